@@ -1,0 +1,37 @@
+"""Fused Triton kernels, forward and backward, for training Vision Transformers in PyTorch.
+
+The ops are functions of tensors, the modules make up a ViT with timm's names, and the backend
+switch says which implementation runs. Importing the package touches no device.
+"""
+
+from fastvit_kernels.attention import attention, qkv_attention, scaled_dot_product_attention
+from fastvit_kernels.backend import backend, get_backend, set_backend
+from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
+from fastvit_kernels.linear import linear
+from fastvit_kernels.mlp import mlp
+from fastvit_kernels.patch_embed import patch_embed
+from fastvit_kernels.presets import create_vit
+from fastvit_kernels.vit import Attention, Block, LayerNorm, Mlp, PatchEmbed, VisionTransformer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "Block",
+    "LayerNorm",
+    "Mlp",
+    "PatchEmbed",
+    "VisionTransformer",
+    "attention",
+    "backend",
+    "create_vit",
+    "get_backend",
+    "layer_norm",
+    "layer_norm_and_input",
+    "linear",
+    "mlp",
+    "patch_embed",
+    "qkv_attention",
+    "scaled_dot_product_attention",
+    "set_backend",
+]

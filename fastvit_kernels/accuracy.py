@@ -1,0 +1,174 @@
+"""The 2x rule: how the project decides that a kernel is right.
+
+oracle     the specification in float64
+yardstick  the same specification, run by PyTorch in the input dtypes
+rule       error(kernel) <= 2 * error(yardstick) + floor, in max and in RMS, for the output and the
+           gradient of every input, with a random upstream gradient
+floor      FLOOR_EPS * eps(dtype) * (largest, respectively RMS, magnitude of the oracle)
+
+The floor allows for a yardstick that happens to be exact; it is about the rounding of the result
+itself. dtype is the coarser one of the compared tensor and the inputs that led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOOR_EPS = 2.0
+
+
+@dataclass(frozen=True)
+class Error:
+    """Errors of one tensor against float64: the kernel's, PyTorch's own, and the limit."""
+
+    name: str
+    max: float
+    rms: float
+    torch_max: float
+    torch_rms: float
+    limit_max: float
+    limit_rms: float
+
+    @property
+    def passed(self) -> bool:
+        return self.max <= self.limit_max and self.rms <= self.limit_rms
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: max {self.max:.3e} (torch {self.torch_max:.3e}, "
+            f"limit {self.limit_max:.3e}), rms {self.rms:.3e} (torch {self.torch_rms:.3e}, "
+            f"limit {self.limit_rms:.3e}){'' if self.passed else '  FAILED'}"
+        )
+
+
+def _distance(actual: Tensor, oracle: Tensor) -> tuple[float, float]:
+    if oracle.numel() == 0:
+        return 0.0, 0.0
+    difference = actual.detach().double().cpu() - oracle
+    # Equal infinities are equal; a NaN only where the oracle has one too.
+    difference[(actual.detach().double().cpu() == oracle)] = 0.0
+    difference[actual.detach().cpu().isnan() & oracle.isnan()] = 0.0
+    difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+def measure(
+    name: str, actual: Tensor, yardstick: Tensor, oracle: Tensor, dtype: torch.dtype
+) -> Error:
+    """Compare one tensor with its float64 oracle and with PyTorch's own result.
+
+    Args:
+        name: for the report.
+        actual, yardstick: same shape as oracle, any dtype, any device.
+        oracle: float64.
+        dtype: whose eps sets the floor.
+    Raises: AssertionError where the shapes differ.
+    """
+    assert actual.shape == oracle.shape, (
+        f"{name}: shape {tuple(actual.shape)}, wanted {tuple(oracle.shape)}"
+    )
+    oracle = oracle.detach().double().cpu()
+    max_, rms = _distance(actual, oracle)
+    torch_max, torch_rms = _distance(yardstick, oracle)
+    eps = torch.finfo(dtype).eps
+    finite = oracle[oracle.isfinite()]
+    peak = finite.abs().max().item() if finite.numel() else 0.0
+    scale = finite.square().mean().sqrt().item() if finite.numel() else 0.0
+    return Error(
+        name, max_, rms, torch_max, torch_rms,
+        limit_max=2 * torch_max + FLOOR_EPS * eps * peak,
+        limit_rms=2 * torch_rms + FLOOR_EPS * eps * scale,
+    )  # fmt: skip
+
+
+def _run(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor | None],
+    upstream: Sequence[Tensor] | None,
+    to: torch.dtype | None,
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+    """Outputs and input gradients of function(**inputs), the inputs first cast to dtype `to`."""
+    leaves: dict[str, Tensor | None] = {}
+    for name, x in inputs.items():
+        if x is None or not x.is_floating_point():
+            leaves[name] = x
+        else:
+            # `to` None keeps the strides of the caller's tensor: they are part of the test.
+            leaf = x.detach() if to is None else x.detach().to(to)
+            leaves[name] = leaf.requires_grad_(x.requires_grad)
+    result = function(**leaves)
+    outputs = result if isinstance(result, tuple) else (result,)
+    wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
+    if not wanted or upstream is None:
+        return outputs, {}
+    grads = torch.autograd.grad(
+        outputs,
+        list(wanted.values()),
+        [g if to is None else g.to(to) for g in upstream],
+        allow_unused=True,
+    )
+    return outputs, dict(zip(wanted, grads, strict=True))
+
+
+def compare(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    reference: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor | None],
+    *,
+    upstream: Sequence[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> list[Error]:
+    """Errors of function's outputs and of every input gradient, beside PyTorch's own.
+
+    Args:
+        function: the kernel; called with `inputs` by keyword, on their own strides and dtypes.
+        reference: the specification, called the same way in the input dtypes and in float64.
+        inputs: by argument name. Gradients are compared for those that require one.
+        upstream: one gradient for each output; random normal of the output's dtype by default.
+        dtype: whose eps sets the floor; by default the coarsest among inputs and outputs.
+        seed: of the random upstream gradients.
+    Returns: one Error for each output ("out", or "out0", "out1", ...) and each gradient ("dx").
+    """
+    yardstick, _ = _run(reference, inputs, None, None)
+    if upstream is None:
+        generator = torch.Generator().manual_seed(seed)
+        upstream = [
+            torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in yardstick
+        ]
+    oracle, oracle_grads = _run(reference, inputs, upstream, torch.float64)
+    yardstick, yardstick_grads = _run(reference, inputs, upstream, None)
+    actual, actual_grads = _run(function, inputs, upstream, None)
+
+    floats = [x for x in (*inputs.values(), *actual) if x is not None and x.is_floating_point()]
+    dtype = dtype or max((x.dtype for x in floats), key=lambda d: torch.finfo(d).eps)
+    errors = []
+    for i, (a, y, o) in enumerate(zip(actual, yardstick, oracle, strict=True)):
+        assert a.dtype == y.dtype, f"output {i}: dtype {a.dtype}, wanted {y.dtype}"
+        errors.append(measure("out" if len(actual) == 1 else f"out{i}", a, y, o, dtype))
+    for name, o in oracle_grads.items():
+        a, y = actual_grads[name], yardstick_grads[name]
+        assert (a is None) == (o is None), f"d{name}: got {a}, the reference {o}"
+        if a is not None and y is not None and o is not None:
+            errors.append(measure(f"d{name}", a, y, o, dtype))
+    return errors
+
+
+def assert_accurate(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    reference: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Mapping[str, Tensor | None],
+    *,
+    upstream: Sequence[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> list[Error]:
+    """`compare`, and an AssertionError that lists every error where one breaks the 2x rule."""
+    errors = compare(function, reference, inputs, upstream=upstream, dtype=dtype, seed=seed)
+    if not all(e.passed for e in errors):
+        raise AssertionError("the 2x rule is broken:\n" + "\n".join(f"  {e}" for e in errors))
+    return errors

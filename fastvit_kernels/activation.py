@@ -1,0 +1,84 @@
+"""The activations that an epilogue can apply: torch's function, Triton's value and derivative.
+
+gelu        z * Phi(z), exact (erf)          timm, torchvision, HF "gelu"
+gelu_tanh   the tanh approximation           HF "gelu_pytorch_tanh", timm SigLIP, JAX's default
+quick_gelu  z * sigmoid(1.702 z)             CLIP
+silu        z * sigmoid(z)
+
+Confusing them is the main silent mismatch between ViTs: nothing here is approximated unless named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit_kernels._triton import tl, triton
+
+
+def quick_gelu(z: Tensor) -> Tensor:
+    """z * sigmoid(1.702 z), CLIP's GELU."""
+    return z * torch.sigmoid(1.702 * z)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "silu": F.silu,
+}
+
+
+def check_activation(op: str, name: str | None) -> None:
+    """Raise ValueError unless name is None or one of ACTIVATIONS."""
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(
+            f"{op}: activation must be None or one of {sorted(ACTIVATIONS)}, got {name!r}"
+        )
+
+
+@triton.jit
+def _sigmoid(z):
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """The activation of an fp32 tile; ACTIVATION "" is the identity."""
+    if ACTIVATION == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(u)) = sigmoid(2u)
+        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+        return z * _sigmoid(2.0 * u)
+    elif ACTIVATION == "quick_gelu":
+        return z * _sigmoid(1.702 * z)
+    elif ACTIVATION == "silu":
+        return z * _sigmoid(z)
+    else:
+        return z
+
+
+@triton.jit
+def activation_derivative(z, ACTIVATION: tl.constexpr):
+    """d activate(z) / dz of an fp32 tile; ACTIVATION "" gives 1."""
+    if ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        return cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACTIVATION == "gelu_tanh":
+        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+        du = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * z * z)
+        s = _sigmoid(2.0 * u)
+        return s + z * s * (1.0 - s) * 2.0 * du
+    elif ACTIVATION == "quick_gelu":
+        s = _sigmoid(1.702 * z)
+        return s + 1.702 * z * s * (1.0 - s)
+    elif ACTIVATION == "silu":
+        s = _sigmoid(z)
+        return s + z * s * (1.0 - s)
+    else:
+        return z * 0.0 + 1.0

@@ -1,0 +1,128 @@
+"""Which implementation runs: the Triton kernels or the PyTorch specification, and why.
+
+auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch
+triton  Triton; a RuntimeError says why where it cannot
+torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
+
+The start value is the environment variable FASTVIT_KERNELS_BACKEND, "auto" where it is unset.
+The switch is process-wide: it is read at every call, and torch.compile guards on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fastvit_kernels._triton import HAS_TRITON, triton
+
+Backend = Literal["auto", "triton", "torch"]
+
+# Read when triton decorates the kernels, hence at import: setting the variable later has no effect.
+INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _checked(name: str) -> Backend:
+    if name not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {name!r}")
+    return name  # type: ignore[return-value]
+
+
+_backend: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+
+
+def get_backend() -> Backend:
+    """The backend in force: "auto", "triton" or "torch"."""
+    return _backend
+
+
+def set_backend(name: Backend) -> None:
+    """Choose the implementation of every op from now on, in the whole process.
+
+    Args:
+        name: "auto", "triton" or "torch", as the module docstring says.
+    Raises: ValueError for any other name.
+    """
+    global _backend
+    _backend = _checked(name)
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Context manager: `set_backend(name)` inside, the former backend again afterwards."""
+    former = get_backend()
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(former)
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_reason(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"{device} is sm_{major}{minor}, and the kernels need sm_80"
+
+
+@functools.lru_cache(maxsize=64)
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a small stand-in for the interpreter's CPU."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _device_reason(x: Tensor) -> str | None:
+    """Why no Triton kernel can run on x's device, or None."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if x.is_cuda:
+        return "TRITON_INTERPRET=1 is set" if INTERPRETED else _capability_reason(x.device)
+    if x.device.type == "cpu":
+        return None if INTERPRETED else "the tensor is on the CPU"
+    return f"the tensor is on device {x.device}"
+
+
+def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
+    """Why a call on x takes the PyTorch path, or None where the Triton kernel runs.
+
+    Args:
+        x: the op's first tensor.
+        unsupported: what the op itself cannot do in a kernel, None where it can.
+    """
+    if _backend == "torch":
+        return "the backend is 'torch'"
+    if x.dtype not in KERNEL_DTYPES:
+        unsupported = f"there is no kernel for {x.dtype}"
+    return _device_reason(x) or unsupported
+
+
+def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
+    """Decide which implementation of `op` runs on x, and say so where the answer may surprise.
+
+    Raises: RuntimeError where the backend is "triton" and the kernel cannot run.
+    Warns: once for each op and reason, where x is on a GPU and yet takes the PyTorch path.
+    """
+    reason = reason_for_torch(x, unsupported)
+    if reason is None:
+        return True
+    if _backend == "triton":
+        raise RuntimeError(f"{op}: the backend is 'triton', but {reason}")
+    if x.is_cuda and _backend == "auto" and not torch.compiler.is_compiling():
+        _say_once(op, reason)
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_once(op: str, reason: str) -> None:
+    warnings.warn(f"fastvit_kernels.{op} takes the PyTorch path: {reason}", stacklevel=4)

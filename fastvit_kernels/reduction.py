@@ -1,0 +1,69 @@
+"""Column sums in a fixed order: every op's bias gradient, and the second stage of its partials.
+
+    out[n] = sum_r x[r, n]        two stages: S row ranges in parallel, then the S partials
+
+Precision: fp32 accumulators whatever x is; no atomics, so equal bits at every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastvit_kernels._triton import tl, triton
+from fastvit_kernels.backend import num_sms
+
+# One program sums BLOCK_R x BLOCK_N tiles down a row range. Not yet measured.
+BLOCK_R, BLOCK_N = 32, 128
+PROGRAMS_PER_SM = 4
+MIN_ROWS_PER_SPLIT = 256
+
+
+@triton.jit
+def _column_sum_kernel(
+    out_ptr, x_ptr, num_rows, N, rows_per_split, stride_x_row,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    first = tl.program_id(1).to(tl.int64) * rows_per_split
+    last = tl.minimum(first + rows_per_split, num_rows)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for row in range(first, last, BLOCK_R):
+        offs_r = row + tl.arange(0, BLOCK_R).to(tl.int64)
+        x_ptrs = x_ptr + offs_r[:, None] * stride_x_row + offs_n[None, :]
+        mask = (offs_r < last)[:, None] & mask_n[None, :]
+        acc += tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + tl.program_id(1).to(tl.int64) * N + offs_n
+    tl.store(out_ptrs, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
+
+
+def column_sum(x: Tensor, out: Tensor) -> Tensor:
+    """Sum x over its rows into out.
+
+    Args:
+        x: (R, N), any dtype, last axis contiguous, any row stride.
+        out: (N,) contiguous, any dtype; written whole, zeros where R is 0.
+    Returns: out.
+    """
+    num_rows, N = x.shape
+    if num_rows == 0 or N == 0:
+        return out.zero_()
+    column_blocks = triton.cdiv(N, BLOCK_N)
+    wanted = max(1, PROGRAMS_PER_SM * num_sms(x.device) // column_blocks)
+    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(num_rows, splits)
+    splits = triton.cdiv(num_rows, rows_per_split)
+    first = out
+    if splits > 1:
+        first = torch.empty((splits, N), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _column_sum_kernel[(column_blocks, splits)](
+            first, x, num_rows, N, rows_per_split, x.stride(0),
+            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4,
+        )  # fmt: skip
+        if splits > 1:
+            _column_sum_kernel[(column_blocks, 1)](
+                out, first, splits, N, splits, N, BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4
+            )
+    return out

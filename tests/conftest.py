@@ -1,0 +1,43 @@
+"""Without a GPU the tests run in Triton's interpreter, chosen here before triton is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(pool, "1")  # the suite's own processes share the cores
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+
+if not torch.cuda.is_available():
+    torch.set_num_threads(1)
+    from interpreter import mend_bf16
+
+    mend_bf16()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """torch.empty gives NaN, so that an output which no kernel wrote cannot look right."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

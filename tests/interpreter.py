@@ -1,0 +1,67 @@
+"""Mends Triton's interpreter for bf16, so that bf16 kernels can be tested without a GPU.
+
+In triton 3.6.0 the interpreter holds bf16 as uint16; its dot multiplies those raw bits, and its
+fp32 -> bf16 cast truncates where the hardware rounds to nearest even. Both are replaced here by
+what the hardware does. fp16 and fp32 are right as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_Builder = interpreter.InterpreterBuilder
+_TensorHandle = interpreter.TensorHandle
+_original_dot = _Builder.create_dot
+_original_cast = _Builder.cast_impl
+_original_fp_to_fp = _Builder.create_fp_to_fp
+
+
+def float32_to_bf16_bits(x: np.ndarray) -> np.ndarray:
+    """fp32 -> bf16 bits, round to nearest even, NaN kept quiet."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet_nan = (bits >> 16) | 0x40
+    return np.where(np.isnan(x), quiet_nan, rounded).astype(np.uint16)
+
+
+def bf16_bits_to_float32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _as_float32(handle) -> np.ndarray:
+    if handle.dtype.scalar == tl.bfloat16:
+        return bf16_bits_to_float32(handle.data)
+    return handle.data
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
+        return _original_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+    product = np.matmul(_as_float32(a), _as_float32(b), dtype=d.data.dtype)
+    return _TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _cast(self, src, dst_type):
+    source, target = src.dtype.scalar, dst_type.scalar
+    if target == tl.bfloat16 and source in (tl.float32, tl.float16):
+        return _TensorHandle(float32_to_bf16_bits(src.data.astype(np.float32)), target)
+    if source == tl.bfloat16 and target in (tl.float32, tl.float16):
+        data = bf16_bits_to_float32(src.data)
+        return _TensorHandle(data.astype(np.float16) if target == tl.float16 else data, target)
+    return _original_cast(self, src, dst_type)
+
+
+def _fp_to_fp(self, src, dst_type, rounding_mode):
+    if tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+        return _cast(self, src, dst_type)
+    return _original_fp_to_fp(self, src, dst_type, rounding_mode)
+
+
+def mend_bf16() -> None:
+    """Install the three replacements; a second call changes nothing."""
+    _Builder.create_dot = _dot
+    _Builder.cast_impl = _cast
+    _Builder.create_fp_to_fp = _fp_to_fp
+    # create_fp_trunc and create_fp_ext call self.cast_impl and need no replacement.
