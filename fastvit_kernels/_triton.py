@@ -1,27 +1,41 @@
-"""`triton` and `tl`, or stand-ins that let the package import where Triton has no wheel."""
+"""`triton` and `tl`, or stand-ins that let the package import where Triton has no wheel.
+
+For a type checker their attributes are Any: a kernel is Python syntax for another compiler, and
+`kernel[grid](...)` is no call that its signature describes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-try:
-    import triton
-    import triton.language as tl
+if TYPE_CHECKING:
 
-    HAS_TRITON = True
-except ModuleNotFoundError:
+    class _AnyAttribute(type):
+        def __getattr__(cls, name: str) -> Any: ...
 
-    class _Absent:
-        """Takes any attribute and decorates a kernel into itself; backend.py never launches it."""
+    class tl(metaclass=_AnyAttribute):
+        constexpr: TypeAlias = Any  # a class, so that `BLOCK_C: tl.constexpr` is an annotation
 
-        def __getattr__(self, name: str) -> Any:
-            return self
+    triton: Any
+    HAS_TRITON: bool
+else:
+    try:
+        import triton
+        import triton.language as tl
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return args[0] if args else self
+        HAS_TRITON = True
+    except ModuleNotFoundError:
 
-    triton: Any = _Absent()
-    tl: Any = _Absent()
-    HAS_TRITON = False
+        class _Absent:
+            """Takes any attribute and decorates a kernel into itself; backend.py never launches."""
+
+            def __getattr__(self, name: str) -> Any:
+                return self
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return args[0] if args else self
+
+        triton = tl = _Absent()
+        HAS_TRITON = False
 
 __all__ = ["HAS_TRITON", "tl", "triton"]

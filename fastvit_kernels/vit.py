@@ -256,7 +256,7 @@ class VisionTransformer(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, in_chans, height, width) -> (B, T, C), the tokens after the last block and norm."""
-        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else None
         x = self.pos_drop(self.patch_embed(images, prefix, self.pos_embed))
         return self.norm(self.blocks(self.norm_pre(x)))

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 def _poisoned_memory():
     """torch.empty gives NaN, so that an output which no kernel wrote cannot look right."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
