@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -66,26 +67,62 @@ def backend(name: Backend) -> Iterator[None]:
         set_backend(former)
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What a launcher may ask of a GPU. `arch` is "sm_90", "gfx942", ..., "cpu"."""
+
+    arch: str
+    num_sms: int
+
+
+_absent_gpu: Gpu | None = None
+
+
+@contextmanager
+def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
+    """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
+    global _absent_gpu
+    former, _absent_gpu = _absent_gpu, gpu
+    try:
+        yield
+    finally:
+        _absent_gpu = former
+
+
 @functools.lru_cache(maxsize=64)
-def _capability_reason(device: torch.device) -> str | None:
+def _gpu(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu("cpu", num_sms=2)  # the interpreter's
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"{device} is sm_{major}{minor}, and the kernels need sm_80"
+        return Gpu(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Gpu(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
 
 
-@functools.lru_cache(maxsize=64)
+def gpu(device: torch.device) -> Gpu:
+    """The GPU of a device, or the absent one that kernels are being compiled for."""
+    return _absent_gpu or _gpu(device)
+
+
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a small stand-in for the interpreter's CPU."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu(device).num_sms
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_reason(device: torch.device) -> str | None:
+    arch = _gpu(device).arch
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"{device} is {arch}, and the kernels need sm_80"
+    return None
 
 
 def _device_reason(x: Tensor) -> str | None:
     """Why no Triton kernel can run on x's device, or None."""
     if not HAS_TRITON:
         return "triton is not installed"
+    if _absent_gpu is not None:
+        return None
     if x.is_cuda:
         return "TRITON_INTERPRET=1 is set" if INTERPRETED else _capability_reason(x.device)
     if x.device.type == "cpu":
