@@ -101,7 +101,7 @@ class _Pointer:
 
     def __init__(self, x: Tensor):
         self.dtype = x.dtype
-        self.address = int(x.storage_offset()) * x.element_size()  # allocations are 512-byte aligned
+        self.address = int(x.storage_offset()) * x.element_size()  # of a 512-byte aligned block
         self.extent = x.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:

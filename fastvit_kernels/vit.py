@@ -220,7 +220,7 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = LayerNorm(embed_dim, norm_eps) if pre_norm else nn.Identity()
 
-        drop_paths = torch.linspace(0, drop_path_rate, depth).tolist()
+        drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(
             Block(
                 embed_dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop_rate,
