@@ -4,14 +4,17 @@ The ops are functions of tensors, the modules make up a ViT with timm's names, a
 switch says which implementation runs. Importing the package touches no device.
 """
 
-from fastvit_kernels.attention import attention, qkv_attention, scaled_dot_product_attention
+from fastvit_kernels.attention import attention, qkv_attention
+from fastvit_kernels.attention_maps import attention_maps
 from fastvit_kernels.backend import backend, get_backend, set_backend
 from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
 from fastvit_kernels.linear import linear
 from fastvit_kernels.mlp import mlp
 from fastvit_kernels.patch_embed import patch_embed
 from fastvit_kernels.presets import create_vit
+from fastvit_kernels.sdpa import scaled_dot_product_attention
 from fastvit_kernels.vit import Attention, Block, LayerNorm, Mlp, PatchEmbed, VisionTransformer
+from fastvit_kernels.weights import WeightsReport, load_weights
 
 __version__ = "0.1.0"
 
@@ -22,13 +25,16 @@ __all__ = [
     "Mlp",
     "PatchEmbed",
     "VisionTransformer",
+    "WeightsReport",
     "attention",
+    "attention_maps",
     "backend",
     "create_vit",
     "get_backend",
     "layer_norm",
     "layer_norm_and_input",
     "linear",
+    "load_weights",
     "mlp",
     "patch_embed",
     "qkv_attention",

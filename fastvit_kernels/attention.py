@@ -1,9 +1,52 @@
-"""Softmax attention."""
+"""Softmax attention over all tokens: packed QKV, QKV projection + attention, and torch's signature.
+
+    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h] . k[b,s,h]) v[b,s,h]
+
+Gradient, with p = softmax(s), delta[t] = sum_d out[t,d] dout[t,d]:
+
+    dv = p^T dout,  ds = p * (dout v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q
+
+Saved: qkv (or q, k, v), out, lse (B, H, T) fp32 in log2 units; `qkv_attention` adds x and weight.
+Precision: scores, softmax and accumulators fp32; p and ds are cast to the input dtype before their
+products. Kernels and tiles: attention_kernels.py. Source: arXiv:2307.08691. Derivation:
+docs/attention.md.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastvit_kernels._triton import triton
+from fastvit_kernels.arguments import (
+    autocast_dtype,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+)
+from fastvit_kernels.attention_kernels import (
+    DKDV_TILES,
+    DQ_TILES,
+    FWD_TILES,
+    LONG_T,
+    ONE_PASS_TILES,
+    _attention_bwd_dkdv_kernel,
+    _attention_bwd_dq_kernel,
+    _attention_bwd_one_pass_kernel,
+    _attention_fwd_kernel,
+    one_pass_parts,
+    split_head_dim,
+    tail_tile,
+    tiles_for,
+)
+from fastvit_kernels.backend import use_triton
+from fastvit_kernels.gemm import matmul
+from fastvit_kernels.library import operator
+from fastvit_kernels.reduction import column_sum
+
+MAX_D = 256
 
 
 def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
@@ -13,16 +56,328 @@ def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.
     return out.transpose(1, 2)
 
 
-def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
-    """Thin."""
+def qkv_attention_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The specification of `qkv_attention`: a Linear, then `attention_ref`."""
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, -1))
     return attention_ref(qkv, scale, dropout_p)
 
 
-def scaled_dot_product_attention(
-    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None
-):
-    """Thin."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+def _precision() -> str:
+    """fp32 products follow torch's own switch; 16-bit ones ignore it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One random int64 on the device, from torch's generator: a CUDA graph redraws it at replay."""
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+
+
+def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """Keep where 31 random bits are at least the first number; then scale by the second."""
+    return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
+
+
+def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...], str]:
+    """(B, H, T_q, T_kv) in any strides -> pointer, strides, kind."""
+    if mask is None:
+        return None, (0, 0, 0, 0), "none"
+    if mask.dtype is torch.bool:
+        return mask.view(torch.uint8), mask.stride(), "bool"
+    return mask, mask.stride(), "add"
+
+
+def _bth(x: Tensor) -> tuple[int, int, int]:
+    """Strides of a (B, T, H, D) view."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _launch_fwd(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> None:  # fmt: skip
+    B, T_q, H, D = q.shape
+    T_kv = k.shape[1]
+    block_d0, block_d1 = split_head_dim(D)
+    tiles = tiles_for(FWD_TILES, q.element_size(), block_d0 + block_d1)
+    block_q = tiles.own * 2 if T_q >= LONG_T and q.element_size() == 2 and D <= 64 else tiles.own
+    mask, mask_strides, mask_kind = _mask_arguments(mask)
+    with torch.cuda.device_of(q):
+        _attention_fwd_kernel[(triton.cdiv(T_q, block_q) * B * H,)](
+            out, lse, q, k, v, mask, seed, H, T_q, T_kv, *_bth(q), *_bth(k), *_bth(v),
+            *mask_strides, scale, *_dropout_arguments(dropout_p),
+            D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1,
+            BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q),
+            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop),
+            PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal,
+            HAS_DROPOUT=seed is not None,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+
+def _launch_bwd(
+    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
+    B, T_q, H, D = q.shape
+    T_kv = k.shape[1]
+    block_d0, block_d1 = split_head_dim(D)
+    mask, mask_strides, mask_kind = _mask_arguments(mask)
+    dropout = _dropout_arguments(dropout_p)
+    read_strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v), *mask_strides)
+    flags = dict(
+        PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None
+    )
+    parts = None if block_d1 else one_pass_parts(T_kv, block_d0, q.element_size())
+    if parts is not None:
+        tiles = ONE_PASS_TILES
+        with torch.cuda.device_of(q):
+            _attention_bwd_one_pass_kernel[(B * H,)](
+                dq, dk, dv, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
+                dq.stride(1), dk.stride(1), *read_strides, scale, *dropout,
+                D=D, BLOCK_D=block_d0, BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop),
+                PART0=parts[0], PART1=parts[1], PART2=parts[2], RAGGED_KV=sum(parts) != T_kv,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
+            )  # fmt: skip
+        return
+    head_dim = dict(D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1)
+    delta = torch.empty_like(lse)
+    tiles = tiles_for(DQ_TILES, q.element_size(), block_d0 + block_d1)
+    with torch.cuda.device_of(q):
+        _attention_bwd_dq_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
+            dq, delta, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
+            dq.stride(1), *read_strides, scale, *dropout,
+            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own),
+            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
+        )  # fmt: skip
+        tiles = tiles_for(DKDV_TILES, q.element_size(), block_d0 + block_d1)
+        _attention_bwd_dkdv_kernel[(triton.cdiv(T_kv, tiles.own) * B * H,)](
+            dk, dv, dout, q, k, v, lse, delta, mask, seed, H, T_q, T_kv,
+            dk.stride(1), *read_strides, scale, *dropout,
+            BLOCK_KV=tiles.own, TAIL_KV=tail_tile(T_kv, tiles.own),
+            BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
+        )  # fmt: skip
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x with a contiguous last axis: x itself, or a copy where it is expanded or transposed."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _empty_attention_fwd(
+    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    B, T, _, H, D = qkv.shape
+    return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
+
+
+@operator(
+    "(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor, Tensor)",
+    fake=_empty_attention_fwd,
+)
+def attention_fwd(
+    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
+    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = _unit_stride(qkv).unbind(2)
+        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+    return out, lse
+
+
+def _empty_attention_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+
+
+@operator(
+    "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor? seed, float scale, float dropout_p)"
+    " -> Tensor",
+    fake=_empty_attention_bwd,
+)
+def attention_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """dqkv (B, T, 3, H, D), contiguous."""
+    dqkv = _empty_attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = _unit_stride(qkv).unbind(2)
+        dq, dk, dv = dqkv.unbind(2)
+        _launch_bwd(
+            dq, dk, dv, _unit_stride(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
+        )
+    return dqkv
+
+
+class AttentionFunction(torch.autograd.Function):
+    """qkv -> out. Saves qkv, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, qkv, seed, scale, dropout_p):
+        out, lse = attention_fwd(qkv, seed, scale, dropout_p)
+        ctx.save_for_backward(qkv, out, lse, seed)
+        ctx.scale, ctx.dropout_p = scale, dropout_p
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        qkv, out, lse, seed = ctx.saved_tensors
+        dqkv = attention_bwd(dout, qkv, out, lse, seed, ctx.scale, ctx.dropout_p)
+        return dqkv, None, None, None
+
+
+def _empty_qkv_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
+    scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = x.new_empty((B, T, 3, num_heads, D))
+    return qkv, *_empty_attention_fwd(qkv, seed, scale, dropout_p)
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, int num_heads, float scale,"
+    " float dropout_p) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_qkv_attention_fwd,
+)
+def qkv_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
+    scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
+    B, T, C = x.shape
+    qkv = matmul(x.reshape(-1, C), weight.t(), bias=bias).view(B, T, 3, num_heads, -1)
+    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = qkv.unbind(2)
+        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+    return qkv, out, lse
+
+
+def _empty_qkv_projection_bwd(
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs_dx, needs_dweight, needs_dbias = needs
+    return (
+        x.new_empty(x.shape if needs_dx else (0,)),
+        x.new_empty(weight.shape if needs_dweight else (0,), dtype=weight_dtype),
+        x.new_empty(weight.shape[:1] if needs_dbias else (0,), dtype=bias_dtype),
+    )
+
+
+@operator(
+    "(Tensor dqkv, Tensor x, Tensor weight, ScalarType weight_dtype, ScalarType bias_dtype,"
+    " bool[] needs) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_qkv_projection_bwd,
+)
+def qkv_projection_bwd(
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dweight, dbias of the projection; each empty where it is not needed."""
+    needs_dx, needs_dweight, needs_dbias = needs
+    dx, dweight, dbias = _empty_qkv_projection_bwd(dqkv, x, weight, weight_dtype, bias_dtype, needs)
+    dqkv = dqkv.view(-1, weight.shape[0])
+    x = x.reshape(-1, x.shape[-1])
+    if needs_dx:
+        dx = matmul(dqkv, weight).view(dx.shape)
+    if needs_dweight:
+        dweight = matmul(dqkv.t(), x, out_dtype=weight_dtype)
+    if needs_dbias:
+        column_sum(dqkv, dbias)
+    return dx, dweight, dbias
+
+
+class QkvAttentionFunction(torch.autograd.Function):
+    """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, seed, num_heads, scale, dropout_p, dtype):
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        qkv, out, lse = qkv_attention_fwd(x, weight, bias, seed, num_heads, scale, dropout_p)
+        ctx.save_for_backward(x, weight, qkv, out, lse, seed)
+        ctx.scale, ctx.dropout_p = scale, dropout_p
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, weight, qkv, out, lse, seed = ctx.saved_tensors
+        dqkv = attention_bwd(dout, qkv, out, lse, seed, ctx.scale, ctx.dropout_p)
+        needs = list(ctx.needs_input_grad[:3])
+        grads = qkv_projection_bwd(dqkv, x, weight, ctx.weight_dtype, ctx.bias_dtype, needs)
+        dx, dweight, dbias = (g if n else None for g, n in zip(grads, needs, strict=True))
+        return dx, dweight, dbias, None, None, None, None, None
+
+
+def check_dropout(op: str, dropout_p: float) -> None:
+    """Raise ValueError unless 0 <= dropout_p < 1, where the kernels scale by 1 / (1 - dropout_p)."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{op}: dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def check_head_dim(op: str, D: int) -> None:
+    """Raise ValueError unless D is a multiple of 8 from 8 to 256."""
+    if D > MAX_D:
+        raise ValueError(f"{op}: D must be at most {MAX_D}, got {D}")
+    if D % 8 or D == 0:
+        raise ValueError(f"{op}: D must be a multiple of 8, got {D}")
+
+
+def unsupported_scale(scale: float) -> str | None:
+    """The kernels take the maximum of the unscaled scores, so that scale must be positive."""
+    return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
+
+
+def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """Bidirectional softmax attention on packed QKV.
+
+    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h].k[b,s,h]) v[b,s,h]
+
+    Args:
+        qkv: (B, T, 3, H, D), fp16, bf16 or fp32, read by its strides (a last axis that is not
+            contiguous is copied). D a multiple of 8 up to 256. Under autocast, autocast's dtype.
+        scale: multiplies the scores, dimensionless. Default D**-0.5.
+        dropout_p: probability of dropping a softmax probability; the rest is divided by
+            1 - dropout_p. The mask comes from torch's generator on qkv's device.
+    Returns:
+        (B, T, H, D), contiguous, dtype of qkv.
+    Precision: scores, softmax and accumulators fp32; P is cast to qkv.dtype before P V.
+    Saved: qkv, out, lse (B, H, T) fp32, log2 units.
+    Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
+    Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
+    """
+    check_tensor("attention", "qkv", qkv, ndim=5)
+    if qkv.shape[2] != 3:
+        raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
+    check_head_dim("attention", qkv.shape[4])
+    check_dropout("attention", dropout_p)
+    scale = qkv.shape[4] ** -0.5 if scale is None else scale
+    if use_triton("attention", qkv, unsupported_scale(scale)):
+        qkv = qkv.to(autocast_dtype(qkv) or qkv.dtype)
+        seed = draw_seed(qkv.device) if dropout_p > 0 else None
+        return AttentionFunction.apply(qkv, seed, scale, dropout_p)
+    return attention_ref(qkv, scale, dropout_p)
 
 
 def qkv_attention(
@@ -34,6 +389,39 @@ def qkv_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Thin."""
-    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, -1))
-    return attention(qkv, scale=scale, dropout_p=dropout_p)
+    """QKV projection and bidirectional softmax attention as one Function.
+
+    qkv = x weight^T + bias, its columns ordered (3, H, D);  out = attention(qkv)
+
+    Args:
+        x: (B, T, C), fp16, bf16 or fp32. Under autocast computed in autocast's dtype.
+        weight: (3 * H * D, C), rows [q; k; v], as timm's `qkv` and torch's `in_proj_weight`.
+        bias: (3 * H * D,) or None.
+        num_heads: H; D = weight.shape[0] / (3 H) is a multiple of 8 up to 256.
+        scale, dropout_p: as for `attention`.
+    Returns:
+        (B, T, H, D), contiguous, in the compute dtype.
+    Precision: as `attention`; dweight and dbias are summed in fp32 and written in the dtype of the
+        parameter.
+    Saved: x, weight, qkv, out, lse.
+    Raises: ValueError, such as "qkv_attention: weight must have 3 * H * D rows with H = 12, got
+        1000"; TypeError where dtypes differ outside autocast.
+    Specification: qkv_attention_ref. Derivation: docs/attention.md.
+    """
+    op = "qkv_attention"
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    rows = weight.shape[0]
+    if num_heads < 1 or rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    D = rows // (3 * num_heads)
+    check_head_dim(op, D)
+    check_dropout(op, dropout_p)
+    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
+    scale = D**-0.5 if scale is None else scale
+    if use_triton(op, x, unsupported_scale(scale)):
+        seed = draw_seed(x.device) if dropout_p > 0 else None
+        return QkvAttentionFunction.apply(x, weight, bias, seed, num_heads, scale, dropout_p, dtype)
+    return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)

@@ -1,0 +1,171 @@
+"""`scaled_dot_product_attention` with torch's signature, on the kernels of attention.py.
+
+Queries, keys and values come as (B, H, T, D) in any strides, of different lengths, with a boolean or
+additive mask that broadcasts, causal or not. What the kernels cannot do takes torch's own path.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastvit_kernels.arguments import autocast_dtype
+from fastvit_kernels.attention import (
+    MAX_D,
+    _launch_bwd,
+    _launch_fwd,
+    _unit_stride,
+    draw_seed,
+    unsupported_scale,
+)
+from fastvit_kernels.backend import use_triton
+from fastvit_kernels.library import operator
+
+
+def _empty_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, H, T_q, D = q.shape
+    out = q.new_empty((B, T_q, H, D)).transpose(1, 2)
+    return out, q.new_empty((B, H, T_q), dtype=torch.float32)
+
+
+@operator(
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
+    " bool is_causal) -> (Tensor, Tensor)",
+    fake=_empty_fwd,
+)
+def sdpa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining the heads copies nothing; lse."""
+    out, lse = _empty_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
+    if out.numel():
+        q, k, v = (_unit_stride(x).transpose(1, 2) for x in (q, k, v))
+        _launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
+    return out, lse
+
+
+def _empty_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, H, T_q, D = q.shape
+    T_kv = k.shape[2]
+    dq = q.new_empty((B, T_q, H, D)).transpose(1, 2)
+    dk = k.new_empty((B, T_kv, H, D)).transpose(1, 2)
+    return dq, dk, torch.empty_like(dk)
+
+
+@operator(
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
+    " Tensor? seed, float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def sdpa_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
+    dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
+    if out.numel():
+        reads = (_unit_stride(x).transpose(1, 2) for x in (dout, q, k, v))
+        _launch_bwd(
+            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), *reads,
+            out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+class SdpaFunction(torch.autograd.Function):
+    """q, k, v -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, seed, scale, dropout_p, is_causal):
+        out, lse = sdpa_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
+        ctx.save_for_backward(q, k, v, out, lse, mask, seed)
+        ctx.scale, ctx.dropout_p, ctx.is_causal = scale, dropout_p, is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, out, lse, mask, seed = ctx.saved_tensors
+        dq, dk, dv = sdpa_bwd(
+            dout, q, k, v, out, lse, mask, seed, ctx.scale, ctx.dropout_p, ctx.is_causal
+        )
+        return dq, dk, dv, None, None, None, None, None
+
+
+def _unsupported(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> str | None:
+    """What torch's function can do and the kernels cannot, or None."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return "query, key and value must be (B, H, T, D)"
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q) is None:
+        return "query, key and value differ in dtype"
+    B, H, _, D = q.shape
+    if k.shape != v.shape or k.shape[:2] != (B, H) or k.shape[3] != D:
+        return "query, key and value differ in batch, heads or head dim"
+    if not q.device == k.device == v.device:
+        return "query, key and value are on different devices"
+    if D % 8 or not 8 <= D <= MAX_D:
+        return f"D must be a multiple of 8 up to {MAX_D}, got {D}"
+    if k.shape[2] == 0:
+        return "there are no keys"
+    if not 0 <= dropout_p < 1:
+        return f"dropout_p must be in [0, 1), got {dropout_p}"
+    if attn_mask is None:
+        return None
+    if is_causal:
+        return "attn_mask and is_causal exclude each other"
+    if attn_mask.requires_grad:
+        return "attn_mask needs a gradient"
+    if attn_mask.dtype is not torch.bool and not attn_mask.is_floating_point():
+        return f"attn_mask must be boolean or floating point, got {attn_mask.dtype}"
+    return None
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention.
+
+    Args:
+        q: (B, H, T_q, D), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is
+            copied).
+        k, v: (B, H, T_kv, D).
+        attn_mask: broadcasts to (B, H, T_q, T_kv); boolean (True is seen) or added to the scores.
+            A query that sees no key gives zeros, as in torch.
+        dropout_p: as for `attention`. Note that, as in torch, it applies whatever the mode is.
+        is_causal: query i sees keys 0..i.
+        scale: multiplies the scores, dimensionless. Default D**-0.5.
+    Returns:
+        (B, H, T_q, D), dtype of q, laid out as (B, T_q, H, D).
+    Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
+    Saved: q, k, v, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
+    Raises: what torch raises; whatever the kernels cannot do (a mask that needs a gradient, D not a
+        multiple of 8, other ranks) takes torch's path.
+    Specification: torch.nn.functional.scaled_dot_product_attention.
+    """
+    scale_ = q.shape[-1] ** -0.5 if scale is None else scale
+    unsupported = _unsupported(q, k, v, attn_mask, dropout_p, is_causal)
+    if not use_triton("scaled_dot_product_attention", q, unsupported or unsupported_scale(scale_)):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    dtype = autocast_dtype(q) or q.dtype
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+    seed = draw_seed(q.device) if dropout_p > 0 else None
+    return SdpaFunction.apply(q, k, v, attn_mask, seed, scale_, dropout_p, is_causal)
