@@ -1,13 +1,49 @@
-"""Linear layer with a fused epilogue."""
+"""Linear layer with everything that may follow it in one epilogue.
+
+    z = x W^T + b,   a = act(z),   y = residual + row_scale[sample] * layer_scale[n] * a
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    with act      dz = layer_scale * d * act'(z),   dlayer_scale = sum d * a
+                  dx = dz W,   dW = dz^T x,   db = sum dz
+    without       G = d^T x,   g = sum d,   both fp32
+                  dx = d (layer_scale * W),   dW = layer_scale * G,   db = layer_scale * g
+                  dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
+    dresidual = dy
+
+Saved: x, W, and z where there is an activation; without one nothing of size (M, N) is needed.
+Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
+what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
+Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
+inside; `choose_route` decides. Derivation: docs/linear.md.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import ACTIVATIONS, check_activation
 from fastvit_kernels.arguments import check_device, check_shape, check_tensor, compute_dtype
+from fastvit_kernels.backend import use_triton
+from fastvit_kernels.epilogue import (
+    apply_epilogue,
+    backward_epilogue,
+    epilogue_arguments,
+    finish_tile,
+    input_gradient_operands,
+    scaled_rows,
+    weight_gradients,
+)
+from fastvit_kernels.gemm import grouped_tile, matmul, tile_options, tile_product
+from fastvit_kernels.library import operator
+from fastvit_kernels.reduction import column_sum
 
 
 def linear_ref(
@@ -19,7 +55,7 @@ def linear_ref(
     layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `linear`."""
+    """The specification of `linear`: torch's own operations, one after the other."""
     y = F.linear(x, weight, bias)
     out_dtype = y.dtype if residual is None else torch.promote_types(y.dtype, residual.dtype)
     if activation is not None:
@@ -33,6 +69,278 @@ def linear_ref(
     return y.to(out_dtype)
 
 
+# Major compute capability -> the largest K at which a 16-bit product with an epilogue takes the
+# Triton GEMM: it saves one pass over (M, N), which weighs less as K grows. Not yet measured.
+TRITON_MAX_K = {8: 1024, 9: 1024}
+
+
+@functools.lru_cache(maxsize=64)
+def _max_k(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return TRITON_MAX_K.get(torch.cuda.get_device_capability(device)[0], 0)
+
+
+def choose_route(M: int, N: int, K: int, a: Tensor) -> Literal["library", "triton"]:
+    """Who multiplies (M, K) a by (K, N) where an epilogue follows."""
+    return "triton" if a.dtype.itemsize == 2 and _max_k(a.device) >= K else "library"
+
+
+@triton.jit
+def _linear_fwd_kernel(
+    y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    M, N, K, rows_per_sample,
+    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m,
+    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = grouped_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = tile_product(
+        x_ptr, weight_ptr, offs_m, offs_n, M, N, K,
+        stride_x_m, stride_x_k, stride_weight_k, stride_weight_n,
+        EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        z_low = z.to(x_ptr.dtype.element_ty)
+        if SAVE_Z:
+            mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+            tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
+        z = z_low.to(tl.float32)  # act reads the bits that are saved
+    finish_tile(
+        y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+def _empty_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (*x.shape[:-1], weight.shape[0])
+    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    z_shape = shape if save_z and activation else (0,)
+    return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? layer_scale,"
+    " Tensor? row_scale, str activation, ScalarType out_dtype, bool save_z) -> (Tensor, Tensor)",
+    fake=_empty_fwd,
+)
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
+
+    x, weight and bias share one dtype; activation "" is none. Without z the second result is empty.
+    """
+    y, z = _empty_fwd(
+        x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, save_z
+    )
+    if y.numel() == 0:
+        return y, z
+    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    rows, y_rows = x.reshape(M, K), y.view(M, N)
+    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, residual)
+    if not activation and not any(flags.values()):
+        matmul(rows, weight.t(), bias=bias, out=y_rows)
+    elif choose_route(M, N, K, x) == "library":
+        z_rows = z.view(M, N) if z.numel() else torch.empty((M, N), dtype=x.dtype, device=x.device)
+        matmul(rows, weight.t(), bias=bias, out=z_rows)
+        apply_epilogue(y_rows, z_rows, activation, layer_scale, row_scale, residual)
+    else:
+        options = tile_options(M, N, K, x)
+        grid = (triton.cdiv(M, options["BLOCK_M"]) * triton.cdiv(N, options["BLOCK_N"]),)
+        bias = None if bias is None else bias.contiguous()
+        with torch.cuda.device_of(x):
+            _linear_fwd_kernel[grid](
+                y, z, rows, weight, bias, *pointers, M, N, K, sizes[0],
+                *rows.stride(), *weight.stride(), sizes[1],
+                ACTIVATION=activation, SAVE_Z=z.numel() > 0, HAS_BIAS=bias is not None,
+                **flags, **options,
+            )  # fmt: skip
+    return y, z
+
+
+def empty_gradients(
+    device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype | None]
+) -> tuple[Tensor, ...]:
+    """An uninitialised tensor for each (shape, dtype), without elements where dtype is None."""
+    return tuple(
+        torch.empty(shape if dtype else (0,), dtype=dtype or torch.float32, device=device)
+        for shape, dtype in wanted
+    )
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    N = dy.shape[-1]
+    return empty_gradients(
+        dy.device,
+        ((*dy.shape[:-1], 0 if weight is None else weight.shape[1]), dx_dtype),
+        ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
+        ((N,), dbias_dtype),
+        ((N,), dlayer_scale_dtype),
+    )
+
+
+@operator(
+    "(Tensor dy, Tensor? x, Tensor? weight, Tensor? bias, Tensor? z, Tensor? layer_scale,"
+    " Tensor? row_scale, str activation, ScalarType dtype, ScalarType? dx_dtype,"
+    " ScalarType? dweight_dtype, ScalarType? dbias_dtype, ScalarType? dlayer_scale_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def linear_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
+
+    x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
+    wanted gradient reads it.
+    """
+    grads = _empty_bwd(
+        dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype,
+        dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype,
+    )  # fmt: skip
+    dx, dweight, dbias, dlayer_scale = grads
+    if dy.numel() == 0:
+        return tuple(grad.zero_() for grad in grads)
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    dy_rows = dy.reshape(M, N)
+    x_rows = None if x is None else x.reshape(M, x.shape[-1])
+    if activation:
+        assert z is not None
+        dz, partial = backward_epilogue(
+            dy_rows, z.view(M, N), activation, dtype, layer_scale, row_scale,
+            sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
+        )  # fmt: skip
+        if dbias_dtype is not None:
+            column_sum(partial[:, :N], dbias)
+        if dlayer_scale_dtype is not None:
+            column_sum(partial[:, -N:], dlayer_scale)
+        if dweight_dtype is not None and x_rows is not None:
+            matmul(dz.t(), x_rows, out=dweight)
+        if dx_dtype is not None and weight is not None:
+            matmul(dz, weight, out=dx.view(M, weight.shape[1]))
+    else:
+        needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
+        d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g)
+        weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
+        if dx_dtype is not None and weight is not None:
+            operands = input_gradient_operands(d, weight, layer_scale)
+            matmul(*operands, out=dx.view(M, weight.shape[1]))
+    return grads
+
+
+class LinearFunction(torch.autograd.Function):
+    """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, residual, layer_scale, row_scale, activation, dtype, needs_backward
+    ):
+        inputs = (x, weight, bias, residual, layer_scale)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+        y, z = linear_fwd(
+            x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, needs_backward
+        )
+        if not needs_backward:
+            return y
+        needs_dx, needs_dweight, needs_dbias, _, needs_dscale, *_ = ctx.needs_input_grad
+        needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
+        needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
+        ctx.save_for_backward(
+            x if needs_dweight or needs_gram else None,
+            weight if needs_dx or needs_gram else None,
+            bias if needs_gram else None,
+            z if activation and needs_dz else None,
+            layer_scale if needs_dz else None,
+            row_scale if needs_dz else None,
+        )
+        ctx.activation, ctx.dtype = activation, dtype
+        ctx.input_dtypes = [None if t is None else t.dtype for t in inputs]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dtypes = [
+            dtype if needed else None
+            for dtype, needed in zip(ctx.input_dtypes, ctx.needs_input_grad, strict=False)
+        ]
+        dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = dtypes
+        dresidual = None if dresidual_dtype is None else dy.to(dresidual_dtype)
+        wanted = (dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype)
+        if not any(wanted):
+            return None, None, None, dresidual, None, None, None, None, None
+        grads = linear_bwd(dy, *ctx.saved_tensors, ctx.activation, ctx.dtype, *wanted)
+        dx, dweight, dbias, dlayer_scale = (
+            grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)
+        )
+        return dx, dweight, dbias, dresidual, dlayer_scale, None, None, None, None
+
+
+def check_epilogue(
+    op: str, x: Tensor, N: int, residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
+    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
+    check_shape(op, "layer_scale", layer_scale, (N,), like=x)
+    if row_scale is None:
+        return None
+    if x.ndim < 2:
+        raise ValueError(f"{op}: row_scale needs x of shape (B, ..., K), got {tuple(x.shape)}")
+    check_shape(op, "row_scale", row_scale, (x.shape[0],), like=x)
+    return "row_scale requires a gradient" if row_scale.requires_grad else None
+
+
+def check_product(op: str, x: Tensor, name: str, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Raise unless x (..., K), weight (N, K) and bias (N,) fit; return what the kernels cannot do.
+
+    Args:
+        name: of the weight argument; that of the bias follows from it.
+    """
+    check_tensor(op, "x", x)
+    check_tensor(op, name, weight, ndim=2)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+    N, K = weight.shape
+    if x.shape[-1] != K:
+        raise ValueError(
+            f"{op}: the last axis of x must have the length of {name}'s, {K}, got {x.shape[-1]}"
+        )
+    check_device(op, name, weight, x)
+    check_shape(op, name.replace("weight", "bias"), bias, (N,), like=x)
+    return None if N > 0 and K > 0 else f"{name} is empty"
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -43,11 +351,36 @@ def linear(
     layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """Thin."""
-    check_tensor("linear", "x", x)
-    check_tensor("linear", "weight", weight, ndim=2)
-    check_shape("linear", "bias", bias, (weight.shape[0],), like=x)
+    """Linear layer with a fused epilogue.
+
+    y = residual + row_scale[sample] * layer_scale * act(x weight^T + bias)
+
+    Args:
+        x: (B, ..., K), fp16, bf16 or fp32, any strides; (K,) too where there is no row_scale.
+        weight: (N, K), any strides. bias: (N,) or None. Both in x.dtype unless under autocast.
+        activation: None, "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        residual: (B, ..., N), any floating dtype, added last.
+        layer_scale: (N,), any floating dtype.
+        row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
+            requires a gradient takes the PyTorch path.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators and epilogue; act reads x weight^T + bias rounded to the compute
+        dtype. dweight, dbias and dlayer_scale accumulate in fp32, each in its parameter's dtype.
+    Saved: x and weight in the compute dtype; with an activation its input (B, ..., N) as well.
+    Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
+    Specification: linear_ref. Derivation: docs/linear.md.
+    """
+    unsupported = check_product("linear", x, "weight", weight, bias)
     check_activation("linear", activation)
-    check_device("linear", "weight", weight, x)
-    compute_dtype("linear", x=x, weight=weight, bias=bias)
-    return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
+    unsupported = (
+        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
+        or unsupported
+    )
+    dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
+    if not use_triton("linear", x, unsupported):
+        return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
+    return LinearFunction.apply(
+        x, weight, bias, residual, layer_scale, row_scale, activation or "", dtype,
+        needs_gradient(x, weight, bias, residual, layer_scale),
+    )  # fmt: skip

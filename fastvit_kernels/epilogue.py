@@ -1,0 +1,294 @@
+"""What may follow a matrix product, forward and backward: the elementwise side of linear and mlp.
+
+    y = residual + row_scale[sample] * layer_scale[n] * act(z)
+
+    d = row_scale * dy,   dz = layer_scale * d * act'(z),   dlayer_scale = sum_m d * act(z)
+
+`finish_tile` ends a Triton GEMM; the kernels here end a library's product. Both do the same
+arithmetic, in fp32. Column sums leave a kernel as fp32 partials, one row a split of M, and are
+finished by `column_sum` in a fixed order. No atomics. Derivation: docs/linear.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastvit_kernels._triton import tl, triton
+from fastvit_kernels.activation import activate, activation_derivative
+from fastvit_kernels.backend import num_sms
+from fastvit_kernels.gemm import matmul
+from fastvit_kernels.reduction import column_sum
+
+# Tile of (rows, columns), warps. Not yet measured.
+BLOCK_R, BLOCK_N, NUM_WARPS = 32, 128, 4
+WEIGHT_BLOCK_N, WEIGHT_BLOCK_K = 4, 512
+BWD_PROGRAMS_PER_SM = 8
+MIN_ROWS_PER_SPLIT = 64
+
+
+@triton.jit
+def finish_tile(
+    y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored."""
+    mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    y = activate(z, ACTIVATION)
+    if HAS_LAYER_SCALE:
+        y *= tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if HAS_ROW_SCALE:
+        row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
+        y *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + offs_m[:, None] * stride_residual_m + offs_n[None, :]
+        y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _epilogue_fwd_kernel(
+    y_ptr, z_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    z_ptrs = z_ptr + offs_m[:, None] * N + offs_n[None, :]
+    z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
+    finish_tile(
+        y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _epilogue_bwd_kernel(
+    dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
+    M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr, SUM_DLAYER_SCALE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # Program (n, s) walks the rows of split s; partial[s] = [sum dz (N)] [sum d * act(z) (N)].
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    first = tl.program_id(1).to(tl.int64) * rows_per_split
+    last = tl.minimum(first + rows_per_split, M)
+    sum_dz = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    sum_dlayer_scale = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    if HAS_LAYER_SCALE:
+        layer_scale = tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    for row in range(first, last, BLOCK_R):
+        offs_m = row + tl.arange(0, BLOCK_R).to(tl.int64)
+        mask_m = offs_m < last
+        mask = mask_m[:, None] & mask_n[None, :]
+        dy_ptrs = dy_ptr + offs_m[:, None] * stride_dy_m + offs_n[None, :] * stride_dy_n
+        dz = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        offs = offs_m[:, None] * N + offs_n[None, :]
+        if HAS_ROW_SCALE:
+            row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
+            dz *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            if WRITE_ACT:
+                act = activate(z, ACTIVATION).to(act_ptr.dtype.element_ty)
+                tl.store(act_ptr + offs, act, mask=mask)
+            if SUM_DLAYER_SCALE:
+                sum_dlayer_scale += dz * activate(z, ACTIVATION)
+        if HAS_LAYER_SCALE:
+            dz *= layer_scale[None, :]
+        if ACTIVATION != "":
+            dz *= activation_derivative(z, ACTIVATION)
+        tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if SUM_DZ:
+            sum_dz += dz
+    partial_ptrs = partial_ptr + tl.program_id(1).to(tl.int64) * width + offs_n
+    if SUM_DZ:
+        tl.store(partial_ptrs, tl.sum(sum_dz, axis=0), mask=mask_n)
+        partial_ptrs += N
+    if SUM_DLAYER_SCALE:
+        tl.store(partial_ptrs, tl.sum(sum_dlayer_scale, axis=0), mask=mask_n)
+
+
+@triton.jit
+def _weight_bwd_kernel(
+    dweight_ptr, dbias_ptr, dlayer_scale_ptr, gram_ptr, g_ptr, weight_ptr, bias_ptr,
+    layer_scale_ptr, N, K, stride_weight_n, stride_weight_k,
+    NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, NEEDS_DLAYER_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # dW = layer_scale G,   db = layer_scale g,   dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    layer_scale = tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    dot = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if NEEDS_DWEIGHT or NEEDS_DLAYER_SCALE:
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            offs_k = k * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+            mask = mask_n[:, None] & (offs_k < K)[None, :]
+            offs = offs_n[:, None] * K + offs_k[None, :]
+            gram = tl.load(gram_ptr + offs, mask=mask, other=0.0)
+            if NEEDS_DWEIGHT:
+                dweight = layer_scale[:, None] * gram
+                tl.store(dweight_ptr + offs, dweight.to(dweight_ptr.dtype.element_ty), mask=mask)
+            if NEEDS_DLAYER_SCALE:
+                weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+                weight_ptrs += offs_k[None, :] * stride_weight_k
+                dot += gram * tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if NEEDS_DBIAS:
+        dbias = layer_scale * tl.load(g_ptr + offs_n, mask=mask_n, other=0.0)
+        tl.store(dbias_ptr + offs_n, dbias.to(dbias_ptr.dtype.element_ty), mask=mask_n)
+    if NEEDS_DLAYER_SCALE:
+        dlayer_scale = tl.sum(dot, axis=1)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            dlayer_scale += bias * tl.load(g_ptr + offs_n, mask=mask_n, other=0.0)
+        dlayer_scale = dlayer_scale.to(dlayer_scale_ptr.dtype.element_ty)
+        tl.store(dlayer_scale_ptr + offs_n, dlayer_scale, mask=mask_n)
+
+
+def as_rows(x: Tensor, M: int, N: int) -> Tensor:
+    """x as (M, N), last axis contiguous: a view where the strides allow it, else a copy."""
+    rows = x.reshape(M, N)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def epilogue_arguments(
+    M: int, N: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
+) -> tuple[list[Tensor | None], tuple[int, int], dict[str, bool]]:
+    """What finish_tile wants: (pointers), (rows_per_sample, stride_residual_m), flags."""
+    rows = None if residual is None else as_rows(residual, M, N)
+    pointers = [
+        None if layer_scale is None else layer_scale.contiguous(),
+        None if row_scale is None else row_scale.contiguous(),
+        rows,
+    ]
+    sizes = (
+        1 if row_scale is None else M // row_scale.numel(),
+        0 if rows is None else rows.stride(0),
+    )
+    flags = dict(
+        HAS_LAYER_SCALE=layer_scale is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        HAS_RESIDUAL=residual is not None,
+    )
+    return pointers, sizes, flags
+
+
+def apply_epilogue(
+    y: Tensor, z: Tensor, activation: str,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write residual + row_scale * layer_scale * act(z) into y; y and z (M, N) contiguous."""
+    M, N = z.shape
+    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, residual)
+    with torch.cuda.device_of(z):
+        _epilogue_fwd_kernel[(triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N))](
+            y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags,
+            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return y
+
+
+def backward_epilogue(
+    dy: Tensor, z: Tensor | None, activation: str, dtype: torch.dtype,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, *,
+    act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The pass over (M, N) that leads from dy to dz.
+
+    Args:
+        dy: (M, N), any strides. z: (M, N) contiguous; None without an activation.
+        dtype: of dz.
+        act: (M, N) contiguous; act(z) is written into it where it is not None.
+        sum_dz, sum_dlayer_scale: which column sums are wanted.
+    Returns: dz (M, N), and partials (splits, N or 2 N) fp32 whose column sums are sum_m dz and
+        sum_m row_scale * dy * act(z), side by side, of those that are wanted.
+    """
+    M, N = dy.shape
+    dz = torch.empty((M, N), dtype=dtype, device=dy.device)
+    column_blocks = triton.cdiv(N, BLOCK_N)
+    wanted = max(1, BWD_PROGRAMS_PER_SM * num_sms(dy.device) // column_blocks)
+    splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(M, splits)
+    splits = triton.cdiv(M, rows_per_split)
+    width = N * (sum_dz + sum_dlayer_scale)
+    partial = torch.empty((splits, width), dtype=torch.float32, device=dy.device)
+    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, None)
+    flags.pop("HAS_RESIDUAL")
+    with torch.cuda.device_of(dy):
+        _epilogue_bwd_kernel[(column_blocks, splits)](
+            dz, act, partial, dy, z, *pointers[:2], M, N, width, rows_per_split, sizes[0],
+            dy.stride(0), dy.stride(1), ACTIVATION=activation, **flags,
+            WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
+            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return dz, partial
+
+
+def scaled_rows(
+    dy: Tensor, row_scale: Tensor | None, dtype: torch.dtype, needs_sum: bool
+) -> tuple[Tensor, Tensor]:
+    """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can."""
+    if row_scale is None and dy.dtype == dtype:
+        rows = as_rows(dy, *dy.shape)
+        return rows, rows
+    return backward_epilogue(dy, None, "", dtype, None, row_scale, sum_dz=needs_sum)
+
+
+def input_gradient_operands(
+    d: Tensor, weight: Tensor, layer_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(a, b) with a b = (d * layer_scale) W, the small factor scaled rather than the large one."""
+    if layer_scale is None:
+        return d, weight
+    if d.dtype == torch.float16:
+        # A layer scale of 1e-5 would push W below fp16's range; d carries the loss scale.
+        return backward_epilogue(d, None, "", d.dtype, layer_scale)[0], weight
+    scaled = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return d, torch.mul(weight, layer_scale[:, None], out=scaled)
+
+
+def weight_gradients(
+    d: Tensor, sums: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    layer_scale: Tensor | None, dweight: Tensor, dbias: Tensor, dlayer_scale: Tensor,
+) -> None:  # fmt: skip
+    """Gradients of y = layer_scale * (x W^T + b) from d, written into those that are not empty.
+
+    Args:
+        d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d.
+        weight: (N, K), any strides, and bias: (N,) are read for dlayer_scale alone.
+    """
+    needs_dweight, needs_dbias = dweight.numel() > 0, dbias.numel() > 0
+    needs_dlayer_scale = dlayer_scale.numel() > 0
+    if layer_scale is None:
+        if needs_dweight and x is not None:
+            matmul(d.t(), x, out=dweight)
+        if needs_dbias:
+            column_sum(sums, dbias)
+        return
+    has_bias = bias is not None
+    N = d.shape[1]
+    K, gram, g = 0, None, None
+    if (needs_dweight or needs_dlayer_scale) and x is not None:
+        K, gram = x.shape[1], matmul(d.t(), x, out_dtype=torch.float32)
+    if needs_dbias or (needs_dlayer_scale and has_bias):
+        g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
+    strides = (0, 0) if weight is None else weight.stride()
+    with torch.cuda.device_of(d):
+        _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
+            dweight, dbias, dlayer_scale, gram, g, weight, bias, layer_scale.contiguous(),
+            N, K, *strides,
+            NEEDS_DWEIGHT=needs_dweight, NEEDS_DBIAS=needs_dbias,
+            NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
+            BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
+        )  # fmt: skip
