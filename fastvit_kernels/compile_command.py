@@ -1,0 +1,341 @@
+"""`fastvit-kernels compile`: the kernels of a step, compiled for named GPUs, in a table.
+
+Its gate compiles CASES for every target and fails where a kernel spills, asks for more shared
+memory than a block may have, misses wgmma on sm_90, or takes more than docs/resources.md says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastvit_kernels._triton import triton
+from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
+from fastvit_kernels.presets import create_vit
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step that the gate compiles: a model of two blocks, fp32 parameters, autocast to dtype."""
+
+    model: str
+    dtype: str = "bf16"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    recompute: bool = False
+
+
+# T and D of each: every attention path, every epilogue, every dtype, widths from 64 to 1280.
+CASES = (
+    Case("vit_tiny_patch16_224"),  # T=197 C=192
+    Case("vit_base_patch16_224"),  # T=197 C=768
+    Case("vit_base_patch16_224", "fp16"),
+    Case("vit_base_patch16_224", "fp32"),
+    Case("vit_base_patch14_224", overrides=dict(init_values=1e-5, drop_path_rate=0.2)),  # T=257
+    Case("vit_large_patch16_384"),  # T=577 C=1024
+    Case("vit_huge_patch14_224", recompute=True),  # T=257 D=80
+    Case(
+        "vit_large_patch14_224",  # SigLIP so400m: T=256 D=72
+        overrides=dict(
+            embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh", class_token=False,
+            global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
+        ),
+    ),
+    Case("vit_mnist", "fp32"),  # T=197 D=32
+)  # fmt: skip
+LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """An exception from a rule of the gate, with its reason."""
+
+    arch: str
+    kernel: str
+    config: str  # a regular expression, searched in the config
+    spills: int  # bytes a thread
+    reason: str
+    without_wgmma: bool = False
+
+    def covers(self, kernel: Kernel) -> bool:
+        return (
+            (self.arch, self.kernel) == (kernel.arch, kernel.kernel)
+            and re.search(self.config, kernel.config) is not None
+        )  # fmt: skip
+
+
+ALLOWED: tuple[Allowed, ...] = ()
+
+
+def model_step(
+    model: str, batch: int, dtype: str, *, train: bool, overrides: dict[str, Any] | None = None,
+    recompute: bool = False,
+) -> Callable[[], None]:  # fmt: skip
+    """A step of `create_vit(model)`: forward, and where `train` cross-entropy and backward."""
+
+    def step() -> None:
+        with torch.device("meta"):  # where torch's initialisers do nothing
+            vit = create_vit(model, **(overrides or {})).train(train)
+        for module in vit.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                empty = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, torch.nn.Parameter(empty))
+        for block in vit.blocks:
+            block.mlp.recompute = recompute  # pyright: ignore
+        height, width = vit.patch_embed.img_size
+        images = torch.empty(batch, vit.patch_embed.proj.in_channels, height, width)
+        autocast = dtype != "fp32"
+        precision = torch.autocast("cpu", DTYPES[dtype]) if autocast else nullcontext()
+        with torch.set_grad_enabled(train), precision:
+            logits = vit(images)
+            if train:
+                labels = torch.zeros(batch, dtype=torch.long)
+                loss = F.cross_entropy(logits, labels)
+        if train:
+            loss.backward()
+
+    return step
+
+
+def _compile_cases(arch: str) -> list[Kernel]:
+    kernels: dict[str, Kernel] = {}
+    for case in CASES:
+        step = model_step(
+            case.model, 64, case.dtype, train=True,
+            overrides={"depth": 2, **case.overrides}, recompute=case.recompute,
+        )  # fmt: skip
+        for kernel in compile_step(step, TARGETS[arch]):
+            kernels.setdefault(kernel.key, kernel)
+    return list(kernels.values())
+
+
+def _in_processes(work: Callable[[str], list[Kernel]], archs: Sequence[str]) -> list[list[Kernel]]:
+    workers = min(len(archs), os.cpu_count() or 1)
+    if workers == 1:
+        return [work(arch) for arch in archs]
+    # spawned: a fork would carry the state of torch's and LLVM's threads
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(work, archs))
+
+
+def worst(kernels: Iterable[Kernel]) -> dict[tuple[str, str, str, str], Kernel]:
+    """By row of the table: specialisations that differ in an argument's value alone are one row."""
+    rows: dict[tuple[str, str, str, str], Kernel] = {}
+    for kernel in kernels:
+        row = rows.get(kernel.row_key(), kernel)
+        warps = [w for w in (row.warps_per_sm, kernel.warps_per_sm) if w is not None]
+        rows[kernel.row_key()] = replace(
+            row,
+            registers=max(row.registers, kernel.registers),
+            spills=max(row.spills, kernel.spills),
+            shared=max(row.shared, kernel.shared),
+            warps_per_sm=min(warps) if warps else None,
+            seconds=max(row.seconds, kernel.seconds),
+        )
+    return dict(sorted(rows.items()))
+
+
+HEADER = (
+    "kernel", "config", "pointers", "registers", "spills", "shared", "warps/SM", "tensor cores",
+    "async copies",
+)  # fmt: skip
+
+
+def _cells(kernel: Kernel) -> tuple[str, ...]:
+    warps = "-" if kernel.warps_per_sm is None else str(kernel.warps_per_sm)
+    return (
+        kernel.kernel, kernel.config, kernel.dtypes, str(kernel.registers), str(kernel.spills),
+        str(kernel.shared), warps, kernel.tensor_cores or "-", kernel.copies or "-",
+    )  # fmt: skip
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def resources_page(kernels: list[Kernel]) -> str:
+    """docs/resources.md: what the gate compiled, row by row on LISTED, by kernel elsewhere."""
+    parts = [
+        "# What each kernel takes from the chip\n",
+        "Written by `fastvit-kernels compile --gate --update`; the gate compares with it.",
+        f"Compiled with triton {triton.__version__}, not run. Registers: a thread; spills: bytes a",
+        "thread; shared: bytes a block. Config: constexprs, then w = num_warps and s = num_stages;",
+        "a flag that is off is left out. The cases are `CASES` in",
+        "fastvit_kernels/compile_command.py, the columns are explained in compile.md.\n",
+    ]
+    rows = worst(kernels)
+    for arch in LISTED:
+        listed = [_cells(kernel) for key, kernel in rows.items() if key[0] == arch]
+        limit = TARGETS[arch].shared_limit
+        parts += [f"## {arch}, at most {limit} bytes of shared memory\n"]
+        parts += [_markdown([HEADER, *listed]), ""]
+    parts += ["## Other targets, the worst config of each kernel\n"]
+    head = ("target", "limit", "kernel", "registers", "spills", "shared", "tensor cores")
+    others: list[tuple[str, ...]] = [head]
+    for arch, target in TARGETS.items():
+        for name in sorted({k.kernel for k in kernels}):
+            same = [k for k in kernels if (k.arch, k.kernel) == (arch, name)]
+            if arch in LISTED or not same:
+                continue
+            kinds = sorted({k.tensor_cores for k in same} - {""})
+            peaks = (max(getattr(k, a) for k in same) for a in ("registers", "spills", "shared"))
+            row = (arch, str(target.shared_limit), name, *map(str, peaks), ", ".join(kinds) or "-")
+            others.append(row)
+    return "\n".join([*parts, _markdown(others), ""])
+
+
+def read_page(text: str) -> tuple[str, dict[tuple[str, str, str, str], tuple[int, int, int]]]:
+    """The triton version of a resources page, and (registers, spills, shared) by row."""
+    version = re.search(r"Compiled with triton (\S+),", text)
+    if version is None:
+        raise ValueError("it does not say which triton compiled it")
+    rows = {}
+    arch = ""
+    for line in text.splitlines():
+        if heading := re.match(r"## (sm_\d+),", line):
+            arch = heading[1]
+        elif line.startswith("## "):
+            break
+        elif line.startswith("| ") and not line.startswith(("| kernel |", "| ---")):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows[arch, cells[0], cells[1], cells[2]] = tuple(int(c) for c in cells[3:6])
+    return version[1], rows
+
+
+def broken_rules(kernels: Iterable[Kernel]) -> list[str]:
+    """What the gate forbids whatever the table says: one sentence for each kernel and rule."""
+    problems = []
+    for k in kernels:
+        name = f"{k.arch} {k.kernel} [{k.config}; {k.dtypes}]"
+        allowed = [a for a in ALLOWED if a.covers(k)]
+        if k.shared > k.shared_limit:
+            problems.append(
+                f"{name}: {k.shared} bytes of shared memory, a block has {k.shared_limit}"
+            )
+        if k.arch in LISTED and k.spills > max((a.spills for a in allowed), default=0):
+            problems.append(f"{name}: spills {k.spills} bytes a thread")
+        if (
+            k.arch == "sm_90" and k.needs_tensor_cores and "wgmma" not in k.tensor_cores
+            and not any(a.without_wgmma for a in allowed)
+        ):  # fmt: skip
+            problems.append(f"{name}: multiplies 16-bit tiles without wgmma")
+    return problems
+
+
+def compare(kernels: Iterable[Kernel], page: str) -> tuple[list[str], list[str]]:
+    """(regressions, remarks) of what was compiled against a resources page."""
+    version, recorded = read_page(page)
+    if version != triton.__version__:
+        return [], [f"the table is of triton {version}, this is {triton.__version__}: not compared"]
+    regressions, remarks = [], []
+    rows = {key: k for key, k in worst(kernels).items() if key[0] in LISTED}
+    for key, kernel in rows.items():
+        name = f"{key[0]} {key[1]} [{key[2]}; {key[3]}]"
+        if key not in recorded:
+            remarks.append(f"not in the table: {name}")
+            continue
+        now = (kernel.registers, kernel.spills, kernel.shared)
+        pairs = zip(("registers", "spills", "shared"), recorded[key], now, strict=True)
+        changes = [(what, old, new) for what, old, new in pairs if old != new]
+        text = ", ".join(f"{what} {old} -> {new}" for what, old, new in changes)
+        if any(new > old for _, old, new in changes):
+            regressions.append(f"{name}: {text}")
+        elif changes:
+            remarks.append(f"better than the table: {name}: {text}")
+    remarks += [f"no longer compiled: {' '.join(key)}" for key in recorded if key not in rows]
+    return regressions, remarks
+
+
+def run_gate(table: Path, update: bool) -> int:
+    """Compile CASES for every target, apply the rules, compare with the table. 0 where all hold."""
+    started = time.perf_counter()
+    archs = [*LISTED, *(arch for arch in TARGETS if arch not in LISTED)]
+    kernels = [k for listed in _in_processes(_compile_cases, archs) for k in listed]
+    problems = broken_rules(kernels)
+    if update:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(resources_page(kernels))
+        print(f"wrote {table}")
+    elif not table.is_file():
+        problems.append(f"there is no table {table}; write it with --gate --update")
+    else:
+        try:
+            regressions, remarks = compare(kernels, table.read_text())
+        except ValueError as error:
+            regressions, remarks = [f"{table} cannot be read: {error}"], []
+        print(*remarks, sep="\n", end="\n" if remarks else "")
+        problems += [f"more than {table} says: {line}" for line in regressions]
+    print(*problems, sep="\n", end="\n" if problems else "")
+    for arch in archs:
+        count = sum(k.arch == arch for k in kernels)
+        print(f"{arch}: {count} specialisations", end="; ")
+    print(f"{time.perf_counter() - started:.0f} s")
+    print("compile gate: " + (f"{len(problems)} problems" if problems else "every rule holds"))
+    return 1 if problems else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fastvit-kernels compile`."""
+    parser.add_argument(
+        "--arch", nargs="+", default=["sm_90"], choices=list(TARGETS), metavar="ARCH",
+        help=f"targets, of {', '.join(TARGETS)} (default sm_90)",
+    )  # fmt: skip
+    parser.add_argument("--model", default="vit_base_patch16_224", help="a name of create_vit")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--train", action="store_true", help="the backward kernels too")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of autocast")
+    parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
+    parser.add_argument("--gate", action="store_true", help="the checks that CI makes")
+    parser.add_argument("--table", type=Path, default=Path("docs/resources.md"), metavar="FILE")
+    parser.add_argument("--update", action="store_true", help="with --gate: write the table anew")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile and print; the exit status."""
+    try:
+        if args.gate:
+            return run_gate(args.table, args.update)
+        step = model_step(args.model, args.batch, args.dtype, train=args.train)
+        compiled = {arch: compile_step(step, TARGETS[arch]) for arch in args.arch}
+    except (CompileError, RuntimeError, ValueError) as error:
+        print(f"fastvit-kernels compile: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps([k.as_dict() for kernels in compiled.values() for k in kernels], indent=1))
+        return 0
+    for arch, kernels in compiled.items():
+        rows = [(*_cells(k), f"{k.seconds:.2f}") for k in kernels]
+        print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}; a block may have")
+        print(f"{TARGETS[arch].shared_limit} bytes of shared memory\n")
+        print(_aligned([(*HEADER, "compile s"), *rows]), end="\n\n")
+    problems = broken_rules(k for kernels in compiled.values() for k in kernels)
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 0
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="python -m fastvit_kernels.compile_command")
+    add_arguments(_parser)
+    sys.exit(run(_parser.parse_args()))
