@@ -16,6 +16,9 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+from torchvision_operators import define_torchvision_operators
+
+define_torchvision_operators()
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)

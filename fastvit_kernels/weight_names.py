@@ -1,0 +1,228 @@
+"""The key names of every ViT family, and the way from each to timm's names and layouts.
+
+timm                          blocks.0.attn.qkv.weight
+torchvision                   encoder.layers.encoder_layer_0.self_attention.in_proj_weight
+transformers, since 5.9       vit.layers.0.attention.q_proj.weight, and k_proj, v_proj
+transformers, before          vit.encoder.layer.0.attention.attention.query.weight, and key, value
+JAX .npz (ViT paper)          Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel
+JAX .npz (big_vision)         the same with other numbers; or all layers stacked in encoderblock/
+
+The family of a checkpoint is the one whose names fit the most of its keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a name must be after conversion to count as understood; q, k, v still wait to be packed.
+_TARGET = re.compile(
+    r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
+    r"|(?:patch_embed\.proj|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
+    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|proj)|mlp\.fc[12])\.(?:weight|bias)"
+)
+
+_TIMM = {
+    r"blocks\.(\d+)\.gamma_([12])": r"blocks.\1.ls\2.gamma",
+    r"register_tokens|dist_token": "reg_token",
+}
+
+_TV_LAYER = r"encoder\.layers\.encoder_layer_(\d+)\."
+_TORCHVISION = {
+    r"class_token": "cls_token",
+    r"encoder\.pos_embedding": "pos_embed",
+    r"conv_proj\.(\w+)": r"patch_embed.proj.\1",
+    _TV_LAYER + r"ln_([12])\.(\w+)": r"blocks.\1.norm\2.\3",
+    _TV_LAYER + r"self_attention\.in_proj_(\w+)": r"blocks.\1.attn.qkv.\2",
+    _TV_LAYER + r"self_attention\.out_proj\.(\w+)": r"blocks.\1.attn.proj.\2",
+    _TV_LAYER + r"mlp\.(?:0|linear_1)\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+    _TV_LAYER + r"mlp\.(?:3|linear_2)\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    r"encoder\.ln\.(\w+)": r"norm.\1",
+    r"heads\.pre_logits\.(\w+)": r"pre_logits.fc.\1",
+    r"heads\.head\.(\w+)": r"head.\1",
+}
+
+_HF = r"(?:(?:vit|deit|dinov2|dinov2_with_registers)\.)?"
+_HF_LAYER = _HF + r"(?:encoder\.layer|layers)\.(\d+)\."
+_TRANSFORMERS = {
+    _HF + r"embeddings\.cls_token": "cls_token",
+    # DeiT's distillation token stands where our first register does, with a position of its own.
+    _HF + r"embeddings\.(?:register_tokens|distillation_token)": "reg_token",
+    _HF + r"embeddings\.position_embeddings": "pos_embed",
+    _HF + r"embeddings\.patch_embeddings\.projection\.(\w+)": r"patch_embed.proj.\1",
+    _HF_LAYER + r"(?:layernorm_before|norm1)\.(\w+)": r"blocks.\1.norm1.\2",
+    _HF_LAYER + r"attention\.(?:attention\.query|q_proj)\.(\w+)": r"blocks.\1.attn.q.\2",
+    _HF_LAYER + r"attention\.(?:attention\.key|k_proj)\.(\w+)": r"blocks.\1.attn.k.\2",
+    _HF_LAYER + r"attention\.(?:attention\.value|v_proj)\.(\w+)": r"blocks.\1.attn.v.\2",
+    _HF_LAYER + r"attention\.(?:output\.dense|o_proj)\.(\w+)": r"blocks.\1.attn.proj.\2",
+    _HF_LAYER + r"layer_scale([12])\.lambda1": r"blocks.\1.ls\2.gamma",
+    _HF_LAYER + r"(?:layernorm_after|norm2)\.(\w+)": r"blocks.\1.norm2.\2",
+    _HF_LAYER + r"(?:intermediate\.dense|mlp\.fc1)\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+    _HF_LAYER + r"(?:output\.dense|mlp\.fc2)\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    _HF + r"layernorm\.(\w+)": r"norm.\1",
+    _HF + r"pooler\.dense\.(\w+)": r"pre_logits.fc.\1",
+    r"classifier\.(\w+)": r"head.\1",
+}
+
+# big_vision numbers its modules 0, 1, 0 where the paper's code has 1, 2, 3.
+_JAX_LAYER = r"Transformer\.encoderblock_(\d+)\."
+_JAX_ATTENTION = _JAX_LAYER + r"MultiHeadDotProductAttention_[01]\."
+_JAX = {
+    r"cls": "cls_token",
+    r"(?:Transformer\.posembed_input\.)?pos_embedding": "pos_embed",
+    r"embedding\.(\w+)": r"patch_embed.proj.\1",
+    _JAX_LAYER + r"LayerNorm_0\.(\w+)": r"blocks.\1.norm1.\2",
+    _JAX_ATTENTION + r"query\.(\w+)": r"blocks.\1.attn.q.\2",
+    _JAX_ATTENTION + r"key\.(\w+)": r"blocks.\1.attn.k.\2",
+    _JAX_ATTENTION + r"value\.(\w+)": r"blocks.\1.attn.v.\2",
+    _JAX_ATTENTION + r"out\.(\w+)": r"blocks.\1.attn.proj.\2",
+    _JAX_LAYER + r"LayerNorm_[12]\.(\w+)": r"blocks.\1.norm2.\2",
+    _JAX_LAYER + r"MlpBlock_[03]\.Dense_0\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+    _JAX_LAYER + r"MlpBlock_[03]\.Dense_1\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    r"Transformer\.encoder_norm\.(\w+)": r"norm.\1",
+    r"pre_logits\.(\w+)": r"pre_logits.fc.\1",
+    r"head\.(\w+)": r"head.\1",
+}
+
+_FAMILIES = {
+    "timm": _TIMM,
+    "torchvision": _TORCHVISION,
+    "transformers": _TRANSFORMERS,
+    "jax": _JAX,
+}
+_COMPILED = {
+    family: [(re.compile(pattern), target) for pattern, target in names.items()]
+    for family, names in _FAMILIES.items()
+}
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not hasattr(value, "__array__"):
+        raise TypeError(
+            f"load_weights: {name!r} must be a tensor or an array, got {type(value).__name__}"
+        )
+    import numpy as np
+
+    array = np.array(value)
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which numpy cannot name
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"load_weights: {name!r} must hold numbers, got {array.dtype}")
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors by name, without the dicts and the name prefixes that trainers put around."""
+    for wrapper in ("state_dict", "model"):
+        while isinstance(source.get(wrapper), Mapping):
+            source = source[wrapper]
+    tensors: dict[str, Tensor] = {}
+    for name, value in source.items():
+        stripped = re.sub(r"^(?:(?:module|_orig_mod|model|backbone)\.)+", "", name)
+        if stripped in tensors:
+            raise ValueError(f"load_weights: two keys of the source mean {stripped!r}")
+        tensors[stripped] = _as_tensor(name, value)
+    return tensors
+
+
+def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Flax names with dots and torch's layouts: (in, out) -> (out, in), HWIO -> OIHW."""
+    for prefix in ("opt/target/", "params/img/", "params/"):
+        if any(name.startswith(prefix) for name in arrays):
+            arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
+            break
+    layers: dict[str, Tensor] = {}
+    for name, x in arrays.items():
+        if "/encoderblock/" in name:  # all layers stacked on axis 0
+            for i, layer in enumerate(x):
+                layers[name.replace("/encoderblock/", f"/encoderblock_{i}/")] = layer
+        else:
+            layers[name] = x
+
+    tensors = {}
+    for name, x in layers.items():
+        module, _, leaf = name.rpartition("/")
+        if leaf == "kernel" and module == "embedding":
+            _, in_chans, height, width = patch_shape
+            if x.ndim == 2 and x.shape[0] == height * width * in_chans:
+                x = x.unflatten(0, (height, width, in_chans))
+            x = x.permute(3, 2, 0, 1) if x.ndim == 4 else x
+        elif leaf == "kernel" and module.endswith(("/query", "/key", "/value")):
+            x = x.flatten(1).t() if x.ndim > 1 else x  # (C, H, D) -> (H*D, C)
+        elif leaf == "kernel":
+            x = x.flatten(0, -2).t() if x.ndim > 1 else x  # (in, C) or (H, D, C) -> (C, in)
+        elif leaf == "bias":
+            x = x.flatten()
+        leaf = "weight" if leaf in ("kernel", "scale") else leaf
+        tensors[f"{module}/{leaf}".lstrip("/").replace("/", ".")] = x
+    return tensors
+
+
+def _renamed(name: str, family: str) -> str:
+    for pattern, target in _COMPILED[family]:
+        match = pattern.fullmatch(name)
+        if match:
+            return match.expand(target)
+    return name
+
+
+def _pack_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """blocks.i.attn.{q,k,v}.* -> blocks.i.attn.qkv.*, by rows; an incomplete set stays as it is."""
+    packed = dict(tensors)
+    for name in tensors:
+        match = re.fullmatch(r"(blocks\.\d+\.attn)\.q\.(weight|bias)", name)
+        if match is None:
+            continue
+        names = [match.expand(rf"\1.{part}.\2") for part in "qkv"]
+        if not all(n in tensors for n in names):
+            continue
+        parts = [packed.pop(n) for n in names]
+        for n, part in zip(names, parts, strict=True):
+            if part.shape[1:] != parts[0].shape[1:] or part.ndim != parts[0].ndim or part.ndim == 0:
+                raise ValueError(
+                    f"load_weights: {n} must have the columns of {names[0]}, "
+                    f"{tuple(parts[0].shape)}, got {tuple(part.shape)}"
+                )
+        packed[match.expand(r"\1.qkv.\2")] = torch.cat(parts)
+    return packed
+
+
+def to_timm(
+    source: Mapping[str, Any], patch_shape: tuple[int, ...] = (1, 1, 1, 1)
+) -> tuple[str, dict[str, Tensor]]:
+    """Give the tensors of any family timm's names and layouts.
+
+    Args:
+        source: name -> tensor or array, with or without a trainer's wrapping.
+        patch_shape: (C, in_chans, patch height, patch width) of the model, which a JAX patch
+            embedding saved as a matrix does not tell.
+    Returns: the family, and the tensors; a key that no table knows keeps its name.
+    Raises: ValueError where no key is known or two have one meaning; TypeError for other values.
+    """
+    tensors = _unwrap(source)
+    if any("/" in name for name in tensors):
+        tensors = _from_flax(tensors, patch_shape)
+    names: dict[str, dict[str, str]] = {}
+    scores: dict[str, int] = {}
+    for family in _FAMILIES:
+        names[family] = {name: _renamed(name, family) for name in tensors}
+        scores[family] = sum(_TARGET.fullmatch(n) is not None for n in names[family].values())
+    family = max(scores, key=lambda f: scores[f])
+    if scores[family] == 0:
+        known = ", ".join(_FAMILIES)
+        raise ValueError(
+            f"load_weights: no key of the source is a ViT's in the names of {known}; "
+            f"its first keys are {list(tensors)[:4]}"
+        )
+    converted: dict[str, Tensor] = {}
+    for name, target in names[family].items():
+        if target in converted:
+            raise ValueError(f"load_weights: two keys of the source mean {target!r}")
+        converted[target] = tensors[name]
+    return family, _pack_qkv(converted)

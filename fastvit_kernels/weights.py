@@ -1,0 +1,242 @@
+"""Checkpoints of every ViT family, read into our VisionTransformer.
+
+file -> tensors by name -> timm's names and layouts -> positions of the model's grid -> checked
+-> copied
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit_kernels.vit import VisionTransformer
+from fastvit_kernels.weight_names import to_timm
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What `load_weights` did; names are the model's own wherever a key was understood.
+
+    Attributes:
+        family: "timm", "torchvision", "transformers" or "jax".
+        loaded: parameters that were written.
+        missing: parameters of the model that the source does not have; they kept their values.
+        unexpected: what the source has and the model does not.
+        resized: parameter -> (shape in the source, shape in the model).
+    """
+
+    family: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def __str__(self) -> str:
+        lines = [f"loaded {len(self.loaded)} parameters, names of the {self.family} family"]
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+            lines.append(f"{what} ({len(names)}): {shown}" if names else f"{what}: none")
+        changes = [f"{name} {old} -> {new}" for name, (old, new) in self.resized.items()]
+        lines.append(f"resized: {', '.join(changes) or 'none'}")
+        return "\n".join(lines)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The contents of a checkpoint file, on the CPU, without running any code it may hold."""
+    if not path.is_file():
+        raise FileNotFoundError(f"load_weights: there is no file {path}")
+    suffix = path.suffix.lower()
+    if suffix not in (".pth", ".pt", ".bin", ".safetensors", ".npz"):
+        raise ValueError(f"load_weights: {path} must end in .pth, .pt, .bin, .safetensors or .npz")
+    try:
+        if suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (ImportError, PermissionError):
+        raise
+    except Exception as error:  # each format has errors of its own
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        hint = ""
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            hint = (
+                "; if it holds more than tensors and you trust it, read it with "
+                "torch.load(..., weights_only=False) and pass its state dict"
+            )
+        raise ValueError(f"load_weights: cannot read {path}: {reason}{hint}") from error
+
+
+def _fold_linear_patches(tensors: dict[str, Tensor], model: VisionTransformer) -> None:
+    """A patch embedding saved as a Linear (C, pixels) -> (C, in_chans, height, width)."""
+    name = "patch_embed.proj.weight"
+    weight, (C, in_chans, height, width) = tensors[name], model.patch_embed.proj.weight.shape
+    if weight.ndim != 2 or weight.shape != (C, in_chans * height * width):
+        return
+    if in_chans > 1 and height * width > 1:
+        raise ValueError(
+            f"load_weights: {name} is a matrix {tuple(weight.shape)}, whose columns may be ordered "
+            f"(channel, row, column) or (row, column, channel). Give it as "
+            f"{(C, in_chans, height, width)}: weight.reshape{(C, in_chans, height, width)}, or "
+            f"weight.reshape{(C, height, width, in_chans)}.permute(0, 3, 1, 2)"
+        )
+    tensors[name] = weight.reshape(C, in_chans, height, width)
+
+
+def _resize_grid(patches: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """(1, rows*cols, C) of one grid -> another, bicubic with antialias, as timm resamples."""
+    grid = patches.float().unflatten(1, old).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=new, mode="bicubic", antialias=True)
+    return grid.flatten(2).transpose(1, 2).to(patches.dtype)
+
+
+def _square(count: int) -> tuple[int, int] | None:
+    side = math.isqrt(max(count, 0))
+    return (side, side) if side > 0 and side * side == count else None
+
+
+def _fit_positions(
+    tensors: dict[str, Tensor], model: VisionTransformer, grid_size: tuple[int, int] | None
+) -> None:
+    """Bring pos_embed to the model's grid, and to its number of prefix positions.
+
+    A class position that the model does not have is added to the class token, and prefix positions
+    that the source does not have are zeros: both are the same function of the image.
+    """
+    pos_embed, (rows, cols) = tensors["pos_embed"], model.patch_embed.grid_size
+    if pos_embed.ndim == 4 and pos_embed.shape[0] == 1:  # (1, rows, cols, C)
+        grid_size, pos_embed = (pos_embed.shape[1], pos_embed.shape[2]), pos_embed.flatten(1, 2)
+    if pos_embed.ndim != 3 or pos_embed.shape[0] != 1:
+        return  # the shape check names it
+    wanted = 0 if model.no_embed_class else model.num_prefix_tokens
+    tokens = pos_embed.shape[1]
+    if grid_size is None and tokens == model.pos_embed.shape[1]:
+        return  # a grid of another shape with as many patches cannot be told from this one
+    for prefix in (wanted, 0, 1):
+        count = tokens - prefix
+        old = grid_size or ((rows, cols) if count == rows * cols else _square(count))
+        if old is not None and math.prod(old) == count:
+            break
+    else:
+        raise ValueError(
+            f"load_weights: pos_embed {tuple(pos_embed.shape)} must hold {wanted} prefix positions "
+            f"and a square grid, or the grid given as grid_size, got grid_size={grid_size}"
+        )
+    positions, patches = pos_embed[:, :prefix], pos_embed[:, prefix:]
+    if old != (rows, cols):
+        patches = _resize_grid(patches, old, (rows, cols))
+    if prefix > wanted:  # one position, of the class token, in a model with no_embed_class
+        if "cls_token" not in tensors or tensors["cls_token"].shape != positions.shape:
+            raise ValueError(
+                f"load_weights: pos_embed has {prefix} prefix position and the model has "
+                f"{wanted}; without a cls_token of its shape there is nothing to add it to"
+            )
+        tensors["cls_token"] = tensors["cls_token"] + positions
+        positions = positions[:, :0]
+    elif prefix < wanted:
+        if model.reg_token is not None and prefix > 0:
+            raise ValueError(
+                f"load_weights: pos_embed has {prefix} prefix positions, the model {wanted}; "
+                "create the model with no_embed_class=True"
+            )
+        positions = pos_embed.new_zeros(1, wanted, pos_embed.shape[2])
+    tensors["pos_embed"] = torch.cat([positions, patches], dim=1)
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    for name in parameters:  # in the order of the model, weights before biases
+        if name not in tensors:
+            continue
+        got, wanted = tuple(tensors[name].shape), tuple(parameters[name].shape)
+        if not tensors[name].is_floating_point():
+            raise ValueError(
+                f"load_weights: {name} must be floating point, got {tensors[name].dtype}"
+            )
+        if got == wanted:
+            continue
+        hint = ""
+        if name in ("head.weight", "head.bias") and got[1:] == wanted[1:]:
+            hint = (
+                f"; create the model with num_classes={got[0]}, or drop the keys of the head from "
+                "the source to keep the model's own"
+            )
+        raise ValueError(f"load_weights: {name} must have shape {wanted}, got {got}{hint}")
+
+
+def _natural(names: Iterable[str]) -> tuple[str, ...]:
+    """Sorted so that block 2 comes before block 10."""
+    return tuple(sorted(names, key=lambda n: [int(s) if s.isdigit() else s for s in n.split(".")]))
+
+
+def load_weights(
+    model: VisionTransformer,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    grid_size: tuple[int, int] | None = None,
+) -> WeightsReport:
+    """Read the weights of any ViT family into a model.
+
+    The source may have timm's, torchvision's or transformers' names (ViT, DeiT, DINOv2; before and
+    since 5.9), or be a JAX .npz of the ViT paper or of big_vision; a trainer's "model",
+    "state_dict" and "module." around them do not matter. Position embeddings of another grid are
+    resized (bicubic, antialias). Nothing is written unless all of it fits.
+
+    Names tell neither eps nor activation: give the model `norm_eps` (timm and torchvision 1e-6,
+    transformers ViT 1e-12) and `act_layer` of the source. A `norm` before pooling is not a
+    `fc_norm` after it, so neither is read as the other: choose with `fc_norm`.
+
+    Args:
+        model: keeps its dtype and device.
+        source: a path (.pth, .pt, .bin, .safetensors, .npz), or a mapping of names to tensors or
+            arrays. Files are read without running code from them.
+        grid_size: (rows, cols) of the source's position embedding, for one that is not square.
+    Returns: a WeightsReport, to be printed or looked into: missing keys are no error.
+    Raises: ValueError, such as "load_weights: head.weight must have shape (10, 768), got
+        (1000, 768)", or for a file that cannot be read; TypeError; FileNotFoundError. The model is
+        then what it was.
+    """
+    if not isinstance(model, VisionTransformer):
+        raise TypeError(
+            f"load_weights: model must be a fastvit_kernels.VisionTransformer, "
+            f"got {type(model).__name__}"
+        )
+    if isinstance(source, (str, os.PathLike)):
+        source = _read(Path(source))
+    if not isinstance(source, Mapping):
+        raise TypeError(
+            f"load_weights: source must be a path or hold a mapping of names to tensors, "
+            f"got {type(source).__name__}"
+        )
+    family, tensors = to_timm(source, tuple(model.patch_embed.proj.weight.shape))
+    before = {name: tuple(x.shape) for name, x in tensors.items()}
+    if "patch_embed.proj.weight" in tensors:
+        _fold_linear_patches(tensors, model)
+    if "pos_embed" in tensors:
+        _fit_positions(tensors, model, grid_size)
+    parameters = dict(model.named_parameters())
+    _check_shapes(tensors, parameters)
+
+    loaded = _natural(tensors.keys() & parameters.keys())
+    with torch.no_grad():
+        for name in loaded:
+            parameters[name].copy_(tensors[name])
+    return WeightsReport(
+        family=family,
+        loaded=loaded,
+        missing=_natural(parameters.keys() - tensors.keys()),
+        unexpected=_natural(tensors.keys() - parameters.keys()),
+        resized={n: (before[n], s) for n in loaded if (s := tuple(tensors[n].shape)) != before[n]},
+    )

@@ -1,0 +1,172 @@
+"""Reference models that no library holds, written out in plain torch.nn from their descriptions.
+
+ScratchViT    a ViT from scratch: qkv without bias, mean over all tokens, LayerNorm, Linear
+patchify      (B, C, H, W) -> (B, H'W', pH*pW*C), then a Linear
+NotebookViT   a notebook's ViT on handwritten digits: token 0, Linear + tanh, Linear
+
+`names` of a model maps its own parameter names to timm's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ScratchAttention(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.to_qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.to_out = nn.Linear(dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.to_qkv(x).chunk(3, dim=-1)
+        )
+        attention = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
+        return self.drop(self.to_out((attention @ v).transpose(1, 2).flatten(2)))
+
+
+class ScratchBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, dropout: float):
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(dim)
+        self.attention = ScratchAttention(dim, heads, dropout)
+        self.norm_mlp = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(4 * dim, dim),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class ScratchViT(nn.Module):
+    """Reference 1: LayerNorm eps 1e-5, exact GELU, mean over all tokens -> LayerNorm -> Linear."""
+
+    names = (
+        (r"cls", "cls_token"),
+        (r"positions", "pos_embed"),
+        (r"patches\.(\w+)", r"patch_embed.proj.\1"),
+        (r"layers\.(\d+)\.norm_attention\.(\w+)", r"blocks.\1.norm1.\2"),
+        (r"layers\.(\d+)\.attention\.to_qkv\.(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (r"layers\.(\d+)\.attention\.to_out\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"layers\.(\d+)\.norm_mlp\.(\w+)", r"blocks.\1.norm2.\2"),
+        (r"layers\.(\d+)\.mlp\.0\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"layers\.(\d+)\.mlp\.3\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"to_classes\.0\.(\w+)", r"fc_norm.\1"),
+        (r"to_classes\.1\.(\w+)", r"head.\1"),
+    )
+
+    def __init__(
+        self, image_size: int = 224, patch_size: int = 16, classes: int = 1000, dim: int = 768,
+        depth: int = 12, heads: int = 8, dropout: float = 0.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.patches = nn.Conv2d(3, dim, patch_size, patch_size)
+        self.cls = nn.Parameter(torch.randn(1, 1, dim))
+        self.positions = nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, dim))
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.ModuleList([ScratchBlock(dim, heads, dropout) for _ in range(depth)])
+        self.to_classes = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1)
+        x = self.drop(x + self.positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.to_classes(x.mean(dim=1))
+
+
+def patchify(images: Tensor, patch_height: int, patch_width: int) -> Tensor:
+    """Reference 2: (B, C, H, W) -> (B, H'W', pH*pW*C), pixels in (row, column, channel) order."""
+    B, C, height, width = images.shape
+    x = images.reshape(
+        B, C, height // patch_height, patch_height, width // patch_width, patch_width
+    )
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, patch_height * patch_width * C)
+
+
+class NotebookBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, mlp_dim: int):
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+        self.out = nn.Linear(dim, dim)
+        self.expand, self.shrink = nn.Linear(dim, mlp_dim), nn.Linear(mlp_dim, dim)
+
+    def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, C) -> heads' outputs side by side (B, T, C), and the maps (B, H, T, T)."""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        maps = torch.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, dim=-1)
+        return (maps @ v).transpose(1, 2).flatten(2), maps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.attention(self.ln1(x))[0])
+        return x + self.shrink(nn.functional.gelu(self.expand(self.ln2(x))))
+
+
+class NotebookViT(nn.Module):
+    """Reference 5: the digits model by default; 512 x 512, patch 16, D=128 by arguments."""
+
+    names = (
+        (r"cls", "cls_token"),
+        (r"positions", "pos_embed"),
+        (r"patches\.(\w+)", r"patch_embed.proj.\1"),
+        (r"blocks\.(\d+)\.ln1\.(\w+)", r"blocks.\1.norm1.\2"),
+        (r"blocks\.(\d+)\.query\.(\w+)", r"blocks.\1.attn.q.\2"),
+        (r"blocks\.(\d+)\.key\.(\w+)", r"blocks.\1.attn.k.\2"),
+        (r"blocks\.(\d+)\.value\.(\w+)", r"blocks.\1.attn.v.\2"),
+        (r"blocks\.(\d+)\.out\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"blocks\.(\d+)\.ln2\.(\w+)", r"blocks.\1.norm2.\2"),
+        (r"blocks\.(\d+)\.expand\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"blocks\.(\d+)\.shrink\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"ln\.(\w+)", r"norm.\1"),
+        (r"representation\.(\w+)", r"pre_logits.fc.\1"),
+        (r"classes\.(\w+)", r"head.\1"),
+    )
+
+    def __init__(
+        self, image_size: int = 28, patch_size: int = 2, channels: int = 1, dim: int = 64,
+        depth: int = 2, heads: int = 2, mlp_dim: int = 256, representation_size: int = 32,
+        classes: int = 10,
+    ):  # fmt: skip
+        super().__init__()
+        self.patches = nn.Conv2d(channels, dim, patch_size, patch_size)
+        self.cls = nn.Parameter(torch.randn(1, 1, dim))
+        self.positions = nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, dim))
+        self.blocks = nn.ModuleList([NotebookBlock(dim, heads, mlp_dim) for _ in range(depth)])
+        self.ln = nn.LayerNorm(dim, eps=1e-6)
+        self.representation = nn.Linear(dim, representation_size)
+        self.classes = nn.Linear(representation_size, classes)
+
+    def embed(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.positions
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.classes(torch.tanh(self.representation(self.ln(x)[:, 0])))
+
+    def attention_maps(self, images: Tensor) -> list[Tensor]:
+        """Every layer's (B, H, T, T), as the notebook draws them."""
+        x, maps = self.embed(images), []
+        for block in self.blocks:
+            maps.append(block.attention(block.ln1(x))[1])
+            x = block(x)
+        return maps
