@@ -13,6 +13,7 @@ from fastvit_kernels.mlp import mlp
 from fastvit_kernels.patch_embed import patch_embed
 from fastvit_kernels.presets import create_vit
 from fastvit_kernels.sdpa import scaled_dot_product_attention
+from fastvit_kernels.swap import SwapReport, swap_in, swap_out
 from fastvit_kernels.vit import Attention, Block, LayerNorm, Mlp, PatchEmbed, VisionTransformer
 from fastvit_kernels.weights import WeightsReport, load_weights
 
@@ -24,6 +25,7 @@ __all__ = [
     "LayerNorm",
     "Mlp",
     "PatchEmbed",
+    "SwapReport",
     "VisionTransformer",
     "WeightsReport",
     "attention",
@@ -40,4 +42,6 @@ __all__ = [
     "qkv_attention",
     "scaled_dot_product_attention",
     "set_backend",
+    "swap_in",
+    "swap_out",
 ]

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody watches calls of `module`: a hook, its own or a global one, or a forward
+    set on the instance. Such a module must be called, not jumped over."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _torch_module._global_forward_hooks
+        or _torch_module._global_forward_pre_hooks
+        or _torch_module._global_backward_hooks
+        or _torch_module._global_backward_pre_hooks
+    )
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether `linear` is an nn.Linear as torch made it: no subclass, hook or parametrization.
+    """Whether `linear` is an nn.Linear as torch made it: no subclass, hook or parametrization,
+    and a dense weight.
 
     A LoRA or quantised layer has a `weight` too, but means something else by it; a hook wants to
-    be called. Such a layer runs its own forward.
+    be called. Such a layer runs its own forward. (A parametrization changes the class.)
     """
-    return type(linear) is nn.Linear and not (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or parametrize.is_parametrized(linear)
-        or "forward" in linear.__dict__
+    return (
+        type(linear) is nn.Linear
+        and not is_hooked(linear)
+        and not is_traceable_wrapper_subclass(linear.weight)  # torchao, DTensor
     )
 
 
