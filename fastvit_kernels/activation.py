@@ -47,14 +47,32 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _sigmoid_and_slope(z):
+    """s = sigmoid(z) and its derivative s (1 - s), without cancellation where s is near 1."""
+    e = tl.exp(-z)
+    s = 1.0 / (1.0 + e)
+    return s, s * tl.where(s > 0.5, e * s, 1.0 - s)  # e may be inf where s is 0
+
+
+@triton.jit
+def _clamp(z):
+    """z within [-16, 16], NaN kept: past that tanh is 1 in fp32, and z^3 may overflow."""
+    return tl.where(z > 16.0, 16.0, tl.where(z < -16.0, -16.0, z))
+
+
+@triton.jit
+def _tanh_argument(z):
+    z = _clamp(z)
+    return 0.7978845608028654 * (z + 0.044715 * z * z * z)
+
+
+@triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
     """The activation of an fp32 tile; ACTIVATION "" is the identity."""
     if ACTIVATION == "gelu":
         return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh(u)) = sigmoid(2u)
-        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
-        return z * _sigmoid(2.0 * u)
+        return z * _sigmoid(2.0 * _tanh_argument(z))  # 0.5 (1 + tanh(u)) = sigmoid(2u)
     elif ACTIVATION == "quick_gelu":
         return z * _sigmoid(1.702 * z)
     elif ACTIVATION == "silu":
@@ -65,20 +83,22 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_derivative(z, ACTIVATION: tl.constexpr):
-    """d activate(z) / dz of an fp32 tile; ACTIVATION "" gives 1."""
+    """d activate(z) / dz of an fp32 tile; ACTIVATION "" gives 1.
+
+    z multiplies last: a slope of 0 then stays 0 for any finite z.
+    """
     if ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif ACTIVATION == "gelu_tanh":
-        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
-        du = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * z * z)
-        s = _sigmoid(2.0 * u)
-        return s + z * s * (1.0 - s) * 2.0 * du
+        s, slope = _sigmoid_and_slope(2.0 * _tanh_argument(z))
+        near = _clamp(z)
+        return s + slope * 1.5957691216057308 * (1.0 + 0.134145 * near * near) * z
     elif ACTIVATION == "quick_gelu":
-        s = _sigmoid(1.702 * z)
-        return s + 1.702 * z * s * (1.0 - s)
+        s, slope = _sigmoid_and_slope(1.702 * z)
+        return s + slope * 1.702 * z
     elif ACTIVATION == "silu":
-        s = _sigmoid(z)
-        return s + z * s * (1.0 - s)
+        s, slope = _sigmoid_and_slope(z)
+        return s + slope * z
     else:
         return z * 0.0 + 1.0

@@ -20,8 +20,9 @@ from fastvit_kernels.backend import num_sms
 from fastvit_kernels.gemm import matmul
 from fastvit_kernels.reduction import column_sum
 
-# Tile of (rows, columns), warps. Not yet measured.
-BLOCK_R, BLOCK_N, NUM_WARPS = 32, 128, 4
+# Tile of (rows, columns), warps; the backward keeps sums beside its tile, hence fewer rows. Not yet
+# measured.
+BLOCK_R, BWD_BLOCK_R, BLOCK_N, NUM_WARPS = 32, 16, 128, 4
 WEIGHT_BLOCK_N, WEIGHT_BLOCK_K = 4, 512
 BWD_PROGRAMS_PER_SM = 8
 MIN_ROWS_PER_SPLIT = 64
@@ -230,7 +231,7 @@ def backward_epilogue(
             dz, act, partial, dy, z, *pointers[:2], M, N, width, rows_per_split, sizes[0],
             dy.stride(0), dy.stride(1), ACTIVATION=activation, **flags,
             WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
-            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
+            BLOCK_R=BWD_BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dz, partial
 
@@ -286,7 +287,8 @@ def weight_gradients(
     strides = (0, 0) if weight is None else weight.stride()
     with torch.cuda.device_of(d):
         _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
-            dweight, dbias, dlayer_scale, gram, g, weight, bias, layer_scale.contiguous(),
+            dweight, dbias, dlayer_scale, gram, g, weight,
+            None if bias is None else bias.contiguous(), layer_scale.contiguous(),
             N, K, *strides,
             NEEDS_DWEIGHT=needs_dweight, NEEDS_DBIAS=needs_dbias,
             NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,

@@ -9,11 +9,13 @@ Precision: fp32 accumulators.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.backend import num_sms
+from fastvit_kernels.backend import gpu
 
 GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
 
@@ -21,6 +23,17 @@ GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their colum
 # erf spills on sm_90. Not yet measured.
 LARGE_TILE = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
 SMALL_TILE = {2: (64, 64, 64, 4, 3), 4: (32, 64, 32, 4, 3)}  # where large ones leave SMs idle
+
+
+# Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
+# saves one pass over (M, N), which weighs less as K grows. Others: the library. Not yet measured.
+TRITON_MAX_K = {"sm_80": 1024, "sm_86": 1024, "sm_89": 1024, "sm_90": 1024}
+
+
+def choose_route(M: int, N: int, K: int, a: Tensor) -> Literal["library", "triton"]:
+    """Who multiplies (M, K) a by (K, N) where an epilogue follows."""
+    max_k = TRITON_MAX_K.get(gpu(a.device).arch, 0)
+    return "triton" if a.dtype.itemsize == 2 and max_k >= K else "library"
 
 
 def _upcast_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,10 +84,13 @@ def matmul(
 
 def tile_options(M: int, N: int, K: int, a: Tensor) -> dict[str, int | bool | str]:
     """Constexprs and launch options of a Triton GEMM of this size with the operand a."""
+    device = gpu(a.device)
     config = LARGE_TILE[a.dtype.itemsize]
-    if triton.cdiv(M, config[0]) * triton.cdiv(N, config[1]) < num_sms(a.device):
+    if triton.cdiv(M, config[0]) * triton.cdiv(N, config[1]) < device.num_sms:
         config = SMALL_TILE[a.dtype.itemsize]
     block_m, block_n, block_k, num_warps, num_stages = config
+    if device.arch.startswith("gfx"):
+        num_stages = 2  # 64 KB of LDS
     ieee = torch.get_float32_matmul_precision() == "highest"
     return dict(
         EVEN_N=N % block_n == 0, EVEN_K=K % block_k == 0,

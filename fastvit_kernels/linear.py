@@ -15,22 +15,20 @@ Saved: x, W, and z where there is an activation; without one nothing of size (M,
 Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
-inside; `choose_route` decides. Derivation: docs/linear.md.
+inside; `gemm.choose_route` decides. Derivation: docs/linear.md.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastvit_kernels import gemm
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import ACTIVATIONS, check_activation
-from fastvit_kernels.arguments import check_device, check_shape, check_tensor, compute_dtype
+from fastvit_kernels.arguments import check_shape, check_tensor, compute_dtype
 from fastvit_kernels.backend import use_triton
 from fastvit_kernels.epilogue import (
     apply_epilogue,
@@ -41,7 +39,7 @@ from fastvit_kernels.epilogue import (
     scaled_rows,
     weight_gradients,
 )
-from fastvit_kernels.gemm import grouped_tile, matmul, tile_options, tile_product
+from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
 from fastvit_kernels.library import operator
 from fastvit_kernels.reduction import column_sum
 
@@ -67,23 +65,6 @@ def linear_ref(
     if residual is not None:
         y = residual + y
     return y.to(out_dtype)
-
-
-# Major compute capability -> the largest K at which a 16-bit product with an epilogue takes the
-# Triton GEMM: it saves one pass over (M, N), which weighs less as K grows. Not yet measured.
-TRITON_MAX_K = {8: 1024, 9: 1024}
-
-
-@functools.lru_cache(maxsize=64)
-def _max_k(device: torch.device) -> int:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    return TRITON_MAX_K.get(torch.cuda.get_device_capability(device)[0], 0)
-
-
-def choose_route(M: int, N: int, K: int, a: Tensor) -> Literal["library", "triton"]:
-    """Who multiplies (M, K) a by (K, N) where an epilogue follows."""
-    return "triton" if a.dtype.itemsize == 2 and _max_k(a.device) >= K else "library"
 
 
 @triton.jit
@@ -153,10 +134,10 @@ def linear_fwd(
     rows, y_rows = x.reshape(M, K), y.view(M, N)
     pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, residual)
     if not activation and not any(flags.values()):
-        matmul(rows, weight.t(), bias=bias, out=y_rows)
-    elif choose_route(M, N, K, x) == "library":
+        gemm.matmul(rows, weight.t(), bias=bias, out=y_rows)
+    elif gemm.choose_route(M, N, K, x) == "library":
         z_rows = z.view(M, N) if z.numel() else torch.empty((M, N), dtype=x.dtype, device=x.device)
-        matmul(rows, weight.t(), bias=bias, out=z_rows)
+        gemm.matmul(rows, weight.t(), bias=bias, out=z_rows)
         apply_epilogue(y_rows, z_rows, activation, layer_scale, row_scale, residual)
     else:
         options = tile_options(M, N, K, x)
@@ -238,16 +219,16 @@ def linear_bwd(
         if dlayer_scale_dtype is not None:
             column_sum(partial[:, -N:], dlayer_scale)
         if dweight_dtype is not None and x_rows is not None:
-            matmul(dz.t(), x_rows, out=dweight)
+            gemm.matmul(dz.t(), x_rows, out=dweight)
         if dx_dtype is not None and weight is not None:
-            matmul(dz, weight, out=dx.view(M, weight.shape[1]))
+            gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
     else:
         needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
         d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g)
         weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
         if dx_dtype is not None and weight is not None:
             operands = input_gradient_operands(d, weight, layer_scale)
-            matmul(*operands, out=dx.view(M, weight.shape[1]))
+            gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
     return grads
 
 
@@ -316,23 +297,21 @@ def check_epilogue(
     return "row_scale requires a gradient" if row_scale.requires_grad else None
 
 
-def check_product(op: str, x: Tensor, name: str, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Raise unless x (..., K), weight (N, K) and bias (N,) fit; return what the kernels cannot do.
-
-    Args:
-        name: of the weight argument; that of the bias follows from it.
-    """
+def check_input(op: str, x: Tensor) -> None:
+    """Raise unless x is a dense floating-point tensor with at least one axis."""
     check_tensor(op, "x", x)
-    check_tensor(op, name, weight, ndim=2)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one axis, got a scalar")
-    N, K = weight.shape
-    if x.shape[-1] != K:
-        raise ValueError(
-            f"{op}: the last axis of x must have the length of {name}'s, {K}, got {x.shape[-1]}"
-        )
-    check_device(op, name, weight, x)
-    check_shape(op, name.replace("weight", "bias"), bias, (N,), like=x)
+
+
+def check_weight(
+    op: str, name: str, weight: Tensor, bias: Tensor | None, K: int, like: Tensor
+) -> str | None:
+    """Raise unless weight is (N, K) and bias (N,) or None; return what the kernels cannot do."""
+    check_tensor(op, name, weight, ndim=2)
+    N = weight.shape[0]
+    check_shape(op, name, weight, (N, K), like)
+    check_shape(op, name.replace("weight", "bias"), bias, (N,), like)
     return None if N > 0 and K > 0 else f"{name} is empty"
 
 
@@ -371,7 +350,8 @@ def linear(
     Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
     Specification: linear_ref. Derivation: docs/linear.md.
     """
-    unsupported = check_product("linear", x, "weight", weight, bias)
+    check_input("linear", x)
+    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
     check_activation("linear", activation)
     unsupported = (
         check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
