@@ -108,12 +108,14 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """(B, T, C) -> (B, T, C): fc1, activation, fc2 and what follows it."""
 
-    def __init__(self, in_features: int, hidden_features: int, act_layer: str = "gelu", drop=0.0):
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: str = "gelu", bias=True, drop=0.0
+    ):
         super().__init__()
         check_activation("Mlp", act_layer)
-        self.fc1 = nn.Linear(in_features, hidden_features)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias)
         self.act_layer = act_layer
-        self.fc2 = nn.Linear(hidden_features, in_features)
+        self.fc2 = nn.Linear(hidden_features, in_features, bias)
         self.drop = nn.Dropout(drop)
         self.recompute = False  # True stores the pre-activation alone and rebuilds the rest
 
@@ -169,7 +171,7 @@ class Block(nn.Module):
         self.ls1 = LayerScale(dim, init_values) if init_values else None
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = LayerNorm(dim, norm_eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_drop)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop)
         self.ls2 = LayerScale(dim, init_values) if init_values else None
         self.drop_path2 = DropPath(drop_path)
 

@@ -4,13 +4,40 @@ ScratchViT    a ViT from scratch: qkv without bias, mean over all tokens, LayerN
 patchify      (B, C, H, W) -> (B, H'W', pH*pW*C), then a Linear
 NotebookViT   a notebook's ViT on handwritten digits: token 0, Linear + tanh, Linear
 
-`names` of a model maps its own parameter names to timm's.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
+
+
+class Reference(nn.Module):
+    """A model that knows what timm calls each of its parameters."""
+
+    names: ClassVar[dict[str, str]]
+
+    def timm_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights or gradients by this model's names -> the same by timm's, q, k, v packed."""
+        renamed = {}
+        for name, x in tensors.items():
+            (target,) = (
+                re.sub(rf"^{own}$", timm, name)
+                for own, timm in self.names.items()
+                if re.fullmatch(own, name)
+            )
+            renamed[target] = x
+        for name in [n for n in renamed if ".attn.q." in n]:
+            parts = [renamed.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+            renamed[name.replace(".q.", ".qkv.")] = torch.cat(parts)
+        return renamed
+
+    def timm_state_dict(self) -> dict[str, Tensor]:
+        return self.timm_names(self.state_dict())
 
 
 class ScratchAttention(nn.Module):
@@ -49,22 +76,22 @@ class ScratchBlock(nn.Module):
         return x + self.mlp(self.norm_mlp(x))
 
 
-class ScratchViT(nn.Module):
+class ScratchViT(Reference):
     """Reference 1: LayerNorm eps 1e-5, exact GELU, mean over all tokens -> LayerNorm -> Linear."""
 
-    names = (
-        (r"cls", "cls_token"),
-        (r"positions", "pos_embed"),
-        (r"patches\.(\w+)", r"patch_embed.proj.\1"),
-        (r"layers\.(\d+)\.norm_attention\.(\w+)", r"blocks.\1.norm1.\2"),
-        (r"layers\.(\d+)\.attention\.to_qkv\.(\w+)", r"blocks.\1.attn.qkv.\2"),
-        (r"layers\.(\d+)\.attention\.to_out\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        (r"layers\.(\d+)\.norm_mlp\.(\w+)", r"blocks.\1.norm2.\2"),
-        (r"layers\.(\d+)\.mlp\.0\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
-        (r"layers\.(\d+)\.mlp\.3\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
-        (r"to_classes\.0\.(\w+)", r"fc_norm.\1"),
-        (r"to_classes\.1\.(\w+)", r"head.\1"),
-    )
+    names: ClassVar[dict[str, str]] = {
+        r"cls": "cls_token",
+        r"positions": "pos_embed",
+        r"patches\.(\w+)": r"patch_embed.proj.\1",
+        r"layers\.(\d+)\.norm_attention\.(\w+)": r"blocks.\1.norm1.\2",
+        r"layers\.(\d+)\.attention\.to_qkv\.(\w+)": r"blocks.\1.attn.qkv.\2",
+        r"layers\.(\d+)\.attention\.to_out\.(\w+)": r"blocks.\1.attn.proj.\2",
+        r"layers\.(\d+)\.norm_mlp\.(\w+)": r"blocks.\1.norm2.\2",
+        r"layers\.(\d+)\.mlp\.0\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+        r"layers\.(\d+)\.mlp\.3\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+        r"to_classes\.0\.(\w+)": r"fc_norm.\1",
+        r"to_classes\.1\.(\w+)": r"head.\1",
+    }
 
     def __init__(
         self, image_size: int = 224, patch_size: int = 16, classes: int = 1000, dim: int = 768,
@@ -119,25 +146,25 @@ class NotebookBlock(nn.Module):
         return x + self.shrink(nn.functional.gelu(self.expand(self.ln2(x))))
 
 
-class NotebookViT(nn.Module):
+class NotebookViT(Reference):
     """Reference 5: the digits model by default; 512 x 512, patch 16, D=128 by arguments."""
 
-    names = (
-        (r"cls", "cls_token"),
-        (r"positions", "pos_embed"),
-        (r"patches\.(\w+)", r"patch_embed.proj.\1"),
-        (r"blocks\.(\d+)\.ln1\.(\w+)", r"blocks.\1.norm1.\2"),
-        (r"blocks\.(\d+)\.query\.(\w+)", r"blocks.\1.attn.q.\2"),
-        (r"blocks\.(\d+)\.key\.(\w+)", r"blocks.\1.attn.k.\2"),
-        (r"blocks\.(\d+)\.value\.(\w+)", r"blocks.\1.attn.v.\2"),
-        (r"blocks\.(\d+)\.out\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        (r"blocks\.(\d+)\.ln2\.(\w+)", r"blocks.\1.norm2.\2"),
-        (r"blocks\.(\d+)\.expand\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
-        (r"blocks\.(\d+)\.shrink\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
-        (r"ln\.(\w+)", r"norm.\1"),
-        (r"representation\.(\w+)", r"pre_logits.fc.\1"),
-        (r"classes\.(\w+)", r"head.\1"),
-    )
+    names: ClassVar[dict[str, str]] = {
+        r"cls": "cls_token",
+        r"positions": "pos_embed",
+        r"patches\.(\w+)": r"patch_embed.proj.\1",
+        r"blocks\.(\d+)\.ln1\.(\w+)": r"blocks.\1.norm1.\2",
+        r"blocks\.(\d+)\.query\.(\w+)": r"blocks.\1.attn.q.\2",
+        r"blocks\.(\d+)\.key\.(\w+)": r"blocks.\1.attn.k.\2",
+        r"blocks\.(\d+)\.value\.(\w+)": r"blocks.\1.attn.v.\2",
+        r"blocks\.(\d+)\.out\.(\w+)": r"blocks.\1.attn.proj.\2",
+        r"blocks\.(\d+)\.ln2\.(\w+)": r"blocks.\1.norm2.\2",
+        r"blocks\.(\d+)\.expand\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+        r"blocks\.(\d+)\.shrink\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+        r"ln\.(\w+)": r"norm.\1",
+        r"representation\.(\w+)": r"pre_logits.fc.\1",
+        r"classes\.(\w+)": r"head.\1",
+    }
 
     def __init__(
         self, image_size: int = 28, patch_size: int = 2, channels: int = 1, dim: int = 64,
@@ -167,6 +194,7 @@ class NotebookViT(nn.Module):
         """Every layer's (B, H, T, T), as the notebook draws them."""
         x, maps = self.embed(images), []
         for block in self.blocks:
+            assert isinstance(block, NotebookBlock)
             maps.append(block.attention(block.ln1(x))[1])
             x = block(x)
         return maps

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import transformers
-from timm.layers import resample_abs_pos_embed
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 from fastvit_kernels import VisionTransformer, backend, load_weights

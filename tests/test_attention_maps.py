@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+from references import NotebookViT
+from torch import nn
+
+from fastvit_kernels import VisionTransformer, attention_maps, load_weights
+
+
+def _vit(**overrides) -> Any:
+    arguments = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=3, num_heads=2)
+    model = VisionTransformer(**{**arguments, **overrides}).to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def _images(batch=2, channels=3, size=16):
+    return rand(batch, channels, size, size, grad=False)
+
+
+def test_attention_maps_are_the_notebooks():
+    reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
+    model = _vit(
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=2,
+        representation_size=32,
+    )  # fmt: skip
+    load_weights(model, reference.timm_state_dict())
+    images = _images(3, 1, 8)
+    maps = attention_maps(model, images)
+    assert [m.shape for m in maps] == 2 * [(3, 2, 17, 17)]
+    for ours, theirs in zip(maps, reference.attention_maps(images), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_maps_times_v_is_what_the_layer_computes():
+    model = _vit(attn_head_dim=24).eval()
+    attn, x = model.blocks[0].attn, rand(2, 17, 16, grad=False)
+    seen = []
+    attn.proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    (probabilities,) = attention_maps(attn, x)
+    v = attn.qkv(x).unflatten(-1, (3, 2, 24))[:, :, 2].transpose(1, 2)
+    out = (probabilities @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, seen[0], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_maps_are_probabilities_in_fp32():
+    model = _vit(reg_tokens=2).bfloat16()
+    maps = attention_maps(model, _images().bfloat16())
+    assert all(m.dtype is torch.float32 and not m.requires_grad for m in maps)
+    for m in maps:
+        torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
+
+
+def test_attention_maps_under_autocast_are_fp32():
+    model, images = _vit().eval(), _images()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        maps = attention_maps(model, images)
+    assert all(m.dtype is torch.float32 for m in maps)
+    for m in maps:
+        torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
+
+
+def test_attention_maps_leave_modes_hooks_gradients_and_random_state():
+    model = _vit(attn_drop_rate=0.5, proj_drop_rate=0.5, pos_drop_rate=0.5, drop_path_rate=0.5)
+    model.train()
+    model.blocks[1].eval()
+    modes = [m.training for m in model.modules()]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    state = torch.get_rng_state()
+    images = _images().requires_grad_()
+    first, second = attention_maps(model, images), attention_maps(model, images)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert torch.equal(torch.get_rng_state(), state)
+    assert images.grad is None and all(p.grad is None for p in model.parameters())
+
+
+def test_attention_maps_leave_the_model_as_it_was_after_an_error():
+    model = _vit().train()
+    with pytest.raises(ValueError, match="PatchEmbed: images must be"):
+        attention_maps(model, _images(size=12))
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_attention_maps_see_what_a_hook_made_of_qkv():
+    model, images = _vit(depth=1).eval(), _images()
+    model.blocks[0].attn.qkv.register_forward_hook(lambda _m, _i, y: torch.zeros_like(y))
+    (probabilities,) = attention_maps(model, images)
+    torch.testing.assert_close(probabilities, torch.full_like(probabilities, 1 / 17))
+
+
+def test_attention_maps_of_a_wrapped_model():
+    model, images = _vit().eval(), _images()
+    wrapped = nn.Sequential(model, nn.Softmax(-1))
+    for a, b in zip(attention_maps(wrapped, images), attention_maps(model, images), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_attention_maps_empty_batch():
+    assert [m.shape for m in attention_maps(_vit(), _images(0))] == 3 * [(0, 2, 17, 17)]
+
+
+def test_attention_maps_rejects():
+    with pytest.raises(ValueError, match=r"Linear holds no fastvit_kernels\.Attention"):
+        attention_maps(nn.Linear(2, 2), torch.ones(1, 2))
