@@ -1,10 +1,50 @@
-"""MLP of a ViT block."""
+"""MLP of a ViT block: fc1 with its activation in one epilogue, fc2 with what follows in another.
+
+    z = x W1^T + b1,   a = act(z),   y = residual + row_scale[sample] * layer_scale * (a W2^T + b2)
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    dz = d (layer_scale * W2) * act'(z),   db1 = sum dz,   dW1 = dz^T x,   dx = dz W1
+    G = d^T a,   g = sum d:   dW2 = layer_scale * G,   db2 = layer_scale * g
+    dlayer_scale[n] = W2[n] . G[n] + b2[n] g[n],   dresidual = dy
+
+Saved: x, z, a, W1, W2. With recompute a is not saved: the pass that reads z for act'(z) writes
+act(z) again, from the same bits, so every gradient keeps its bits.
+Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
+Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
+epilogue of the product that gives dz. Derivation: docs/mlp.md.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fastvit_kernels.linear import linear, linear_ref
+from fastvit_kernels import gemm
+from fastvit_kernels._triton import tl, triton
+from fastvit_kernels.activation import activate, activation_derivative, check_activation
+from fastvit_kernels.arguments import compute_dtype
+from fastvit_kernels.backend import use_triton
+from fastvit_kernels.epilogue import (
+    apply_epilogue,
+    backward_epilogue,
+    input_gradient_operands,
+    scaled_rows,
+    weight_gradients,
+)
+from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
+from fastvit_kernels.library import operator
+from fastvit_kernels.linear import (
+    check_epilogue,
+    check_input,
+    check_weight,
+    empty_gradients,
+    linear_fwd,
+    linear_ref,
+    needs_gradient,
+)
+from fastvit_kernels.reduction import column_sum
 
 
 def mlp_ref(
@@ -18,9 +58,204 @@ def mlp_ref(
     layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `mlp`."""
+    """The specification of `mlp`: two of `linear_ref`."""
     hidden = linear_ref(x, fc1_weight, fc1_bias, activation)
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
+
+
+@triton.jit
+def _mlp_bwd_hidden_kernel(
+    dz_ptr, act_ptr, partial_ptr, d_ptr, weight_ptr, z_ptr,
+    M, F, N, stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
+    ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # dz (M, F) = d (M, N) W2 (N, F) * act'(z); partial[pid_m] = sum of dz over the tile's rows.
+    pid_m, pid_f = grouped_tile(M, F, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_f = pid_f * BLOCK_N + tl.arange(0, BLOCK_N)
+    dz = tile_product(
+        d_ptr, weight_ptr, offs_m, offs_f, M, F, N,
+        stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
+        EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    mask_f = offs_f < F
+    mask = (offs_m < M)[:, None] & mask_f[None, :]
+    offs = offs_m[:, None] * F + offs_f[None, :]
+    z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if WRITE_ACT:
+        act = activate(z, ACTIVATION)
+        tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
+    dz *= activation_derivative(z, ACTIVATION)
+    tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+    if SUM_DZ:
+        partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
+        tl.store(partial_ptr + pid_m * F + offs_f, partial, mask=mask_f)
+
+
+def _hidden_gradient(
+    d: Tensor, weight: Tensor, layer_scale: Tensor | None, z: Tensor, act: Tensor | None,
+    activation: str, sum_dz: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dz = d (layer_scale * W2) * act'(z), (M, F), and partials whose column sums are db1.
+
+    d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None.
+    """
+    a, b = input_gradient_operands(d, weight, layer_scale)
+    (M, F), N = z.shape, d.shape[1]
+    if gemm.choose_route(M, F, N, a) == "library":
+        dact = gemm.matmul(a, b)
+        return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
+    options = tile_options(M, F, N, a)
+    blocks_m = triton.cdiv(M, options["BLOCK_M"])
+    dz = torch.empty_like(z)
+    width = F if sum_dz else 0
+    partial = torch.empty((blocks_m, width), dtype=torch.float32, device=z.device)
+    with torch.cuda.device_of(z):
+        _mlp_bwd_hidden_kernel[(blocks_m * triton.cdiv(F, options["BLOCK_N"]),)](
+            dz, act, partial, a, b, z, M, F, N, *a.stride(), *b.stride(),
+            ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz, **options,
+        )  # fmt: skip
+    return dz, partial
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    N = dy.shape[-1]
+    hidden = z if z is not None else act
+    F = 0 if hidden is None else hidden.shape[-1]
+    return empty_gradients(
+        dy.device,
+        ((*dy.shape[:-1], 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((F, 0 if x is None else x.shape[-1]), dfc1_weight_dtype),
+        ((F,), dfc1_bias_dtype),
+        ((N, F), dfc2_weight_dtype),
+        ((N,), dfc2_bias_dtype),
+        ((N,), dlayer_scale_dtype),
+    )
+
+
+@operator(
+    "(Tensor dy, Tensor? x, Tensor? fc1_weight, Tensor? fc2_weight, Tensor? fc2_bias, Tensor? z,"
+    " Tensor? act, Tensor? layer_scale, Tensor? row_scale, str activation, ScalarType dtype,"
+    " ScalarType? dx_dtype, ScalarType? dfc1_weight_dtype, ScalarType? dfc1_bias_dtype,"
+    " ScalarType? dfc2_weight_dtype, ScalarType? dfc2_bias_dtype, ScalarType? dlayer_scale_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def mlp_bwd(
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
+
+    Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
+    dtype; each may be None where no wanted gradient reads it, act also where z can rebuild it.
+    """
+    grads = _empty_bwd(
+        dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
+        dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
+        dlayer_scale_dtype,
+    )  # fmt: skip
+    if dy.numel() == 0:
+        return tuple(grad.zero_() for grad in grads)
+    dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    needs_g = dfc2_bias_dtype is not None or (
+        dlayer_scale_dtype is not None and fc2_bias is not None
+    )
+    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g)
+    z_rows = None if z is None else z.view(M, -1)
+    act_rows = None if act is None else act.view(M, -1)
+    rebuilt = None
+    if act_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
+        assert z_rows is not None
+        act_rows = rebuilt = torch.empty_like(z_rows)
+    if dx_dtype is not None or dfc1_weight_dtype is not None or dfc1_bias_dtype is not None:
+        assert z_rows is not None and fc2_weight is not None
+        dz, partial = _hidden_gradient(
+            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, dfc1_bias_dtype is not None
+        )
+        if dfc1_bias_dtype is not None:
+            column_sum(partial, dfc1_bias)
+        if dfc1_weight_dtype is not None and x is not None:
+            gemm.matmul(dz.t(), x.reshape(M, x.shape[-1]), out=dfc1_weight)
+        if dx_dtype is not None and fc1_weight is not None:
+            gemm.matmul(dz, fc1_weight, out=dx.view(M, fc1_weight.shape[1]))
+    elif rebuilt is not None and z_rows is not None:
+        apply_epilogue(rebuilt, z_rows, activation)
+    weight_gradients(
+        d, sums, act_rows, fc2_weight, fc2_bias, layer_scale, dfc2_weight, dfc2_bias, dlayer_scale
+    )
+    return grads
+
+
+class MlpFunction(torch.autograd.Function):
+    """Two `linear_fwd` forward, one `mlp_bwd` backward; recompute drops act(z) in between."""
+
+    @staticmethod
+    def forward(
+        ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
+        activation, dtype, recompute, needs_backward,
+    ):  # fmt: skip
+        inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
+        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = (
+            None if t is None else t.to(dtype) for t in inputs[:5]
+        )
+        needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight = ctx.needs_input_grad[:4]
+        needs_dlayer_scale = ctx.needs_input_grad[6]
+        needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
+        needs_act = needs_dfc2_weight or needs_dlayer_scale
+        save_z = needs_backward and (needs_dz or (needs_act and recompute))
+        act, z = linear_fwd(x, fc1_weight, fc1_bias, None, None, None, activation, dtype, save_z)
+        out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+        y, _ = linear_fwd(
+            act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", out_dtype, False
+        )
+        if not needs_backward:
+            return y
+        ctx.save_for_backward(
+            x if needs_dfc1_weight else None,
+            fc1_weight if needs_dx else None,
+            fc2_weight if needs_dz or needs_dlayer_scale else None,
+            fc2_bias if needs_dlayer_scale else None,
+            z if save_z else None,
+            act if needs_act and not recompute else None,
+            layer_scale,
+            row_scale,
+        )
+        ctx.activation, ctx.dtype = activation, dtype
+        ctx.input_dtypes = [None if t is None else t.dtype for t in inputs]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dtypes = [
+            dtype if needed else None
+            for dtype, needed in zip(ctx.input_dtypes, ctx.needs_input_grad, strict=False)
+        ]
+        *wanted, dresidual_dtype, dlayer_scale_dtype = dtypes
+        wanted.append(dlayer_scale_dtype)
+        dresidual = None if dresidual_dtype is None else dy.to(dresidual_dtype)
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if any(wanted):
+            computed = mlp_bwd(dy, *ctx.saved_tensors, ctx.activation, ctx.dtype, *wanted)
+            grads = [g if dtype else None for g, dtype in zip(computed, wanted, strict=True)]
+        *dproducts, dlayer_scale = grads
+        return *dproducts, dresidual, dlayer_scale, None, None, None, None, None
 
 
 def mlp(
@@ -36,9 +271,50 @@ def mlp(
     row_scale: Tensor | None = None,
     recompute: bool = False,
 ) -> Tensor:
-    """Thin."""
-    hidden = linear(x, fc1_weight, fc1_bias, activation=activation)
-    return linear(
-        hidden, fc2_weight, fc2_bias,
-        residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+    """The MLP of a ViT block with all that follows it.
+
+    y = residual + row_scale[sample] * layer_scale * (act(x W1^T + b1) W2^T + b2)
+
+    Args:
+        x: (B, ..., C), fp16, bf16 or fp32, any strides.
+        fc1_weight: (F, C), fc1_bias: (F,) or None, fc2_weight: (N, F), fc2_bias: (N,) or None; any
+            strides, in x.dtype unless under autocast.
+        activation: "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        residual: (B, ..., N), any floating dtype, added last.
+        layer_scale: (N,), any floating dtype.
+        row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
+            requires a gradient takes the PyTorch path.
+        recompute: save the pre-activation alone and rebuild the activation in the backward. The
+            gradients have the same bits. Without effect on the PyTorch path.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators and epilogues; the pre-activation and the activation are rounded to
+        the compute dtype. Parameter gradients accumulate in fp32, each in its parameter's dtype.
+    Saved: x and both weights in the compute dtype, the pre-activation (B, ..., F), and unless
+        recompute the activation (B, ..., F).
+    Raises: ValueError, such as "mlp: fc2_weight must have shape (768, 3072), got (3072, 768)";
+        TypeError.
+    Specification: mlp_ref. Derivation: docs/mlp.md.
+    """
+    check_input("mlp", x)
+    check_activation("mlp", activation)
+    if activation is None:
+        raise ValueError("mlp: activation must not be None; use linear twice")
+    reasons = [
+        check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
+        check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),
+        check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
+    ]
+    dtype = compute_dtype(
+        "mlp", x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight, fc2_bias=fc2_bias,
     )  # fmt: skip
+    if not use_triton("mlp", x, next(filter(None, reasons), None)):
+        return mlp_ref(
+            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation,
+            residual, layer_scale, row_scale,
+        )  # fmt: skip
+    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
+    return MlpFunction.apply(
+        *inputs, row_scale, activation, dtype, recompute, needs_gradient(*inputs)
+    )
