@@ -1,0 +1,48 @@
+"""What the commands share: the console, a user's mistake, and packages that are optional."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class CommandError(Exception):
+    """A mistake that the user can mend; its text is all that the command line shows."""
+
+
+def require(module: str, package: str) -> ModuleType:
+    """Import `module`, or say how to install what it belongs to.
+
+    Raises: CommandError where the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        raise CommandError(
+            f'this command needs {package}: pip install "fastvit-kernels[train]"'
+        ) from error
+
+
+def make_console() -> Console:
+    """A console for standard output; wide enough for the tables where output is not a terminal."""
+    console = require("rich.console", "rich").Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    return console
+
+
+@contextmanager
+def quiet_interpreter() -> Iterator[None]:
+    """Without numpy's warnings from Triton's interpreter, which computes masked-out lanes too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
+        yield

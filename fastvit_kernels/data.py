@@ -1,0 +1,316 @@
+"""Images for `train`: scikit-learn's digits, idx files, or class folders, all held in memory.
+
+Every image is read, decoded and resized before training starts, so that a damaged file stops the
+command at once, with its name, and not in the third epoch. Pixels stay uint8 until a batch is made.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit_kernels.console import CommandError, require
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+IDX_UINT8 = 0x08
+
+
+@dataclass
+class Split:
+    images: Tensor  # (N, channels, height, width) uint8
+    labels: Tensor  # (N,) int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.images.to(device), self.labels.to(device))
+
+
+@dataclass
+class Dataset:
+    train: Split
+    held_out: Split
+    classes: list[str]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """(pixel / 255 - mean) / std, one mean and std a channel, of the training images."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, images: Tensor) -> Normalization:
+        count = images.numel() // images.shape[1]
+        mean, std = [], []
+        for channel in range(images.shape[1]):
+            # Exact integer histograms: no fp32 copy of all images, equal on every device.
+            histogram = torch.bincount(images[:, channel].flatten().long(), minlength=256).double()
+            levels = torch.arange(256, device=images.device).double() / 255
+            mean.append((histogram @ levels).item() / count)
+            std.append(math.sqrt((histogram @ (levels - mean[-1]).square()).item() / count) or 1.0)
+        return cls(tuple(mean), tuple(std))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 (B, channels, height, width) -> fp32 of the same shape."""
+        shape = (1, -1, 1, 1)
+        mean = torch.tensor(self.mean, device=images.device).view(shape)
+        std = torch.tensor(self.std, device=images.device).view(shape)
+        return (images.float() / 255 - mean) / std
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random affine maps: the largest rotation, relative zoom, shift in pixels, and mirroring."""
+
+    degrees: float = 0.0
+    zoom: float = 0.0
+    shift: float = 0.0
+    mirror: bool = False
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards.
+
+        The generator is on the CPU, so that a run draws the same maps on every device.
+        """
+        B, _, height, width = images.shape
+        draw = 2 * torch.rand(5, B, generator=generator) - 1
+        angle = draw[0] * math.radians(self.degrees)
+        zoom = 1 + draw[1] * self.zoom
+        cos, sin = angle.cos() * zoom, angle.sin() * zoom
+        flip = torch.where((draw[4] < 0) & self.mirror, -1.0, 1.0)
+        # affine_grid's units: the image reaches from -1 to 1 along each axis.
+        shift_x, shift_y = draw[2] * 2 * self.shift / width, draw[3] * 2 * self.shift / height
+        rows = [
+            torch.stack([cos * flip, -sin * height / width, shift_x], dim=-1),
+            torch.stack([sin * flip * width / height, cos, shift_y], dim=-1),
+        ]
+        affine = torch.stack(rows, dim=1).to(images.device)
+        grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def stratified_split(labels: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices (train, held-out), each in order; every class gives the same share, by seed."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        # At least one of each side where a class has two images or more.
+        count = min(max(round(held_out * len(members)), 1), len(members) - 1)
+        mask[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~mask).nonzero()[:, 0], mask.nonzero()[:, 0]
+
+
+def resize(images: Tensor, img_size: int) -> Tensor:
+    """uint8 (N, channels, h, w) -> (N, channels, img_size, img_size), bilinear, antialiased."""
+    if images.shape[-2:] == (img_size, img_size):
+        return images
+    chunks = [
+        F.interpolate(chunk.float(), (img_size, img_size), mode="bilinear", antialias=True)
+        for chunk in images.split(4096)
+    ]
+    return torch.cat([chunk.round().clamp(0, 255).to(torch.uint8) for chunk in chunks])
+
+
+def load_digits(img_size: int, held_out: float, seed: int) -> Dataset:
+    """scikit-learn's 1797 scans of handwritten digits, 8 x 8 x 1; they come with the package."""
+    digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
+    # The scans have 17 levels, 0 to 16.
+    images = torch.from_numpy(digits.images)[:, None].mul(255 / 16).round().to(torch.uint8)
+    labels = torch.from_numpy(digits.target).long()
+    images = resize(images, img_size)
+    train, rest = stratified_split(labels, held_out, seed)
+    return Dataset(
+        Split(images[train], labels[train]),
+        Split(images[rest], labels[rest]),
+        [str(c) for c in range(10)],
+    )
+
+
+def read_idx(path: Path) -> Tensor:
+    """A file of the idx format (MNIST's), plain or .gz, as a uint8 tensor.
+
+    Layout: two zero bytes, the element type, the number of axes, each axis as a big-endian uint32,
+    then the elements, last axis fastest.
+    Raises: CommandError naming the file and what is wrong with it.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise CommandError(f"{path} cannot be read: {error}") from error
+    if len(content) < 4 or content[:2] != b"\0\0":
+        raise CommandError(f"{path} is not an idx file: it must begin with two zero bytes")
+    kind, axes = content[2], content[3]
+    if kind != IDX_UINT8:
+        raise CommandError(f"{path}: elements must be unsigned bytes (type 0x08), got {kind:#04x}")
+    start = 4 + 4 * axes
+    if len(content) < start:
+        raise CommandError(f"{path} ends inside its header")
+    shape = struct.unpack(f">{axes}I", content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise CommandError(
+            f"{path}: shape {shape} needs {math.prod(shape)} bytes, got {len(content) - start}"
+        )
+    # bytearray: torch wants memory that may be written.
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:]
+    return data.view(shape)
+
+
+def _idx_file(folder: Path, name: str) -> Path:
+    """`name` in folder or in its MNIST/raw (torchvision's layout), either spelling, maybe .gz."""
+    for place in (folder, folder / "MNIST" / "raw", folder / "raw"):
+        for spelling in (name, name.replace("-idx", ".idx")):
+            for suffix in ("", ".gz"):
+                path = place / (spelling + suffix)
+                if path.is_file():
+                    return path
+    raise CommandError(f"{folder} has no file {name} or {name}.gz")
+
+
+def _idx_split(folder: Path, prefix: str, img_size: int) -> Split:
+    image_path = _idx_file(folder, f"{prefix}-images-idx3-ubyte")
+    label_path = _idx_file(folder, f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_idx(image_path), read_idx(label_path).long()
+    if images.ndim != 3 or images.numel() == 0:
+        raise CommandError(f"{image_path}: wanted (N, height, width), got {tuple(images.shape)}")
+    if labels.shape != images.shape[:1]:
+        raise CommandError(
+            f"{label_path}: wanted ({len(images)},) labels, got {tuple(labels.shape)}"
+        )
+    return Split(resize(images[:, None], img_size), labels)
+
+
+def load_idx(folder: Path, img_size: int) -> Dataset:
+    """MNIST's four idx files; the t10k files are the held-out split."""
+    train, held_out = (_idx_split(folder, prefix, img_size) for prefix in ("train", "t10k"))
+    num_classes = int(train.labels.max()) + 1
+    if int(held_out.labels.max()) >= num_classes:
+        raise CommandError(
+            f"{folder}: the t10k labels reach {int(held_out.labels.max())}, "
+            f"the training labels only {num_classes - 1}"
+        )
+    return Dataset(train, held_out, [str(c) for c in range(num_classes)])
+
+
+def read_image(path: Path, img_size: int, in_chans: int) -> Tensor:
+    """One file as (in_chans, img_size, img_size) uint8: upright, cropped to a square about its
+    centre, resized bicubically.
+
+    Raises: CommandError naming the file.
+    """
+    image_module = require("PIL.Image", "pillow")
+    image_ops = require("PIL.ImageOps", "pillow")
+    numpy = require("numpy", "numpy")
+    try:
+        with image_module.open(path) as image:
+            image = image_ops.exif_transpose(image)
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"mode {image.mode}; 8 bits a channel are wanted")
+            image = image.convert("L" if in_chans == 1 else "RGB")
+            image = image_ops.fit(image, (img_size, img_size), image_module.Resampling.BICUBIC)
+            pixels = numpy.array(image)
+    except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
+        raise CommandError(f"{path} cannot be read as an image: {error}") from error
+    return torch.from_numpy(pixels).view(img_size, img_size, in_chans).permute(2, 0, 1)
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int]]:
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        found = sorted(
+            p for p in (folder / name).rglob("*")
+            if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".") and p.is_file()
+        )  # fmt: skip
+        paths += found
+        labels += [label] * len(found)
+    return paths, labels
+
+
+def _check_memory(count: int, bytes_each: int) -> None:
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return
+    # Once as separate images, once in one tensor.
+    if 2 * count * bytes_each > memory:
+        raise CommandError(
+            f"{count} images of {bytes_each} bytes are held in memory, twice while they are read, "
+            f"and this machine has {memory / 1e9:.1f} GB; use a smaller --img-size or fewer images"
+        )
+
+
+def load_folder(
+    folder: Path, img_size: int, in_chans: int, held_out: float, seed: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Dataset:  # fmt: skip
+    """Class folders of images: folder/train/<class> with folder/val or folder/test, or
+    folder/<class> with a split by seed.
+
+    Args:
+        progress: called with (images read, all images).
+    """
+    train_folder = folder / "train"
+    held_folder = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
+    if train_folder.is_dir() != (held_folder is not None):
+        raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
+    root = folder if held_folder is None else train_folder
+    classes = [p.name for p in _class_folders(root)]
+    if len(classes) < 2:
+        raise CommandError(f"{root} needs two class folders or more, got {len(classes)}")
+    paths, labels = _list_images(root, classes)
+    empty = [c for i, c in enumerate(classes) if i not in set(labels)]
+    if empty:
+        raise CommandError(
+            f"{root / empty[0]} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
+        )
+    num_train = len(paths)
+    if held_folder is not None:
+        unknown = sorted({p.name for p in _class_folders(held_folder)} - set(classes))
+        if unknown:
+            raise CommandError(f"{held_folder / unknown[0]} has no counterpart in {train_folder}")
+        held_paths, held_labels = _list_images(held_folder, classes)
+        if not held_paths:
+            raise CommandError(f"{held_folder} holds no image")
+        paths, labels = paths + held_paths, labels + held_labels
+
+    _check_memory(len(paths), in_chans * img_size**2)
+    images = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
+        try:
+            for image in pool.map(lambda path: read_image(path, img_size, in_chans), paths):
+                images.append(image)
+                progress(len(images), len(paths))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    everything = Split(torch.stack(images), torch.tensor(labels))
+    if held_folder is None:
+        train, rest = stratified_split(everything.labels, held_out, seed)
+        if len(rest) == 0:
+            raise CommandError(f"{folder}: no class has two images, so none can be held out")
+    else:
+        train, rest = torch.arange(num_train), torch.arange(num_train, len(paths))
+    return Dataset(
+        Split(everything.images[train], everything.labels[train]),
+        Split(everything.images[rest], everything.labels[rest]),
+        classes,
+    )

@@ -1,0 +1,192 @@
+"""PNGs of a run: curves, confusion matrix, attention maps. Drawn without a display or pyplot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit_kernels.checkpoint import write_atomically
+from fastvit_kernels.console import require
+
+OURS, REFERENCE = "tab:blue", "tab:orange"
+
+
+def _figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of its own, in inches; no global state of pyplot is touched."""
+    return require("matplotlib.figure", "matplotlib").Figure((width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path, dpi: int = 120) -> None:
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
+
+
+def draw_curves(history: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
+    """Loss and accuracy by epoch, the reference's beside ours where it was trained."""
+    figure = _figure(10, 4)
+    figure.suptitle(title)
+    loss, accuracy = figure.subplots(1, 2)
+    epochs = [row["epoch"] for row in history]
+    marker = "o" if len(epochs) < 5 else None
+    runs = [("", "kernels' model", OURS)]
+    if "reference_train_loss" in history[0]:
+        runs.append(("reference_", "plain PyTorch", REFERENCE))
+    for prefix, name, color in runs:
+        # The reference is dashed: where both agree, both still show.
+        for split, width in (("train", 1.0), ("held_out", 2.0)):
+            label = f"{name}, {split.replace('_', '-')}"
+            style = dict(
+                color=color, lw=width, marker=marker, label=label,
+                ls="--" if prefix else "-", alpha=0.55 if split == "train" else 1.0,
+            )  # fmt: skip
+            loss.plot(epochs, [row[f"{prefix}{split}_loss"] for row in history], **style)
+            percent = [100 * row[f"{prefix}{split}_accuracy"] for row in history]
+            accuracy.plot(epochs, percent, **style)
+    loss.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
+    accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title="Accuracy", ylim=(None, 101))
+    for axes in (loss, accuracy):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_confusion(confusion: Tensor, classes: Sequence[str], path: Path, title: str) -> None:
+    """(classes, classes) counts; rows are the true classes, columns the predicted ones."""
+    count = len(classes)
+    side = min(3 + 0.45 * count, 20)
+    figure = _figure(side + 1, side)
+    axes = figure.subplots()
+    share = confusion.double() / confusion.sum(1, keepdim=True).clamp(min=1)
+    image = axes.imshow(100 * share.numpy(), cmap="Blues", vmin=0, vmax=100)
+    axes.set(xlabel="predicted class", ylabel="true class", title=title)
+    if count <= 50:
+        turned = any(len(name) > 3 for name in classes)
+        axes.set_xticks(range(count), classes, rotation=90 if turned else 0)
+        axes.set_yticks(range(count), classes)
+    if count <= 25:
+        for row, column in confusion.nonzero().tolist():
+            color = "white" if share[row, column] > 0.5 else "black"
+            text = str(int(confusion[row, column]))
+            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+    figure.colorbar(image, ax=axes, label="share of the true class (%)", shrink=0.8)
+    _save(figure, path)
+
+
+def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequence[int]) -> Tensor:
+    """Attention to the patches as images: (H, T, T) -> (H, rows, columns).
+
+    Args:
+        maps: rows are queries, and sum to 1 over the keys.
+        num_prefix: class and register tokens before the patches; not shown as keys.
+        from_cls: read the class token's row (token 0); else the mean over all patches' rows.
+        grid: patches along (height, width).
+    """
+    rows = maps[:, 0] if from_cls else maps[:, num_prefix:].mean(1)
+    return rows[:, num_prefix:].unflatten(-1, tuple(grid))
+
+
+def _show_image(axes: Any, image: Tensor) -> None:
+    """image: (1 or 3, height, width) uint8."""
+    if image.shape[0] == 1:
+        axes.imshow(image[0].numpy(), cmap="gray", vmin=0, vmax=255)
+    else:
+        axes.imshow(image.permute(1, 2, 0).numpy())
+
+
+def _show_overlay(axes: Any, image: Tensor, attention: Tensor, peak: float) -> Any:
+    """The image in grey under one head's attention, both on the image's own pixel axes."""
+    grey = image.float().mean(0)
+    height, width = grey.shape
+    axes.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255)
+    large = F.interpolate(attention[None, None].float(), (height, width), mode="nearest")[0, 0]
+    return axes.imshow(large.numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=peak)
+
+
+def _bare(axes: Any) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _whose(from_cls: bool) -> str:
+    return "of the class token" if from_cls else "mean over all patches"
+
+
+def draw_attention_layers(
+    image: Tensor, layers: Sequence[Tensor], from_cls: bool, path: Path, title: str
+) -> None:
+    """One sample: the image, then a row a layer and a column a head, one scale for all.
+
+    Args:
+        image: (1 or 3, height, width) uint8.
+        layers: (H, rows, columns) a layer, from `patch_attention`.
+        title: of the sample.
+    """
+    depth, heads = len(layers), layers[0].shape[0]
+    peak = max(float(layer.max()) for layer in layers)
+    figure = _figure(1.5 * (heads + 1) + 1.2, 1.55 * depth + 0.9)
+    figure.suptitle(f"{title}\nattention to each patch, {_whose(from_cls)}", fontsize=10)
+    grid = figure.subplots(depth, heads + 1, squeeze=False)
+    shown = None
+    for row, layer in enumerate(layers):
+        for head in range(heads):
+            axes = grid[row][head + 1]
+            shown = _show_overlay(axes, image, layer[head], peak)
+            _bare(axes)
+            if row == 0:
+                axes.set_title(f"head {head}", fontsize=9)
+        grid[row][1].set_ylabel(f"layer {row}", fontsize=9)
+        if row:
+            grid[row][0].axis("off")
+    _show_image(grid[0][0], image)
+    _bare(grid[0][0])
+    grid[0][0].set_title("image", fontsize=9)
+    figure.colorbar(shown, ax=grid, label="attention probability", shrink=min(1.0, 4 / depth))
+    _save(figure, path, dpi=110)
+
+
+def draw_attention_layer(
+    image: Tensor, layer: Tensor, from_cls: bool, path: Path, title: str
+) -> None:
+    """One layer over an image: the image, then its heads in a grid, one scale for all heads."""
+    panels = layer.shape[0] + 1
+    columns = min(panels, 5)
+    rows = -(-panels // columns)
+    figure = _figure(2.4 * columns + 1.0, 2.55 * rows + 0.7)
+    figure.suptitle(f"{title}: attention to each patch, {_whose(from_cls)}", fontsize=11)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    _show_image(grid[0], image)
+    grid[0].set_title("image", fontsize=10)
+    shown = None
+    for head in range(layer.shape[0]):
+        shown = _show_overlay(grid[head + 1], image, layer[head], float(layer.max()))
+        grid[head + 1].set_title(f"head {head}", fontsize=10)
+    for index, axes in enumerate(grid):
+        _bare(axes)
+        if index >= panels:
+            axes.axis("off")
+    figure.colorbar(shown, ax=list(grid), label="attention probability", shrink=0.9)
+    _save(figure, path)
+
+
+def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
+    """Attention of every layer and head over one image, for the drawings above.
+
+    Args:
+        model: a VisionTransformer.
+        pixels: (1, in_chans, height, width), normalized, on the model's device.
+    Returns: (H, rows, columns) a layer on the CPU, and whether it is the class token's.
+    """
+    from fastvit_kernels.attention_maps import attention_maps
+
+    from_cls = model.cls_token is not None
+    with torch.no_grad():
+        maps = attention_maps(model, pixels)
+    return [
+        patch_attention(m[0].cpu(), model.num_prefix_tokens, from_cls, model.patch_embed.grid_size)
+        for m in maps
+    ], from_cls

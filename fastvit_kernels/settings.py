@@ -1,0 +1,147 @@
+"""The options of `train`: what a run is made of, and the defaults of each data set."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastvit_kernels.backend import Backend
+from fastvit_kernels.console import CommandError
+from fastvit_kernels.presets import create_vit
+from fastvit_kernels.vit import VisionTransformer
+
+# The default model of the digits: T = 17, D = 16.
+DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
+
+
+@dataclass
+class Settings:
+    """What a run is made of: all of it is in the checkpoint, and --resume changes none of it."""
+
+    data: str
+    data_dir: str | None
+    model: str | None  # a name of create_vit, None for DIGITS_VIT
+    img_size: int
+    in_chans: int
+    epochs: int
+    batch_size: int
+    lr: float
+    weight_decay: float
+    warmup_epochs: int
+    label_smoothing: float
+    drop_path: float
+    augment: bool
+    held_out: float
+    seed: int
+    precision: str
+    backend: Backend
+    compare: bool
+
+
+# By data set: what an option that is not given becomes.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": dict(model=None, in_chans=1, epochs=60, batch_size=64, lr=2e-3, warmup_epochs=6),
+    "mnist": dict(
+        model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
+    ),
+    "folder": dict(
+        model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
+        warmup_epochs=5,
+    ),
+}  # fmt: skip
+COMMON_DEFAULTS: dict[str, Any] = dict(
+    data_dir=None, weight_decay=0.05, label_smoothing=0.1, drop_path=0.0, augment=True,
+    held_out=0.2, seed=0, backend="auto", compare=False,
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastvit-kernels train`. None stands for "not given"."""
+    add = parser.add_argument
+    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files")
+    add("--data-dir", metavar="DIR", help="the folder of --data mnist or folder")
+    add("--model", metavar="NAME", help="a name of create_vit, such as vit_small_patch16_224")
+    add("--img-size", type=_positive(int), metavar="PIXELS", help="side of the square images")
+    add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
+    add("--epochs", type=_positive(int))
+    add("--batch-size", type=_positive(int), metavar="IMAGES")
+    add("--lr", type=_positive(float), help="peak learning rate of AdamW")
+    add("--weight-decay", type=_number, help="on matrices alone (default 0.05)")
+    add("--warmup-epochs", type=int, metavar="EPOCHS", help="linear, before the cosine")
+    add("--label-smoothing", type=_number, help="default 0.1")
+    add("--drop-path", type=_number, help="stochastic depth of the last block (default 0)")
+    add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
+    add("--held-out", type=_number, metavar="SHARE", help="where there is no split (default 0.2)")
+    add("--seed", type=int, help="of weights, split, order and augmentation (default 0)")
+    add("--precision", choices=("bf16", "fp32"), help="default bf16 autocast on CUDA, else fp32")
+    add("--backend", choices=("auto", "triton", "torch"),
+        help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
+        "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
+    add("--compare", action=argparse.BooleanOptionalAction,
+        help="train plain PyTorch beside it: same weights, same batches")  # fmt: skip
+    add("--device", choices=("cuda", "cpu"), help="default cuda where there is a GPU")
+    add("--out", metavar="DIR", help="run folder (default runs/<data>, or runs/<data>-2, ...)")
+    add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
+    add("--check", action=argparse.BooleanOptionalAction, default=True,
+        help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
+
+
+def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and 0 <= value < 1):
+        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
+    return value
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = {f.name for f in fields(Settings)}
+    return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
+
+
+def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
+    """The options given, completed by the defaults of the data set and of the device."""
+    kind = given.get("data", "digits")
+    values = {**COMMON_DEFAULTS, **DEFAULTS[kind], **given, "data": kind}
+    values.setdefault("precision", "bf16" if device.type == "cuda" else "fp32")
+    if kind != "digits" and values["data_dir"] is None:
+        raise CommandError(f"--data {kind} needs --data-dir")
+    if kind == "digits" and values["data_dir"] is not None:
+        raise CommandError("--data digits comes with scikit-learn and takes no --data-dir")
+    if kind != "folder" and values["in_chans"] != 1:
+        raise CommandError(f"--data {kind} has one channel; --in-chans is for --data folder")
+    if values["data_dir"] is not None:
+        values["data_dir"] = str(Path(values["data_dir"]).resolve())
+    if not 0 < values["held_out"] < 1:
+        raise CommandError("--held-out must be above 0")
+    if values["warmup_epochs"] < 0:
+        raise CommandError(f"--warmup-epochs must be 0 or more, got {values['warmup_epochs']}")
+    if "img_size" not in values:
+        values["img_size"] = DIGITS_VIT["img_size"]
+        if values["model"] is not None:
+            with torch.device("meta"):
+                values["img_size"] = named_vit(values["model"]).patch_embed.img_size[0]
+    return Settings(**values)
+
+
+def named_vit(name: str, **overrides: Any) -> VisionTransformer:
+    try:
+        return create_vit(name, **overrides)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
