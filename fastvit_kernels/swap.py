@@ -190,7 +190,7 @@ def _host_name(module: nn.Module) -> str:
 
 def _blocked_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     """The children of a block that it must call, with the reason."""
-    for name in getattr(block, "pieces", ()):
+    for name in block.pieces:
         child = getattr(block, name)
         if isinstance(child, nn.Module) and not (inert(child) or jumpable(child)):
             reason = child.blocked() if isinstance(child, Fused) else None
@@ -221,14 +221,15 @@ def _report(modules: dict[str, nn.Module], refused: dict[str, str]) -> SwapRepor
             called = {prefix + child: (m, why) for child, m, why in _blocked_pieces(module)}
             for child, (m, why) in called.items():
                 leave(child, m, why)
-            branch = any(child.endswith((".attn", ".mlp")) for child in called)
-            report.swapped.append(Swapped(name, _host_name(module), "parts" if branch else "block"))
+            whole = not any(prefix + body in called for body in module.bodies)
+            report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
             covered |= {
                 n for n in modules
                 if n.startswith(prefix) and not any(a in called for a in _ancestors(n))
             }  # fmt: skip
         elif module.level != "epilogue" and name not in covered:
             report.swapped.append(Swapped(name, _host_name(module), module.level))
+            leave(name, module, module.caveat)
     for name, module in modules.items():
         inside = any(isinstance(modules[a], Fused) for a in _ancestors(name) if a in modules)
         if not inside and module._parameters and not module._modules:

@@ -48,8 +48,8 @@ def swapped_class(cls: type) -> type | None:
 
 
 def host_class(cls: type) -> type | None:
-    """The host class under a swapped one, None where cls is no swapped class."""
-    return next((host for host, swapped in _swapped.items() if swapped is cls), None)
+    """The host class under a swapped one; None for a class that was made from a swapped one."""
+    return cls.__dict__.get("host")
 
 
 def _qualname(mixin: type, host_name: str) -> str:
@@ -60,6 +60,7 @@ def _make(file: ModuleType, mixin: type, host: type) -> type:
     namespace: dict[str, Any] = {
         "__module__": file.__name__,
         "__qualname__": _qualname(mixin, host.__name__),
+        "host": host,
         "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
     }
     cls = type(host.__name__, (mixin, host), namespace)

@@ -27,7 +27,11 @@ class Fused:
     """Mixin of every swapped class; stands before the host's class, so super() is the host."""
 
     level: ClassVar[str]
+    host: ClassVar[type]  # the host's class
     children_known: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
+    pieces: Any = ()  # of a block: the children that it jumps over
+    bodies: Any = ()  # of a block: the pieces that are its branches
+    caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
 
     def _get_name(self) -> str:
         return f"Fused{type(self).__name__}"  # for repr

@@ -8,7 +8,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit_kernels.activation import ACTIVATIONS
 from fastvit_kernels.hosts.fused import (
     Fused,
     Left,
@@ -77,7 +76,7 @@ class PatchConv(Fused):
 
 
 class Mlp(Fused):
-    """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses name other hosts' parts."""
+    """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses have other names."""
 
     level = "mlp"
     fc1_name, act_name, fc2_name = "fc1", "act", "fc2"
@@ -175,7 +174,7 @@ class SwiGLU(Mlp):
 
 
 class SequentialMlp(Mlp):
-    """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]), as torchvision's MLPBlock."""
+    """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]); torchvision's MLPBlock."""
 
     @classmethod
     def reject(cls, module: Any) -> str | None:

@@ -228,6 +228,7 @@ class Block(Fused):
     level = "block"
     children_known = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
     pieces = ("norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2")
+    bodies = ("attn", "mlp")
 
     def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         if not is_dense(x):
@@ -251,6 +252,7 @@ class EvaBlock(Fused):
     level = "block"
     children_known = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
     pieces = ("norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2")
+    bodies = ("attn", "mlp")
 
     def forward(
         self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Any = None,
@@ -275,7 +277,7 @@ class BeitBlock(Fused):
 
     level = "block"
     children_known = EvaBlock.children_known
-    pieces = EvaBlock.pieces
+    pieces, bodies = EvaBlock.pieces, EvaBlock.bodies
 
     def forward(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         if not is_dense(x):
@@ -296,7 +298,7 @@ class RelPosBlock(Fused):
 
     level = "block"
     children_known = Block.children_known
-    pieces = Block.pieces
+    pieces, bodies = Block.pieces, Block.bodies
 
     def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         if not is_dense(x):
@@ -320,10 +322,11 @@ class ResPostBlock(Fused):
     level = "block"
     children_known = names("norm1 attn drop_path1 norm2 mlp drop_path2")
     pieces = ("attn", "norm1", "mlp", "norm2")
+    bodies = ("attn", "mlp")
 
 
 class ParallelScalingBlock(Fused):
-    """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))), both from one in_proj."""
+    """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))) after one in_proj."""
 
     level = "block"
     children_known = names(
@@ -385,7 +388,6 @@ class ParallelThingsBlock(Fused):
 
     level = "block"
     children_known = names("attns ffns")
-    pieces = ()
 
     def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         hooked = any(is_hooked(m) for m in (*self.attns, *self.ffns))

@@ -20,6 +20,7 @@ from fastvit_kernels.hosts.fused import (
     jumpable,
     left_dropouts,
     left_linears,
+    names,
     project,
     project_out,
 )
@@ -36,6 +37,7 @@ class MultiheadAttention(Fused):
     """
 
     level = "attention"
+    caveat = "fused where it is called with query = key = value and need_weights=False"
 
     @classmethod
     def reject(cls, module: Any) -> str | None:
@@ -88,8 +90,8 @@ class TransformerEncoderLayer(Fused):
     """nn.TransformerEncoderLayer, pre-norm or post-norm, without masks."""
 
     level = "block"
-    children_known = frozenset(
-        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation".split()
+    children_known = names(
+        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
     )
 
     @classmethod
