@@ -52,11 +52,14 @@ def patch_embed_ref(
     return x if pos_embed is None else x + pos_embed
 
 
-# Bytes of the compute dtype -> BLOCK_M (tokens), BLOCK_N (of C), BLOCK_K (pixels of a patch),
-# num_warps, num_stages. Not yet measured.
+# Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
+# right in every product: on Hopper the left one would then reach the tensor cores from registers,
+# where pipelining it is a race (triton #9433), the right one always from shared memory.
+# Bytes of the compute dtype -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. Not yet measured.
 FWD_CONFIGS = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
 BWD_WEIGHT_CONFIGS = {2: (64, 128, 128, 8, 3), 4: (32, 64, 64, 4, 3)}
 BWD_IMAGES_CONFIGS = {2: (128, 64, 128, 8, 3), 4: (64, 32, 64, 4, 3)}
+STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
 TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -99,7 +102,7 @@ def _pixel_offset(
 @triton.jit
 def _patch_embed_fwd_kernel(
     out_ptr, images_ptr, weight_ptr, bias_ptr, prefix_ptr, pos_ptr,
-    B, T, C, num_prefix, pos_start, grid_w,
+    num_rows, T, C, num_prefix, pos_start, grid_w,
     stride_images_b, stride_images_c, stride_images_h, stride_images_w,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_POS: tl.constexpr,
@@ -113,50 +116,53 @@ def _patch_embed_fwd_kernel(
     blocks_n = tl.cdiv(C, BLOCK_N)
     row = pid // blocks_n * BLOCK_M
     offs_n = (pid % blocks_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)  # rows of this block
     b, t = _split_rows(row, T, BLOCK_M)
+    mask_m, mask_n = offs_m < num_rows - row, offs_n < C
     is_patch = t >= num_prefix
 
-    # A row without pixels reads those of a patch that exists, and a column past C those of one
-    # that exists: the main loop then needs no mask, and the epilogue drops what they gave.
+    # The accumulator starts from what is added to the product: the loads come while registers are
+    # free (in an epilogue they spill), and prefix rows, whose pixels are 0, are then complete.
+    offs_token = offs_n[:, None] + t[None, :] * C
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        acc = tl.where(is_patch[None, :], bias[:, None], acc)
+    if HAS_PREFIX:
+        mask_prefix = mask_n[:, None] & (t < num_prefix)[None, :]
+        acc += tl.load(prefix_ptr + offs_token, mask=mask_prefix, other=0.0).to(tl.float32)
+    if HAS_POS:
+        mask_pos = mask_n[:, None] & (t >= pos_start)[None, :]
+        pos_ptrs = pos_ptr + offs_token - pos_start * C
+        acc += tl.load(pos_ptrs, mask=mask_pos, other=0.0).to(tl.float32)
+
     offs_patch = _patch_offset(
-        tl.minimum(b, B - 1), tl.maximum(t - num_prefix, 0), grid_w,
-        stride_images_b, stride_images_h, stride_images_w, PATCH_H, PATCH_W, ALIGN,
+        b, t - num_prefix, grid_w, stride_images_b, stride_images_h, stride_images_w,
+        PATCH_H, PATCH_W, ALIGN,
     )  # fmt: skip
-    patch_ptrs = images_ptr + offs_patch[:, None]
-    weight_ptrs = weight_ptr + tl.minimum(offs_n, C - 1)[None, :].to(tl.int64) * K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    patch_ptrs = images_ptr + offs_patch[None, :]
+    mask_patch = (is_patch & mask_m)[None, :]
+    # A column past C reads a row of weight that exists; the store drops what it gave.
+    weight_ptrs = weight_ptr + tl.minimum(offs_n, C - 1)[:, None].to(tl.int64) * K
     for k in range(0, K, BLOCK_K):
         offs_k = k + tl.arange(0, BLOCK_K)
         offs_pixel = _pixel_offset(
             offs_k, stride_images_c, stride_images_h, stride_images_w, PATCH_H, PATCH_W, ALIGN
         )
-        pixel_ptrs = patch_ptrs + offs_pixel[None, :]
+        pixel_ptrs = patch_ptrs + offs_pixel[:, None]
         if K % BLOCK_K == 0:
-            pixels = tl.load(pixel_ptrs)
-            weight = tl.load(weight_ptrs + offs_k[:, None])
+            weight = tl.load(weight_ptrs + offs_k[None, :])
+            pixels = tl.load(pixel_ptrs, mask=mask_patch, other=0.0)
         else:
             mask_k = offs_k < K
-            pixels = tl.load(pixel_ptrs, mask=mask_k[None, :], other=0.0)
-            weight = tl.load(weight_ptrs + offs_k[:, None], mask=mask_k[:, None], other=0.0)
+            weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_k[None, :], other=0.0)
+            pixels = tl.load(pixel_ptrs, mask=mask_k[:, None] & mask_patch, other=0.0)
         # Images are often fp32 under autocast: this cast replaces a pass over them.
-        pixels = pixels.to(weight.dtype)
-        acc = tl.dot(pixels, weight, acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
 
-    mask_n = offs_n < C
-    mask = (b < B)[:, None] & mask_n[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    offs_token = t[:, None].to(tl.int64) * C + offs_n[None, :]
-    if HAS_PREFIX:
-        mask_prefix = mask & (t < num_prefix)[:, None]
-        prefix = tl.load(prefix_ptr + offs_token, mask=mask_prefix, other=0.0)
-        acc = tl.where(is_patch[:, None], acc, prefix.to(tl.float32))
-    if HAS_POS:
-        mask_pos = mask & (t >= pos_start)[:, None]
-        pos_ptrs = pos_ptr + offs_token - pos_start * C
-        acc += tl.load(pos_ptrs, mask=mask_pos, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + (b * T * C)[:, None] + offs_token
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + row * C + (offs_n[:, None] + offs_m[None, :] * C)
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, out, mask=mask_n[:, None] & mask_m[None, :])
 
 
 @triton.jit
@@ -166,12 +172,12 @@ def _patch_embed_bwd_weight_kernel(
     stride_images_b, stride_images_c, stride_images_h, stride_images_w,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
     NUM_PATCHES: tl.constexpr, GRID_W: tl.constexpr, ALIGN: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    PIXELS_LEFT: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Rows m = b * NUM_PATCHES + p, patches only. Program (tile, s) sums row range s of one
-    # (BLOCK_N, BLOCK_K) tile of dweight. The patch grid is constexpr: rows are divided by it in
-    # every iteration, and dividing by a constant is a multiplication.
+    # Rows m = b * NUM_PATCHES + p, patches only. Program (tile, s) sums row range s of one tile of
+    # dweight, (BLOCK_K, BLOCK_N) where PIXELS_LEFT, else (BLOCK_N, BLOCK_K). The patch grid is
+    # constexpr: every iteration divides rows by it, and by a constant that is a multiplication.
     K: tl.constexpr = CHANNELS * PATCH_H * PATCH_W
     blocks_k = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
@@ -184,7 +190,10 @@ def _patch_embed_bwd_weight_kernel(
     )
     first = split * rows_per_split
     last = tl.minimum(first + rows_per_split, num_rows)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if PIXELS_LEFT:
+        acc = tl.zeros((BLOCK_K, BLOCK_N), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for row in range(first, last, BLOCK_M):
         offs_m = row + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = offs_m < last
@@ -193,22 +202,35 @@ def _patch_embed_bwd_weight_kernel(
             b, p, GRID_W, stride_images_b, stride_images_h, stride_images_w,
             PATCH_H, PATCH_W, ALIGN,
         )  # fmt: skip
-        mask_pixels = mask_m[:, None] & mask_k[None, :] if K % BLOCK_K else mask_m[:, None]
-        pixel_ptrs = images_ptr + offs_patch[:, None] + offs_pixel[None, :]
-        pixels = tl.load(pixel_ptrs, mask=mask_pixels, other=0.0).to(COMPUTE_DTYPE)
-        # b + 1 prefix groups stand before patch row m in dout; loaded as (BLOCK_N, BLOCK_M).
-        dout_ptrs = dout_ptr + (offs_m + (b + 1) * num_prefix)[None, :] * C + offs_n[:, None]
-        dout_t = tl.load(dout_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=0.0)
-        acc = tl.dot(dout_t.to(COMPUTE_DTYPE), pixels, acc, input_precision=INPUT_PRECISION)
-    dweight_ptrs = dweight_ptr + (split * C + offs_n)[:, None] * K + offs_k[None, :]
+        offs_dout = (offs_m + (b + 1) * num_prefix) * C  # b + 1 prefix groups stand before row m
+        if PIXELS_LEFT:
+            pixel_ptrs = images_ptr + offs_pixel[:, None] + offs_patch[None, :]
+            pixels = tl.load(pixel_ptrs, mask=mask_k[:, None] & mask_m[None, :], other=0.0)
+            dout_ptrs = dout_ptr + offs_dout[:, None] + offs_n[None, :]
+            dout = tl.load(dout_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
+            left, right = pixels.to(COMPUTE_DTYPE), dout.to(COMPUTE_DTYPE)
+        else:
+            dout_ptrs = dout_ptr + offs_n[:, None] + offs_dout[None, :]
+            dout = tl.load(dout_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=0.0)
+            pixel_ptrs = images_ptr + offs_patch[:, None] + offs_pixel[None, :]
+            pixels = tl.load(pixel_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            left, right = dout.to(COMPUTE_DTYPE), pixels.to(COMPUTE_DTYPE)
+        acc = tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
+    dweight_ptr += split * C * K
     dweight = acc.to(dweight_ptr.dtype.element_ty)
-    tl.store(dweight_ptrs, dweight, mask=mask_n[:, None] & mask_k[None, :])
+    if PIXELS_LEFT:
+        dweight_ptrs = dweight_ptr + offs_k[:, None] + offs_n[None, :].to(tl.int64) * K
+        tl.store(dweight_ptrs, dweight, mask=mask_k[:, None] & mask_n[None, :])
+    else:
+        dweight_ptrs = dweight_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
+        tl.store(dweight_ptrs, dweight, mask=mask_n[:, None] & mask_k[None, :])
 
 
 @triton.jit
 def _patch_embed_bwd_images_kernel(
     dimages_ptr, dout_ptr, weight_ptr,
-    B, num_patches, C, num_prefix, grid_w, stride_dimages_b, stride_dimages_c, stride_dimages_h,
+    num_rows, num_patches, C, num_prefix, grid_w,
+    stride_dimages_b, stride_dimages_c, stride_dimages_h,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -219,27 +241,28 @@ def _patch_embed_bwd_images_kernel(
     blocks_k = tl.cdiv(K, BLOCK_K)
     row = pid // blocks_k * BLOCK_M
     offs_k = (pid % blocks_k).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_m = tl.arange(0, BLOCK_M)  # rows of this block
     b, p = _split_rows(row, num_patches, BLOCK_M)
-    mask_m, mask_k = b < B, offs_k < K
-    dout_ptrs = dout_ptr + ((b * (num_patches + num_prefix)) + num_prefix + p)[:, None] * C
-    acc = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    mask_m, mask_k = offs_m < num_rows - row, offs_k < K
+    dout_ptrs = dout_ptr + (row + offs_m + (b + 1) * num_prefix)[None, :] * C
+    acc = tl.zeros((BLOCK_K, BLOCK_M), dtype=tl.float32)
     for n in range(0, C, BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < C
-        mask_dout = mask_m[:, None] & mask_n[None, :]
-        dout = tl.load(dout_ptrs + offs_n[None, :], mask=mask_dout, other=0.0)
-        weight_ptrs = weight_ptr + offs_n[:, None].to(tl.int64) * K + offs_k[None, :]
-        weight = tl.load(weight_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-        acc = tl.dot(dout.to(weight.dtype), weight, acc, input_precision=INPUT_PRECISION)
+        weight_ptrs = weight_ptr + offs_k[:, None] + offs_n[None, :].to(tl.int64) * K
+        weight = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+        mask_dout = mask_n[:, None] & mask_m[None, :]
+        dout = tl.load(dout_ptrs + offs_n[:, None], mask=mask_dout, other=0.0)
+        acc = tl.dot(weight, dout.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
     offs_patch = _patch_offset(
         b, p, grid_w, stride_dimages_b, stride_dimages_h, 1, PATCH_H, PATCH_W, ALIGN
     )
     offs_pixel = _pixel_offset(
         offs_k, stride_dimages_c, stride_dimages_h, 1, PATCH_H, PATCH_W, ALIGN
     )
-    dimages_ptrs = dimages_ptr + offs_patch[:, None] + offs_pixel[None, :]
+    dimages_ptrs = dimages_ptr + offs_pixel[:, None] + offs_patch[None, :]
     dimages = acc.to(dimages_ptr.dtype.element_ty)
-    tl.store(dimages_ptrs, dimages, mask=mask_m[:, None] & mask_k[None, :])
+    tl.store(dimages_ptrs, dimages, mask=mask_k[:, None] & mask_m[None, :])
 
 
 def _alignment(images: Tensor, patch_w: int) -> int:
@@ -257,6 +280,13 @@ def _input_precision(dtype: torch.dtype) -> str:
 def _block(largest: int, size: int) -> int:
     """The tile side for an axis: a power of two, at least the 16 that tl.dot needs."""
     return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+def _depth(largest: int, size: int, bytes_per_step: int) -> int:
+    """The tile side along the summed axis: a stage of both operands within STAGE_BYTES."""
+    while largest * bytes_per_step > STAGE_BYTES:
+        largest //= 2
+    return _block(largest, size)
 
 
 def _grid(images: Tensor, patch: tuple[int, int]) -> tuple[int, int]:
@@ -298,16 +328,20 @@ def patch_embed_fwd(
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
     block_m, block_n, block_k, num_warps, num_stages = FWD_CONFIGS[weight.itemsize]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
+    K = weight.shape[1]
+    largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
+    bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
+    block_k = _depth(largest_k, K, bytes_per_step)
     with torch.cuda.device_of(images):
         _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
-            out, images, weight, bias, prefix, pos, B, T, C,
+            out, images, weight, bias, prefix, pos, B * T, T, C,
             0 if prefix is None else prefix.shape[0], 0 if pos is None else T - pos.shape[0],
             images.shape[3] // patch_w, *images.stride(),
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
             HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
             INPUT_PRECISION=_input_precision(weight.dtype), BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=_block(block_k, weight.shape[1]), num_warps=num_warps, num_stages=num_stages,
+            BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
 
@@ -340,6 +374,8 @@ def patch_embed_bwd_weight(
     num_rows = B * num_patches
     block_m, block_n, block_k, num_warps, num_stages = BWD_WEIGHT_CONFIGS[compute_dtype.itemsize]
     block_n, block_k = _block(block_n, C), _block(block_k, K)
+    bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
+    block_m = _depth(block_m, num_rows, bytes_per_step)
     tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
     wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * num_sms(dout.device) // tiles)
     splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
@@ -353,6 +389,7 @@ def patch_embed_bwd_weight(
             partial, dout, images, num_rows, rows_per_split, C, T - num_patches, *images.stride(),
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
             NUM_PATCHES=num_patches, GRID_W=grid_w, ALIGN=_alignment(images, patch_w),
+            PIXELS_LEFT=images.dtype == compute_dtype,
             COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=_input_precision(compute_dtype),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=num_warps, num_stages=num_stages,
@@ -427,15 +464,16 @@ def patch_embed_bwd_images(
     num_patches, K = grid_h * grid_w, weight.shape[1]
     block_m, block_n, block_k, num_warps, num_stages = BWD_IMAGES_CONFIGS[weight.itemsize]
     block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
+    block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     with torch.cuda.device_of(dout):
         _patch_embed_bwd_images_kernel[
             (triton.cdiv(B * num_patches, block_m) * triton.cdiv(K, block_k),)
         ](
-            dimages, dout, weight, B, num_patches, C, T - num_patches, grid_w,
+            dimages, dout, weight, B * num_patches, num_patches, C, T - num_patches, grid_w,
             *dimages.stride()[:3],
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(dimages, patch_w), INPUT_PRECISION=_input_precision(weight.dtype),
-            BLOCK_M=block_m, BLOCK_N=_block(block_n, C), BLOCK_K=block_k,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return dimages
