@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastvit_kernels import hosts
 from fastvit_kernels.arguments import autocast_dtype
-from fastvit_kernels.attention import attention, qkv_attention
+from fastvit_kernels.hosts.attend import attend, attend_packed, attend_weights, unpack
 from fastvit_kernels.hosts.fused import (
     DropPath,
     Fused,
@@ -34,7 +34,6 @@ from fastvit_kernels.hosts.parts import GluMlp, Mlp, SwiGLU
 from fastvit_kernels.layer_norm import layer_norm
 from fastvit_kernels.linear import linear
 from fastvit_kernels.plain import is_hooked, is_plain
-from fastvit_kernels.sdpa import scaled_dot_product_attention
 
 
 class LayerNormFp32(LayerNorm):
@@ -75,14 +74,12 @@ class Attention(Fused):
         """(B, T, C) -> (B, T, H, D)"""
         if inert(self.q_norm) and inert(self.k_norm):
             if is_plain(self.qkv):
-                return qkv_attention(
-                    x, self.qkv.weight, self.qkv.bias,
-                    num_heads=self.num_heads, dropout_p=self._dropout_p(),
-                )  # fmt: skip
-            qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-            return attention(qkv, dropout_p=self._dropout_p())
-        q, k, v = _unpack(project(self.qkv, x), self.num_heads)
-        return _attend(self.q_norm(q), self.k_norm(k), v, None, self._dropout_p())
+                return attend_weights(
+                    x, self.qkv.weight, self.qkv.bias, self.num_heads, dropout_p=self._dropout_p()
+                )
+            return attend_packed(self.qkv(x), self.num_heads, dropout_p=self._dropout_p())
+        q, k, v = unpack(project(self.qkv, x), self.num_heads)
+        return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=self._dropout_p())
 
     def branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
@@ -100,18 +97,6 @@ class Attention(Fused):
         if attn_mask is not None or is_causal or not is_dense(x) or self.blocked():
             return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
         return self.branch(x)
-
-
-def _unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3HD) -> q, k, v, views (B, H, T, D)"""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
-    """(B, H, T, D) each -> (B, T, H, D)"""
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
-    return out.transpose(1, 2)
 
 
 def _biased_qkv(self: Any, x: Tensor) -> Tensor:
@@ -156,14 +141,14 @@ class RopeAttention(Attention):
         else:
             has_bias = getattr(self, "q_bias", None) is not None
             qkv = _biased_qkv(self, x) if has_bias else project(self.qkv, x)
-            q, k, v = _unpack(qkv, self.num_heads)
+            q, k, v = unpack(qkv, self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (self._rotate(t, rope).type_as(v) for t in (q, k))
         groups = getattr(self, "num_kv_groups", 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        return _attend(q, k, v, None, self._dropout_p())
+        return attend(q, k, v, dropout_p=self._dropout_p())
 
     def _rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
@@ -197,8 +182,8 @@ class BeitAttention(Attention):
         if self.relative_position_bias_table is not None:
             mask = self._get_rel_pos_bias()
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
-        q, k, v = _unpack(_biased_qkv(self, x), self.num_heads)
-        return _attend(q, k, v, mask, self._dropout_p())
+        q, k, v = unpack(_biased_qkv(self, x), self.num_heads)
+        return attend(q, k, v, mask=mask, dropout_p=self._dropout_p())
 
     def forward(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         if not is_dense(x) or self.blocked():
@@ -213,8 +198,8 @@ class RelPosAttention(Attention):
 
     def _heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias()
-        q, k, v = _unpack(project(self.qkv, x), self.num_heads)
-        return _attend(self.q_norm(q), self.k_norm(k), v, mask, self._dropout_p())
+        q, k, v = unpack(project(self.qkv, x), self.num_heads)
+        return attend(self.q_norm(q), self.k_norm(k), v, mask=mask, dropout_p=self._dropout_p())
 
     def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         if not is_dense(x) or self.blocked():
@@ -352,10 +337,9 @@ class ParallelScalingBlock(Fused):
         """(B, T, 3C) -> (B, T, C)"""
         dropout_p = self.attn_drop.p if self.training else 0.0
         if inert(self.q_norm) and inert(self.k_norm):
-            qkv = qkv.unflatten(-1, (3, self.num_heads, self.head_dim))
-            return attention(qkv, dropout_p=dropout_p).flatten(2)
-        q, k, v = _unpack(qkv, self.num_heads)
-        return _attend(self.q_norm(q), self.k_norm(k), v, None, dropout_p).flatten(2)
+            return attend_packed(qkv, self.num_heads, dropout_p=dropout_p).flatten(2)
+        q, k, v = unpack(qkv, self.num_heads)
+        return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=dropout_p).flatten(2)
 
     def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         masked = attn_mask is not None or is_causal

@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastvit_kernels import hosts
 from fastvit_kernels.arguments import autocast_dtype
-from fastvit_kernels.attention import qkv_attention
+from fastvit_kernels.hosts.attend import attend_weights
 from fastvit_kernels.hosts.fused import (
     Fused,
     LayerNorm,
@@ -63,8 +63,8 @@ class MultiheadAttention(Fused):
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         dropout_p = self.dropout if self.training else 0.0
-        out = qkv_attention(
-            x, self.in_proj_weight, self.in_proj_bias, num_heads=self.num_heads, dropout_p=dropout_p
+        out = attend_weights(
+            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, dropout_p=dropout_p
         )
         return linear(
             out.flatten(2), self.out_proj.weight, self.out_proj.bias,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit_kernels import hosts
-from fastvit_kernels.attention import qkv_attention
+from fastvit_kernels.hosts.attend import attend, attend_weights
 from fastvit_kernels.hosts.fused import (
     DropPath,
     Fused,
@@ -88,15 +88,11 @@ class Attention(Fused):
             if _packed(weights) and _packed(biases):
                 # A copy of the weights is small beside three passes over x.
                 bias = None if biases[0] is None else torch.cat(biases)
-                return qkv_attention(
-                    x, torch.cat(weights), bias,
-                    num_heads=getattr(self, self.HEADS), scale=scale, dropout_p=self._dropout_p(),
+                return attend_weights(
+                    x, torch.cat(weights), bias, getattr(self, self.HEADS),
+                    dropout_p=self._dropout_p(), scale=scale,
                 )  # fmt: skip
-        q, k, v = self._qkv(x)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self._dropout_p(), scale=scale
-        )
-        return out.transpose(1, 2)
+        return attend(*self._qkv(x), mask=mask, dropout_p=self._dropout_p(), scale=scale)
 
     def branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
@@ -145,10 +141,7 @@ class RopeAttention(Attention):
         q, k, v = self._qkv(x)
         host = sys.modules[self.host.__module__]
         q, k = host.apply_rotary_pos_emb(q, k, *position_embeddings)
-        out = scaled_dot_product_attention(
-            q, k, v, dropout_p=self._dropout_p(), scale=getattr(self, self.SCALE)
-        )
-        return out.transpose(1, 2)
+        return attend(q, k, v, dropout_p=self._dropout_p(), scale=getattr(self, self.SCALE))
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None,

@@ -1,0 +1,157 @@
+"""Models of the host libraries by name: as they are on the meta device, and cut down to be run.
+
+A small model keeps the structure of its name: two blocks, two heads, a narrow width, few tokens.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# timm's families of transformers for images
+TIMM_FAMILIES = (
+    "beit", "cait", "crossvit", "deit", "eva", "flexivit", "naflexvit", "pit", "samvit", "swin",
+    "tnt", "vit", "xcit",
+)  # fmt: skip
+
+
+def timm_names(*prefixes: str) -> list[str]:
+    """timm's model names that begin with one of the prefixes, in timm's order."""
+    import timm
+
+    return [n for n in timm.list_models() if n.startswith(prefixes)]
+
+
+def _patch(name: str) -> int:
+    found = re.search(r"patch(\d+)|_p(\d+)_", name)
+    return int(found.group(1) or found.group(2)) if found else 16
+
+
+def _swin_overrides(name: str) -> dict[str, Any]:
+    small = dict(embed_dim=32, depths=(2, 2), num_heads=(2, 2), img_size=32, window_size=4)
+    return small | (dict(patch_size=4) if "_cr_" in name or "s3" in name else {})
+
+
+def _timm_overrides(name: str) -> dict[str, Any]:
+    if name.startswith("swin"):
+        return _swin_overrides(name)
+    size = 3 * _patch(name)
+    if re.search(r"_r\d+|_r_|resnet", name):
+        size = 64  # a ResNet stem
+    small: dict[str, Any] = dict(embed_dim=64, depth=2, num_heads=2, img_size=size)
+    if "mci" in name:
+        small |= dict(embed_dim=768, num_heads=12)  # the stem's own width
+    if "sapiens2" in name:
+        small["num_kv_heads"] = (2, 1)  # a block with all heads, a block with grouped ones
+    if "giant" in name and name.startswith("vit"):
+        small["mlp_ratio"] = 4.0  # a gated MLP needs an even width
+    if name.startswith("vit_little") or "wee" in name:
+        small["mlp_ratio"] = 4.0
+    return small
+
+
+def timm_small(name: str) -> tuple[nn.Module, Tensor]:
+    """A small model of this timm name, with a batch of two images."""
+    import timm
+
+    overrides = _timm_overrides(name)
+    model = timm.create_model(name, pretrained=False, num_classes=7, **overrides)
+    size, generator = overrides["img_size"], torch.Generator().manual_seed(0)
+    return model, torch.randn(2, 3, size, size, generator=generator)
+
+
+def timm_meta(name: str) -> nn.Module:
+    """The model of this name at its own size, without memory."""
+    import timm
+
+    with torch.device("meta"):
+        return timm.create_model(name, pretrained=False)
+
+
+def torchvision_names() -> list[str]:
+    from torchvision import models
+
+    return [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit"))]
+
+
+def torchvision_meta(name: str) -> nn.Module:
+    from torchvision import models
+
+    with torch.device("meta"):
+        return models.get_model(name)
+
+
+def torchvision_small() -> tuple[nn.Module, Tensor]:
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7)
+    return model, torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+
+
+_HF_SMALL = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=16,
+)  # fmt: skip
+_HF_WIDE = dict(intermediate_size=128, **_HF_SMALL)
+
+# name -> (model class, config class, settings of the small model)
+HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTModel", "ViTConfig", _HF_WIDE),
+    "deit": ("DeiTModel", "DeiTConfig", _HF_WIDE),
+    "vit_mae": ("ViTMAEModel", "ViTMAEConfig", dict(mask_ratio=0.0, **_HF_WIDE)),
+    "vit_msn": ("ViTMSNModel", "ViTMSNConfig", _HF_WIDE),
+    "ijepa": ("IJepaModel", "IJepaConfig", _HF_WIDE),
+    "dinov2": ("Dinov2Model", "Dinov2Config", _HF_SMALL),
+    "dinov2_swiglu": ("Dinov2Model", "Dinov2Config", dict(use_swiglu_ffn=True, **_HF_SMALL)),
+    "dinov2_with_registers": (
+        "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig",
+        dict(num_register_tokens=4, **_HF_SMALL),
+    ),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", _HF_WIDE),
+    "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", dict(num_patches=9, **_HF_WIDE)),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", _HF_WIDE),
+    "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTConfig", _HF_WIDE),
+    "beit": ("BeitModel", "BeitConfig", dict(use_relative_position_bias=True, **_HF_WIDE)),
+}  # fmt: skip
+
+
+def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model of transformers, with its inputs."""
+    import transformers
+
+    model_class, config_class, small = HF_MODELS[name]
+    config = getattr(transformers, config_class)(**{**small, **settings})
+    model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(0)
+    if name == "siglip2":  # patches, with a mask that hides none
+        return model, {
+            "pixel_values": torch.randn(2, 9, 16 * 16 * 3, generator=generator),
+            "pixel_attention_mask": torch.ones(2, 9, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[3, 3], [3, 3]]),
+        }
+    return model, {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}
+
+
+def hf_meta() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """(model class name, builder at the default size) for transformers' image models."""
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
+
+    names = {m: None for m, _, _ in HF_MODELS.values()}
+    for value in CLASSIFIERS.values():
+        for name in value if isinstance(value, tuple) else (value,):
+            names[name] = None
+
+    def build(name: str) -> nn.Module:
+        cls = getattr(transformers, name)
+        with torch.device("meta"):
+            return cls(cls.config_class())
+
+    for name in sorted(names):
+        yield name, lambda name=name: build(name)
