@@ -143,9 +143,9 @@ class _RunLaunchers(TorchDispatchMode):
 def capture(target: Target) -> Iterator[list[Kernel]]:
     """Inside, kernel launches compile for `target` and join the yielded list, each once."""
     if not HAS_TRITON:
-        raise RuntimeError("compile: triton is not installed")
+        raise RuntimeError("triton is not installed")
     if INTERPRETED:
-        raise RuntimeError("compile: TRITON_INTERPRET is set, so there is nothing to compile")
+        raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile")
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -174,7 +174,7 @@ def capture(target: Target) -> Iterator[list[Kernel]]:
     driver.set_active(_AbsentDriver(target))  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only
     try:
-        with on_absent_gpu(Gpu(target.name, target.num_sms)):
+        with on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)):
             yield kernels
     finally:
         JITFunction.run = run
