@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -35,6 +36,18 @@ def is_plain(linear: nn.Module) -> bool:
         and not is_hooked(linear)
         and not is_traceable_wrapper_subclass(linear.weight)  # torchao, DTensor
     )
+
+
+def add_tokens(patches: Tensor, prefix_tokens: Tensor | None, pos_embed: Tensor | None) -> Tensor:
+    """Patches with prefix tokens before them and positions added, for a projection that was called.
+
+    Shapes: patches (B, P, C), prefix_tokens (1, n, C), pos_embed (1, P or n + P, C).
+    """
+    if pos_embed is not None and pos_embed.shape[1] == patches.shape[1]:
+        patches, pos_embed = patches + pos_embed, None
+    if prefix_tokens is not None:
+        patches = torch.cat([prefix_tokens.expand(len(patches), -1, -1), patches], dim=1)
+    return patches if pos_embed is None else patches + pos_embed
 
 
 def add_branch(

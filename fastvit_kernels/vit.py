@@ -20,10 +20,12 @@ from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
 from fastvit_kernels.linear import linear
 from fastvit_kernels.mlp import mlp
 from fastvit_kernels.patch_embed import patch_embed
-from fastvit_kernels.plain import add_branch, is_plain
+from fastvit_kernels.plain import add_branch, add_tokens, is_hooked, is_plain
+
+Size = int | Sequence[int]  # a square's side, or (height, width)
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+def _pair(size: Size) -> tuple[int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
@@ -32,8 +34,9 @@ class PatchEmbed(nn.Module):
     """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op."""
 
     def __init__(
-        self, img_size=224, patch_size=16, in_chans: int = 3, embed_dim: int = 768, bias=True
-    ):
+        self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
+        embed_dim: int = 768, bias=True,
+    ):  # fmt: skip
         super().__init__()
         self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
         pairs = zip(self.img_size, self.patch_size, strict=True)
@@ -52,10 +55,13 @@ class PatchEmbed(nn.Module):
                 f"PatchEmbed: images must be {self.img_size} (height, width), "
                 f"got {tuple(images.shape[-2:])}"
             )
-        return patch_embed(
-            images, self.proj.weight, self.proj.bias,
-            prefix_tokens=prefix_tokens, pos_embed=pos_embed,
-        )  # fmt: skip
+        if type(self.proj) is nn.Conv2d and not is_hooked(self.proj):
+            return patch_embed(
+                images, self.proj.weight, self.proj.bias,
+                prefix_tokens=prefix_tokens, pos_embed=pos_embed,
+            )  # fmt: skip
+        patches = self.proj(images).flatten(2).transpose(1, 2)
+        return add_tokens(patches, prefix_tokens, pos_embed)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -194,7 +200,7 @@ class VisionTransformer(nn.Module):
     """
 
     def __init__(
-        self, img_size=224, patch_size=16, in_chans: int = 3, num_classes: int = 1000,
+        self, img_size: Size = 224, patch_size: Size = 16, in_chans=3, num_classes: int = 1000,
         global_pool: Literal["", "avg", "token"] = "token", embed_dim: int = 768, depth: int = 12,
         num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, proj_bias: bool = True,
         init_values: float | None = None, class_token: bool = True, no_embed_class: bool = False,
