@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.activation import activate, activation_derivative
+from fastvit_kernels.activation import activate, activate_and_derivative
 from fastvit_kernels.backend import num_sms
 from fastvit_kernels.gemm import matmul
 from fastvit_kernels.reduction import column_sum
 
-# Tile of (rows, columns), warps; the backward keeps sums beside its tile, hence fewer rows. Not yet
-# measured.
-BLOCK_R, BWD_BLOCK_R, BLOCK_N, NUM_WARPS = 32, 16, 128, 4
+# Tile of (rows, columns), warps. Not yet measured.
+BLOCK_R, BLOCK_N, NUM_WARPS = 16, 128, 4
 WEIGHT_BLOCK_N, WEIGHT_BLOCK_K = 4, 512
 BWD_PROGRAMS_PER_SM = 8
 MIN_ROWS_PER_SPLIT = 64
@@ -99,15 +98,15 @@ def _epilogue_bwd_kernel(
             dz *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
         if ACTIVATION != "":
             z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            act, derivative = activate_and_derivative(z, ACTIVATION)
             if WRITE_ACT:
-                act = activate(z, ACTIVATION).to(act_ptr.dtype.element_ty)
-                tl.store(act_ptr + offs, act, mask=mask)
+                tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
             if SUM_DLAYER_SCALE:
-                sum_dlayer_scale += dz * activate(z, ACTIVATION)
+                sum_dlayer_scale += dz * act
         if HAS_LAYER_SCALE:
             dz *= layer_scale[None, :]
         if ACTIVATION != "":
-            dz *= activation_derivative(z, ACTIVATION)
+            dz *= derivative
         tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if SUM_DZ:
             sum_dz += dz
@@ -231,7 +230,7 @@ def backward_epilogue(
             dz, act, partial, dy, z, *pointers[:2], M, N, width, rows_per_split, sizes[0],
             dy.stride(0), dy.stride(1), ACTIVATION=activation, **flags,
             WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
-            BLOCK_R=BWD_BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
+            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dz, partial
 

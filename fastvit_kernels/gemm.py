@@ -19,10 +19,11 @@ from fastvit_kernels.backend import gpu
 
 GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
 
-# itemsize -> (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). A 128 x 256 tile with the exact
-# erf spills on sm_90. Not yet measured.
+# itemsize -> (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). None spills on sm_80 or sm_90 with
+# the epilogues that use it; 128 x 256 with the exact erf would. Not yet measured.
 LARGE_TILE = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
-SMALL_TILE = {2: (64, 64, 64, 4, 3), 4: (32, 64, 32, 4, 3)}  # where large ones leave SMs idle
+NARROW_TILE = {2: (128, 64, 64, 8, 3), 4: (64, 64, 32, 4, 3)}  # for epilogues with many live values
+SMALL_TILE = {2: (64, 64, 64, 4, 3), 4: (32, 64, 32, 4, 3)}  # where these leave SMs idle
 
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
@@ -82,10 +83,12 @@ def matmul(
     return torch.addmm(bias, a, b, out=out)
 
 
-def tile_options(M: int, N: int, K: int, a: Tensor) -> dict[str, int | bool | str]:
+def tile_options(
+    M: int, N: int, K: int, a: Tensor, *, narrow: bool = False
+) -> dict[str, int | bool | str]:
     """Constexprs and launch options of a Triton GEMM of this size with the operand a."""
     device = gpu(a.device)
-    config = LARGE_TILE[a.dtype.itemsize]
+    config = (NARROW_TILE if narrow else LARGE_TILE)[a.dtype.itemsize]
     if triton.cdiv(M, config[0]) * triton.cdiv(N, config[1]) < device.num_sms:
         config = SMALL_TILE[a.dtype.itemsize]
     block_m, block_n, block_k, num_warps, num_stages = config
