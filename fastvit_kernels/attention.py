@@ -31,17 +31,17 @@ from fastvit_kernels.attention_kernels import (
     DQ_TILES,
     FWD_TILES,
     LONG_T,
-    ONE_PASS_TILES,
+    MAX_TOKEN_STRIDE,
     _attention_bwd_dkdv_kernel,
     _attention_bwd_dq_kernel,
     _attention_bwd_one_pass_kernel,
     _attention_fwd_kernel,
-    one_pass_parts,
+    one_pass,
     split_head_dim,
     tail_tile,
     tiles_for,
 )
-from fastvit_kernels.backend import use_triton
+from fastvit_kernels.backend import gpu, use_triton
 from fastvit_kernels.gemm import matmul
 from fastvit_kernels.library import operator
 from fastvit_kernels.reduction import column_sum
@@ -65,7 +65,8 @@ def qkv_attention_ref(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """The specification of `qkv_attention`: a Linear, then `attention_ref`."""
-    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, -1))
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D))
     return attention_ref(qkv, scale, dropout_p)
 
 
@@ -136,15 +137,17 @@ def _launch_bwd(
     flags = dict(
         PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None
     )
-    parts = None if block_d1 else one_pass_parts(T_kv, block_d0, q.element_size())
-    if parts is not None:
-        tiles = ONE_PASS_TILES
+    whole_head = None
+    if block_d1 == 0:
+        whole_head = one_pass(T_q, block_d0, q.element_size(), gpu(q.device).shared_limit)
+    if whole_head is not None:
+        part0, part1, tiles = whole_head
         with torch.cuda.device_of(q):
             _attention_bwd_one_pass_kernel[(B * H,)](
                 dq, dk, dv, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
                 dq.stride(1), dk.stride(1), *read_strides, scale, *dropout,
-                D=D, BLOCK_D=block_d0, BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop),
-                PART0=parts[0], PART1=parts[1], PART2=parts[2], RAGGED_KV=sum(parts) != T_kv,
+                D=D, BLOCK_D=block_d0, BLOCK_KV=tiles.loop, RAGGED_KV=T_kv % tiles.loop != 0,
+                PART0=part0, PART1=part1, RAGGED_Q=part0 + part1 != T_q,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
             )  # fmt: skip
         return
@@ -169,9 +172,14 @@ def _launch_bwd(
         )  # fmt: skip
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    """x with a contiguous last axis: x itself, or a copy where it is expanded or transposed."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _readable(x: Tensor, token_axis: int = 1) -> Tensor:
+    """x itself where the kernels can address it, else a contiguous copy.
+
+    They need a contiguous last axis (an expanded gradient has none) and a token stride that keeps
+    offsets within a tile in 32 bits.
+    """
+    fits = x.stride(-1) == 1 and x.stride(token_axis) <= MAX_TOKEN_STRIDE
+    return x if fits else x.contiguous()
 
 
 def _empty_attention_fwd(
@@ -191,7 +199,7 @@ def attention_fwd(
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
     out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
     if qkv.numel():
-        q, k, v = _unit_stride(qkv).unbind(2)
+        q, k, v = _readable(qkv).unbind(2)
         _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
     return out, lse
 
@@ -215,10 +223,10 @@ def attention_bwd(
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = _empty_attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p)
     if qkv.numel():
-        q, k, v = _unit_stride(qkv).unbind(2)
+        q, k, v = _readable(qkv).unbind(2)
         dq, dk, dv = dqkv.unbind(2)
         _launch_bwd(
-            dq, dk, dv, _unit_stride(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
+            dq, dk, dv, _readable(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
         )
     return dqkv
 
@@ -262,7 +270,8 @@ def qkv_attention_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
     B, T, C = x.shape
-    qkv = matmul(x.reshape(-1, C), weight.t(), bias=bias).view(B, T, 3, num_heads, -1)
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = matmul(x.reshape(-1, C), weight.t(), bias=bias).view(B, T, 3, num_heads, D)
     out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
@@ -331,7 +340,7 @@ class QkvAttentionFunction(torch.autograd.Function):
 
 
 def check_dropout(op: str, dropout_p: float) -> None:
-    """Raise ValueError unless 0 <= dropout_p < 1, where the kernels scale by 1 / (1 - dropout_p)."""
+    """Raise ValueError unless 0 <= dropout_p < 1: the kernels divide by 1 - dropout_p."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{op}: dropout_p must be in [0, 1), got {dropout_p}")
 

@@ -14,14 +14,15 @@ Tiles are not padded where it costs. Tokens: full tiles without masks, then one 
 64 (T = 197 is 3 x 64 + 5 -> 208). Head dim: D is cut into a power of two and a rest
 (D = 72 -> 64 + 16), so every product over D is the sum of two.
 
-Backward has two forms. One pass, where the dk and dv of a whole head fit in registers (T <= 256 at
-D = 64): keys and values are read once, five products a tile instead of seven. Split, for the
+Backward has two forms. One pass, where the dq of a whole head fits in registers (T <= 256 at
+D = 64): one program keeps q, dout and dq, walks the keys once and writes each tile's dk and dv as
+it leaves it: five products a tile instead of seven, and everything is read once. Split, for the
 rest: dq by query tiles (which also writes delta), then dk and dv by key tiles.
 
 Miscompiles reported on Hopper (a transposed accumulator as an operand of tl.dot) are avoided by
-construction: s^T and dp^T are computed directly as k q^T and v dout^T, and only loaded tiles are
-transposed. Precision: scores, softmax, statistics and accumulators fp32; p and ds are cast to the
-input dtype before their products. Source: arXiv:2205.14135, arXiv:2307.08691.
+construction: only loaded tiles are transposed (the split form computes s^T as k q^T, the one-pass
+form dv^T as dout^T p). Precision: scores, softmax, statistics and accumulators fp32; p and ds are
+cast to the input dtype before their products. Source: arXiv:2205.14135, arXiv:2307.08691.
 """
 
 from __future__ import annotations
@@ -65,10 +66,19 @@ DKDV_TILES = {
     (4, 128): Tiles(32, 16, 4, 2),
     (4, 256): Tiles(16, 16, 4, 1),
 }
-# One program per head: `own` is what dk and dv may fill, in rows of 64 columns.
-ONE_PASS_TILES = Tiles(256, 32, 8, 1)
+# One program owns all the queries of a head, in parts of 64 or 128: smaller ones would leave wgmma
+# and cost more registers than they save. (bytes an element, rows x padded D up to) -> Tiles, KB of
+# shared memory on sm_80, where it is largest. Not yet measured.
+ONE_PASS_TILES = {
+    (2, 64 * 64): (Tiles(64, 64, 8, 1), 56),
+    (2, 128 * 64): (Tiles(128, 32, 8, 1), 84),
+    (2, 256 * 64): (Tiles(256, 32, 8, 1), 144),
+    (4, 64 * 64): (Tiles(64, 16, 8, 1), 44),
+}
 LONG_T = 1024  # from here on a forward program owns twice the queries
+MAX_ONE_PASS_D = 64
 MIN_TILE = 16  # the smallest operand of tl.dot
+MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
 
 
 def tiles_for(table: dict[tuple[int, int], Tiles], itemsize: int, padded_dim: int) -> Tiles:
@@ -92,22 +102,40 @@ def tail_tile(T: int, block: int) -> int:
     return min(block, max(MIN_TILE, triton.next_power_of_2(left))) if left else 0
 
 
-def one_pass_parts(T: int, padded_dim: int, itemsize: int) -> tuple[int, int, int] | None:
-    """Key tiles of the one-pass backward (197 -> 128, 64, 16), or None where it does not apply.
+class OnePass(NamedTuple):
+    """How one program covers a head: its queries as two parts (the second may be 0)."""
 
-    A head's dk and dv stay in registers, and its k and v in shared memory: T x D is bounded.
+    part0: int
+    part1: int
+    tiles: Tiles
+
+
+def one_pass(T: int, padded_dim: int, itemsize: int, shared_limit: int) -> OnePass | None:
+    """The one-pass backward for T queries (197 -> parts of 128 and 128), None where it cannot be.
+
+    dq of the head stays in registers, q and dout in shared memory, which bounds T x D.
     """
-    capacity = ONE_PASS_TILES.own * 64 * 2 // (padded_dim * itemsize)
-    if min(ONE_PASS_TILES.own, capacity) < T:
+    part0 = min(128, max(64, triton.next_power_of_2(T)))
+    part1 = 0 if T <= 128 else 64 if T <= 192 else 128
+    if T > part0 + part1 or padded_dim > MAX_ONE_PASS_D:
         return None
-    parts, left = [], T
-    for last in (False, False, True):
-        cover = max(MIN_TILE, triton.next_power_of_2(max(left, 1)))  # one tile over what is left
-        fits = last or cover <= 64 or (cover == left and cover <= 128)
-        size = 0 if left <= 0 else cover if fits else min(128, cover // 2)
-        parts.append(size)
-        left -= size
-    return (parts[0], parts[1], parts[2]) if sum(parts) <= capacity else None
+    for (size, elements), (tiles, shared_kb) in ONE_PASS_TILES.items():
+        if size == itemsize and (part0 + part1) * padded_dim <= elements:
+            return OnePass(part0, part1, tiles) if shared_kb * 1024 <= shared_limit else None
+    return None
+
+
+@triton.jit
+def _tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D):
+    """Pointers of a tile: the scalar part in 64 bits, offsets within the tile in 32.
+
+    Offsets of 64 bits for every row would take the registers that accumulators need; the launcher
+    bounds stride_t (MAX_TOKEN_STRIDE).
+    """
+    first = ptr + tl.cast(start, tl.int64) * stride_t
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_d = FIRST_D + tl.arange(0, BLOCK_D)
+    return first + (offs_t[:, None] * stride_t + offs_d[None, :])
 
 
 @triton.jit
@@ -119,7 +147,7 @@ def _load_part(
     """(BLOCK_T, BLOCK_D) at token `start`, column FIRST_D; zeros past T and D."""
     offs_t = start + tl.arange(0, BLOCK_T)
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs = ptr + offs_t[:, None].to(tl.int64) * stride_t + offs_d[None, :]
+    ptrs = _tile_ptrs(ptr, stride_t, start, BLOCK_T, FIRST_D, BLOCK_D)
     if CHECK_T and FIRST_D + BLOCK_D > D:
         return tl.load(ptrs, mask=(offs_t[:, None] < T) & (offs_d[None, :] < D), other=0.0)
     elif CHECK_T:
@@ -151,7 +179,7 @@ def _store_part(
 ):  # fmt: skip
     offs_t = start + tl.arange(0, BLOCK_T)
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs = ptr + offs_t[:, None].to(tl.int64) * stride_t + offs_d[None, :]
+    ptrs = _tile_ptrs(ptr, stride_t, start, BLOCK_T, FIRST_D, BLOCK_D)
     mask = (offs_t[:, None] < T) & (offs_d[None, :] < D)
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=mask)
 
@@ -219,7 +247,7 @@ def _mask_scores(
 
 @triton.jit
 def _dropout_keep(seed_ptr, head, q_index, kv_index, threshold):
-    """Whether each probability is kept: Philox bits of (head, query, key), so backward redraws it."""
+    """Which probabilities are kept: Philox bits of (head, query, key), redrawn in backward."""
     seed = tl.load(seed_ptr)
     zero = q_index * 0 + kv_index * 0
     c0, c1, c2 = kv_index + zero, q_index + zero, head.to(tl.int32) + zero
@@ -254,10 +282,9 @@ def _attend(
     )  # fmt: skip
     scale_log2 = scale * 1.4426950408889634
     new_max = tl.maximum(row_max, tl.max(s, axis=1) * scale_log2)
+    shift = new_max
     if MASK != "none":  # a row may have seen no key yet, and -inf - -inf is NaN
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        shift = new_max
     p = tl.exp2(s * scale_log2 - shift[:, None])
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(p, axis=1)
@@ -640,84 +667,80 @@ def _attention_bwd_dkdv_kernel(
 
 @triton.jit
 def _one_pass_part(
-    dq_t, dk, dv, k, v, q, do, lse, delta, offs_q, start_kv, T_q, T_kv,
+    dk_t, dv_t, dq, q, do, lse, delta, k, v, start_q, kv_index, T_q, T_kv,
     mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, CHECK_KV: tl.constexpr, PRECISION: tl.constexpr,
     MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The five products of one query tile with one part of the keys, scores as (kv, q)."""
-    s_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    kv_index = (start_kv + tl.arange(0, BLOCK_KV))[:, None]
-    p_t, ds_t = _softmax_grad(
-        s_t, dp_t, lse[None, :], delta[None, :], offs_q[None, :], kv_index, T_q, T_kv,
+    """The five products of one key tile with one part of the queries, scores as (q, kv)."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    q_index = (start_q + tl.arange(0, PART))[:, None]
+    p, ds = _softmax_grad(
+        s, dp, lse[:, None], delta[:, None], q_index, kv_index, T_q, T_kv,
         mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
         CHECK_KV, MASK, IS_CAUSAL, HAS_DROPOUT,
     )  # fmt: skip
-    dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
-    ds_t = ds_t.to(q.dtype)
-    dk = tl.dot(ds_t, q, dk, input_precision=PRECISION)
-    dq_t = tl.dot(tl.trans(k), ds_t, dq_t, input_precision=PRECISION)
-    return dq_t, dk, dv
+    ds = ds.to(k.dtype)
+    dv_t = tl.dot(tl.trans(do), p.to(do.dtype), dv_t, input_precision=PRECISION)
+    dk_t = tl.dot(tl.trans(q), ds, dk_t, input_precision=PRECISION)
+    dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dk_t, dv_t, dq
 
 
 @triton.jit
-def _one_pass_query_tile(
-    dk0, dv0, dk1, dv1, dk2, dv2, k0, v0, k1, v1, k2, v2,
-    dq_ptr, do_ptr, q_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
-    stride_dq_t, stride_do_t, stride_q_t, stride_mask_q, stride_mask_kv,
+def _one_pass_key_tile(
+    dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
+    dk_ptr, dv_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_kv, head, T_q, T_kv,
+    stride_dk_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
-    BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, RAGGED_KV: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PART0: tl.constexpr, PART1: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    offs_q = start_q + tl.arange(0, BLOCK_Q)
-    offs_d = tl.arange(0, BLOCK_D)
-    q = _load_part(q_ptr, stride_q_t, start_q, T_q, BLOCK_Q, 0, BLOCK_D, D, CHECK_Q)
-    do = _load_part(do_ptr, stride_do_t, start_q, T_q, BLOCK_Q, 0, BLOCK_D, D, CHECK_Q)
-    out = _load_part(out_ptr, H * D, start_q, T_q, BLOCK_Q, 0, BLOCK_D, D, CHECK_Q)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
-    lse = tl.load(lse_ptr + offs_q, mask=offs_q < T_q, other=float("inf"))
-    dq_t = tl.zeros((BLOCK_D, BLOCK_Q), dtype=tl.float32)
-    # Only the last part can hold keys that are not there; its ds multiplies a zero k, but inf * 0.
-    dq_t, dk0, dv0 = _one_pass_part(
-        dq_t, dk0, dv0, k0, v0, q, do, lse, delta, offs_q, 0, T_q, T_kv,
+    k = _load_part(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, 0, BLOCK_D, D, CHECK_KV)
+    v = _load_part(v_ptr, stride_v_t, start_kv, T_kv, BLOCK_KV, 0, BLOCK_D, D, CHECK_KV)
+    offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+    kv_index = offs_kv[None, :]
+    dk_t = tl.zeros((BLOCK_D, BLOCK_KV), dtype=tl.float32)
+    dv_t = tl.zeros((BLOCK_D, BLOCK_KV), dtype=tl.float32)
+    dk_t, dv_t, dq0 = _one_pass_part(
+        dk_t, dv_t, dq0, q0, do0, lse0, delta0, k, v, 0, kv_index, T_q, T_kv,
         mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-        PART0, RAGGED_KV and PART1 == 0, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+        PART0, CHECK_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
     )  # fmt: skip
     if PART1 > 0:
-        dq_t, dk1, dv1 = _one_pass_part(
-            dq_t, dk1, dv1, k1, v1, q, do, lse, delta, offs_q, PART0, T_q, T_kv,
+        dk_t, dv_t, dq1 = _one_pass_part(
+            dk_t, dv_t, dq1, q1, do1, lse1, delta1, k, v, PART0, kv_index, T_q, T_kv,
             mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            PART1, RAGGED_KV and PART2 == 0, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+            PART1, CHECK_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
-    if PART2 > 0:
-        dq_t, dk2, dv2 = _one_pass_part(
-            dq_t, dk2, dv2, k2, v2, q, do, lse, delta, offs_q, PART0 + PART1, T_q, T_kv,
-            mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            PART2, RAGGED_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    dq_t_ptrs = dq_ptr + offs_d[:, None] + offs_q[None, :].to(tl.int64) * stride_dq_t
-    mask = (offs_d[:, None] < D) & (offs_q[None, :] < T_q)
-    tl.store(dq_t_ptrs, (dq_t * scale).to(dq_ptr.dtype.element_ty), mask=mask)
-    return dk0, dv0, dk1, dv1, dk2, dv2
+    mask = (tl.arange(0, BLOCK_D)[:, None] < D) & (kv_index < T_kv)
+    dk_t_ptrs = tl.trans(_tile_ptrs(dk_ptr, stride_dk_t, start_kv, BLOCK_KV, 0, BLOCK_D))
+    dv_t_ptrs = tl.trans(_tile_ptrs(dv_ptr, stride_dk_t, start_kv, BLOCK_KV, 0, BLOCK_D))
+    tl.store(dk_t_ptrs, (dk_t * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_t_ptrs, dv_t.to(dv_ptr.dtype.element_ty), mask=mask)
+    return dq0, dq1
 
 
 @triton.jit
-def _load_key_part(
-    k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv, T_kv,
-    PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_KV: tl.constexpr,
+def _load_query_part(
+    q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, stride_out_t, start_q, T_q,
+    PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_Q: tl.constexpr,
 ):  # fmt: skip
-    """k, v and zeroed dk, dv of one part of the keys; one element each where there is none."""
+    """q, dout, lse, delta and a zero dq of one part of the queries; one element each for none."""
     if PART > 0:
-        k = _load_part(k_ptr, stride_k_t, start_kv, T_kv, PART, 0, BLOCK_D, D, CHECK_KV)
-        v = _load_part(v_ptr, stride_v_t, start_kv, T_kv, PART, 0, BLOCK_D, D, CHECK_KV)
-        zeros = tl.zeros((PART, BLOCK_D), dtype=tl.float32)
-        return k, v, zeros, zeros
+        q = _load_part(q_ptr, stride_q_t, start_q, T_q, PART, 0, BLOCK_D, D, CHECK_Q)
+        do = _load_part(do_ptr, stride_do_t, start_q, T_q, PART, 0, BLOCK_D, D, CHECK_Q)
+        out = _load_part(out_ptr, stride_out_t, start_q, T_q, PART, 0, BLOCK_D, D, CHECK_Q)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), axis=1)
+        offs_q = start_q + tl.arange(0, PART)
+        # lse +inf makes p of a query that is not there exactly 0
+        lse = tl.load(lse_ptr + offs_q, mask=offs_q < T_q, other=float("inf"))
+        return q, do, lse, delta, tl.zeros((PART, BLOCK_D), dtype=tl.float32)
     else:
-        none = tl.zeros((1, 1), dtype=tl.float32)
-        return none, none, none, none
+        none = tl.zeros((1,), dtype=tl.float32)
+        return none, none, none, none, none
 
 
 @triton.jit
@@ -728,8 +751,8 @@ def _attention_bwd_one_pass_kernel(
     stride_v_b, stride_v_t, stride_v_h,
     stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
-    PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, RAGGED_KV: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
+    PART0: tl.constexpr, PART1: tl.constexpr, RAGGED_Q: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -747,39 +770,25 @@ def _attention_bwd_one_pass_kernel(
     if MASK != "none":
         mask_ptr = _head_ptr(mask_ptr, b, h, stride_mask_b, stride_mask_h)
 
-    start1: tl.constexpr = PART0
-    start2: tl.constexpr = PART0 + PART1
-    k0, v0, dk0, dv0 = _load_key_part(
-        k_ptr, v_ptr, stride_k_t, stride_v_t, 0, T_kv, PART0, D, BLOCK_D, RAGGED_KV
-    )
-    k1, v1, dk1, dv1 = _load_key_part(
-        k_ptr, v_ptr, stride_k_t, stride_v_t, start1, T_kv, PART1, D, BLOCK_D, RAGGED_KV
-    )
-    k2, v2, dk2, dv2 = _load_key_part(
-        k_ptr, v_ptr, stride_k_t, stride_v_t, start2, T_kv, PART2, D, BLOCK_D, RAGGED_KV
-    )
-    full_q = T_q // BLOCK_Q * BLOCK_Q
-    for start_q in range(0, full_q, BLOCK_Q):
-        dk0, dv0, dk1, dv1, dk2, dv2 = _one_pass_query_tile(
-            dk0, dv0, dk1, dv1, dk2, dv2, k0, v0, k1, v1, k2, v2,
-            dq_ptr, do_ptr, q_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr, start_q, head, H,
-            T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, BLOCK_Q, False, D, BLOCK_D,
-            PART0, PART1, PART2, RAGGED_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+    q0, do0, lse0, delta0, dq0 = _load_query_part(
+        q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, 0, T_q,
+        PART0, D, BLOCK_D, RAGGED_Q and PART1 == 0,
+    )  # fmt: skip
+    q1, do1, lse1, delta1, dq1 = _load_query_part(
+        q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, PART0, T_q,
+        PART1, D, BLOCK_D, RAGGED_Q,
+    )  # fmt: skip
+    full_kv = T_kv // BLOCK_KV * BLOCK_KV
+    # Hoisted out of this loop, the descriptors of q and dout in shared memory would spill; so would
+    # a second copy of its body for a smaller tail.
+    for start_kv in tl.range(0, T_kv, BLOCK_KV, disable_licm=True):
+        dq0, dq1 = _one_pass_key_tile(
+            dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
+            dk_ptr, dv_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_kv, head, T_q, T_kv,
+            stride_dk_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
+            scale, threshold, keep_scale, BLOCK_KV, RAGGED_KV, D, BLOCK_D, PART0, PART1,
+            PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
-    if TAIL_Q > 0:
-        dk0, dv0, dk1, dv1, dk2, dv2 = _one_pass_query_tile(
-            dk0, dv0, dk1, dv1, dk2, dv2, k0, v0, k1, v1, k2, v2,
-            dq_ptr, do_ptr, q_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr, full_q, head, H,
-            T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, TAIL_Q, True, D, BLOCK_D,
-            PART0, PART1, PART2, RAGGED_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    _store_part(dk_ptr, dk0 * scale, stride_dk_t, 0, T_kv, PART0, 0, BLOCK_D, D)
-    _store_part(dv_ptr, dv0, stride_dk_t, 0, T_kv, PART0, 0, BLOCK_D, D)
+    _store_part(dq_ptr, dq0 * scale, stride_dq_t, 0, T_q, PART0, 0, BLOCK_D, D)
     if PART1 > 0:
-        _store_part(dk_ptr, dk1 * scale, stride_dk_t, start1, T_kv, PART1, 0, BLOCK_D, D)
-        _store_part(dv_ptr, dv1, stride_dk_t, start1, T_kv, PART1, 0, BLOCK_D, D)
-    if PART2 > 0:
-        _store_part(dk_ptr, dk2 * scale, stride_dk_t, start2, T_kv, PART2, 0, BLOCK_D, D)
-        _store_part(dv_ptr, dv2, stride_dk_t, start2, T_kv, PART2, 0, BLOCK_D, D)
+        _store_part(dq_ptr, dq1 * scale, stride_dq_t, PART0, T_q, PART1, 0, BLOCK_D, D)

@@ -73,6 +73,7 @@ class Gpu:
 
     arch: str
     num_sms: int
+    shared_limit: int  # bytes of shared memory a block may ask for
 
 
 _absent_gpu: Gpu | None = None
@@ -92,11 +93,14 @@ def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
 @functools.lru_cache(maxsize=64)
 def _gpu(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return Gpu("cpu", num_sms=2)  # the interpreter's
+        return Gpu("cpu", num_sms=2, shared_limit=2**20)  # the interpreter's
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return Gpu(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
-    return Gpu(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+        arch, shared = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+        shared = properties.shared_memory_per_block_optin
+    return Gpu(arch, properties.multi_processor_count, shared)
 
 
 def gpu(device: torch.device) -> Gpu:

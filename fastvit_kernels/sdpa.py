@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` with torch's signature, on the kernels of attention.py.
 
-Queries, keys and values come as (B, H, T, D) in any strides, of different lengths, with a boolean or
-additive mask that broadcasts, causal or not. What the kernels cannot do takes torch's own path.
+Queries, keys and values come as (B, H, T, D) in any strides, of different lengths, with a boolean
+or additive mask that broadcasts, causal or not. What the kernels cannot do takes torch's own path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastvit_kernels.attention import (
     MAX_D,
     _launch_bwd,
     _launch_fwd,
-    _unit_stride,
+    _readable,
     draw_seed,
     unsupported_scale,
 )
@@ -42,10 +42,10 @@ def sdpa_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining the heads copies nothing; lse."""
+    """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
     out, lse = _empty_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
     if out.numel():
-        q, k, v = (_unit_stride(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
         _launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
     return out, lse
 
@@ -73,7 +73,7 @@ def sdpa_bwd(
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
     dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
     if out.numel():
-        reads = (_unit_stride(x).transpose(1, 2) for x in (dout, q, k, v))
+        reads = (_readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         _launch_bwd(
             dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), *reads,
             out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
