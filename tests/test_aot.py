@@ -62,9 +62,54 @@ def test_aot_compiles_what_a_step_launches():
     assert not {*keys["narrow"]} & {*keys["plain"], *keys["misaligned"]}
 
 
+# Triton's own launch path, unpatched, on real tensors, up to the launch itself.
+LAUNCHES = """
+import types
+import torch
+import torch.nn.functional as F
+from triton import knobs
+from triton.runtime.driver import driver
+from fastvit_kernels.aot import TARGETS, compile_step
+from fastvit_kernels.backend import Gpu, backend, on_absent_gpu
+from fastvit_kernels.compile_command import model_step
+from fastvit_kernels.presets import create_vit
+
+target = TARGETS["sm_90"]
+
+class Driver:
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": target.shared_limit},
+        load_binary=lambda *arguments: (1, 1, 0, 0, 1024),
+    )
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(target.triton_target)
+
+step = model_step("vit_mnist", 2, "bf16", train=True, overrides={"depth": 1})
+ahead = {kernel.key for kernel in compile_step(step, target)}
+launched = set()
+knobs.runtime.kernel_load_start_hook = lambda *arguments: launched.add(arguments[-1])
+driver.set_active(Driver())
+gpu = Gpu(target.name, target.num_sms, target.shared_limit)
+with on_absent_gpu(gpu), backend("triton"):
+    vit = create_vit("vit_mnist", depth=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(vit(torch.rand(2, 1, 28, 28)), torch.zeros(2, dtype=torch.long))
+    loss.backward()
+assert len(launched) > 8, launched
+assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
+"""
+
+
+def test_aot_cache_keys_are_those_of_launches():
+    result = _run("-c", LAUNCHES)
+    assert result.returncode == 0, result.stderr
+
+
 def test_compile_command_gives_the_kernels_of_a_model():
     command = ("-m", "fastvit_kernels", "compile", "--model", "vit_mnist", "--batch", "2", "--json")
-    result = _run(*command, "--dtype", "fp16")
+    result = _run(*command)
     assert result.returncode == 0, result.stderr
     kernels = json.loads(result.stdout)
     names = {k["kernel"] for k in kernels}
