@@ -16,7 +16,7 @@ from torch import nn
 
 from fastvit_kernels import hosts
 from fastvit_kernels.hosts.fused import Fused, inert, jumpable
-from fastvit_kernels.plain import is_plain
+from fastvit_kernels.plain import is_hooked, is_plain
 
 Selector = str | type | Callable[[str, nn.Module], bool]
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
@@ -193,8 +193,11 @@ def _blocked_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     for name in block.pieces:
         child = getattr(block, name)
         if isinstance(child, nn.Module) and not (inert(child) or jumpable(child)):
-            reason = child.blocked() if isinstance(child, Fused) else None
-            yield name, child, reason or "the block calls it"
+            if is_hooked(child):
+                reason = "it is hooked"
+            else:
+                reason = child.blocked() if isinstance(child, Fused) else None
+            yield name, child, reason or "no fused class for it: the block calls it"
 
 
 def _report(modules: dict[str, nn.Module], refused: dict[str, str]) -> SwapReport:

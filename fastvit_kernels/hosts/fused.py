@@ -49,6 +49,10 @@ class Fused:
         """The children that keep their own forward inside the fused one, for the report."""
         yield from ()
 
+    def draws(self) -> bool:
+        """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
+        return False
+
     def host_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's forward, on the same children."""
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -99,7 +103,7 @@ def left_dropouts(module: nn.Module, *children: str) -> Iterator[Left]:
     for name in children:
         child = getattr(module, name, None)
         if type(child) is nn.Dropout and child.p > 0:
-            yield name, child, f"dropout p={child.p} stands before the residual in training"
+            yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ def add_body(
     call: Callable[[Tensor], Tensor], jump: bool, context: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """x + tail(body(y))."""
-    epilogue = fold(tail, x) if jump else None
+    epilogue = fold(tail, x) if jump and not body.draws() else None
     if epilogue is None:
         y = call(y)
         for item in tail:

@@ -94,14 +94,15 @@ class Mlp(Fused):
     def reads_low(self) -> bool:
         return is_plain(self._get(self.fc1_name))
 
+    def draws(self) -> bool:
+        return not (inert(self._get("drop1")) and inert(self._get("drop2")))
+
     def left(self: Any) -> Iterator[Left]:
         yield from left_linears(self, self.fc1_name, self.fc2_name)
         act = self._get(self.act_name)
         if activation_name(act) is None:
-            reason = (
-                "it is hooked" if isinstance(act, nn.Module) and is_hooked(act) else "no kernel"
-            )
-            yield self.act_name, act, f"{reason} for this activation"
+            hooked = isinstance(act, nn.Module) and is_hooked(act)
+            yield self.act_name, act, "it is hooked" if hooked else "no kernel for this activation"
         yield from left_dropouts(self, "drop1", self.after)
 
     def branch(
@@ -187,11 +188,21 @@ class SequentialMlp(Mlp):
             return f"no kernel for {kinds[1].__name__}"
         return None
 
+    def _names(self: Any) -> dict[str, str]:
+        """Role -> child name; the children's names are their places."""
+        names = list(self._modules)
+        second = len(names) - 1 - isinstance(self[-1], nn.Dropout)
+        roles = {"fc1": names[0], "act": names[1], "fc2": names[second]}
+        if second == 3:
+            roles["drop1"] = names[2]
+        if second + 1 < len(names):
+            roles["drop2"] = names[second + 1]
+        return roles
+
     def _get(self: Any, name: str) -> Any:
-        modules = list(self._modules.values())
-        second = len(modules) - 1 - isinstance(modules[-1], nn.Dropout)
-        if name == "drop1":
-            return modules[2] if second == 3 else None
-        if name == "drop2":
-            return modules[second + 1] if second + 1 < len(modules) else None
-        return {"fc1": modules[0], "act": modules[1], "fc2": modules[second]}.get(name)
+        return self._modules.get(self._names().get(name, ""))
+
+    def left(self: Any) -> Iterator[Left]:
+        names = self._names()
+        yield from left_linears(self, names["fc1"], names["fc2"])
+        yield from left_dropouts(self, *(names[n] for n in ("drop1", "drop2") if n in names))

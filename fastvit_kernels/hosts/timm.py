@@ -64,6 +64,9 @@ class Attention(Fused):
     def reads_low(self: Any) -> bool:
         return self.qkv is not None and is_plain(self.qkv) and self._gate() is None
 
+    def draws(self: Any) -> bool:
+        return not inert(self.proj_drop)
+
     def _gate(self: Any) -> nn.Module | None:
         return getattr(self, "gate", None)  # absent before timm 1.0.22
 

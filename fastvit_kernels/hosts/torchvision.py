@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from fastvit_kernels import hosts
-from fastvit_kernels.hosts.fused import Fused, is_dense, names, pre_norm_branch
+from fastvit_kernels.hosts.fused import Fused, Left, is_dense, left_dropouts, names, pre_norm_branch
 from fastvit_kernels.hosts.parts import SequentialMlp
 
 
@@ -18,6 +19,9 @@ class EncoderBlock(Fused):
     children_known = names("ln_1 self_attention dropout ln_2 mlp")
     pieces = ("ln_1", "self_attention", "ln_2", "mlp")
     bodies = ("self_attention", "mlp")
+
+    def left(self: Any) -> Iterator[Left]:
+        yield from left_dropouts(self, "dropout")
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if not is_dense(input) or input.ndim != 3:
