@@ -31,7 +31,10 @@ def _pair(size: Size) -> tuple[int, int]:
 
 
 class PatchEmbed(nn.Module):
-    """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op."""
+    """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
+
+    Rows and columns of pixels that fill no patch are not read, as by timm's convolution.
+    """
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
@@ -39,14 +42,14 @@ class PatchEmbed(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
-        pairs = zip(self.img_size, self.patch_size, strict=True)
-        if any(size % patch for size, patch in pairs):
+        (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
+        self.grid_size = height // patch_height, width // patch_width
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        if self.num_patches == 0:
             raise ValueError(
-                f"PatchEmbed: img_size {self.img_size} must be a multiple of patch_size "
+                f"PatchEmbed: img_size {self.img_size} must be at least patch_size "
                 f"{self.patch_size}"
             )
-        self.grid_size = tuple(s // p for s, p in zip(self.img_size, self.patch_size, strict=True))
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
 
     def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
@@ -56,6 +59,8 @@ class PatchEmbed(nn.Module):
                 f"got {tuple(images.shape[-2:])}"
             )
         if type(self.proj) is nn.Conv2d and not is_hooked(self.proj):
+            (rows, cols), (patch_height, patch_width) = self.grid_size, self.patch_size
+            images = images[..., : rows * patch_height, : cols * patch_width]
             return patch_embed(
                 images, self.proj.weight, self.proj.bias,
                 prefix_tokens=prefix_tokens, pos_embed=pos_embed,

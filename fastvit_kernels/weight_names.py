@@ -119,9 +119,8 @@ def _as_tensor(name: str, value: Any) -> Tensor:
 
 def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors by name, without the dicts and the name prefixes that trainers put around."""
-    for wrapper in ("state_dict", "model"):
-        while isinstance(source.get(wrapper), Mapping):
-            source = source[wrapper]
+    while nested := [w for w in ("state_dict", "model") if isinstance(source.get(w), Mapping)]:
+        source = source[nested[0]]
     tensors: dict[str, Tensor] = {}
     for name, value in source.items():
         stripped = re.sub(r"^(?:(?:module|_orig_mod|model|backbone)\.)+", "", name)

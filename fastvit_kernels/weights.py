@@ -147,7 +147,7 @@ def _fit_positions(
         tensors["cls_token"] = tensors["cls_token"] + positions
         positions = positions[:, :0]
     elif prefix < wanted:
-        if model.reg_token is not None and prefix > 0:
+        if prefix > 0:
             raise ValueError(
                 f"load_weights: pos_embed has {prefix} prefix positions, the model {wanted}; "
                 "create the model with no_embed_class=True"

@@ -278,7 +278,7 @@ TIMM: dict[str, tuple[dict, dict, dict]] = {
     "no_final_norm": (dict(final_norm=False), {}, {}),
     "init_values": (dict(init_values=0.1), {}, {}),
     "no_biases": (dict(qkv_bias=False, proj_bias=False), {}, {}),
-    "24x40": (dict(img_size=(24, 40)), {}, {}),
+    "27x45": (dict(img_size=(27, 45)), {}, {}),  # a remainder of 3 rows and 5 columns
     "patch8x4-in_chans1": (dict(patch_size=(8, 4), in_chans=1), {}, {}),
     "attn_head_dim24": ({}, dict(attn_layer=WideAttention), dict(attn_head_dim=24)),
     "mlp_ratio": (dict(mlp_ratio=3.3), {}, {}),
@@ -375,6 +375,15 @@ def test_create_vit_has_timms_keys_and_shapes(name):
     assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads  # pyright: ignore
     assert ours.blocks[0].norm1.eps == theirs.blocks[0].norm1.eps  # pyright: ignore
     assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_create_vit_builds_every_name():
+    with torch.device("meta"):
+        for size in ("tiny", "small", "base", "large", "huge"):
+            for patch in (14, 16, 32):
+                for side in (224, 384):
+                    model = create_vit(f"vit_{size}_patch{patch}_{side}")
+                    assert model.pos_embed.shape[1] == 1 + (side // patch) ** 2
 
 
 def test_create_vit_rejects():
@@ -495,7 +504,7 @@ def test_image_of_another_size_is_rejected():
     [
         ("global_pool must be '', 'avg' or 'token', got 'map'", dict(global_pool="map")),
         ("global_pool 'token' needs class_token=True", dict(class_token=False)),
-        (r"img_size \(32, 33\) must be a multiple of patch_size", dict(img_size=(32, 33))),
+        (r"img_size \(32, 7\) must be at least patch_size \(8, 8\)", dict(img_size=(32, 7))),
         ("dim 48 must be a multiple of num_heads 5", dict(num_heads=5)),
         ("activation must be None or one of", dict(act_layer="relu")),
     ],

@@ -276,14 +276,15 @@ def test_files(tmp_path, suffix):
     _assert_equal_models(model, source)
 
 
-@pytest.mark.parametrize("wrapper", ["state_dict", "model", "module."])
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "module.", "model of state_dict"])
 def test_wrappers(wrapper):
     source, model = _vit(seed=1), _vit(seed=2)
     state_dict = source.state_dict()
     if wrapper == "module.":
         state_dict = {f"module._orig_mod.{name}": x for name, x in state_dict.items()}
     else:
-        state_dict = {wrapper: state_dict, "epoch": 7}
+        for key in wrapper.split(" of "):
+            state_dict = {key: state_dict, "epoch": 7}
     _assert_complete(load_weights(model, state_dict))
     _assert_equal_models(model, source)
 
