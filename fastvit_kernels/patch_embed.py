@@ -74,7 +74,8 @@ def _split_rows(row, rows_per_image, BLOCK_M: tl.constexpr):
     """(image int64, row of the image int32) of rows row ... row + BLOCK_M - 1."""
     # One scalar int64 division; those of the vector fit in int32 and are cheap.
     i = tl.cast(row % rows_per_image, tl.int32) + tl.arange(0, BLOCK_M)
-    return row // rows_per_image + i // rows_per_image, i % rows_per_image
+    b = tl.cast(row // rows_per_image, tl.int64) + i // rows_per_image
+    return b, i % rows_per_image
 
 
 @triton.jit

@@ -1,4 +1,5 @@
 import mmap
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastvit_kernels.patch_embed import (
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # images (B, Cin, height, width), C, patch, prefix tokens, what pos_embed covers
-CASES = {
+CASES: dict[str, Any] = {
     "p16-T7": ((2, 3, 32, 48), 40, (16, 16), 1, "all"),
     "p14-T4": ((2, 3, 28, 28), 24, (14, 14), 0, "all"),
     "p32-T4": ((1, 4, 64, 32), 33, (32, 32), 2, "patches"),
@@ -32,25 +33,24 @@ CASES = {
 
 
 def _inputs(
-    images, C, patch, num_prefix, pos, dtype=fp32, bias=True, grad_images=True, token_dtype=None
-):
+    images, C, patch, num_prefix, pos, dtype=fp32, bias=True, grad_images=True
+) -> dict[str, Any]:
     num_patches = images[2] // patch[0] * (images[3] // patch[1])
     rows = {"all": num_patches + num_prefix, "patches": num_patches, None: None}[pos]
     scale = (images[1] * patch[0] * patch[1]) ** -0.5
-    tokens = token_dtype or dtype
     return {
         "images": rand(*images, dtype=dtype, grad=grad_images),
         "weight": rand(C, images[1], *patch, dtype=dtype, seed=1, scale=scale),
         "bias": rand(C, dtype=dtype, seed=2) if bias else None,
-        "prefix_tokens": rand(1, num_prefix, C, dtype=tokens, seed=3) if num_prefix else None,
-        "pos_embed": rand(1, rows, C, dtype=tokens, seed=4) if rows else None,
+        "prefix_tokens": rand(1, num_prefix, C, dtype=dtype, seed=3) if num_prefix else None,
+        "pos_embed": rand(1, rows, C, dtype=dtype, seed=4) if rows else None,
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("case", CASES)
 def test_patch_embed_backward(case, dtype):
-    assert_accurate(patch_embed, patch_embed_ref, _inputs(*CASES[case], dtype))
+    assert_accurate(patch_embed, patch_embed_ref, _inputs(*CASES[case], dtype=dtype))
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["b", "no_b"])
@@ -225,8 +225,8 @@ def test_patch_embed_saves_what_backward_reads():
         inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all")
         for name, x in inputs.items():
             x.requires_grad_(name in trained)
-        tensors = patch_embed(**inputs).grad_fn.saved_tensors
-        return [next((n for n, x in inputs.items() if x is t), None) for t in tensors]
+        node: Any = patch_embed(**inputs).grad_fn
+        return [next((n for n, x in inputs.items() if x is t), None) for t in node.saved_tensors]
 
     assert saved("bias", "prefix_tokens", "pos_embed") == [None, None]
     assert saved("weight") == ["images", None]
@@ -242,14 +242,33 @@ def test_patch_embed_empty_batch():
         assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(0).all()
 
 
+def test_patch_embed_accumulates_in_fp32():
+    # 4096 + 1 is 4096 in bf16: sums that begin with 4096 show every rounding on the way.
+    weight = torch.ones(16, 1, 64, 64, device=DEVICE)
+    images = torch.zeros(1, 1, 64, 64, device=DEVICE)
+    images[..., 0] = 1
+    images[..., 0, 0] = 4096
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        out = patch_embed(images, weight, pos_embed=torch.zeros(1, 16, device=DEVICE))
+    assert out.eq(4096 + 63).all()
+
+    weight = torch.ones(16, 1, 2, 2, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        out = patch_embed(torch.ones(1, 1, 56, 56, device=DEVICE), weight)
+    upstream = torch.ones_like(out)
+    upstream[:, 0] = 4096
+    (dweight,) = torch.autograd.grad(out, weight, upstream)
+    assert dweight.eq(4096 + 783).all()
+
+
 def test_patch_embed_addresses_past_2_31():
-    # Zero pages that nobody touches: two images, 2**31 elements apart, in an array of 4 GB.
-    shape, stride = (2, 1, 4, 4), (2**31, 16, 4, 1)
+    # Three images 2**30 elements apart in an array of 4 GB, whose pages between nobody touches.
+    shape, stride = (3, 1, 4, 4), (2**30, 16, 4, 1)
+    size = 2 * stride[0] + 16
     if DEVICE.type == "cpu":
-        array = mmap.mmap(-1, 2 * (stride[0] + 16))
-        flat = torch.frombuffer(array, dtype=bf16)
+        flat = torch.frombuffer(mmap.mmap(-1, 2 * size), dtype=bf16)
     else:
-        flat = torch.zeros(stride[0] + 16, dtype=bf16, device=DEVICE)
+        flat = torch.zeros(size, dtype=bf16, device=DEVICE)
     images = flat.as_strided(shape, stride)
     images.copy_(rand(*shape, dtype=bf16, grad=False))
     inputs = _inputs(shape, 16, (2, 2), 1, "all", bf16, grad_images=False)
