@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,61 +27,9 @@ from fastvit_kernels._triton import triton
 from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
 from fastvit_kernels.console import CommandError
 from fastvit_kernels.presets import create_vit
+from fastvit_kernels.sdpa import scaled_dot_product_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step that the gate compiles: a model of two blocks, fp32 parameters, autocast to dtype."""
-
-    model: str
-    dtype: str = "bf16"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    recompute: bool = False
-    listed_only: bool = False  # adds nothing on the targets that are not LISTED
-
-
-# T and D of each: every attention path, every epilogue, every dtype, widths from 64 to 1280.
-CASES = (
-    Case("vit_tiny_patch16_224"),  # T=197 C=192
-    Case("vit_base_patch16_224"),  # T=197 C=768
-    Case("vit_base_patch16_224", "fp16", listed_only=True),
-    Case("vit_base_patch16_224", "fp32"),
-    Case("vit_base_patch14_224", overrides=dict(init_values=1e-5, drop_path_rate=0.2)),  # T=257
-    Case("vit_large_patch16_384"),  # T=577 C=1024
-    Case("vit_huge_patch14_224", recompute=True),  # T=257 D=80
-    Case(
-        "vit_large_patch14_224",  # SigLIP so400m: T=256 D=72
-        overrides=dict(
-            embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh", class_token=False,
-            global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
-        ),
-    ),
-    Case("vit_mnist", "fp32"),  # T=197 D=32
-)  # fmt: skip
-LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """An exception from a rule of the gate, with its reason."""
-
-    arch: str
-    kernel: str
-    config: str  # a regular expression, searched in the config
-    spills: int  # bytes a thread
-    reason: str
-    without_wgmma: bool = False
-
-    def covers(self, kernel: Kernel) -> bool:
-        return (
-            (self.arch, self.kernel) == (kernel.arch, kernel.kernel)
-            and re.search(self.config, kernel.config) is not None
-        )  # fmt: skip
-
-
-ALLOWED: tuple[Allowed, ...] = ()
 
 
 def model_step(
@@ -114,22 +62,78 @@ def model_step(
     return step
 
 
+def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
+    """A training step of the model cut to two blocks, the second with drop path if any."""
+    recompute = arguments.pop("recompute", False)
+    overrides = {"depth": 2, **arguments}
+    return model_step(model, batch, dtype, train=True, overrides=overrides, recompute=recompute)
+
+
+def _masked_attention() -> None:
+    """Queries and keys of different lengths, with a boolean mask, an additive one, and causal."""
+    shapes = ((8, 12, 197, 64), (8, 12, 257, 64), (8, 12, 257, 64))
+    q, k, v = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    masks = (torch.empty(197, 257, dtype=torch.bool), torch.empty(8, 1, 1, 257, dtype=q.dtype))
+    for mask in masks:
+        scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
+    scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
+
+
+# What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
+CASES: dict[str, Callable[[], None]] = {
+    "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
+    "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
+    "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
+    "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
+    "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
+    "ViT-B/14, T=257": _blocks("vit_base_patch14_224", init_values=1e-5, drop_path_rate=0.2),
+    "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
+    "ViT-H/14, D=80, recompute": _blocks("vit_huge_patch14_224", recompute=True),
+    "SigLIP so400m/14, D=72, dropout": _blocks(
+        "vit_large_patch14_224", embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh",
+        class_token=False, global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
+    ),
+    "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
+    "masked attention": _masked_attention,
+}  # fmt: skip
+LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
+# Their shared memory is that of other cases.
+LISTED_ONLY = {"ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention"}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """An exception from a rule of the gate, with its reason."""
+
+    arch: str
+    kernel: str
+    config: str  # a regular expression, searched in the config
+    spills: int  # bytes a thread
+    reason: str
+    without_wgmma: bool = False
+
+    def covers(self, kernel: Kernel) -> bool:
+        return (
+            (self.arch, self.kernel) == (kernel.arch, kernel.kernel)
+            and re.search(self.config, kernel.config) is not None
+        )  # fmt: skip
+
+
+ALLOWED: tuple[Allowed, ...] = ()
+
+
 def _compile_cases(arch: str) -> tuple[list[Kernel], list[str]]:
     """The kernels of CASES for one target, and what does not compile."""
     kernels: dict[str, Kernel] = {}
     errors: list[str] = []
-    for case in CASES:
-        if case.listed_only and arch not in LISTED:
+    for case, step in CASES.items():
+        if case in LISTED_ONLY and arch not in LISTED:
             continue
-        step = model_step(
-            case.model, 64, case.dtype, train=True,
-            overrides={"depth": 2, **case.overrides}, recompute=case.recompute,
-        )  # fmt: skip
         try:
             for kernel in compile_step(step, TARGETS[arch]):
                 kernels.setdefault(kernel.key, kernel)
         except CompileError as error:
-            errors.append(f"{case.model} in {case.dtype}: {error}")
+            errors.append(f"{case}: {error}")
     return list(kernels.values()), errors
 
 
