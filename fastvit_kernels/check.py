@@ -36,7 +36,7 @@ from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.accuracy import Error, compare
 from fastvit_kernels.backend import INTERPRETED, backend, reason_for_torch
 from fastvit_kernels.console import CommandError, make_console, quiet_interpreter, require
-from fastvit_kernels.reference import agreement
+from fastvit_kernels.reference import agreement, worst_error
 from fastvit_kernels.vit import VisionTransformer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -307,15 +307,8 @@ def run_cases(
                 with backend("triton"), quiet_interpreter():
                     errors = CASES[name](sizes, Draw(device, DTYPES[dtype]))
             except Exception as error:  # whatever a kernel raises, the others are still checked
-                failure = f"{type(error).__name__}: {error}".split("\n")[0]
+                failure = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
             yield Result(name, dtype, errors, failure, time.perf_counter() - started)
-
-
-def _worst(errors: list[Error]) -> Error:
-    def share(value: float, limit: float) -> float:
-        return value / limit if limit > 0 else (math.inf if value > 0 else 0.0)
-
-    return max(errors, key=lambda e: max(share(e.max, e.limit_max), share(e.rms, e.limit_rms)))
 
 
 def _rows(result: Result, every: bool) -> list[Error]:
@@ -324,7 +317,7 @@ def _rows(result: Result, every: bool) -> list[Error]:
         return result.errors
     outputs = [e for e in result.errors if not e.name.startswith("d")]
     gradients = [e for e in result.errors if e.name.startswith("d")]
-    return [_worst(part) for part in (outputs, gradients) if part]
+    return [worst_error(part) for part in (outputs, gradients) if part]
 
 
 def _print_table(results: list[Result], every: bool, console: Any) -> None:

@@ -59,9 +59,12 @@ def _named_model(
 
     try:
         model = named_vit(name, **overrides)
-        report = load_weights(model, weights)
-    except (TypeError, ValueError, OSError) as error:
+    except TypeError as error:  # an --option that VisionTransformer does not have
         raise CommandError(str(error)) from error
+    try:
+        report = load_weights(model, weights)
+    except (ValueError, OSError) as error:
+        raise CommandError(f"{weights}: {error}") from error
     if any(key not in ("head.weight", "head.bias") for key in report.missing):
         raise CommandError(
             f"{weights} does not fit {name}: {', '.join(report.missing[:5])} missing"

@@ -7,7 +7,8 @@ of numbers goes through both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -117,3 +118,12 @@ def agreement(
     parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     errors = compare(ours, reference, {"images": images, **parameters}, dtype=autocast)
     return [e if e.name != "out" else Error("logits", *list(vars(e).values())[1:]) for e in errors]
+
+
+def worst_error(errors: Sequence[Error]) -> Error:
+    """The one nearest its limit, or furthest past it."""
+
+    def share(value: float, limit: float) -> float:
+        return value / limit if limit > 0 else (math.inf if value > 0 else 0.0)
+
+    return max(errors, key=lambda e: max(share(e.max, e.limit_max), share(e.rms, e.limit_rms)))

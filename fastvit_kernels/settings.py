@@ -40,13 +40,17 @@ class Settings:
     held_out: float
     seed: int
     precision: str
+    threads: int | None  # of PyTorch on the CPU, None for its own choice
     backend: Backend
     compare: bool
 
 
 # By data set: what an option that is not given becomes.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": dict(model=None, in_chans=1, epochs=60, batch_size=64, lr=2e-3, warmup_epochs=6),
+    # One thread: the matrices are small, and the bits then do not depend on the number of cores.
+    "digits": dict(
+        model=None, in_chans=1, epochs=40, batch_size=64, lr=2e-3, warmup_epochs=4, threads=1
+    ),
     "mnist": dict(
         model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
     ),
@@ -57,7 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 COMMON_DEFAULTS: dict[str, Any] = dict(
     data_dir=None, weight_decay=0.05, label_smoothing=0.1, drop_path=0.0, augment=True,
-    held_out=0.2, seed=0, backend="auto", compare=False,
+    held_out=0.2, seed=0, backend="auto", compare=False, threads=None,
 )  # fmt: skip
 
 
@@ -80,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held-out", type=_number, metavar="SHARE", help="where there is no split (default 0.2)")
     add("--seed", type=int, help="of weights, split, order and augmentation (default 0)")
     add("--precision", choices=("bf16", "fp32"), help="default bf16 autocast on CUDA, else fp32")
+    add("--threads", type=_positive(int), help="CPU threads (default 1 for digits, else torch's)")
     add("--backend", choices=("auto", "triton", "torch"),
         help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
         "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip

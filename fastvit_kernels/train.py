@@ -26,7 +26,7 @@ from fastvit_kernels.accuracy import Error
 from fastvit_kernels.backend import INTERPRETED, Backend, backend, reason_for_torch
 from fastvit_kernels.console import CommandError, make_console, quiet_interpreter, require
 from fastvit_kernels.data import Dataset
-from fastvit_kernels.reference import agreement
+from fastvit_kernels.reference import agreement, worst_error
 from fastvit_kernels.settings import Settings, add_arguments, given_options, make_settings
 from fastvit_kernels.training import CHECKPOINT, METRICS, Run
 
@@ -126,26 +126,18 @@ def _check_batch(run: Run, console: Any) -> list[Error]:
     seconds = time.perf_counter() - started
 
     gradients = [e for e in errors if e.name != "logits"]
-    worst = max(gradients, key=lambda e: e.max / max(e.limit_max, 1e-300))
+    worst = worst_error(gradients)
     table = require("rich.table", "rich").Table(
-        title=f"Agreement with PyTorch: {len(images)} images through our kernels {where}, "
-        f"{run.settings.precision}, {seconds:.1f} s; errors against float64",
-        title_justify="left",
+        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for column in (
-        "",
-        "max error",
-        "PyTorch's own",
-        "limit",
-        "RMS error",
-        "PyTorch's own",
-        "limit",
-    ):
-        table.add_column(column, justify="right" if column else "left")
-    shown = [
-        ("logits", errors[0]),
-        (f"gradients, worst of {len(gradients)}: {worst.name[1:]}", worst),
-    ]
+    console.print(
+        f"Agreement with PyTorch: {len(images)} images through our kernels {where}, "
+        f"{run.settings.precision}, {seconds:.1f} s; errors against float64:"
+    )
+    table.add_column("")
+    for column in ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit"):
+        table.add_column(column, justify="right")
+    shown = [("logits", errors[0]), (f"worst of {len(gradients)} gradients", worst)]
     for label, e in shown:
         values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
         table.add_row(label, *(f"{value:.1e}" for value in values))
@@ -167,7 +159,7 @@ def _check_batch(run: Run, console: Any) -> list[Error]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
 
 
 def _describe(run: Run, console: Any) -> None:
@@ -229,14 +221,14 @@ def _train(run: Run, console: Any) -> None:
 
 def _epoch_line(row: dict[str, float], settings: Settings) -> str:
     line = (
-        f"epoch {row['epoch']:>3}/{settings.epochs}  loss {row['train_loss']:.3f}  held-out loss "
-        f"{row['held_out_loss']:.3f}, accuracy {100 * row['held_out_accuracy']:5.2f} %  "
+        f"epoch {row['epoch']:>3}/{settings.epochs}: loss {row['train_loss']:.3f}, held-out "
+        f"{row['held_out_loss']:.3f} and {100 * row['held_out_accuracy']:.2f} %, "
         f"{row['images_per_s']:,.0f} images/s"
     )
     if "reference_train_loss" in row:
         line += (
-            f"  | PyTorch: loss {row['reference_train_loss']:.3f}, "
-            f"{100 * row['reference_held_out_accuracy']:.2f} %, "
+            f"; PyTorch {row['reference_train_loss']:.3f}, {row['reference_held_out_loss']:.3f} "
+            f"and {100 * row['reference_held_out_accuracy']:.2f} %, "
             f"{row['reference_images_per_s']:,.0f} images/s"
         )
     return line
@@ -253,9 +245,9 @@ def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> Non
         console.print(f"Confusion matrix of {len(classes)} classes: {CONFUSION}")
         return
     table = require("rich.table", "rich").Table(
-        title="Confusion matrix of the held-out images (rows: true class, columns: predicted)",
-        title_justify="left",
+        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
+    console.print("Held-out images by true class (rows) and predicted class (columns):")
     table.add_column("true")
     for name in classes:
         table.add_column(name, justify="right")
@@ -331,6 +323,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("--device cuda: torch sees no GPU")
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     folder, settings, content = _open_run(arguments, device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
 
     with console.status("reading images") as status:
         dataset = load_data(

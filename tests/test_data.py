@@ -1,0 +1,194 @@
+import gzip
+import struct
+
+import pytest
+import torch
+
+from fastvit_kernels import data
+from fastvit_kernels.console import CommandError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def write_idx(path, tensor):
+    header = struct.pack(f">BBBB{tensor.ndim}I", 0, 0, 8, tensor.ndim, *tensor.shape)
+    content = header + tensor.to(torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_mnist(folder, suffix="", count=20):
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for prefix in ("train", "t10k"):
+        images = torch.randint(0, 256, (count, 28, 28), generator=generator)
+        write_idx(folder / f"{prefix}-images-idx3-ubyte{suffix}", images)
+        write_idx(folder / f"{prefix}-labels-idx1-ubyte{suffix}", torch.arange(count) % 10)
+
+
+def write_images(folder, classes=("cat", "dog"), count=4, size=(20, 12)):
+    """Each class has its own grey level, so that a crop or a mix-up of labels shows."""
+    for label, name in enumerate(classes):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            Image.new("RGB", size, (100 * label + index,) * 3).save(folder / name / f"{index}.png")
+
+
+def test_digits_split_is_stratified_fixed_by_seed_and_disjoint():
+    first, again, other = (data.load_digits(8, 0.2, seed) for seed in (0, 0, 1))
+    assert len(first.train) + len(first.held_out) == 1797
+    share = torch.bincount(first.held_out.labels) / torch.bincount(
+        torch.cat([first.train.labels, first.held_out.labels])
+    )
+    assert share.sub(0.2).abs().max() < 0.01
+    assert torch.equal(first.held_out.images, again.held_out.images)
+    assert not torch.equal(first.held_out.labels, other.held_out.labels)
+    assert first.train.images.max() == 255  # 16 of the scans
+
+
+def test_split_keeps_one_image_of_each_class_for_training():
+    train, held_out = data.stratified_split(torch.tensor([0, 1, 1]), 0.9, seed=0)
+    assert 0 in train.tolist() and len(held_out) == 1
+    assert sorted(train.tolist() + held_out.tolist()) == [0, 1, 2]
+
+
+def test_normalization_is_mean_and_deviation_of_each_channel():
+    images = torch.randint(0, 256, (7, 3, 5, 4), dtype=torch.uint8)
+    y = data.Normalization.of(images)(images)
+    assert y.mean((0, 2, 3)).abs().max() < 1e-5
+    torch.testing.assert_close(y.std((0, 2, 3), correction=0), torch.ones(3))
+    constant = torch.full((2, 1, 3, 3), 9, dtype=torch.uint8)
+    assert data.Normalization.of(constant)(constant).abs().max() < 1e-5
+
+
+def test_augmentation_identity_shift_and_mirror():
+    images = torch.rand(6, 1, 8, 8)
+    generator = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(data.Augmentation()(images, generator), images)
+
+    mirrored = data.Augmentation(mirror=True)(images, generator)
+    flips = [
+        torch.allclose(m, i.flip(-1), atol=1e-5) for m, i in zip(mirrored, images, strict=True)
+    ]
+    kept = [torch.allclose(m, i, atol=1e-5) for m, i in zip(mirrored, images, strict=True)]
+    assert any(flips) and any(kept) and all(a or b for a, b in zip(flips, kept, strict=True))
+
+    spot = torch.zeros(32, 1, 15, 15)
+    spot[:, :, 7, 7] = 1
+    moved = data.Augmentation(shift=2)(spot, generator)
+    axis = torch.arange(15.0)
+    x = (moved.sum(2)[:, 0] * axis).sum(1) / moved.sum((1, 2, 3)) - 7
+    assert x.abs().max() <= 2.001 and x.abs().max() > 1
+
+
+def test_augmentation_rotates_without_shearing(monkeypatch):
+    """A quarter turn keeps the distance of a spot from the centre, in pixels, in a wide image."""
+    spot = torch.zeros(1, 1, 16, 32)
+    spot[0, 0, 7:9, 19] = 1  # 3.5 right of the centre
+    draw = torch.full((5, 1), 0.5)
+    draw[0] = 1  # the largest angle
+    monkeypatch.setattr(torch, "rand", lambda *_, generator: draw)
+    turned = data.Augmentation(degrees=90)(spot, torch.Generator())[0, 0]
+    rows, columns = (turned > 0.5).nonzero().unbind(1)
+    assert columns.tolist() == [15, 16] and set(rows.tolist()) <= {4, 11}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("place", ["", "MNIST/raw"])
+def test_idx_files(tmp_path, suffix, place):
+    write_mnist(tmp_path / place, suffix)
+    dataset = data.load_idx(tmp_path, 28)
+    assert dataset.train.images.shape == (20, 1, 28, 28)
+    assert dataset.held_out.labels.tolist() == [*range(10), *range(10)]
+    assert len(dataset.classes) == 10
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _wrong_type(path):
+    path.write_bytes(b"\0\0\x0d" + path.read_bytes()[3:])
+
+
+def _wrong_magic(path):
+    path.write_bytes(b"PK" + path.read_bytes()[2:])
+
+
+def _short(path):
+    path.write_bytes(path.read_bytes()[:6])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "needs 15680 bytes, got 15679"),
+        (_wrong_type, "unsigned bytes"),
+        (_wrong_magic, "not an idx file"),
+        (_short, "inside its header"),
+        (lambda path: path.unlink(), "has no file train-images-idx3-ubyte"),
+        (lambda path: write_idx(path, torch.zeros(5, 28, 28)), r"wanted \(5,\) labels"),
+        (lambda path: write_idx(path, torch.zeros(5)), "wanted .N, height, width"),
+    ],
+)
+def test_bad_idx_files_are_named(tmp_path, damage, message):
+    write_mnist(tmp_path)
+    damage(tmp_path / "train-images-idx3-ubyte")
+    with pytest.raises(CommandError, match=message) as error:
+        data.load_idx(tmp_path, 28)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_damaged_gzip_is_named(tmp_path):
+    write_mnist(tmp_path, ".gz")
+    _truncate(tmp_path / "t10k-labels-idx1-ubyte.gz")
+    with pytest.raises(CommandError, match=r"t10k-labels-idx1-ubyte\.gz cannot be read"):
+        data.load_idx(tmp_path, 28)
+
+
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_folder_with_its_own_split(tmp_path, held_out):
+    write_images(tmp_path / "train")
+    write_images(tmp_path / held_out, count=1)
+    dataset = data.load_folder(tmp_path, 8, 3, 0.2, 0)
+    assert dataset.classes == ["cat", "dog"]
+    assert dataset.train.images.shape == (8, 3, 8, 8) and len(dataset.held_out) == 2
+    assert dataset.train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+def test_folder_without_a_split(tmp_path):
+    write_images(tmp_path)
+    dataset = data.load_folder(tmp_path, 8, 1, 0.25, 0)
+    assert len(dataset.train) == 6 and dataset.held_out.labels.tolist() == [0, 1]
+
+
+def test_folder_names_the_unreadable_image(tmp_path):
+    write_images(tmp_path)
+    image = tmp_path / "dog" / "2.png"
+    image.write_bytes(image.read_bytes()[:40])
+    with pytest.raises(CommandError, match=r"dog/2\.png cannot be read as an image"):
+        data.load_folder(tmp_path, 8, 3, 0.2, 0)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda f: write_images(f, ("cat",)), "two class folders or more, got 1"),
+        (lambda f: write_images(f / "train"), "needs train/ beside val/ or test/"),
+        (lambda f: (write_images(f), (f / "emu").mkdir()), "emu holds no image"),
+        (
+            lambda f: (write_images(f / "train"), write_images(f / "val", ("cat", "emu"))),
+            "emu has no counterpart",
+        ),
+        (lambda f: write_images(f, count=1), "none can be held out"),
+    ],
+)
+def test_folder_mistakes(tmp_path, prepare, message):
+    prepare(tmp_path)
+    with pytest.raises(CommandError, match=message):
+        data.load_folder(tmp_path, 8, 3, 0.2, 0)
+
+
+def test_more_images_than_memory_is_said_before_they_are_read(tmp_path):
+    write_images(tmp_path)
+    with pytest.raises(CommandError, match="use a smaller --img-size"):
+        data.load_folder(tmp_path, 10_000_000, 3, 0.2, 0)
