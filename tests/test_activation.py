@@ -1,9 +1,8 @@
 import pytest
 import torch
-import triton
-import triton.language as tl
 from numerics import DEVICE, assert_accurate
 
+from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import (
     ACTIVATIONS,
     activate_and_derivative,
