@@ -353,6 +353,11 @@ def check_head_dim(op: str, D: int) -> None:
         raise ValueError(f"{op}: D must be a multiple of 8, got {D}")
 
 
+def default_scale(D: int) -> float:
+    """D**-0.5, as torch's own."""
+    return float(D) ** -0.5
+
+
 def unsupported_scale(scale: float) -> str | None:
     """The kernels take the maximum of the unscaled scores, so that scale must be positive."""
     return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
@@ -381,7 +386,7 @@ def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
         raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
     check_head_dim("attention", qkv.shape[4])
     check_dropout("attention", dropout_p)
-    scale = qkv.shape[4] ** -0.5 if scale is None else scale
+    scale = default_scale(qkv.shape[4]) if scale is None else scale
     if use_triton("attention", qkv, unsupported_scale(scale)):
         qkv = qkv.to(autocast_dtype(qkv) or qkv.dtype)
         seed = draw_seed(qkv.device) if dropout_p > 0 else None
@@ -429,7 +434,7 @@ def qkv_attention(
     check_head_dim(op, D)
     check_dropout(op, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
-    scale = D**-0.5 if scale is None else scale
+    scale = default_scale(D) if scale is None else scale
     if use_triton(op, x, unsupported_scale(scale)):
         seed = draw_seed(x.device) if dropout_p > 0 else None
         return QkvAttentionFunction.apply(x, weight, bias, seed, num_heads, scale, dropout_p, dtype)

@@ -17,6 +17,7 @@ from fastvit_kernels.attention import (
     _launch_bwd,
     _launch_fwd,
     _readable,
+    default_scale,
     draw_seed,
     unsupported_scale,
 )
@@ -73,9 +74,9 @@ def sdpa_bwd(
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
     dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
     if out.numel():
-        reads = (_readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        dout, q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         _launch_bwd(
-            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), *reads,
+            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
             out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
         )  # fmt: skip
     return dq, dk, dv
@@ -132,9 +133,9 @@ def _unsupported(
 
 
 def scaled_dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -143,28 +144,31 @@ def scaled_dot_product_attention(
     """Drop-in for torch.nn.functional.scaled_dot_product_attention.
 
     Args:
-        q: (B, H, T_q, D), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is
-            copied).
-        k, v: (B, H, T_kv, D).
+        query: (B, H, T_q, D), fp16, bf16 or fp32, any strides (a last axis that is not contiguous
+            is copied).
+        key, value: (B, H, T_kv, D).
         attn_mask: broadcasts to (B, H, T_q, T_kv); boolean (True is seen) or added to the scores.
             A query that sees no key gives zeros, as in torch.
         dropout_p: as for `attention`. Note that, as in torch, it applies whatever the mode is.
         is_causal: query i sees keys 0..i.
         scale: multiplies the scores, dimensionless. Default D**-0.5.
     Returns:
-        (B, H, T_q, D), dtype of q, laid out as (B, T_q, H, D).
+        (B, H, T_q, D), dtype of query, laid out as (B, T_q, H, D).
     Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
-    Saved: q, k, v, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
+    Saved: query, key, value, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
     Raises: what torch raises; whatever the kernels cannot do (a mask that needs a gradient, D not a
         multiple of 8, other ranks) takes torch's path.
     Specification: torch.nn.functional.scaled_dot_product_attention.
     """
-    scale_ = q.shape[-1] ** -0.5 if scale is None else scale
-    unsupported = _unsupported(q, k, v, attn_mask, dropout_p, is_causal)
-    if not use_triton("scaled_dot_product_attention", q, unsupported or unsupported_scale(scale_)):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
-    dtype = autocast_dtype(q) or q.dtype
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    scale_ = default_scale(query.shape[-1]) if scale is None else scale
+    unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
+    unsupported = unsupported or unsupported_scale(scale_)
+    if not use_triton("scaled_dot_product_attention", query, unsupported):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )
+    dtype = autocast_dtype(query) or query.dtype
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
     seed = draw_seed(q.device) if dropout_p > 0 else None
