@@ -40,7 +40,8 @@ def rng_state() -> dict[str, Any]:
     """The states of every generator that training may draw from: python, numpy, torch, CUDA."""
     import numpy as np
 
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = legacy
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),

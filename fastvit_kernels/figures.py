@@ -25,14 +25,16 @@ def _save(figure: Any, path: Path, dpi: int = 120) -> None:
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
 
 
-def draw_curves(history: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
+def draw_curves(
+    history: Sequence[Mapping[str, float]], path: Path, title: str, loss_title: str = "Loss"
+) -> None:
     """Loss and accuracy by epoch, the reference's beside ours where it was trained."""
     figure = _figure(10, 4)
     figure.suptitle(title)
     loss, accuracy = figure.subplots(1, 2)
     epochs = [row["epoch"] for row in history]
     marker = "o" if len(epochs) < 5 else None
-    runs = [("", "kernels' model", OURS)]
+    runs = [("", "our model", OURS)]
     if "reference_train_loss" in history[0]:
         runs.append(("reference_", "plain PyTorch", REFERENCE))
     for prefix, name, color in runs:
@@ -46,7 +48,7 @@ def draw_curves(history: Sequence[Mapping[str, float]], path: Path, title: str) 
             loss.plot(epochs, [row[f"{prefix}{split}_loss"] for row in history], **style)
             percent = [100 * row[f"{prefix}{split}_accuracy"] for row in history]
             accuracy.plot(epochs, percent, **style)
-    loss.set(xlabel="epoch", ylabel="cross-entropy (nats)", title="Loss")
+    loss.set(xlabel="epoch", ylabel="cross-entropy (nats)", title=loss_title)
     accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title="Accuracy", ylim=(None, 101))
     for axes in (loss, accuracy):
         axes.grid(alpha=0.3)

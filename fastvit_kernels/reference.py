@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastvit_kernels.accuracy import Error, compare
 from fastvit_kernels.vit import Block, VisionTransformer
@@ -26,8 +26,9 @@ _ACTIVATIONS = {
 }
 
 
-def _layer_norm(x: Tensor, p: Mapping[str, Tensor], name: str, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), eps)
+def _layer_norm(x: Tensor, p: Mapping[str, Tensor], name: str, norm: nn.Module) -> Tensor:
+    assert isinstance(norm, nn.LayerNorm)
+    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), norm.eps)
 
 
 def _linear(x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
@@ -41,7 +42,7 @@ def _branch(y: Tensor, gamma: Tensor | None, row_scale: Tensor | None) -> Tensor
 
 def _block(block: Block, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
     row_scale = block.drop_path1.row_scale(x)
-    y = _layer_norm(x, p, f"{name}.norm1", block.norm1.eps)
+    y = _layer_norm(x, p, f"{name}.norm1", block.norm1)
     qkv = _linear(y, p, f"{name}.attn.qkv").unflatten(-1, (3, block.attn.num_heads, -1))
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -49,7 +50,7 @@ def _block(block: Block, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tenso
     x = x + _branch(y, p.get(f"{name}.ls1.gamma"), row_scale)
 
     row_scale = block.drop_path2.row_scale(x)
-    y = _layer_norm(x, p, f"{name}.norm2", block.norm2.eps)
+    y = _layer_norm(x, p, f"{name}.norm2", block.norm2)
     y = _ACTIVATIONS[block.mlp.act_layer](_linear(y, p, f"{name}.mlp.fc1"))
     y = _linear(y, p, f"{name}.mlp.fc2")
     return x + _branch(y, p.get(f"{name}.ls2.gamma"), row_scale)
@@ -72,17 +73,18 @@ def plain_vit(model: VisionTransformer, p: Mapping[str, Tensor], images: Tensor)
     else:
         x = torch.cat([*tokens, x], dim=1) + p["pos_embed"]
     if "norm_pre.weight" in p:
-        x = _layer_norm(x, p, "norm_pre", model.norm_pre.eps)
+        x = _layer_norm(x, p, "norm_pre", model.norm_pre)
     for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
         x = _block(block, x, p, f"blocks.{i}")
     if "norm.weight" in p:
-        x = _layer_norm(x, p, "norm", model.norm.eps)
+        x = _layer_norm(x, p, "norm", model.norm)
     if model.global_pool == "token":
         x = x[:, 0]
     elif model.global_pool == "avg":
         x = x[:, 0 if model.pool_include_prefix else model.num_prefix_tokens :].mean(1)
     if "fc_norm.weight" in p:
-        x = _layer_norm(x, p, "fc_norm", model.fc_norm.eps)
+        x = _layer_norm(x, p, "fc_norm", model.fc_norm)
     if "pre_logits.fc.weight" in p:
         x = torch.tanh(_linear(x, p, "pre_logits.fc"))
     return _linear(x, p, "head") if "head.weight" in p else x

@@ -166,14 +166,14 @@ def _describe(run: Run, console: Any) -> None:
     s, model = run.settings, run.model
     count = sum(p.numel() for p in model.parameters())
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    block = model.blocks[0]
+    attn: Any = model.blocks[0].attn
     console.print(
         f"Data: {s.data}, {len(run.train_split)} training and {len(run.held_out)} held-out images, "
         f"{len(run.classes)} classes, {s.img_size} x {s.img_size} x {s.in_chans}"
     )
     console.print(
         f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters, T={tokens} "
-        f"C={model.embed_dim} H={block.attn.num_heads} D={block.attn.head_dim}, "
+        f"C={model.embed_dim} H={attn.num_heads} D={attn.head_dim}, "
         f"{len(model.blocks)} layers"
     )
     console.print(f"Device: {_device_name(run.device)}, {s.precision}. Run folder: {run.folder}")
@@ -304,7 +304,9 @@ def _report(run: Run, errors: list[Error], console: Any) -> None:
     checkpoint.write_text(run.folder / SUMMARY, json.dumps(summary, indent=1))
 
     name = f"{run.settings.model or 'ViT'} on {run.settings.data}"
-    figures.draw_curves(run.history, run.folder / CURVES, name)
+    smoothing = run.settings.label_smoothing
+    loss_title = f"Loss (labels smoothed by {smoothing:g} in training)" if smoothing else "Loss"
+    figures.draw_curves(run.history, run.folder / CURVES, name, loss_title)
     title = f"{name}: {100 * accuracy:.2f} % of {len(run.held_out)} held-out images"
     figures.draw_confusion(confusion, run.classes, run.folder / CONFUSION, title)
     image = run.held_out.images[:1]

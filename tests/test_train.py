@@ -13,12 +13,12 @@ from test_data import Image, write_images, write_mnist
 
 from fastvit_kernels import checkpoint, cli, create_vit, data, reference, train, training
 from fastvit_kernels.backend import backend, get_backend
-from fastvit_kernels.settings import make_settings
+from fastvit_kernels.settings import DIGITS_VIT, make_settings
 
 pytest.importorskip("rich")
 
 TIMES = ("seconds", "images_per_s", "reference_images_per_s")
-QUICK = ["--batch-size", "256", "--no-check", "--epochs", "2"]
+QUICK = ["--batch-size", "64", "--no-check", "--epochs", "2"]
 
 
 def run(*words):
@@ -32,6 +32,30 @@ def without_times(history):
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _a_smaller_run(request, monkeypatch):
+    """A few images and two layers, except for tests that ask for all_digits."""
+    if "all_digits" in request.fixturenames:
+        return
+    load_digits = data.load_digits
+
+    def few(*arguments):
+        full = load_digits(*arguments)
+        train, held_out = (
+            data.Split(split.images[:count], split.labels[:count])
+            for split, count in ((full.train, 200), (full.held_out, 40))
+        )
+        return data.Dataset(train, held_out, full.classes)
+
+    monkeypatch.setattr(data, "load_digits", few)
+    monkeypatch.setitem(DIGITS_VIT, "depth", 2)
+
+
+@pytest.fixture
+def all_digits():
+    """Asks for scikit-learn's 1797 images and the default model."""
 
 
 def assert_same_run(first, second):
@@ -48,8 +72,8 @@ def assert_same_run(first, second):
     assert torch.equal(a["rng"]["torch"], b["rng"]["torch"])
 
 
-def test_train_writes_everything_and_learns(tmp_path, capsys):
-    assert run("--epochs", 3, "--compare", "--out", "run") == 0
+def test_train_writes_everything_and_learns(tmp_path, capsys, all_digits):
+    assert run("--epochs", 3, "--batch-size", 128, "--compare", "--out", "run") == 0
     out = capsys.readouterr().out
     assert "Agreement with PyTorch" in out and "gradients agree" in out
     assert "images/s" in out and "Held-out accuracy" in out
@@ -84,7 +108,7 @@ def test_attention_maps_of_a_checkpoint(tmp_path):
     assert run(*QUICK, "--out", "run") == 0
     Image.linear_gradient("L").save("image.png")
     assert cli.main(["attention-maps", "image.png", "--weights", "run/checkpoint.pt"]) == 0
-    assert len(list((tmp_path / "attention-maps").iterdir())) == 4
+    assert len(list((tmp_path / "attention-maps").iterdir())) == 2
 
 
 class _StopAt:
@@ -106,7 +130,7 @@ class _StopAt:
     "extra", [[], ["--compare", "--drop-path", "0.3"]], ids=["plain", "compare"]
 )
 def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, extra):
-    words = ["--batch-size", 256, "--epochs", 3, "--no-check", *extra]
+    words = ["--batch-size", 64, "--epochs", 3, "--no-check", *extra]
     assert run(*words, "--out", "whole") == 0
     with monkeypatch.context() as patch:
         stop = _StopAt(2)
@@ -132,7 +156,7 @@ def test_interrupt_in_the_first_epoch_can_be_resumed(tmp_path, monkeypatch, caps
 
 
 def test_the_check_batch_changes_no_training(tmp_path):
-    words = ["--epochs", 1, "--batch-size", 512, "--drop-path", "0.2"]
+    words = ["--epochs", 1, "--batch-size", 64, "--drop-path", "0.2"]
     assert run(*words, "--out", "checked") == 0
     assert run(*words, "--out", "unchecked", "--no-check") == 0
     assert_same_run(tmp_path / "checked", tmp_path / "unchecked")
