@@ -21,8 +21,8 @@ GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their colum
 
 # itemsize -> (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). None spills on sm_80 or sm_90 with
 # the epilogues that use it; 128 x 256 with the exact erf would. Not yet measured.
-LARGE_TILE = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
-NARROW_TILE = {2: (128, 64, 64, 8, 3), 4: (64, 64, 32, 4, 3)}  # for epilogues with many live values
+LARGE_TILE = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 8, 3)}
+NARROW_TILE = {2: (128, 64, 64, 8, 3), 4: (64, 64, 32, 8, 3)}  # for epilogues with many live values
 SMALL_TILE = {2: (64, 64, 64, 4, 3), 4: (32, 64, 32, 4, 3)}  # where these leave SMs idle
 
 
@@ -72,7 +72,7 @@ def matmul(
         shape = (a.shape[0], b.shape[1])
         out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
     if out.dtype != a.dtype:
-        if a.is_cuda and torch.version.hip is None and out.dtype == torch.float32:
+        if a.is_cuda and out.dtype == torch.float32:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
             return out if bias is None else out.add_(bias)
         return _upcast_product(out, a, b, bias)
