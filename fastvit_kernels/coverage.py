@@ -62,7 +62,9 @@ def _outputs(result: Any) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
 
 
-def _run(model: nn.Module, inputs: Any, upstream_seed: int) -> dict[str, Tensor]:
+def _run(
+    model: nn.Module, inputs: Any, upstream_seed: int, autocast: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Outputs and gradients by name: of the images and of every parameter."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     inputs = inputs if isinstance(inputs, Mapping) else {"": inputs}
@@ -71,8 +73,9 @@ def _run(model: nn.Module, inputs: Any, upstream_seed: int) -> dict[str, Tensor]
         for k, v in inputs.items()
     }
     torch.manual_seed(upstream_seed)
-    result = model(leaves[""]) if "" in leaves else model(**leaves)
-    outputs = _outputs(result)
+    device = next(iter(leaves.values())).device.type
+    with torch.autocast(device, autocast, enabled=autocast is not None):
+        outputs = _outputs(model(leaves[""]) if "" in leaves else model(**leaves))
     generator = torch.Generator().manual_seed(upstream_seed)
     upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
     torch.autograd.backward(outputs, upstream)
@@ -83,7 +86,11 @@ def _run(model: nn.Module, inputs: Any, upstream_seed: int) -> dict[str, Tensor]
 
 
 def model_errors(
-    model: nn.Module, inputs: Any, swap: Callable[[nn.Module], Any] = swap_in, seed: int = 0
+    model: nn.Module,
+    inputs: Any,
+    swap: Callable[[nn.Module], Any] = swap_in,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
 ) -> list[Error]:
     """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
 
@@ -95,14 +102,15 @@ def model_errors(
         model: a host's model, not swapped; it is copied.
         inputs: a tensor of images, or keyword arguments.
         swap: what makes the copy ours.
+        autocast: run host and copy under it; its dtype then sets the floor.
     Raises: AssertionError where one of them has a gradient that the other has not.
     """
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
     oracle = _run(copy.deepcopy(model).double(), inputs, seed)
-    yardstick = _run(copy.deepcopy(model), inputs, seed)
+    yardstick = _run(copy.deepcopy(model), inputs, seed, autocast)
     swapped = copy.deepcopy(model)
     swap(swapped)
-    actual = _run(swapped, inputs, seed)
+    actual = _run(swapped, inputs, seed, autocast)
     assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
     peaks: Counter[str] = Counter()
     for name, o in oracle.items():

@@ -112,28 +112,25 @@ def _biased_qkv(self: Any, x: Tensor) -> Tensor:
     return self.qkv(x) + bias
 
 
+def _lost_qkv(module: Any) -> str | None:
+    """The host reads its qkv's weight beside biases of its own, without calling it."""
+    if getattr(module, "q_bias", None) is None or is_plain(module.qkv):
+        return None
+    return "its qkv is replaced, and the host reads only the weight"
+
+
 class RopeAttention(Attention):
     """EvaAttention and AttentionRope: q and k are rotated by PyTorch between qkv and attention."""
 
     children_known = Attention.children_known | names("q_proj k_proj v_proj q_bias v_bias")
 
-    @classmethod
-    def reject(cls, module: Any) -> str | None:
-        qkv = module.qkv
-        if qkv is not None and getattr(module, "q_bias", None) is not None and not is_plain(qkv):
-            return "its qkv is replaced, and the host reads only the weight"
-        return None
+    def blocked(self: Any) -> str | None:
+        return _lost_qkv(self) or super().blocked()
 
     def reads_low(self: Any) -> bool:
-        projections = [
-            m for m in (self.qkv, self.q_proj, self.k_proj, self.v_proj) if m is not None
-        ]
+        separate = (self.q_proj, self.k_proj, self.v_proj)
+        projections = separate if self.qkv is None else (self.qkv,)
         return all(is_plain(m) for m in projections) and self._gate() is None
-
-    def blocked(self: Any) -> str | None:
-        if getattr(self, "q_bias", None) is not None and not is_plain(self.qkv):
-            return "its qkv is replaced, and the host reads only the weight"
-        return super().blocked()
 
     def _heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
         if self.qkv is None:
@@ -158,9 +155,8 @@ class RopeAttention(Attention):
 
         first = self.num_prefix_tokens
         half = getattr(self, "rotate_half", False)
-        return torch.cat(
-            [x[:, :, :first], apply_rot_embed_cat(x[:, :, first:], rope, half=half)], 2
-        )
+        rotated = apply_rot_embed_cat(x[:, :, first:], rope, half=half)
+        return torch.cat([x[:, :, :first], rotated], dim=2)
 
     def forward(
         self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Any = None,
@@ -177,8 +173,9 @@ class BeitAttention(Attention):
     children_known = names(
         "qkv q_bias v_bias relative_position_bias_table attn_drop proj proj_drop"
     )
-    reject = RopeAttention.reject
-    blocked = RopeAttention.blocked
+
+    def blocked(self: Any) -> str | None:
+        return _lost_qkv(self) or super().blocked()
 
     def _heads(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos_bias

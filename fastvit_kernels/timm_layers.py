@@ -1,0 +1,32 @@
+"""Module classes for timm's `norm_layer`, `attn_layer`, `mlp_layer` and `embed_layer` arguments.
+
+    timm.create_model("vit_base_patch16_224", norm_layer=LayerNorm, attn_layer=Attention,
+                      mlp_layer=Mlp, embed_layer=PatchEmbed)
+
+They are timm's own classes with fused forwards, so that checkpoints load as they are. swap_in on
+the model then fuses whole blocks as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm.layers
+
+from fastvit_kernels.hosts import swapped_class
+from fastvit_kernels.swap import swap_in
+
+LayerNorm: Any = swapped_class(timm.layers.LayerNorm)
+Attention: Any = swapped_class(timm.layers.Attention)
+Mlp: Any = swapped_class(timm.layers.Mlp)
+
+
+class PatchEmbed(timm.layers.PatchEmbed):
+    """timm's PatchEmbed, its convolution swapped."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        swap_in(self)
+
+
+__all__ = ["Attention", "LayerNorm", "Mlp", "PatchEmbed"]
