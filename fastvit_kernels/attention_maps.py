@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels.vit import Attention
+from fastvit_kernels.modules import Attention
 
 
 def attention_probabilities(qkv: Tensor) -> Tensor:

@@ -2,168 +2,27 @@
 
 PatchEmbed -> Block x depth (LayerNorm, Attention, LayerNorm, Mlp) -> LayerNorm -> pool -> head
 
-Constructor arguments and state_dict keys are timm's, so that its checkpoints load as they are.
+The parts are in modules.py, and each of them calls one op. Constructor arguments and state_dict
+keys are timm's, so that its checkpoints load as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels.activation import ACTIVATIONS, check_activation
-from fastvit_kernels.arguments import autocast_dtype
-from fastvit_kernels.attention import attention, qkv_attention
-from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
-from fastvit_kernels.linear import linear
-from fastvit_kernels.mlp import mlp
-from fastvit_kernels.patch_embed import patch_embed
-from fastvit_kernels.plain import add_branch, add_tokens, is_hooked, is_plain
-
-Size = int | Sequence[int]  # a square's side, or (height, width)
-
-
-def _pair(size: Size) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
-
-
-class PatchEmbed(nn.Module):
-    """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
-
-    Rows and columns of pixels that fill no patch are not read, as by timm's convolution.
-    """
-
-    def __init__(
-        self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
-        embed_dim: int = 768, bias=True,
-    ):  # fmt: skip
-        super().__init__()
-        self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
-        (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
-        self.grid_size = height // patch_height, width // patch_width
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-        if self.num_patches == 0:
-            raise ValueError(
-                f"PatchEmbed: img_size {self.img_size} must be at least patch_size "
-                f"{self.patch_size}"
-            )
-        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
-
-    def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
-        if tuple(images.shape[-2:]) != self.img_size:
-            raise ValueError(
-                f"PatchEmbed: images must be {self.img_size} (height, width), "
-                f"got {tuple(images.shape[-2:])}"
-            )
-        if type(self.proj) is nn.Conv2d and not is_hooked(self.proj):
-            (rows, cols), (patch_height, patch_width) = self.grid_size, self.patch_size
-            images = images[..., : rows * patch_height, : cols * patch_width]
-            return patch_embed(
-                images, self.proj.weight, self.proj.bias,
-                prefix_tokens=prefix_tokens, pos_embed=pos_embed,
-            )  # fmt: skip
-        patches = self.proj(images).flatten(2).transpose(1, 2)
-        return add_tokens(patches, prefix_tokens, pos_embed)
-
-
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm, one axis. `and_input` makes it the head of a pre-norm branch: (y, x)."""
-
-    def forward(self, x: Tensor, and_input: bool = False):
-        if not and_input:
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        # A branch begins with a matmul, which under autocast reads the low-precision dtype.
-        return layer_norm_and_input(
-            x, self.weight, self.bias, self.eps, out_dtype=autocast_dtype(x)
-        )
-
-
-class Attention(nn.Module):
-    """(B, T, C) -> (B, T, C): qkv projection, attention, output projection and what follows it."""
-
-    def __init__(
-        self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
-        qkv_bias: bool = False, proj_bias: bool = True, attn_drop=0.0, proj_drop=0.0,
-    ):  # fmt: skip
-        super().__init__()
-        if attn_head_dim is None and dim % num_heads:
-            raise ValueError(f"Attention: dim {dim} must be a multiple of num_heads {num_heads}")
-        self.num_heads, self.head_dim = num_heads, attn_head_dim or dim // num_heads
-        self.qkv = nn.Linear(dim, 3 * num_heads * self.head_dim, bias=qkv_bias)
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(num_heads * self.head_dim, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if is_plain(self.qkv):
-            qkv = self.qkv
-            out = qkv_attention(
-                x, qkv.weight, qkv.bias, num_heads=self.num_heads, dropout_p=dropout_p
-            )
-        else:
-            qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-            out = attention(qkv, dropout_p=dropout_p)
-        out = out.flatten(2)
-        if is_plain(self.proj) and (not self.training or self.proj_drop.p == 0):
-            return linear(
-                out, self.proj.weight, self.proj.bias,
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-            )  # fmt: skip
-        return add_branch(self.proj_drop(self.proj(out)), residual, layer_scale, row_scale)
-
-
-class Mlp(nn.Module):
-    """(B, T, C) -> (B, T, C): fc1, activation, fc2 and what follows it."""
-
-    def __init__(
-        self, in_features: int, hidden_features: int, act_layer: str = "gelu", bias=True, drop=0.0
-    ):
-        super().__init__()
-        check_activation("Mlp", act_layer)
-        self.fc1 = nn.Linear(in_features, hidden_features, bias)
-        self.act_layer = act_layer
-        self.fc2 = nn.Linear(hidden_features, in_features, bias)
-        self.drop = nn.Dropout(drop)
-        self.recompute = False  # True stores the pre-activation alone and rebuilds the rest
-
-    def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
-        if is_plain(fc1) and is_plain(fc2) and (not self.training or self.drop.p == 0):
-            return mlp(
-                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=self.act_layer,
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-                recompute=self.recompute,
-            )  # fmt: skip
-        hidden = self.drop(ACTIVATIONS[self.act_layer](fc1(x)))
-        return add_branch(self.drop(fc2(hidden)), residual, layer_scale, row_scale)
-
-
-class LayerScale(nn.Module):
-    """Holds gamma (C,); the epilogue of the branch's last matmul applies it."""
-
-    def __init__(self, dim: int, init_values: float):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), init_values))
-
-
-class DropPath(nn.Module):
-    """Stochastic depth: drops a branch for whole samples; arXiv:1603.09382."""
-
-    def __init__(self, drop_prob: float = 0.0):
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def row_scale(self, x: Tensor) -> Tensor | None:
-        """(B,) of 0 or 1 / keep, or None where nothing is dropped."""
-        if not self.training or self.drop_prob == 0:
-            return None
-        keep = 1 - self.drop_prob
-        scale = x.new_empty(x.shape[0]).bernoulli_(keep)
-        return scale.div_(keep) if keep > 0 else scale
+from fastvit_kernels.modules import (
+    Attention,
+    DropPath,
+    LayerNorm,
+    LayerScale,
+    Mlp,
+    PatchEmbed,
+    Size,
+)
 
 
 class Block(nn.Module):
@@ -200,8 +59,9 @@ class VisionTransformer(nn.Module):
 
     Arguments have timm's names and meaning. What timm spells differently: `act_layer` is a name
     ("gelu", "gelu_tanh", "quick_gelu", "silu"), `norm_eps` is the eps of every LayerNorm,
-    `attn_head_dim` frees the attention width from embed_dim, and `representation_size` puts
-    Linear + tanh before the head, as torchvision does.
+    `attn_head_dim` frees the attention width from embed_dim. From torchvision come
+    `representation_size` (Linear + tanh before the head) and `conv_stem_configs` (convolutions
+    before the projection).
     """
 
     def __init__(
@@ -214,6 +74,7 @@ class VisionTransformer(nn.Module):
         pos_drop_rate=0.0, proj_drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0,
         act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
         representation_size: int | None = None,
+        conv_stem_configs: Sequence[Sequence[Any]] | None = None,
     ):  # fmt: skip
         super().__init__()
         if global_pool not in ("", "avg", "token"):
@@ -224,7 +85,9 @@ class VisionTransformer(nn.Module):
         self.no_embed_class, self.pool_include_prefix = no_embed_class, pool_include_prefix
         self.num_prefix_tokens = int(class_token) + reg_tokens
 
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=not pre_norm)
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, conv_stem_configs
+        )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
         num_positions = self.patch_embed.num_patches

@@ -156,12 +156,12 @@ def _fit_positions(
     tensors["pos_embed"] = torch.cat([positions, patches], dim=1)
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    for name in parameters:  # in the order of the model, weights before biases
+def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():  # in the order of the model, weights before biases
         if name not in tensors:
             continue
-        got, wanted = tuple(tensors[name].shape), tuple(parameters[name].shape)
-        if not tensors[name].is_floating_point():
+        got, wanted = tuple(tensors[name].shape), tuple(target.shape)
+        if target.is_floating_point() and not tensors[name].is_floating_point():
             raise ValueError(
                 f"load_weights: {name} must be floating point, got {tensors[name].dtype}"
             )
@@ -226,17 +226,17 @@ def load_weights(
         _fold_linear_patches(tensors, model)
     if "pos_embed" in tensors:
         _fit_positions(tensors, model, grid_size)
-    parameters = dict(model.named_parameters())
-    _check_shapes(tensors, parameters)
+    targets = model.state_dict()  # parameters and the buffers of a convolutional stem
+    _check_shapes(tensors, targets)
 
-    loaded = _natural(tensors.keys() & parameters.keys())
+    loaded = _natural(tensors.keys() & targets.keys())
     with torch.no_grad():
         for name in loaded:
-            parameters[name].copy_(tensors[name])
+            targets[name].copy_(tensors[name])
     return WeightsReport(
         family=family,
         loaded=loaded,
-        missing=_natural(parameters.keys() - tensors.keys()),
-        unexpected=_natural(tensors.keys() - parameters.keys()),
+        missing=_natural(targets.keys() - tensors.keys()),
+        unexpected=_natural(tensors.keys() - targets.keys()),
         resized={n: (before[n], s) for n in loaded if (s := tuple(tensors[n].shape)) != before[n]},
     )

@@ -1,5 +1,6 @@
 import importlib
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,7 +130,9 @@ def test_attention_is_deterministic(T, dtype):
 def test_attention_saves_no_score_matrix():
     saved = []
     qkv = rand(1, 300, 3, 1, 16)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.numel()) or x, lambda x: x
+    ):
         attention(qkv)
     assert max(saved) == qkv.numel()
     assert sum(saved) < 300 * 300
@@ -208,7 +211,9 @@ def test_qkv_attention_saves_x_qkv_out_lse():
     saved = []
     B, T, C, H, D = 1, 40, 32, 2, 16
     x, weight = rand(B, T, C), rand(3 * H * D, C, seed=1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, id):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.shape) or x, lambda x: x
+    ):
         qkv_attention(x, weight, num_heads=H)
     assert sorted(saved) == sorted(
         [(B, T, C), (3 * H * D, C), (B, T, 3, H, D), (B, T, H, D), (B, H, T)]
@@ -226,7 +231,7 @@ def test_qkv_attention_frozen_weight_gets_no_gradient():
 def test_qkv_attention_autocast(dtype):
     """fp32 parameters under autocast, with torch's own ops under the same autocast beside."""
     C, H, D = 64, 2, 32
-    inputs = {
+    inputs: dict[str, Any] = {
         "x": rand(2, 30, C),
         "weight": rand(3 * H * D, C, scale=C**-0.5, seed=1),
         "bias": rand(3 * H * D, seed=2),

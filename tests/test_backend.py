@@ -23,12 +23,11 @@ def test_backend_rejects_an_unknown_name():
     assert get_backend() == "auto"
 
 
-def test_torch_backend_runs_no_kernel(monkeypatch):
-    monkeypatch.setattr("fastvit_kernels.library.LAUNCHERS", {})
+def test_torch_backend_runs_no_kernel():
     x = rand(2, 8)
     with fk.backend("torch"):
         assert reason_for_torch(x) == "the backend is 'torch'"
-        assert fk.layer_norm(x).grad_fn.name() != "LayerNormFunctionBackward"
+        assert "LayerNormFunction" not in str(fk.layer_norm(x).grad_fn)
     assert "LayerNormFunction" in str(fk.layer_norm_and_input(x)[0].grad_fn)
 
 

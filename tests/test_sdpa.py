@@ -1,3 +1,6 @@
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +10,9 @@ from fastvit_kernels import backend, scaled_dot_product_attention
 from fastvit_kernels.backend import reason_for_torch
 
 
-def _heads(B, H, T_q, T_kv, D, dtype=torch.float32):
+def _heads(
+    B: int, H: int, T_q: int, T_kv: int, D: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     return {
         "query": rand(B, H, T_q, D, dtype=dtype),
         "key": rand(B, H, T_kv, D, dtype=dtype, seed=1),
@@ -16,29 +21,28 @@ def _heads(B, H, T_q, T_kv, D, dtype=torch.float32):
 
 
 def _check(inputs, **options):
-    def to_dtype(x, like):
-        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x.to(like.dtype) if floating else x
+    def reference(query, key, value):
+        cast: dict[str, Any] = dict(options)
+        mask = cast.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            cast["attn_mask"] = mask.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, **cast)
 
     with backend("triton"):  # the PyTorch path must not stand in for the kernel
-        assert_accurate(
-            lambda **qkv: scaled_dot_product_attention(**qkv, **options),
-            lambda query, key, value: F.scaled_dot_product_attention(
-                query, key, value, **{name: to_dtype(x, query) for name, x in options.items()}
-            ),
-            inputs,
-        )
+        assert_accurate(partial(scaled_dot_product_attention, **options), reference, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("lengths", [(37, 37), (5, 70), (70, 5), (1, 33), (33, 2)], ids=str)
 def test_sdpa_lengths(lengths, dtype):
-    _check(_heads(2, 2, *lengths, 32, dtype))
+    T_q, T_kv = lengths
+    _check(_heads(2, 2, T_q, T_kv, 32, dtype))
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (20, 50), (50, 20), (130, 130)], ids=str)
 def test_sdpa_causal(lengths):
-    _check(_heads(1, 2, *lengths, 32), is_causal=True)
+    T_q, T_kv = lengths
+    _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
 
 
 def test_sdpa_causal_long():

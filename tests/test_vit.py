@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import VisionTransformer as TorchvisionViT
+from torchvision.models.vision_transformer import ConvStemConfig
 
 from fastvit_kernels import PatchEmbed, VisionTransformer, backend, create_vit, load_weights
 from fastvit_kernels.accuracy import measure
@@ -220,6 +221,28 @@ def test_reference_4_torchvision(representation_size):
     _assert_parity(
         model, host, _images(1), names=_hf_names, stages=_stages(), host_stages=host_stages
     )
+
+
+def test_reference_4_torchvision_conv_stem():
+    stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)]
+    host = _randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
+    model: Any = VisionTransformer(
+        32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2,
+        conv_stem_configs=stem,
+    ).to(DEVICE)  # fmt: skip
+    host.eval(), model.eval()  # the stem's BatchNorm reads what was loaded
+    report = load_weights(model, host.state_dict())
+    assert not report.missing and not report.unexpected
+    host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}
+    host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
+    _assert_parity(
+        model, host, _images(), names=_hf_names, stages=_stages(), host_stages=host_stages
+    )
+
+
+def test_conv_stem_must_shrink_to_the_patch_grid():
+    with pytest.raises(ValueError, match=r"must multiply to patch_size \(16, 16\), got 4"):
+        VisionTransformer(32, 16, conv_stem_configs=[(8, 3, 2), (8, 3, 2)])
 
 
 def _assert_notebook_parity(host, model, images):
