@@ -48,10 +48,11 @@ class Error:
 def _distance(actual: Tensor, oracle: Tensor) -> tuple[float, float]:
     if oracle.numel() == 0:
         return 0.0, 0.0
-    difference = actual.detach().double().cpu() - oracle
+    actual = actual.detach().to(oracle.device).double()
+    difference = actual - oracle
     # Equal infinities are equal; a NaN only where the oracle has one too.
-    difference[(actual.detach().double().cpu() == oracle)] = 0.0
-    difference[actual.detach().cpu().isnan() & oracle.isnan()] = 0.0
+    difference[actual == oracle] = 0.0
+    difference[actual.isnan() & oracle.isnan()] = 0.0
     difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return difference.abs().max().item(), difference.square().mean().sqrt().item()
 
@@ -71,7 +72,7 @@ def measure(
     assert actual.shape == oracle.shape, (
         f"{name}: shape {tuple(actual.shape)}, wanted {tuple(oracle.shape)}"
     )
-    oracle = oracle.detach().double().cpu()
+    oracle = oracle.detach().double()
     max_, rms = _distance(actual, oracle)
     torch_max, torch_rms = _distance(yardstick, oracle)
     eps = torch.finfo(dtype).eps
@@ -114,6 +115,52 @@ def _run(
     return outputs, dict(zip(wanted, grads, strict=True))
 
 
+class Reference:
+    """The specification's results on one set of inputs, with which functions are compared.
+
+    The oracle and the yardstick are computed here, once for however many functions. Arguments as
+    for `compare`.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., Tensor | tuple[Tensor, ...]],
+        inputs: Mapping[str, Tensor | None],
+        *,
+        upstream: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ):
+        if upstream is None:
+            outputs, _ = _run(reference, inputs, None, None)
+            generator = torch.Generator().manual_seed(seed)
+            upstream = [
+                torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs
+            ]
+        self.inputs, self.upstream, self.dtype = inputs, upstream, dtype
+        self.oracle, self.oracle_grads = _run(reference, inputs, upstream, torch.float64)
+        self.yardstick, self.yardstick_grads = _run(reference, inputs, upstream, None)
+
+    def errors(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> list[Error]:
+        """What `compare` returns."""
+        actual, actual_grads = _run(function, self.inputs, self.upstream, None)
+        floats = [
+            x for x in (*self.inputs.values(), *actual) if x is not None and x.is_floating_point()
+        ]
+        dtype = self.dtype or max((x.dtype for x in floats), key=lambda d: torch.finfo(d).eps)
+        errors = []
+        outputs = zip(actual, self.yardstick, self.oracle, strict=True)
+        for i, (a, y, o) in enumerate(outputs):
+            assert a.dtype == y.dtype, f"output {i}: dtype {a.dtype}, wanted {y.dtype}"
+            errors.append(measure("out" if len(actual) == 1 else f"out{i}", a, y, o, dtype))
+        for name, o in self.oracle_grads.items():
+            a, y = actual_grads[name], self.yardstick_grads[name]
+            assert (a is None) == (o is None), f"d{name}: got {a}, the reference {o}"
+            if a is not None and y is not None and o is not None:
+                errors.append(measure(f"d{name}", a, y, o, dtype))
+        return errors
+
+
 def compare(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     reference: Callable[..., Tensor | tuple[Tensor, ...]],
@@ -134,28 +181,7 @@ def compare(
         seed: of the random upstream gradients.
     Returns: one Error for each output ("out", or "out0", "out1", ...) and each gradient ("dx").
     """
-    yardstick, _ = _run(reference, inputs, None, None)
-    if upstream is None:
-        generator = torch.Generator().manual_seed(seed)
-        upstream = [
-            torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in yardstick
-        ]
-    oracle, oracle_grads = _run(reference, inputs, upstream, torch.float64)
-    yardstick, yardstick_grads = _run(reference, inputs, upstream, None)
-    actual, actual_grads = _run(function, inputs, upstream, None)
-
-    floats = [x for x in (*inputs.values(), *actual) if x is not None and x.is_floating_point()]
-    dtype = dtype or max((x.dtype for x in floats), key=lambda d: torch.finfo(d).eps)
-    errors = []
-    for i, (a, y, o) in enumerate(zip(actual, yardstick, oracle, strict=True)):
-        assert a.dtype == y.dtype, f"output {i}: dtype {a.dtype}, wanted {y.dtype}"
-        errors.append(measure("out" if len(actual) == 1 else f"out{i}", a, y, o, dtype))
-    for name, o in oracle_grads.items():
-        a, y = actual_grads[name], yardstick_grads[name]
-        assert (a is None) == (o is None), f"d{name}: got {a}, the reference {o}"
-        if a is not None and y is not None and o is not None:
-            errors.append(measure(f"d{name}", a, y, o, dtype))
-    return errors
+    return Reference(reference, inputs, upstream=upstream, dtype=dtype, seed=seed).errors(function)
 
 
 def assert_accurate(
