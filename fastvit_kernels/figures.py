@@ -92,6 +92,13 @@ def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequenc
     return rows[:, num_prefix:].unflatten(-1, tuple(grid))
 
 
+def seen_pixels(model: Any, image: Tensor) -> Tensor:
+    """image (channels, height, width) without the remainder that fills no patch."""
+    patches = zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)
+    height, width = (count * size for count, size in patches)
+    return image[:, :height, :width]
+
+
 def _show_image(axes: Any, image: Tensor) -> None:
     """image: (1 or 3, height, width) uint8."""
     if image.shape[0] == 1:

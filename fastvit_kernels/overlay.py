@@ -105,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
         layers, from_cls = figures.sample_attention(model, normalization(image[None]))
+    image = figures.seen_pixels(model, image)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         paths = []

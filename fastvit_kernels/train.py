@@ -313,7 +313,8 @@ def _report(run: Run, errors: list[Error], console: Any) -> None:
     layers, from_cls = figures.sample_attention(run.model, run.normalization(image))
     true, got = run.classes[int(run.held_out.labels[0])], run.classes[int(predicted[0])]
     title = f"{name}: held-out image 0, class {true}, predicted {got}"
-    figures.draw_attention_layers(image[0].cpu(), layers, from_cls, run.folder / ATTENTION, title)
+    pixels = figures.seen_pixels(run.model, image[0].cpu())
+    figures.draw_attention_layers(pixels, layers, from_cls, run.folder / ATTENTION, title)
     console.print(f"Written to {run.folder}: {', '.join(WRITTEN)}")
 
 

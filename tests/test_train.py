@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_data import Image, write_images, write_mnist
 
-from fastvit_kernels import checkpoint, cli, create_vit, data, reference, train, training
+from fastvit_kernels import checkpoint, cli, create_vit, data, figures, reference, train, training
 from fastvit_kernels.backend import backend, get_backend
 from fastvit_kernels.settings import DIGITS_VIT, make_settings
 
@@ -269,7 +269,7 @@ def _damaged(folder):
         (None, ["--data-dir", "images"], "takes no --data-dir"),
         (None, ["--in-chans", "3"], "has one channel"),
         (None, ["--model", "resnet50"], "unknown model 'resnet50'"),
-        (None, ["--img-size", "9"], "must be a multiple of patch_size"),
+        (None, ["--img-size", "1"], "patch_size"),
         (None, ["--resume"], "there is no run of --data digits"),
         (None, ["--resume", "--out", "images"], "there is no checkpoint images/checkpoint.pt"),
         (_damaged, ["--data", "folder", "--data-dir", "images"], "cat/1.png cannot be read"),
@@ -303,6 +303,19 @@ def test_resume_of_a_damaged_checkpoint(tmp_path, capsys):
 def _small_run(folder, **given):
     settings = make_settings({"epochs": 4, "warmup_epochs": 1, **given}, torch.device("cpu"))
     return training.Run(settings, data.load_digits(8, 0.2, 0), torch.device("cpu"), folder)
+
+
+def test_patch_attention_reads_the_class_token_or_the_mean():
+    maps = torch.rand(2, 7, 7).softmax(-1)  # a class token, then 2 x 3 patches
+    cls = figures.patch_attention(maps, 1, True, (2, 3))
+    assert cls.shape == (2, 2, 3) and cls[1, 1, 2] == maps[1, 0, 6]
+    mean = figures.patch_attention(maps, 1, False, (2, 3))
+    torch.testing.assert_close(mean[0, 0, 1], maps[0, 1:, 2].mean())
+
+
+def test_pixels_that_fill_no_patch_are_not_drawn():
+    model = create_vit("vit_mnist", img_size=(9, 7))
+    assert figures.seen_pixels(model, torch.zeros(1, 9, 7)).shape == (1, 8, 6)
 
 
 def test_learning_rate_warms_up_and_falls_to_zero():
@@ -356,16 +369,33 @@ def test_plain_vit_is_the_model(options):
     torch.testing.assert_close(plain, ours)
 
 
-def test_training_steps_use_the_kernels_when_asked(tmp_path, monkeypatch):
-    seen = []
-    original = training.Run.train_epoch
+def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
+    """Two steps of each backend from the same weights; --backend auto is PyTorch on a CPU."""
+    few = data.load_digits
 
-    def record(*args):
+    def fewer(*arguments):
+        full = few(*arguments)
+        train, held_out = (
+            data.Split(split.images[:count], split.labels[:count])
+            for split, count in ((full.train, 6), (full.held_out, 2))
+        )
+        return data.Dataset(train, held_out, full.classes)
+
+    seen, train_epoch = [], training.Run.train_epoch
+
+    def record(*arguments):
         seen.append(get_backend())
-        monkeypatch.setattr(training.Run, "batches", lambda self, epoch: iter(()))
-        return original(*args)
+        return train_epoch(*arguments)
 
+    monkeypatch.setattr(data, "load_digits", fewer)
     monkeypatch.setattr(training.Run, "train_epoch", record)
-    for name in ("auto", "triton"):
-        assert run("--epochs", 1, "--no-check", "--backend", name, "--out", name) == 0
-    assert seen == ["auto" if torch.cuda.is_available() else "torch", "triton"]
+    losses = []
+    for name in ("auto", "triton", "torch"):
+        words = ["--epochs", 1, "--batch-size", 3, "--no-check", "--precision", "fp32"]
+        assert run(*words, "--backend", name, "--out", name) == 0
+        losses.append(
+            checkpoint.load(tmp_path / name / "checkpoint.pt")["history"][0]["train_loss"]
+        )
+    assert seen == ["auto" if torch.cuda.is_available() else "torch", "triton", "torch"]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-4)
+    assert get_backend() == "auto"
