@@ -107,15 +107,16 @@ def _launch_fwd(
     T_kv = k.shape[1]
     block_d0, block_d1 = split_head_dim(D)
     tiles = tiles_for(FWD_TILES, q.element_size(), block_d0 + block_d1)
-    block_q = tiles.own * 2 if T_q >= LONG_T and q.element_size() == 2 and D <= 64 else tiles.own
+    if T_q >= LONG_T and q.element_size() == 2 and D <= 64:
+        tiles = tiles._replace(own=tiles.own * 2, num_warps=tiles.num_warps * 2)
     mask, mask_strides, mask_kind = _mask_arguments(mask)
     with torch.cuda.device_of(q):
-        _attention_fwd_kernel[(triton.cdiv(T_q, block_q) * B * H,)](
+        _attention_fwd_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
             out, lse, q, k, v, mask, seed, H, T_q, T_kv, *_bth(q), *_bth(k), *_bth(v),
             *mask_strides, scale, *_dropout_arguments(dropout_p),
             D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-            BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q),
-            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop),
+            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
+            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
             PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal,
             HAS_DROPOUT=seed is not None,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -158,16 +159,16 @@ def _launch_bwd(
         _attention_bwd_dq_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
             dq, delta, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
             dq.stride(1), *read_strides, scale, *dropout,
-            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own),
-            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop),
+            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
+            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
         )  # fmt: skip
         tiles = tiles_for(DKDV_TILES, q.element_size(), block_d0 + block_d1)
         _attention_bwd_dkdv_kernel[(triton.cdiv(T_kv, tiles.own) * B * H,)](
             dk, dv, dout, q, k, v, lse, delta, mask, seed, H, T_q, T_kv,
             dk.stride(1), *read_strides, scale, *dropout,
-            BLOCK_KV=tiles.own, TAIL_KV=tail_tile(T_kv, tiles.own),
-            BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop),
+            BLOCK_KV=tiles.own, TAIL_KV=tail_tile(T_kv, tiles.own, tiles.tail),
+            BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop, tiles.tail),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
         )  # fmt: skip
 
@@ -175,10 +176,11 @@ def _launch_bwd(
 def _readable(x: Tensor, token_axis: int = 1) -> Tensor:
     """x itself where the kernels can address it, else a contiguous copy.
 
-    They need a contiguous last axis (an expanded gradient has none) and a token stride that keeps
-    offsets within a tile in 32 bits.
+    They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
+    8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
     """
     fits = x.stride(-1) == 1 and x.stride(token_axis) <= MAX_TOKEN_STRIDE
+    fits = fits and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if fits else x.contiguous()
 
 

@@ -11,8 +11,9 @@ packed (B, T, 3, H, D) and torch's (B, H, T, D) are read where they lie; a progr
 one head. No T x T tensor, no atomics: equal inputs give equal bits.
 
 Tiles are not padded where it costs. Tokens: full tiles without masks, then one tail of 16, 32 or
-64 (T = 197 is 3 x 64 + 5 -> 208). Head dim: D is cut into a power of two and a rest
-(D = 72 -> 64 + 16), so every product over D is the sum of two.
+64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail takes too many
+registers (wide heads, fp32), all tiles are masked. Head dim: D is cut into a power of two and a
+rest (D = 72 -> 64 + 16), so every product over D is the sum of two.
 
 Backward has two forms. One pass, where the dq of a whole head fits in registers (T <= 256 at
 D = 64): one program keeps q, dout and dq, walks the keys once and writes each tile's dk and dv as
@@ -33,49 +34,56 @@ from fastvit_kernels._triton import tl, triton
 
 
 class Tiles(NamedTuple):
-    """Launch config of one kernel: rows the program owns, rows it loops over."""
+    """Launch config of one kernel: rows the program owns, rows it loops over.
+
+    `tail` is the smallest tile for the rows that full tiles leave over, in both directions. Where
+    it is as large as the tile there is no second copy of the code: all tiles check their rows.
+    """
 
     own: int
     loop: int
     num_warps: int
     num_stages: int
+    tail: int
 
 
-# (bytes an element, largest padded D) -> Tiles, first row that fits. Not yet measured.
+# (bytes an element, largest padded D) -> Tiles, first row that fits. Not yet measured: chosen by
+# the compile command, so that nothing spills on sm_80 and sm_90 up to D = 128.
 FWD_TILES = {
-    (2, 64): Tiles(64, 64, 4, 3),
-    (2, 128): Tiles(64, 64, 4, 2),
-    (2, 256): Tiles(64, 32, 4, 2),
-    (4, 64): Tiles(32, 32, 4, 2),
-    (4, 128): Tiles(32, 32, 4, 2),
-    (4, 256): Tiles(16, 16, 4, 1),
+    (2, 64): Tiles(64, 64, 4, 3, 16),
+    (2, 96): Tiles(64, 64, 4, 2, 16),
+    (2, 128): Tiles(64, 64, 4, 2, 64),
+    (2, 256): Tiles(64, 32, 8, 2, 64),
+    (4, 64): Tiles(32, 32, 4, 2, 32),
+    (4, 128): Tiles(32, 16, 8, 2, 32),
+    (4, 256): Tiles(16, 16, 4, 1, 16),
 }
 DQ_TILES = {
-    (2, 64): Tiles(128, 64, 8, 2),
-    (2, 128): Tiles(64, 64, 8, 2),
-    (2, 256): Tiles(64, 32, 8, 1),
-    (4, 64): Tiles(32, 32, 4, 2),
-    (4, 128): Tiles(32, 16, 4, 2),
-    (4, 256): Tiles(16, 16, 4, 1),
+    (2, 64): Tiles(128, 64, 8, 2, 16),
+    (2, 128): Tiles(64, 64, 8, 2, 64),
+    (2, 256): Tiles(64, 32, 8, 1, 64),
+    (4, 64): Tiles(32, 32, 4, 2, 32),
+    (4, 128): Tiles(32, 16, 4, 2, 32),
+    (4, 256): Tiles(16, 16, 8, 1, 16),
 }
 DKDV_TILES = {
-    (2, 64): Tiles(128, 64, 8, 2),
-    (2, 128): Tiles(64, 64, 8, 2),
-    (2, 256): Tiles(64, 32, 8, 1),
-    (4, 64): Tiles(32, 32, 4, 2),
-    (4, 128): Tiles(32, 16, 4, 2),
-    (4, 256): Tiles(16, 16, 4, 1),
+    (2, 64): Tiles(128, 32, 8, 2, 16),
+    (2, 128): Tiles(64, 32, 8, 2, 64),
+    (2, 256): Tiles(64, 16, 8, 1, 64),
+    (4, 64): Tiles(32, 32, 4, 2, 32),
+    (4, 128): Tiles(32, 16, 4, 2, 32),
+    (4, 256): Tiles(16, 16, 4, 1, 16),
 }
 # One program owns all the queries of a head, in parts of 64 or 128: smaller ones would leave wgmma
 # and cost more registers than they save. (bytes an element, rows x padded D up to) -> Tiles, KB of
 # shared memory on sm_80, where it is largest. Not yet measured.
 ONE_PASS_TILES = {
-    (2, 64 * 64): (Tiles(64, 64, 8, 1), 56),
-    (2, 128 * 64): (Tiles(128, 32, 8, 1), 84),
-    (2, 256 * 64): (Tiles(256, 32, 8, 1), 144),
-    (4, 64 * 64): (Tiles(64, 16, 8, 1), 44),
+    (2, 64 * 64): (Tiles(64, 64, 8, 1, 64), 56),
+    (2, 128 * 64): (Tiles(128, 32, 8, 1, 32), 84),
+    (2, 256 * 64): (Tiles(256, 32, 8, 1, 32), 144),
+    (4, 64 * 64): (Tiles(64, 16, 8, 1, 16), 44),
 }
-LONG_T = 1024  # from here on a forward program owns twice the queries
+LONG_T = 1024  # from here on a forward program owns twice the queries, with twice the warps
 MAX_ONE_PASS_D = 64
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
@@ -96,10 +104,10 @@ def split_head_dim(D: int) -> tuple[int, int]:
     return (half, rest) if half + rest < padded else (padded, 0)
 
 
-def tail_tile(T: int, block: int) -> int:
+def tail_tile(T: int, block: int, smallest: int = MIN_TILE) -> int:
     """Size of the tile for the T % block tokens that full tiles leave over; 0 for none."""
     left = T % block
-    return min(block, max(MIN_TILE, triton.next_power_of_2(left))) if left else 0
+    return min(block, max(smallest, triton.next_power_of_2(left))) if left else 0
 
 
 class OnePass(NamedTuple):
@@ -117,7 +125,7 @@ def one_pass(T: int, padded_dim: int, itemsize: int, shared_limit: int) -> OnePa
     """
     part0 = min(128, max(64, triton.next_power_of_2(T)))
     part1 = 0 if T <= 128 else 64 if T <= 192 else 128
-    if T > part0 + part1 or padded_dim > MAX_ONE_PASS_D:
+    if part0 + part1 < T or padded_dim > MAX_ONE_PASS_D:
         return None
     for (size, elements), (tiles, shared_kb) in ONE_PASS_TILES.items():
         if size == itemsize and (part0 + part1) * padded_dim <= elements:
@@ -126,16 +134,22 @@ def one_pass(T: int, padded_dim: int, itemsize: int, shared_limit: int) -> OnePa
 
 
 @triton.jit
+def _full_tiles(T, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """How many tiles are of size BLOCK: the last too, masked, where its tail tile is as large."""
+    return tl.cdiv(T, BLOCK) if TAIL == BLOCK else T // BLOCK
+
+
+@triton.jit
 def _tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D):
     """Pointers of a tile: the scalar part in 64 bits, offsets within the tile in 32.
 
     Offsets of 64 bits for every row would take the registers that accumulators need; the launcher
-    bounds stride_t (MAX_TOKEN_STRIDE).
+    bounds stride_t (MAX_TOKEN_STRIDE) and sees to it that it is a multiple of 8.
     """
-    first = ptr + tl.cast(start, tl.int64) * stride_t
-    offs_t = tl.arange(0, BLOCK_T)
+    first = ptr + tl.multiple_of(tl.cast(start, tl.int64) * stride_t, 8)
+    rows = tl.multiple_of(tl.arange(0, BLOCK_T)[:, None] * stride_t, (8, 8))
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    return first + (offs_t[:, None] * stride_t + offs_d[None, :])
+    return first + (rows + offs_d[None, :])
 
 
 @triton.jit
@@ -259,7 +273,8 @@ def _dropout_keep(seed_ptr, head, q_index, kv_index, threshold):
 
 @triton.jit
 def _head_ptr(ptr, b, h, stride_b, stride_h):
-    return ptr + b * stride_b + h * stride_h
+    """The head's first element. The launcher sees to strides that are multiples of 8."""
+    return ptr + tl.multiple_of(b * stride_b + h * stride_h, 8)
 
 
 @triton.jit
@@ -316,18 +331,20 @@ def _fwd_query_tile(
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
 
-    full_kv = T_kv // BLOCK_KV * BLOCK_KV
+    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
+    full_kv = _full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
     end_kv = full_kv
     if IS_CAUSAL:
         end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-    for start_kv in range(0, end_kv, BLOCK_KV):
+    # disable_licm, here and below: hoisted out, the descriptors of tiles in shared memory spill.
+    for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
         acc0, acc1, row_max, row_sum = _attend(
             acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv,
             q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-            scale, threshold, BLOCK_KV, False, D, BLOCK_D0, BLOCK_D1, PRECISION,
+            scale, threshold, BLOCK_KV, CHECK_KV, D, BLOCK_D0, BLOCK_D1, PRECISION,
             MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
-    if TAIL_KV > 0:
+    if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
         acc0, acc1, row_max, row_sum = _attend(
             acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t, full_kv,
             q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
@@ -372,17 +389,17 @@ def _attention_fwd_kernel(
     k_ptr = _head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
     v_ptr = _head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
     if MASK != "none":
-        mask_ptr = _head_ptr(mask_ptr, b, h, stride_mask_b, stride_mask_h)
+        mask_ptr += b * stride_mask_b + h * stride_mask_h
     start_q = pid_q * BLOCK_Q
-    if pid_q < T_q // BLOCK_Q:
+    if pid_q < _full_tiles(T_q, BLOCK_Q, TAIL_Q):
         _fwd_query_tile(
             out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
             stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, BLOCK_Q, False, BLOCK_KV, TAIL_KV,
+            scale, threshold, keep_scale, BLOCK_Q, TAIL_Q == BLOCK_Q, BLOCK_KV, TAIL_KV,
             D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     else:
-        if TAIL_Q > 0:
+        if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
             _fwd_query_tile(
                 out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H,
                 T_q, T_kv, stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
@@ -469,18 +486,19 @@ def _dq_query_tile(
     lse = tl.load(lse_ptr + offs_q, mask=offs_q < T_q, other=float("inf"))
     dq0, dq1 = _zeros_head(BLOCK_Q, BLOCK_D0, BLOCK_D1)
 
-    full_kv = T_kv // BLOCK_KV * BLOCK_KV
+    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
+    full_kv = _full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
     end_kv = full_kv
     if IS_CAUSAL:
         end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-    for start_kv in range(0, end_kv, BLOCK_KV):
+    for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
         dq0, dq1 = _dq_step(
             dq0, dq1, q0, q1, do0, do1, lse, delta, k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv,
             q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-            scale, threshold, keep_scale, BLOCK_KV, False,
+            scale, threshold, keep_scale, BLOCK_KV, CHECK_KV,
             D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
-    if TAIL_KV > 0:
+    if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
         dq0, dq1 = _dq_step(
             dq0, dq1, q0, q1, do0, do1, lse, delta, k_ptr, v_ptr, stride_k_t, stride_v_t, full_kv,
             q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
@@ -519,18 +537,18 @@ def _attention_bwd_dq_kernel(
     k_ptr = _head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
     v_ptr = _head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
     if MASK != "none":
-        mask_ptr = _head_ptr(mask_ptr, b, h, stride_mask_b, stride_mask_h)
+        mask_ptr += b * stride_mask_b + h * stride_mask_h
     start_q = pid_q * BLOCK_Q
-    if pid_q < T_q // BLOCK_Q:
+    if pid_q < _full_tiles(T_q, BLOCK_Q, TAIL_Q):
         _dq_query_tile(
             dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
             start_q, head, H, T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t, stride_k_t,
             stride_v_t, stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-            BLOCK_Q, False, BLOCK_KV, TAIL_KV, D, BLOCK_D0, BLOCK_D1, PRECISION,
+            BLOCK_Q, TAIL_Q == BLOCK_Q, BLOCK_KV, TAIL_KV, D, BLOCK_D0, BLOCK_D1, PRECISION,
             MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     else:
-        if TAIL_Q > 0:
+        if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
             _dq_query_tile(
                 dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr,
                 seed_ptr, start_q, head, H, T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t,
@@ -593,18 +611,19 @@ def _dkdv_key_tile(
     dk0, dk1 = _zeros_head(BLOCK_KV, BLOCK_D0, BLOCK_D1)
     dv0, dv1 = _zeros_head(BLOCK_KV, BLOCK_D0, BLOCK_D1)
 
-    full_q = T_q // BLOCK_Q * BLOCK_Q
+    CHECK_Q: tl.constexpr = TAIL_Q == BLOCK_Q
+    full_q = _full_tiles(T_q, BLOCK_Q, TAIL_Q) * BLOCK_Q
     first_q = 0
     if IS_CAUSAL:
         first_q = tl.minimum(full_q, start_kv // BLOCK_Q * BLOCK_Q)
-    for start_q in range(first_q, full_q, BLOCK_Q):
+    for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=True):
         dk0, dk1, dv0, dv1 = _dkdv_step(
             dk0, dk1, dv0, dv1, k0, k1, v0, v1, do_ptr, q_ptr, lse_ptr, delta_ptr,
             stride_do_t, stride_q_t, start_q, kv_index, T_q, T_kv,
             mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            BLOCK_Q, False, D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+            BLOCK_Q, CHECK_Q, D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
-    if TAIL_Q > 0:
+    if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
         dk0, dk1, dv0, dv1 = _dkdv_step(
             dk0, dk1, dv0, dv1, k0, k1, v0, v1, do_ptr, q_ptr, lse_ptr, delta_ptr,
             stride_do_t, stride_q_t, full_q, kv_index, T_q, T_kv,
@@ -644,18 +663,18 @@ def _attention_bwd_dkdv_kernel(
     k_ptr = _head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
     v_ptr = _head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
     if MASK != "none":
-        mask_ptr = _head_ptr(mask_ptr, b, h, stride_mask_b, stride_mask_h)
+        mask_ptr += b * stride_mask_b + h * stride_mask_h
     start_kv = pid_kv * BLOCK_KV
-    if pid_kv < T_kv // BLOCK_KV:
+    if pid_kv < _full_tiles(T_kv, BLOCK_KV, TAIL_KV):
         _dkdv_key_tile(
             dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
             start_kv, head, T_q, T_kv, stride_dk_t, stride_do_t, stride_q_t, stride_k_t, stride_v_t,
             stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-            BLOCK_KV, False, BLOCK_Q, TAIL_Q, D, BLOCK_D0, BLOCK_D1, PRECISION,
+            BLOCK_KV, TAIL_KV == BLOCK_KV, BLOCK_Q, TAIL_Q, D, BLOCK_D0, BLOCK_D1, PRECISION,
             MASK, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     else:
-        if TAIL_KV > 0:
+        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
             _dkdv_key_tile(
                 dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr,
                 seed_ptr, start_kv, head, T_q, T_kv, stride_dk_t, stride_do_t, stride_q_t,
@@ -768,7 +787,7 @@ def _attention_bwd_one_pass_kernel(
     k_ptr = _head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
     v_ptr = _head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
     if MASK != "none":
-        mask_ptr = _head_ptr(mask_ptr, b, h, stride_mask_b, stride_mask_h)
+        mask_ptr += b * stride_mask_b + h * stride_mask_h
 
     q0, do0, lse0, delta0, dq0 = _load_query_part(
         q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, 0, T_q,
@@ -778,9 +797,7 @@ def _attention_bwd_one_pass_kernel(
         q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, PART0, T_q,
         PART1, D, BLOCK_D, RAGGED_Q,
     )  # fmt: skip
-    full_kv = T_kv // BLOCK_KV * BLOCK_KV
-    # Hoisted out of this loop, the descriptors of q and dout in shared memory would spill; so would
-    # a second copy of its body for a smaller tail.
+    # One loop, masked: a second copy of its body for a smaller tail would spill.
     for start_kv in tl.range(0, T_kv, BLOCK_KV, disable_licm=True):
         dq0, dq1 = _one_pass_key_tile(
             dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
