@@ -1,0 +1,197 @@
+"""A measurement is a `Row`; a run is one CSV in long form, written row by row."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from fastvit_kernels._triton import HAS_TRITON, triton
+
+RESULTS = "results.csv"
+OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider on one shape. Times in ms, medians; empty where it does not apply.
+
+    The key is (op, provider, shape, dtype, mode). `ms` is the time between two CUDA events around
+    an eager call, `graph_ms` the same through the replay of a CUDA graph, without host time.
+    """
+
+    op: str
+    provider: str
+    shape: str
+    dtype: str
+    mode: str
+    model: str = ""  # of which the shape comes: ViT-B
+    B: int = 0
+    T: int = 0
+    status: str = OK
+    note: str = ""
+    ms: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    graph_ms: float | None = None
+    samples: int = 0
+    flops: float | None = None
+    bytes: float | None = None
+    tflops: float | None = None  # TFLOP/s
+    gbps: float | None = None  # GB/s
+    roof: str = ""  # which roof is nearer: copy or matmul
+    roof_share: float | None = None  # time at the roof / time
+    peak_mib: float | None = None  # above what the inputs take
+    images_per_s: float | None = None
+    speedup: float | None = None  # eager's time / this one's
+    batch: int | None = None  # largest that fits
+    gpu: str = ""
+    driver: str = ""
+    torch: str = ""
+    triton: str = ""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        return (self.op, self.provider, self.shape, self.dtype, self.mode)
+
+    @property
+    def device_ms(self) -> float | None:
+        """The time without the host's share, where it was measured."""
+        return self.ms if self.graph_ms is None else self.graph_ms
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Row))
+_KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _parse(name: str, text: str) -> Any:
+    kind = _KINDS[name]
+    if kind == "str":
+        return text
+    if not text:
+        return None if "None" in kind else 0
+    return float(text) if "float" in kind else int(text)
+
+
+def as_line(row: Row) -> str:
+    """The row as one line of CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(_text(getattr(row, f)) for f in FIELDS)
+    return text.getvalue()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV; a line that a crash has torn is left out, of equal keys the last counts.
+
+    Raises: ValueError where the file is not one of ours.
+    """
+    if path.is_dir():
+        path = path / RESULTS
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.reader(file)
+        header = next(lines, [])
+        unknown = set(header) - set(FIELDS)
+        if not {"op", "provider", "shape", "dtype", "mode"} <= set(header) or unknown:
+            raise ValueError(f"{path} is no result of this benchmark: its columns are {header}")
+        found: dict[tuple[str, ...], Row] = {}
+        for line in lines:
+            if len(line) != len(header):
+                continue
+            try:
+                row = Row(**{n: _parse(n, v) for n, v in zip(header, line, strict=True)})
+            except ValueError:
+                continue
+            found[row.key] = row
+    return list(found.values())
+
+
+class Results:
+    """The rows of one output folder: those of a run that is resumed, then the new ones."""
+
+    def __init__(self, folder: Path, resume: bool):
+        self.folder, self.path = folder, folder / RESULTS
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rows: dict[tuple[str, ...], Row] = {}
+        if resume and self.path.exists():
+            self.rows = {row.key: row for row in read_rows(self.path)}
+            torn = not self.path.read_bytes().endswith(b"\n")
+            self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
+            self._write("\n" if torn else "")
+        else:
+            self._file = self.path.open("w", encoding="utf-8", newline="")
+            self._write(",".join(FIELDS) + "\n")
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+    def append(self, row: Row) -> None:
+        """Add a row, on disk before this returns."""
+        row = dataclasses.replace(row, **environment())
+        self.rows[row.key] = row
+        self._write(as_line(row))
+
+    def missing(self, rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Those keys that have no row yet."""
+        return [key for key in rows if key not in self.rows]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _first_line(*command: str, cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=cwd)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else "unknown"
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    commit = _first_line("git", "rev-parse", "--short=10", "HEAD", cwd=here)
+    if commit == "unknown":
+        return commit
+    changes = _first_line("git", "status", "--porcelain", "--", "../fastvit_kernels", cwd=here)
+    return commit if changes == "unknown" else f"{commit}+changes"  # no line: nothing changed
+
+
+@functools.lru_cache(maxsize=1)
+def environment() -> dict[str, str]:
+    """What a figure depends on besides the code that is measured."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+        driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    else:
+        gpu, driver = f"no GPU, {platform.machine()} CPU", ""
+    return dict(
+        gpu=gpu, driver=driver, torch=torch.__version__,
+        triton=triton.__version__ if HAS_TRITON else "", commit=_commit(),
+    )  # fmt: skip
+
+
+def conditions(rows: Iterable[Row]) -> str:
+    """One line for a figure or a table: GPU and versions of its rows."""
+    seen = {
+        f"{r.gpu}, driver {r.driver or 'none'}, torch {r.torch}, triton {r.triton}, "
+        f"commit {r.commit}"
+        for r in rows
+    }
+    return "; ".join(sorted(seen)) or "no rows"
