@@ -17,7 +17,7 @@ import torch
 
 from fastvit_kernels import __version__
 from fastvit_kernels._triton import HAS_TRITON
-from fastvit_kernels.console import CommandError
+from fastvit_kernels.commands.console import CommandError
 
 INTERPRET = "TRITON_INTERPRET"
 DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compile, look inside."
@@ -31,10 +31,11 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("train", "train a ViT on real images with the kernels", True),
-    "check": Command("check", "compare every kernel with float64 on this machine", True),
+    "train": Command("commands.train", "train a ViT on real images with the kernels", True),
+    "check": Command("commands.check", "compare every kernel with float64 on this machine", True),
     "compile": Command("compile_command", "compile the kernels for GPUs that are not here", False),
-    "attention-maps": Command("overlay", "draw where each head of a trained ViT looks", False),
+    "coverage": Command("coverage", "list the models that swap_in understands", True),
+    "attention-maps": Command("commands.overlay", "draw where each head of a ViT looks", False),
 }
 
 

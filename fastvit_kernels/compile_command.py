@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from fastvit_kernels._triton import triton
 from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
-from fastvit_kernels.console import CommandError
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.presets import create_vit
 from fastvit_kernels.sdpa import scaled_dot_product_attention
 

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from fastvit_kernels import zoo
 from fastvit_kernels.accuracy import Error, measure
 from fastvit_kernels.backend import Backend, backend
+from fastvit_kernels.commands.console import CommandError, require
+from fastvit_kernels.hosts import host_path
 from fastvit_kernels.swap import SwapReport, swap_in
 
 VERIFIED = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that --verify runs
@@ -130,3 +132,149 @@ def model_errors(
             )
         )
     return errors
+
+
+def _fingerprint(model: nn.Module, inputs: Tensor) -> str:
+    """Equal for two small models that are the same: classes, settings, shapes, in order."""
+    simple = (bool, int, float, str, tuple, type(None))
+    parts = [str(tuple(inputs.shape))]
+    for name, module in model.named_modules():
+        settings = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
+        shapes = [(n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None]
+        parts.append(f"{name} {host_path(type(module))} {sorted(settings.items())} {shapes}")
+    return "\n".join(parts)
+
+
+class Verifier:
+    """The 2x rule for small models by timm name; equal small models are run once."""
+
+    def __init__(self, backends: Sequence[Backend]):
+        self.backends = backends
+        self.known: dict[str, str] = {}
+
+    def __call__(self, name: str) -> str:
+        torch.manual_seed(0)
+        model, images = zoo.timm_small(name)
+        key = _fingerprint(randomize(model).eval(), images)
+        if key not in self.known:
+            self.known[key] = self._run(model, images)
+        return self.known[key]
+
+    def _run(self, model: nn.Module, images: Tensor) -> str:
+        for chosen in self.backends:
+            with backend(chosen):
+                failed = [e for e in model_errors(model, images) if not e.passed]
+            if failed:
+                return f"WRONG ({chosen}): {failed[0]}"
+        return "yes"
+
+
+def _reason(report: SwapReport) -> str:
+    """Why a model is not at the block level, in a few words."""
+    if report.level == "block":
+        return ""
+    found = Counter(
+        f"{row.host}: {row.reason}" for row in report.left if row.reason != "a plain product"
+    )
+    parts = Counter(s.level for s in report.swapped)
+    swapped = ", ".join(f"{n} {level}" for level, n in parts.items())
+    why = (
+        "; ".join(reason for reason, _ in found.most_common(2)) or "its blocks have no fused class"
+    )
+    return f"{swapped or 'nothing'}; {why}"
+
+
+def _models() -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
+    """(host, name, builder on the meta device) for every model that gets a row."""
+    for name in zoo.timm_names(*zoo.TIMM_FAMILIES):
+        yield "timm", name, lambda name=name: zoo.timm_meta(name)
+    for name in zoo.torchvision_names():
+        yield "torchvision", name, lambda name=name: zoo.torchvision_meta(name)
+    for name, build in zoo.hf_meta():
+        yield "transformers", name, build
+
+
+def rows(prefixes: tuple[str, ...], verify: Verifier | None) -> Iterator[Row]:
+    """A row for each model whose name begins with one of the prefixes."""
+    for host, name, build in _models():
+        if not name.startswith(prefixes):
+            continue
+        try:
+            report = swap_in(build())
+            row = Row(host, name, report.level, _reason(report))
+        except Exception as error:  # a host's model that does not build is the host's business
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            row = Row(host, name, "not built", first[:80])
+        if verify is not None and host == "timm" and name.startswith(VERIFIED):
+            row.verified = verify(name)
+        yield row
+
+
+def write_table(found: Sequence[Row], out: Path) -> None:
+    hosts = list(dict.fromkeys(r.host for r in found))
+    versions = ", ".join(f"{host} {importlib.metadata.version(host)}" for host in hosts)
+    vits = [r for r in found if r.host == "timm" and r.model.startswith("vit_")]
+    blocks = sum(r.level == "block" for r in vits)
+    verified = [r for r in found if r.verified]
+    right = sum(r.verified == "yes" for r in verified)
+    lines = [
+        "# Coverage",
+        "",
+        f"Which models `swap_in` understands: {versions}. Written by `fastvit-kernels coverage`.",
+        "",
+        "Level `block`: whole blocks run fused, with residual, LayerScale, DropPath and LayerNorm.",
+        "`parts`: attention, MLPs, LayerNorms, patch embedding, as the row says. `none`: nothing.",
+        "",
+        f"timm's `vit_*`: {len(vits)} names, {blocks} at block level.",
+    ]
+    if verified:
+        lines += [
+            "",
+            "Column 2x (`coverage --verify`): the model cut to depth 2 and a narrow width, ",
+            "swapped beside the host's: output and all gradients in fp32 by the 2x rule, through ",
+            "Triton kernels and through PyTorch. Names whose cut models are the same are run once.",
+            f"{right} of {len(verified)} names pass.",
+        ]
+    for host in hosts:
+        mine = [r for r in found if r.host == host]
+        levels = ", ".join(f"{n} {level}" for level, n in Counter(r.level for r in mine).items())
+        lines += ["", f"## {host} ({levels})", "", "| model | level | 2x | why not block |"]
+        lines += ["|---|---|---|---|"]
+        lines += [f"| {r.model} | {r.level} | {r.verified} | {r.reason} |" for r in mine]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join(lines) + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("docs/coverage.md"), help="file to write")
+    parser.add_argument(
+        "--verify", action="store_true", help="run small models by the 2x rule too (slow)"
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=[""], metavar="PREFIX", help="only names that begin so"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", choices=("auto", "torch"), default=["auto", "torch"],
+        help="what --verify runs through",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    zoo.define_torchvision_operators()
+    for package in ("timm", "torchvision", "transformers"):
+        require(package, package)
+    warnings.filterwarnings("ignore")
+    verify = Verifier(arguments.backends) if arguments.verify else None
+    found, start = [], time.monotonic()
+    for row in rows(tuple(arguments.models), verify):
+        found.append(row)
+        seconds = time.monotonic() - start
+        print(f"{seconds:7.1f} s  {row.host} {row.model}: {row.level} {row.verified}", flush=True)
+    if not found:
+        raise CommandError(f"no model's name begins with {' or '.join(arguments.models)}")
+    write_table(found, arguments.out)
+    wrong = [r for r in found if r.verified.startswith("WRONG")]
+    for row in wrong:
+        print(f"{row.model}: {row.verified}", file=sys.stderr)
+    print(f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong")
+    return 1 if wrong else 0

@@ -63,11 +63,15 @@ class SwapReport:
 
     @property
     def level(self) -> str:
-        """The widest level reached, "none" where nothing was swapped."""
-        levels = {s.level for s in self.swapped}
-        order = ("parts", "block", "attention", "mlp", "patch_embed", "layer_norm")
-        found = next((level for level in order if level in levels), "none")
-        return found if found in ("block", "none") else "parts"
+        """ "block": every layer of the stack runs as a fused block; "parts"; or "none"."""
+        if not self.swapped:
+            return "none"
+        blocks = any(s.level == "block" for s in self.swapped)
+        loose = any(
+            s.level == "parts" or (s.level in ("attention", "mlp") and _in_stack(s.name))
+            for s in self.swapped
+        )
+        return "block" if blocks and not loose else "parts"
 
     def __str__(self) -> str:
         counts = Counter((s.level, s.host) for s in self.swapped)
@@ -184,6 +188,11 @@ def swap_out(model: nn.Module) -> None:
         module.__class__ = host
 
 
+def _in_stack(name: str) -> bool:
+    """Whether a name has a place number in it: blocks.3.mlp, encoder_layer_3."""
+    return any(part.isdigit() for part in name.replace("_", ".").split("."))
+
+
 def _host_name(module: nn.Module) -> str:
     return type(module).__name__
 
@@ -253,8 +262,7 @@ def _tokens(modules: dict[str, nn.Module]) -> int:
 def _flops(modules: dict[str, nn.Module], tokens: int) -> tuple[int, int]:
     total = fused = 0
     for name, module in modules.items():
-        in_stack = any(part.isdigit() for part in name.replace("_", ".").split("."))
-        rows = tokens if in_stack else 1
+        rows = tokens if _in_stack(name) else 1
         mixin = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
         runs_fused = isinstance(module, Fused) and module.blocked() is None
         if isinstance(module, nn.Linear):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,30 @@ TIMM_FAMILIES = (
     "beit", "cait", "crossvit", "deit", "eva", "flexivit", "naflexvit", "pit", "samvit", "swin",
     "tnt", "vit", "xcit",
 )  # fmt: skip
+
+
+def define_torchvision_operators() -> None:
+    """Let torchvision, and timm through it, be imported beside a torch that its binary is not for.
+
+    Its import registers fake versions of two operators of that binary; its models are plain
+    PyTorch, for which the operators' names are enough. Nothing happens where the binary loads.
+    """
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None or _libraries:
+        return
+    for binary in Path(spec.origin).parent.glob("_C*"):
+        try:
+            torch.ops.load_library(str(binary))
+        except OSError:
+            continue
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)  # a definition lasts as long as its Library
+
+
+_libraries: list[torch.library.Library] = []
 
 
 def timm_names(*prefixes: str) -> list[str]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from numerics import DEVICE
 
-from fastvit_kernels import check, cli
+from fastvit_kernels import cli
 from fastvit_kernels.backend import get_backend
+from fastvit_kernels.commands import check
 
 pytest.importorskip("rich")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_data import Image
 
-from fastvit_kernels import cli, console
+from fastvit_kernels import cli
+from fastvit_kernels.commands import console
 
 pytest.importorskip("rich")
 

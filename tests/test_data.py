@@ -4,8 +4,8 @@ import struct
 import pytest
 import torch
 
-from fastvit_kernels import data
-from fastvit_kernels.console import CommandError
+from fastvit_kernels.commands import data
+from fastvit_kernels.commands.console import CommandError
 
 Image = pytest.importorskip("PIL.Image")
 

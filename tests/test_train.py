@@ -11,9 +11,10 @@ import pytest
 import torch
 from test_data import Image, write_images, write_mnist
 
-from fastvit_kernels import checkpoint, cli, create_vit, data, figures, reference, train, training
+from fastvit_kernels import cli, create_vit
 from fastvit_kernels.backend import backend, get_backend
-from fastvit_kernels.settings import DIGITS_VIT, make_settings
+from fastvit_kernels.commands import checkpoint, data, figures, reference, train, training
+from fastvit_kernels.commands.settings import DIGITS_VIT, make_settings
 
 pytest.importorskip("rich")
 

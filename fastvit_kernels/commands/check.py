@@ -35,8 +35,8 @@ from fastvit_kernels import (
 from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.accuracy import Error, compare
 from fastvit_kernels.backend import INTERPRETED, backend, reason_for_torch
-from fastvit_kernels.console import CommandError, make_console, quiet_interpreter, require
-from fastvit_kernels.reference import agreement, worst_error
+from fastvit_kernels.commands.console import CommandError, make_console, quiet_interpreter, require
+from fastvit_kernels.commands.reference import agreement, worst_error
 from fastvit_kernels.vit import VisionTransformer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

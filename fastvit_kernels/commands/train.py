@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit_kernels import __version__, checkpoint, data, figures
+from fastvit_kernels import __version__
 from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.accuracy import Error
 from fastvit_kernels.backend import INTERPRETED, Backend, backend, reason_for_torch
-from fastvit_kernels.console import CommandError, make_console, quiet_interpreter, require
-from fastvit_kernels.data import Dataset
-from fastvit_kernels.reference import agreement, worst_error
-from fastvit_kernels.settings import Settings, add_arguments, given_options, make_settings
-from fastvit_kernels.training import CHECKPOINT, METRICS, Run
+from fastvit_kernels.commands import checkpoint, data, figures
+from fastvit_kernels.commands.console import CommandError, make_console, quiet_interpreter, require
+from fastvit_kernels.commands.data import Dataset
+from fastvit_kernels.commands.reference import agreement, worst_error
+from fastvit_kernels.commands.settings import Settings, add_arguments, given_options, make_settings
+from fastvit_kernels.commands.training import CHECKPOINT, METRICS, Run
 
 __all__ = ["add_arguments", "run"]
 

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit_kernels import checkpoint
-from fastvit_kernels.console import CommandError
-from fastvit_kernels.data import Augmentation, Dataset, Normalization
-from fastvit_kernels.reference import plain_vit
-from fastvit_kernels.settings import DIGITS_VIT, Settings, named_vit
+from fastvit_kernels.commands import checkpoint
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.data import Augmentation, Dataset, Normalization
+from fastvit_kernels.commands.reference import plain_vit
+from fastvit_kernels.commands.settings import DIGITS_VIT, Settings, named_vit
 from fastvit_kernels.vit import VisionTransformer
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"

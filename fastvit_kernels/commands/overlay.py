@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastvit_kernels import checkpoint, data, figures
 from fastvit_kernels.backend import backend
-from fastvit_kernels.console import CommandError, make_console, require
-from fastvit_kernels.settings import Settings, named_vit
+from fastvit_kernels.commands import checkpoint, data, figures
+from fastvit_kernels.commands.console import CommandError, make_console, require
+from fastvit_kernels.commands.settings import Settings, named_vit
 from fastvit_kernels.vit import VisionTransformer
 
 
@@ -75,7 +75,7 @@ def _named_model(
 
 
 def _trained_model(weights: Path) -> tuple[VisionTransformer, data.Normalization]:
-    from fastvit_kernels.training import build_model
+    from fastvit_kernels.commands.training import build_model
 
     content = checkpoint.load(weights)
     model = build_model(Settings(**content["settings"]), len(content["classes"]))

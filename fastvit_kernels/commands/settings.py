@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastvit_kernels.backend import Backend
-from fastvit_kernels.console import CommandError
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.presets import create_vit
 from fastvit_kernels.vit import VisionTransformer
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_kernels.checkpoint import write_atomically
-from fastvit_kernels.console import require
+from fastvit_kernels.commands.checkpoint import write_atomically
+from fastvit_kernels.commands.console import require
 
 OURS, REFERENCE = "tab:blue", "tab:orange"
 
