@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -152,17 +152,28 @@ def _step(
 
 
 @dataclass
-class _Timed:
+class Timed:
+    """A provider that is ready for its turns, and what they gave."""
+
     entry: Entry
     run: Callable[[], Any]
     replay: Callable[[], Any] | None
     count: int
     peak_mib: float | None
-    times: list[float]
-    graph_times: list[float]
+    times: list[float] = field(default_factory=list)
+    graph_times: list[float] = field(default_factory=list)
 
 
-def _warm(entry: Entry, step: Step, bench: Bench) -> _Timed | None:
+def _captured(step: Step, timer: Timer) -> Callable[[], Any] | None:
+    try:
+        return timer.capture(step)
+    except RuntimeError as error:  # not everything can be captured; the events still time it
+        error.__traceback__ = None
+        timer.clear()
+        return None
+
+
+def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
     """Compile, count samples, capture; None and a status on the entry where it fails."""
     timer = bench.timer
     try:
@@ -173,15 +184,15 @@ def _warm(entry: Entry, step: Step, bench: Bench) -> _Timed | None:
                 run()
             peak = timer.peak_mib(run)
             ms = min(timer.sample(run, 2, flush=True))
-            replay = timer.graph(step) if ms < SMALL_MS else None
+            replay = _captured(step, timer) if ms < SMALL_MS else None
     except Exception as error:
         entry.status, entry.note = failure(error, timer)
         return None
     count = min(MAX_SAMPLES, max(MIN_SAMPLES, int(ROUND_MS / max(ms, 1e-3))))
-    return _Timed(entry, run, replay, count, peak, [], [])
+    return Timed(entry, run, replay, count, peak)
 
 
-def interleave(timed: list[_Timed], timer: Timer, flush: bool) -> None:
+def interleave(timed: list[Timed], timer: Timer, flush: bool) -> None:
     """ROUNDS turns of every provider, so that a clock that drifts drifts for all."""
     for _ in range(ROUNDS):
         for t in timed:
@@ -276,7 +287,7 @@ def _measure_mode(
     inputs: dict[str, Tensor | None], upstream: Sequence[Tensor], bench: Bench,
 ) -> list[Row]:  # fmt: skip
     entries = [e for e in entries if e.provider.backward or mode == "fwd"]
-    timed: dict[str, _Timed] = {}
+    timed: dict[str, Timed] = {}
     for entry in entries:
         if entry.status in (OK, FAILED):
             warm = _warm(entry, _step(entry.function, inputs, upstream, mode), bench)

@@ -50,7 +50,7 @@ class Row:
     gbps: float | None = None  # GB/s
     roof: str = ""  # which roof is nearer: copy or matmul
     roof_share: float | None = None  # time at the roof / time
-    peak_mib: float | None = None  # above what the inputs take
+    peak_mib: float | None = None  # of an op above its inputs; of a model, all of it
     images_per_s: float | None = None
     speedup: float | None = None  # eager's time / this one's
     batch: int | None = None  # largest that fits

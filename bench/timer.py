@@ -35,8 +35,8 @@ class Timer(Protocol):
         """Milliseconds of `count` runs."""
         ...
 
-    def graph(self, step: Step) -> Callable[[], Any] | None:
-        """A replay of the step's kernels, None where it cannot be had."""
+    def capture(self, step: Step) -> Callable[[], Any]:
+        """A replay of the step's kernels. Raises RuntimeError where it cannot be had."""
         ...
 
     def peak_mib(self, run: Callable[[], Any]) -> float | None:
@@ -68,23 +68,19 @@ class CudaTimer:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def graph(self, step: Step) -> Callable[[], Any] | None:
+    def capture(self, step: Step) -> Callable[[], Any]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(stream):
-                # Autograd runs a backward on the stream of its forward: both on the one of capture.
-                state = step.prepare()
-                for _ in range(2):
-                    step.run(state)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                kept = step.run(state)
-            torch.cuda.synchronize()
-        except RuntimeError:
-            self.clear()
-            return None
+        with torch.cuda.stream(stream):
+            # Autograd runs a backward on the stream of its forward: both on the one of capture.
+            state = step.prepare()
+            for _ in range(2):
+                step.run(state)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = step.run(state)
+        torch.cuda.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
 
         def replay(kept: Any = (state, kept)) -> None:  # the graph's inputs and outputs stay alive
@@ -122,8 +118,8 @@ class WallTimer:
             times.append(1e3 * (time.perf_counter() - start))
         return times
 
-    def graph(self, step: Step) -> Callable[[], Any] | None:
-        return None
+    def capture(self, step: Step) -> Callable[[], Any]:
+        raise RuntimeError("CUDA graphs need a GPU")
 
     def peak_mib(self, run: Callable[[], Any]) -> float | None:
         run()

@@ -1,0 +1,170 @@
+"""The ViTs whose training is measured, built as their users build them, and one step of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.shapes import VITS
+from fastvit_kernels import swap_in
+
+NUM_CLASSES = 1000
+HOSTS = ("timm", "torchvision", "hf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, batch and precision. `amp` is fp32 parameters under bf16 autocast."""
+
+    host: str
+    model: str
+    size: int
+    batch: int
+    dtype: str = "amp"  # or bf16: parameters, images and optimizer in bf16
+    mode: str = "train"  # or infer
+
+    @property
+    def patch(self) -> int:
+        """16, but ViT-H's own 14 at 224; 14 does not divide 384 or 512."""
+        return 14 if self.model == "H" and self.size == 224 else 16
+
+    @property
+    def tokens(self) -> int:
+        return (self.size // self.patch) ** 2 + 1
+
+    @property
+    def id(self) -> str:
+        return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}"
+
+    @property
+    def flops(self) -> float:
+        """Of a step: a block is 2 T C (3C + C + 2F) + 4 T^2 C an image; training is 3 forwards."""
+        C, depth, _, mlp = VITS[self.model]
+        T = self.tokens
+        block = 2 * T * C * (4 * C + 2 * mlp) + 4 * T * T * C
+        patches = 2 * (T - 1) * C * 3 * self.patch**2
+        forward = self.batch * (depth * block + patches + 2 * C * NUM_CLASSES)
+        return float(forward * (3 if self.mode == "train" else 1))
+
+
+def build(case: Case) -> nn.Module:
+    """The host's model with random weights, the same at every call."""
+    C, depth, H, mlp = VITS[case.model]
+    torch.manual_seed(0)
+    if case.host == "timm":
+        from timm.models.vision_transformer import VisionTransformer
+
+        return VisionTransformer(
+            img_size=case.size, patch_size=case.patch, embed_dim=C, depth=depth, num_heads=H,
+            mlp_ratio=mlp / C, num_classes=NUM_CLASSES,
+        )  # fmt: skip
+    if case.host == "torchvision":
+        from torchvision.models import VisionTransformer
+
+        model = VisionTransformer(case.size, case.patch, depth, H, C, mlp, num_classes=NUM_CLASSES)
+        nn.init.normal_(model.heads.head.weight, std=0.02)  # zeros would hide every gradient
+        return model
+    if case.host == "hf":
+        from transformers import ViTConfig, ViTForImageClassification
+
+        return ViTForImageClassification(
+            ViTConfig(
+                hidden_size=C, num_hidden_layers=depth, num_attention_heads=H,
+                intermediate_size=mlp, image_size=case.size, patch_size=case.patch,
+                num_labels=NUM_CLASSES,
+            )
+        )  # fmt: skip
+    raise ValueError(f"unknown host {case.host!r}; there are {', '.join(HOSTS)}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a provider runs a model."""
+
+    swapped: bool = False
+    compile_mode: str | None = None
+    graph: bool = False
+
+
+WAYS = {
+    "eager": Way(),
+    "swapped": Way(swapped=True),
+    "swapped+graph": Way(swapped=True, graph=True),
+    "compile": Way(compile_mode="default"),
+    "swapped+compile": Way(swapped=True, compile_mode="default"),
+    "compile-max-autotune": Way(compile_mode="max-autotune"),
+}
+
+
+class Runner:
+    """A model with its optimizer, a batch, and one step of training or inference."""
+
+    def __init__(self, case: Case, way: Way, device: torch.device):
+        self.case, self.way, self.device = case, way, device
+        dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+        self.model = build(case).to(device, dtype).train(case.mode == "train")
+        if way.swapped:
+            report = swap_in(self.model)
+            if report.level == "none":
+                raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
+        self.forward: Callable[..., Any] = self.model
+        if way.compile_mode is not None:
+            self.forward = torch.compile(self.model, mode=way.compile_mode, dynamic=False)
+        self.parameters = list(self.model.parameters())
+        self.images, self.labels = batch(case, device)
+        if case.mode == "train":
+            self.optimizer = torch.optim.AdamW(
+                self.parameters, lr=1e-5, weight_decay=0.05, fused=True,
+                capturable=way.graph and device.type == "cuda",
+            )  # fmt: skip
+
+    def logits(self) -> Tensor:
+        amp = self.case.dtype == "amp"
+        with torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext():
+            out = self.forward(self.images)
+        return out if isinstance(out, Tensor) else out.logits
+
+    def step(self) -> Any:
+        """Forward, loss, backward, AdamW; or the forward alone."""
+        if self.case.mode == "infer":
+            with torch.no_grad():
+                return self.logits()
+        loss = F.cross_entropy(self.logits().float(), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def resident_mib(self) -> float:
+        """Memory of parameters, optimizer state and batch, which stays from step to step."""
+        tensors = [*self.parameters, self.images, self.labels]
+        if self.case.mode == "train":
+            states = self.optimizer.state.values()
+            tensors += [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors) / 2**20
+
+    def results(self, upstream: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Logits, and in training the gradient of every parameter under `upstream`."""
+        if self.case.mode == "infer":
+            with torch.no_grad():
+                return self.logits().clone(), []
+        logits = self.logits()
+        grads = torch.autograd.grad(
+            logits, self.parameters, upstream.to(logits.dtype), allow_unused=True
+        )
+        return logits.detach(), list(grads)
+
+
+def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images and labels, the same at every call."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (case.batch, 3, case.size, case.size)
+    images = torch.randn(shape, generator=generator, device=device)
+    labels = torch.randint(NUM_CLASSES, (case.batch,), generator=generator, device=device)
+    return images.to(torch.bfloat16 if case.dtype == "bf16" else torch.float32), labels
