@@ -46,6 +46,12 @@ def test_attention_one_pass_parts(T):
     assert_accurate(attention, attention_ref, _qkv(2, T, 1, 64, fp16))
 
 
+def test_attention_split_backward_tails():
+    """16-bit, D <= 64 and T > 256: the only backward with a separate tail of 16."""
+    assert one_pass(273, 32, 2, 2**20) is None
+    assert_accurate(attention, attention_ref, _qkv(1, 273, 1, 32, bf16))
+
+
 def test_attention_split_backward_in_fp32():
     assert one_pass(150, 64, 4, 2**20) is None
     assert_accurate(attention, attention_ref, _qkv(1, 150, 1, 64, fp32))

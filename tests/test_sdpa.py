@@ -86,6 +86,13 @@ def test_sdpa_layouts():
     _check({"query": q.requires_grad_(), "key": k.requires_grad_(), "value": v.requires_grad_()})
 
 
+def test_sdpa_odd_strides_are_copied():
+    """The kernels are promised strides that are multiples of 8."""
+    wide = rand(2, 2, 11, 32 + 3, grad=False)
+    q, k, v = (wide[..., i : i + 32].requires_grad_() for i in range(3))
+    _check({"query": q, "key": k, "value": v})
+
+
 def test_sdpa_scale():
     _check(_heads(1, 1, 9, 9, 16), scale=0.7)
 
