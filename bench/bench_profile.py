@@ -2,8 +2,8 @@
 
 torch.profiler names for every kernel the operator that launched it, with its shapes, and the
 operators around that one; from these follows the stage. Eager PyTorch runs a block as GEMMs that
-differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped model
-runs our operators, whose names decide. What nothing claims is "other": casts, residual adds, head.
+differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped
+model runs our operators, whose names decide. What nothing claims is "other": residual adds, head.
 """
 
 from __future__ import annotations

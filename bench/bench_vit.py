@@ -21,7 +21,7 @@ from bench.rows import FAILED, MEMORY, OK, Row
 from bench.timer import Step
 from fastvit_kernels.accuracy import Error, measure
 
-OP = "vit"
+OP, OP_BATCH = "vit", "max_batch"
 TURN_MS = 300.0
 MIN_STEPS, MAX_STEPS = 2, 20
 ORACLE_TOKENS = 3200  # a float64 forward and backward holds so many at once
@@ -110,7 +110,7 @@ def provider_of(name: str) -> Provider:
 def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Timed | None:
     """Build, hold against the oracle, warm up; None and a status where it fails."""
     way = WAYS[entry.provider.name]
-    timer = bench.timer
+    timer, bench.current = bench.timer, entry.provider.name
     try:
         with entry.provider.context():
             if way.compile_mode is not None:
@@ -174,7 +174,7 @@ def _measure_group(
         if ready is not None:
             timed[entry.provider.name] = ready
         bench.timer.clear()
-    interleave(list(timed.values()), bench.timer, flush=False)
+    interleave(list(timed.values()), bench, flush=False)
     rows = []
     for entry in group:
         row = row_of(case, entry.provider.name)
@@ -206,7 +206,7 @@ def fits(case: Case, way: Way, bench: Bench) -> bool:
 
 def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Row:
     """The largest batch of which a step fits, to an eighth: powers of two, then three halvings."""
-    row = row_of(case, name, op="max_batch")
+    row = row_of(case, name, op=OP_BATCH)
     attempt = functools.partial(fits, way=WAYS[name], bench=bench)
     best, bad = 0, case.batch
     try:

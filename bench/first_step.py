@@ -20,7 +20,7 @@ import torch
 
 from bench.bench_vit import provider_of, row_of
 from bench.models import WAYS, Case, Runner
-from bench.rows import ERROR, Row
+from bench.rows import ERROR, TIMEOUT, Row
 
 OP = "first_step"
 MODES = ("cold", "warm")
@@ -59,7 +59,7 @@ def measure_first_step(case: Case, provider: str, timeout: float) -> Iterator[Ro
                 )  # fmt: skip
                 seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
             except subprocess.TimeoutExpired:
-                yield replace(row, status=ERROR, note=f"not finished after {timeout:.0f} s")
+                yield replace(row, status=TIMEOUT, note=f"not finished after {timeout:.0f} s")
                 return
             except (ValueError, LookupError):
                 lines = done.stderr.strip().splitlines() or ["no output"]

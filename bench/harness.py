@@ -65,12 +65,7 @@ class Bench:
     timer: Timer
     roofs: Roofs
     say: Callable[[str], None]
-    unavailable: set[tuple[str, str]]  # (provider, why): each is said once
-
-    def skip(self, provider: str, reason: str) -> None:
-        if (provider, reason) not in self.unavailable:
-            self.unavailable.add((provider, reason))
-            self.say(f"{provider}: {reason}")
+    current: str = ""  # the provider at work, to be named where the GPU is lost
 
 
 @dataclass
@@ -113,8 +108,9 @@ def _verdict(errors: list[Error]) -> tuple[str, str]:
     return OK, ""
 
 
-def _gate(entry: Entry, reference: Reference, timer: Timer) -> None:
+def _gate(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's status by the 2x rule."""
+    bench.current = entry.provider.name
     try:
         with entry.provider.context():
             if entry.provider.backward:
@@ -125,7 +121,7 @@ def _gate(entry: Entry, reference: Reference, timer: Timer) -> None:
                 errors = [measure("out", out, yardstick, oracle, out.dtype)]
         entry.status, entry.note = _verdict(errors)
     except Exception as error:  # whatever a provider raises, the others are still measured
-        entry.status, entry.note = failure(error, timer)
+        entry.status, entry.note = failure(error, bench.timer)
 
 
 def _step(
@@ -175,7 +171,7 @@ def _captured(step: Step, timer: Timer) -> Callable[[], Any] | None:
 
 def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
     """Compile, count samples, capture; None and a status on the entry where it fails."""
-    timer = bench.timer
+    timer, bench.current = bench.timer, entry.provider.name
     try:
         with entry.provider.context():
             state = step.prepare()
@@ -192,12 +188,14 @@ def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
     return Timed(entry, run, replay, count, peak)
 
 
-def interleave(timed: list[Timed], timer: Timer, flush: bool) -> None:
+def interleave(timed: list[Timed], bench: Bench, flush: bool) -> None:
     """ROUNDS turns of every provider, so that a clock that drifts drifts for all."""
+    timer = bench.timer
     for _ in range(ROUNDS):
         for t in timed:
             if t.entry.status not in (OK, FAILED):
                 continue
+            bench.current = t.entry.provider.name
             try:
                 with t.entry.provider.context():
                     t.times += timer.sample(t.run, t.count, flush)
@@ -228,16 +226,18 @@ def with_speedup(row: Row, baseline: Row | None, compared: bool) -> Row:
     return replace(row, speedup=baseline.ms / row.ms)
 
 
+def _absent(**_: Any) -> Tensor:
+    raise AssertionError("a provider that could not be made is not called")
+
+
 def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
     entries = []
     for provider in providers:
         try:
             entries.append(Entry(provider, provider.make()))
-        except (ImportError, AttributeError) as error:
-            bench.skip(provider.name, f"not measured: {first_line(error)}")
-        except Exception as error:
-            bench.skip(provider.name, f"not measured: {first_line(error)}")
-            bench.timer.clear()
+        except Exception as error:  # a peer of another version, most likely
+            status, note = failure(error, bench.timer)
+            entries.append(Entry(provider, _absent, status, note))
     return entries
 
 
@@ -258,7 +258,8 @@ def measure_op(
             reference = Reference(op.reference(shape, dtype), inputs)
             upstream = reference.upstream
             for entry in entries:
-                _gate(entry, reference, bench.timer)
+                if entry.status == OK:
+                    _gate(entry, reference, bench)
         except torch.OutOfMemoryError as error:
             error.__traceback__ = None
             bench.timer.clear()
@@ -293,7 +294,7 @@ def _measure_mode(
             warm = _warm(entry, _step(entry.function, inputs, upstream, mode), bench)
             if warm is not None:
                 timed[entry.provider.name] = warm
-    interleave(list(timed.values()), bench.timer, flush=True)
+    interleave(list(timed.values()), bench, flush=True)
     rows: list[Row] = []
     for entry in entries:
         row = row_of(op.name, entry.provider.name, shape, dtype, mode)

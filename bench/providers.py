@@ -7,6 +7,7 @@ the reason why it is not here.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Provider:
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     backward: bool = True
     compiled: bool = False  # takes seconds to build
+    package: str = ""  # that must be installed
     ours: bool = False
 
 
@@ -103,5 +105,13 @@ def sdpa_backends(reference: Function) -> list[Provider]:
 
 
 def imported(name: str, module: str, adapt: Callable[[Any], Function], **options: Any) -> Provider:
-    """A peer: `adapt` makes a function of its module. ModuleNotFoundError where it is not here."""
-    return Provider(name, lambda: adapt(importlib.import_module(module)), **options)
+    """A peer: `adapt` makes a function of its module."""
+    package = module.partition(".")[0]
+    return Provider(
+        name, lambda: adapt(importlib.import_module(module)), package=package, **options
+    )
+
+
+def installed(provider: Provider) -> bool:
+    """Whether the provider's package is here."""
+    return not provider.package or importlib.util.find_spec(provider.package) is not None

@@ -19,6 +19,7 @@ from fastvit_kernels._triton import HAS_TRITON, triton
 
 RESULTS = "results.csv"
 OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"
+TIMEOUT = "not finished"
 
 
 @dataclass(frozen=True)

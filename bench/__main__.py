@@ -1,0 +1,305 @@
+"""`python -m bench`: measure ops and whole models side by side, draw, compare.
+
+    python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
+    python -m bench attention --shape T197 --dtype bf16
+    python -m bench vit --mode train --provider swapped
+    python -m bench plot DIR                            redraw from DIR/results.csv
+    python -m bench compare A B                         ratios, regressions first
+    python -m bench docs                                docs/benchmarks.md from bench/results
+
+The exit status is 1 where a provider breaks the 2x rule, one of ours fails, or, in compare, a row
+has become slower; 2 for a mistake in the command, 130 for an interrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastvit_kernels.console import CommandError, make_console, require
+
+from bench import plot, report
+from bench.compare import THRESHOLD, newly_failed, ratios, table
+from bench.harness import MODES, Bench
+from bench.host import measure_host
+from bench.plan import OPS, WHOLE, Task, Wanted, tasks
+from bench.roofs import measure_roofs, roofs_of
+from bench.rows import RESULTS, Results, Row, conditions, read_rows
+from bench.session import (
+    CHECK,
+    CHECK_SHARE,
+    Clock,
+    TimeOver,
+    bad_rows,
+    describe,
+    run_check,
+    run_tasks,
+)
+from bench.shapes import DTYPES
+from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
+
+RESERVE = 15.0  # seconds of a time budget kept for summary and plots
+NO_GPU_CHECK = 70.0  # seconds for the check where Triton's interpreter runs it
+SUMMARY = "summary.md"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name in ("all", *OPS, *WHOLE):
+        _add_measuring(commands.add_parser(name, help=f"measure {name}"))
+    drawing = commands.add_parser("plot", help="redraw everything from a CSV")
+    drawing.add_argument("folder", type=Path)
+    comparing = commands.add_parser("compare", help="ratios of two results, regressions first")
+    comparing.add_argument("a", type=Path)
+    comparing.add_argument("b", type=Path)
+    comparing.add_argument(
+        "--threshold", type=float, default=THRESHOLD,
+        help=f"slower by more than this share is a regression (default {THRESHOLD})",
+    )  # fmt: skip
+    commands.add_parser("docs", help="generate docs/benchmarks.md from bench/results")
+    return parser
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", action="append", choices=(*MODES, "train", "infer"))
+    parser.add_argument("--dtype", action="append", choices=("amp", *DTYPES))
+    parser.add_argument("--provider", action="append", help="may be given several times")
+    parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
+    parser.add_argument("--time-budget", type=float, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="default bench-out")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
+
+
+@dataclass
+class Machine:
+    """What a run needs of the machine; the tests bring a stand-in."""
+
+    device: torch.device
+    make_timer: Callable[[], Timer]
+    restart: Callable[[list[str]], Any]
+    check: Callable[[Path, float | None], Row] = run_check
+
+
+def _restart(words: list[str]) -> None:
+    """This process again, from the start: the only cure for a lost CUDA context."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "bench", *words])
+
+
+def this_machine() -> Machine | None:
+    """The GPU of this machine, None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    return Machine(torch.device("cuda", torch.cuda.current_device()), CudaTimer, _restart)
+
+
+def run(arguments: argparse.Namespace, words: list[str], machine: Machine, console: Any) -> int:
+    """Measure: roofs, check, then tasks as far as the time goes; report in any case."""
+    clock = Clock(arguments.time_budget)
+    if clock.budget is not None:
+        clock.budget = max(1.0, clock.budget - RESERVE)
+    results = _open(arguments)
+    wanted = Wanted(
+        ops=(*WHOLE, *OPS) if arguments.command == "all" else (arguments.command,),
+        providers=arguments.provider or (), shapes=arguments.shape or (),
+        dtypes=arguments.dtype or (), modes=arguments.mode or (),
+    )  # fmt: skip
+    ending, measured = 0, set(results.rows)
+    with _progress(console) as progress:
+        say = progress.console.print
+
+        def said(text: str) -> None:
+            say(text, markup=False, highlight=False, soft_wrap=True)
+
+        bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
+        try:
+            with clock.alarm():
+                found = tasks(wanted, machine.device)
+                for text in wanted.said:
+                    said(text)
+                _roofs(bench, results)
+                if arguments.command == "all" and not any(k[0] == CHECK for k in results.rows):
+                    share = None if clock.budget is None else CHECK_SHARE * clock.left
+                    row = machine.check(arguments.out, share)
+                    results.append(row)
+                    said(f"check: {row.status}: {row.note}")
+                bar = progress.add_task("", total=len(found))
+
+                def started(task: Task) -> None:
+                    progress.update(bar, completed=found.index(task), description=task.title)
+
+                skipped = run_tasks(found, bench, results, clock, started)
+                progress.update(bar, completed=len(found))
+                if skipped:
+                    said(f"{skipped} cases were left out: too little time. --resume continues.")
+        except TimeOver:
+            said("the time is over; --resume continues.")
+        except KeyboardInterrupt:
+            said("interrupted; every finished row is in the CSV, and --resume continues.")
+            ending = 130
+        except DeviceLost as error:
+            said(f"the GPU was lost: {error}. A new process goes on.")
+            results.close()
+            again = [*words, "--resume"]
+            if clock.budget is not None:
+                again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+            return machine.restart(again) or 1
+    results.close()
+    del bench
+    _finish(results, wanted, console)
+    rows = list(results.rows.values())
+    new = [r for r in rows if arguments.resume or r.key not in measured]
+    return ending or (1 if bad_rows(new) else 0)
+
+
+def _open(arguments: argparse.Namespace) -> Results:
+    if (arguments.out / RESULTS).exists() and not arguments.resume:
+        raise CommandError(
+            f"{arguments.out / RESULTS} exists: --resume adds to it, another --out starts anew"
+        )
+    try:
+        return Results(arguments.out, arguments.resume)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _progress(console: Any) -> Any:
+    rich = require("rich.progress", "rich")
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    return rich.Progress(
+        *columns, rich.TextColumn("{task.description}"), console=console,
+        disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def _roofs(bench: Bench, results: Results) -> None:
+    bench.roofs = roofs_of(list(results.rows.values()))
+    if bench.roofs.copy_gbps:
+        return
+    for row in measure_roofs(bench.device, bench.timer):
+        results.append(row)
+        rate = row.gbps if row.flops is None else row.tflops
+        unit = "GB/s" if row.flops is None else "TFLOP/s"
+        bench.say(f"roof: {row.mode} {row.dtype}: {report.number(rate) or row.note} {unit}")
+    bench.roofs = roofs_of(list(results.rows.values()))
+
+
+def _finish(results: Results, wanted: Wanted, console: Any) -> None:
+    """summary.md, the pictures, and the short table."""
+    rows = list(results.rows.values())
+    said = [f"- {text}" for text in wanted.said]
+    (results.folder / SUMMARY).write_text(report.summary(rows, said), encoding="utf-8")
+    _draw(rows, results.folder, console)
+    lines = report.short_lines(rows)
+    if lines:
+        shown = require("rich.table", "rich").Table(box=None, padding=(0, 1, 0, 0))
+        for i, title in enumerate(report.SHORT_HEADER):
+            shown.add_column(title, justify="left" if i in (0, 5) else "right", overflow="fold")
+        for line in lines:
+            shown.add_row(*line)
+        console.print(shown)
+    console.print(f"{conditions(rows)}\n{results.folder}: {len(rows)} rows", soft_wrap=True)
+
+
+def _draw(rows: Sequence[Row], folder: Path, console: Any) -> None:
+    try:
+        drawn = plot.draw_all(rows, roofs_of(rows), folder)
+    except CommandError as error:
+        console.print(f"no pictures: {error}")
+        return
+    console.print("drawn: " + (", ".join(str(p) for p in drawn) or "nothing, for want of rows"))
+
+
+def run_without_gpu(check: Callable[[Path, float | None], Row], console: Any) -> int:
+    """What can be said without a GPU: the host's share, and whether the kernels are right."""
+    console.print("torch sees no GPU: only host cost and correctness are measured here.")
+    shown = require("rich.table", "rich").Table(title="host cost, microseconds a call", box=None)
+    for title in ("op", "mode", "provider", "median", "p20", "p80"):
+        shown.add_column(title)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = list(measure_host(torch.device("cpu")))
+    torch.set_num_threads(threads)
+    for row in rows:
+        us = [f"{1e3 * (x or 0):.1f}" for x in (row.ms, row.ms_p20, row.ms_p80)]
+        shown.add_row(row.shape, row.mode, row.provider, *us)
+    console.print(shown)
+    row = check(Path.cwd(), NO_GPU_CHECK)
+    console.print(f"fastvit-kernels check: {row.status}: {row.note}", soft_wrap=True)
+    return 1 if bad_rows([row]) else 0
+
+
+def run_plot(arguments: argparse.Namespace, console: Any) -> int:
+    rows = _read(arguments.folder)
+    folder = arguments.folder if arguments.folder.is_dir() else arguments.folder.parent
+    (folder / SUMMARY).write_text(report.summary(rows), encoding="utf-8")
+    _draw(rows, folder, console)
+    return 0
+
+
+def run_compare(arguments: argparse.Namespace, console: Any) -> int:
+    a, b = _read(arguments.a), _read(arguments.b)
+    found, threshold = ratios(a, b), arguments.threshold
+    shown = require("rich.table", "rich").Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("row", "A, ms", "B, ms", "B / A", "spread", ""):
+        shown.add_column(title, overflow="fold")
+    for line in table(found, threshold):
+        shown.add_row(*line)
+    console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
+    console.print(shown)
+    lost = newly_failed(a, b)
+    for row in lost:
+        console.print(describe(row), markup=False, soft_wrap=True)
+    slower = sum(r.is_regression(threshold) for r in found)
+    console.print(
+        f"{len(found)} rows in both; {slower} slower by more than {100 * threshold:.0f}%; "
+        f"{len(lost)} that were measured in A and failed in B"
+    )
+    return 1 if slower or lost else 0
+
+
+def _read(path: Path) -> list[Row]:
+    try:
+        return read_rows(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words or ["all"])
+    try:
+        console = make_console()
+        if arguments.command == "plot":
+            return run_plot(arguments, console)
+        if arguments.command == "compare":
+            return run_compare(arguments, console)
+        if arguments.command == "docs":
+            report.write_docs()
+            return 0
+        machine = machine or this_machine()
+        if machine is None:
+            return run_without_gpu(run_check, console)
+        return run(arguments, words or ["all"], machine, console)
+    except CommandError as error:
+        print(f"bench {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The pictures of a run, drawn from its CSV alone: ops.png, vit.png, roofline.png, profile.png."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastvit_kernels.console import require
+
+from bench.bench_profile import STAGES
+from bench.rows import OK, Row, conditions
+from bench.timer import Roofs
+
+COLORS = {
+    "eager": "#555555", "compile": "#e08214", "compile-max-autotune": "#b35806",
+    "sdpa-flash": "#66a61e", "sdpa-cudnn": "#1b7837", "sdpa-efficient": "#a6d96a",
+    "sdpa-math": "#bdbdbd", "flash_attn": "#7b3294", "xformers": "#c2a5cf",
+    "liger_kernel": "#d6604d", "quack": "#f4a582", "ours": "#08519c", "ours-split": "#4292c6",
+    "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-recompute": "#9ecae1",
+    "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
+}  # fmt: skip
+OPS = ("attention", "qkv_attention", "layer_norm", "linear", "mlp", "patch_embed")
+MARKERS = dict(zip(OPS, "osD^vP", strict=True))
+BASE_C = 768  # curves over T are of this width
+
+
+def color(provider: str) -> str:
+    return COLORS.get(provider, "#000000")
+
+
+def _figure(width: float, height: float, title: str, rows: Sequence[Row]) -> Any:
+    figure = require("matplotlib.figure", "matplotlib").Figure(
+        (width, height), layout="constrained"
+    )
+    lines = textwrap.wrap(conditions(rows), int(width * 13))
+    figure.suptitle(title + "\n" + "\n".join(lines), fontsize=10)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, format="png", dpi=110)
+    return path
+
+
+def _good(rows: Iterable[Row]) -> list[Row]:
+    return [r for r in rows if r.status == OK and r.ms]
+
+
+def _by_provider(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Providers in the order of COLORS, each with its rows."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.provider, []).append(row)
+    order = list(COLORS)
+    return dict(
+        sorted(found.items(), key=lambda p: order.index(p[0]) if p[0] in order else len(order))
+    )
+
+
+def _legend(axes: Any, **options: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, **options)
+
+
+def _main_dtype(rows: Sequence[Row], op: str) -> str:
+    found = [r.dtype for r in rows if r.op == op]
+    return next((d for d in ("bf16", "amp", "fp16") if d in found), found[0])
+
+
+def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> None:
+    for provider, own in _by_provider(rows).items():
+        points = sorted({r.T: value(r) for r in own if value(r) is not None}.items())
+        if points:
+            mine = provider.startswith("ours")
+            axes.plot(
+                *zip(*points, strict=True), marker="o", ms=4, lw=2.2 if mine else 1.2,
+                color=color(provider), label=provider, zorder=3 if mine else 2,
+            )  # fmt: skip
+    ticks = sorted({r.T for r in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [str(t) for t in ticks], rotation=45, fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens T (B T constant, or as in the model)")
+    axes.grid(alpha=0.3)
+
+
+def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
+    """Throughput and speed-up over T of each op, at width 768."""
+    good = [r for r in _good(rows) if r.op in OPS and f"-C{BASE_C}-" in r.shape + "-"]
+    panels = []
+    for op in OPS:
+        own = [r for r in good if r.op == op]
+        if not own:
+            continue
+        own = [r for r in own if r.dtype == _main_dtype(own, op)]
+        for variant in ("proj", "fc1") if op == "linear" else ("",):
+            for mode in ("fwd", "bwd") if op == "attention" else ("both",):
+                part = [r for r in own if r.mode == mode and r.shape.endswith(variant)]
+                part = [r for r in part if "sweep-D" not in r.shape]
+                if part:
+                    panels.append((f"{op} {variant} {mode} {part[0].dtype}".split(), part))
+    if not panels:
+        return None
+    figure = _figure(14, 3.6 * len(panels), "Ops: throughput and speed-up over T, C = 768", good)
+    grid = figure.subplots(len(panels), 2, squeeze=False)
+    for (left, right), (title, part) in zip(grid, panels, strict=True):
+        copies = sum(r.roof == "copy" for r in part) * 2 > len(part)
+        _curve(left, part, (lambda r: r.gbps) if copies else (lambda r: r.tflops))
+        left.set(ylabel="GB/s" if copies else "TFLOP/s", title=" ".join(title), ylim=(0, None))
+        _curve(right, part, lambda r: r.speedup)
+        right.axhline(1, color="black", lw=0.8)
+        right.set(ylabel="speed-up over eager", title=" ".join(title), ylim=(0, None))
+        _legend(left, ncols=2)
+    return _save(figure, path)
+
+
+def _bars(
+    axes: Any, groups: dict[str, dict[str, float]], label: str, title: str, form: str
+) -> None:
+    """Grouped bars: group -> provider -> value."""
+    providers = list(dict.fromkeys(p for values in groups.values() for p in values))
+    providers.sort(key=lambda p: list(COLORS).index(p) if p in COLORS else 99)
+    width = 0.8 / max(1, len(providers))
+    for i, provider in enumerate(providers):
+        places = [g for g, values in enumerate(groups.values()) if provider in values]
+        heights = [values[provider] for values in groups.values() if provider in values]
+        offsets = [g + (i - (len(providers) - 1) / 2) * width for g in places]
+        bars = axes.bar(offsets, heights, width, color=color(provider), label=provider)
+        axes.bar_label(bars, fmt=form, fontsize=6, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right", fontsize=8)
+    axes.set(ylabel=label, title=title)
+    axes.margins(y=0.2)
+    axes.grid(axis="y", alpha=0.3)
+    _legend(axes)
+
+
+def _group(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> dict[str, Any]:
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        number = getattr(row, value)
+        if number is not None:
+            found.setdefault(name(row), {})[row.provider] = number
+    return found
+
+
+def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
+    """Images/s, memory, time to the first step, largest batch."""
+    steps = [r for r in _good(rows) if r.op == "vit"]
+    first = [r for r in _good(rows) if r.op == "first_step"]
+    largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
+    if not steps and not first and not largest:
+        return None
+
+    def name(row: Row) -> str:
+        return f"{row.shape}\n{row.dtype} {row.mode}"
+
+    figure = _figure(15, 17, "Whole models, one GPU", [*steps, *first, *largest])
+    top, middle, low = figure.subplots(3, 1, height_ratios=(1.2, 1.2, 1))
+    training = [r for r in steps if r.mode == "train"][:72]
+    _bars(top, _group(training, name, "images_per_s"), "images/s", "Training throughput", "%.0f")
+    peaks = [r for r in training if r.peak_mib is not None]
+    _bars(middle, _group(peaks, name, "peak_mib"), "MiB", "Peak memory of a training step", "%.0f")
+    low.axis("off")
+    cells = low.get_subplotspec().subgridspec(1, 2)
+    left, right = figure.add_subplot(cells[0]), figure.add_subplot(cells[1])
+    seconds: dict[str, dict[str, float]] = {}
+    for row in first:
+        seconds.setdefault(f"{row.mode} caches", {})[row.provider] = (row.ms or 0.0) / 1e3
+    _bars(left, seconds, "s", "Time to the end of the first step, new process", "%.1f")
+    _bars(right, _group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f")
+    return _save(figure, path)
+
+
+def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
+    """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
+    good = [r for r in _good(rows) if r.op in OPS and r.flops and r.bytes and r.tflops]
+    good = [r for r in good if r.dtype == "bf16" and r.provider in ("eager", "ours", "compile")]
+    peak = roofs.matmul_tflops.get("bf16")
+    if not good or not peak or not roofs.copy_gbps:
+        return None
+    figure = _figure(10, 7, "Roofline, bf16", good)
+    axes = figure.subplots()
+    for row in good:
+        axes.scatter(
+            row.flops / row.bytes, row.tflops, color=color(row.provider), marker=MARKERS[row.op],
+            s=28, alpha=0.75,
+        )  # fmt: skip
+    intensity = [r.flops / r.bytes for r in good if r.flops and r.bytes]
+    ridge = 1e3 * peak / roofs.copy_gbps
+    low, high = min(*intensity, ridge) / 2, max(*intensity, ridge) * 2
+    ends = [low, ridge, high]
+    roof = [min(peak, x * roofs.copy_gbps / 1e3) for x in ends]
+    axes.plot(ends, roof, color="black", lw=1.2)
+    axes.annotate(f"matmul {peak:.4g} TFLOP/s", (high, peak), ha="right", va="bottom", fontsize=8)
+    axes.annotate(
+        f"copy {roofs.copy_gbps:.4g} GB/s", (low, roof[0]), ha="left", va="bottom", fontsize=8
+    )
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s")
+    axes.grid(alpha=0.3, which="both")
+    lines = require("matplotlib.lines", "matplotlib").Line2D
+    handles = [
+        lines([], [], ls="", marker=MARKERS[o], color="gray", label=o)
+        for o in OPS
+        if any(r.op == o for r in good)
+    ]
+    handles += [
+        lines([], [], ls="", marker="s", color=color(p), label=p) for p in _by_provider(good)
+    ]
+    axes.legend(handles=handles, fontsize=8)
+    return _save(figure, path)
+
+
+def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
+    """Kernel time of a training step by stage, a stacked bar for each model and provider."""
+    good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
+    bars: dict[str, dict[str, float]] = {}
+    for row in good:
+        bars.setdefault(f"{row.shape}\n{row.provider}", {})[row.mode] = row.ms or 0.0
+    if not bars:
+        return None
+    figure = _figure(9, 6.5, "Kernel time of a training step by stage", good)
+    axes = figure.subplots()
+    palette = require("matplotlib", "matplotlib").colormaps["tab10"]
+    bottom = [0.0] * len(bars)
+    total = max(sum(v.values()) for v in bars.values())
+    for i, stage in enumerate(STAGES):
+        heights = [values.get(stage, 0.0) for values in bars.values()]
+        drawn = axes.bar(list(bars), heights, 0.6, bottom=bottom, color=palette(i), label=stage)
+        texts = [f"{h:.2f}" if h > 0.03 * total else "" for h in heights]
+        axes.bar_label(drawn, texts, label_type="center", fontsize=8, color="white")
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    for x, height in enumerate(bottom):
+        axes.annotate(f"{height:.2f} ms", (x, height), ha="center", va="bottom", fontsize=9)
+    axes.set(ylabel="ms a step")
+    axes.margins(y=0.1)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=9)
+    return _save(figure, path)
+
+
+def draw_all(rows: Sequence[Row], roofs: Roofs, folder: Path) -> list[Path]:
+    """Every picture that these rows allow."""
+    drawn = (
+        draw_ops(rows, folder / "ops.png"),
+        draw_vit(rows, folder / "vit.png"),
+        draw_roofline(rows, roofs, folder / "roofline.png"),
+        draw_profile(rows, folder / "profile.png"),
+    )
+    return [path for path in drawn if path is not None]
