@@ -119,7 +119,14 @@ class Allowed:
         )  # fmt: skip
 
 
-ALLOWED: tuple[Allowed, ...] = ()
+_MASKED = (
+    "the mask's tile lives beside dq of the whole head; the split kernels, compiled in its place, "
+    "spill on sm_80 too (88 and 200 bytes); create_vit has no masked model"
+)
+ALLOWED = (
+    Allowed("sm_80", "attention_bwd_one_pass", "MASK=(bool|add)", 512, _MASKED),
+    Allowed("sm_90", "attention_bwd_one_pass", "MASK=bool", 88, _MASKED),
+)
 
 
 def _compile_cases(arch: str) -> tuple[list[Kernel], list[str]]:
@@ -217,7 +224,12 @@ def resources_page(kernels: list[Kernel]) -> str:
             peaks = (max(getattr(k, a) for k in same) for a in ("registers", "spills", "shared"))
             row = (arch, str(target.shared_limit), name, *map(str, peaks), ", ".join(kinds) or "-")
             others.append(row)
-    return "\n".join([*parts, _markdown(others), ""])
+    parts += [_markdown(others), "", "## Exceptions from the gate's rules\n"]
+    parts += [
+        f"- {a.arch} {a.kernel}, {a.config}: up to {a.spills} bytes of spills; {a.reason}."
+        for a in ALLOWED
+    ]
+    return "\n".join([*parts, ""])
 
 
 def read_page(text: str) -> tuple[str, dict[tuple[str, str, str, str], tuple[int, int, int]]]:
