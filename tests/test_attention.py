@@ -167,8 +167,10 @@ def philox_keep(seed: int, B: int, H: int, T_q: int, T_kv: int, dropout_p: float
     return keep.reshape(B, H, T_q, T_kv)
 
 
-@pytest.mark.parametrize("T", [50, 150], ids=["one_pass", "split"])
-def test_attention_dropout(T, monkeypatch):
+@pytest.mark.parametrize(
+    ("T", "dtype"), [(50, fp32), (150, fp16), (150, fp32)], ids=["one_part", "two_parts", "split"]
+)
+def test_attention_dropout(T, dtype, monkeypatch):
     """Forward and gradients against the explicit formula with the mask rebuilt by Philox."""
     B, H, D, p, seed = 2, 2, 32, 0.3, 0x1234_5678_9ABC
     monkeypatch.setattr(
@@ -182,7 +184,7 @@ def test_attention_dropout(T, monkeypatch):
         probabilities = ((q @ k.mT) * D**-0.5).softmax(-1) * keep / (1 - p)
         return (probabilities @ v).transpose(1, 2)
 
-    assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, fp32))
+    assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, dtype))
 
 
 def test_attention_dropout_draws_anew_and_follows_the_generator():

@@ -45,8 +45,9 @@ def test_sdpa_causal(lengths):
     _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
 
 
-def test_sdpa_causal_long():
-    _check(_heads(1, 1, 300, 300, 64, torch.float16), is_causal=True)
+@pytest.mark.parametrize("T", [150, 300], ids=["two_parts", "split"])
+def test_sdpa_causal_long(T):
+    _check(_heads(1, 1, T, T, 64, torch.float16), is_causal=True)
 
 
 @pytest.mark.parametrize(
