@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
-def is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `linear` is an nn.Linear as torch made it: no subclass, hook or parametrization,
     and a dense weight.
 

@@ -105,7 +105,7 @@ def _matches(selector: Any, name: str, module: nn.Module) -> bool:
 def _selected(selectors: Any, modules: dict[str, nn.Module]) -> set[str]:
     """Names of the modules that a selector matches, and of all that is inside them."""
     single = isinstance(selectors, (str, type)) or not isinstance(selectors, Iterable)
-    selectors = [selectors] if single else list(selectors)
+    selectors = [selectors] if single else list(selectors)  # type: ignore[arg-type]
     roots = {n for n, m in modules.items() if any(_matches(s, n, m) for s in selectors)}
     return {n for n in modules if any(a in roots for a in _ancestors(n))}
 
@@ -163,7 +163,7 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
         if reason is None and name in unwanted:
             reason = "in skip="
         if reason is None:
-            module.__class__ = hosts.swapped_class(type(module))
+            module.__class__ = hosts.swapped_class(type(module))  # type: ignore[assignment]
         elif mixin.level != "epilogue":
             refused[name] = reason
     return _report(modules, refused)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import timm.layers
+from timm import layers as _layers
 
 from fastvit_kernels.hosts import swapped_class
 from fastvit_kernels.swap import swap_in
 
-LayerNorm: Any = swapped_class(timm.layers.LayerNorm)
-Attention: Any = swapped_class(timm.layers.Attention)
-Mlp: Any = swapped_class(timm.layers.Mlp)
+_timm: Any = _layers  # timm.layers exports more than its types say
+LayerNorm: Any = swapped_class(_timm.LayerNorm)
+Attention: Any = swapped_class(_timm.Attention)
+Mlp: Any = swapped_class(_timm.Mlp)
 
 
-class PatchEmbed(timm.layers.PatchEmbed):
+class PatchEmbed(_timm.PatchEmbed):
     """timm's PatchEmbed, its convolution swapped."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -288,7 +288,7 @@ def test_gradient_checkpointing_by_the_hosts_own_switch():
     swap_in(model)
     model.model.gradient_checkpointing_enable()
     calls = []
-    for layer in model.model.layers:
+    for layer in model.model.layers:  # type: ignore[union-attr]
         inner = layer._gradient_checkpointing_func
         layer._gradient_checkpointing_func = lambda *a, inner=inner: calls.append(1) or inner(*a)
     assert_same_step(train_step(model), wanted)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -130,19 +132,19 @@ def test_timm_layer_arguments():
 
 
 def test_timm_training_tools():
-    """What timm's train script does with a model: EMA, layer decay, schedule, scaler, features."""
-    from timm.optim import create_optimizer_v2
-    from timm.scheduler import CosineLRScheduler
-    from timm.utils import ModelEmaV3, NativeScaler
-
+    """What timm's train script does with a model: EMA, layer decay, schedule, scaler."""
+    tools: Any = timm
+    for name in ("optim", "scheduler", "utils"):
+        importlib.import_module(f"timm.{name}")
     found = []
     for swap in (False, True):
         model = timm_model(drop_path_rate=0.1)
         if swap:
             swap_in(model)
-        optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, layer_decay=0.75)
-        schedule = CosineLRScheduler(optimizer, t_initial=4, warmup_t=1)
-        ema, scaler = ModelEmaV3(model, decay=0.9), NativeScaler(device="cpu")
+        optimizer = tools.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, layer_decay=0.75)
+        schedule = tools.scheduler.CosineLRScheduler(optimizer, t_initial=4, warmup_t=1)
+        ema = tools.utils.ModelEmaV3(model, decay=0.9)
+        scaler = tools.utils.NativeScaler(device="cpu")
         torch.manual_seed(1)
         for step, (x, y) in enumerate(data()):
             with torch.autocast("cpu", torch.bfloat16):

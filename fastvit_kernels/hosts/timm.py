@@ -92,7 +92,7 @@ class Attention(Fused):
         gate = None if gate is None else project(gate, x).sigmoid()
         out = self._heads(x, **context).flatten(2)
         norm = getattr(self, "norm", None)
-        out = out if inert(norm) else norm(out)
+        out = out if norm is None or inert(norm) else norm(out)
         out = out if gate is None else out * gate
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 
@@ -218,12 +218,10 @@ class Block(Fused):
     def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         if not is_dense(x):
             return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        call, jump = None, True
-        if attn_mask is not None or is_causal:
-            jump = False
+        jump = attn_mask is None and not is_causal
 
-            def call(y: Tensor) -> Tensor:
-                return self.attn(y, attn_mask=attn_mask, is_causal=is_causal)
+        def call(y: Tensor) -> Tensor:
+            return self.attn(y, attn_mask=attn_mask, is_causal=is_causal)
 
         x = pre_norm_branch(
             x, self.norm1, self.attn, self.ls1, self.drop_path1, call=call, jump=jump

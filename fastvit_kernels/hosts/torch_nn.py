@@ -122,7 +122,8 @@ class TransformerEncoderLayer(Fused):
     def _feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout2(linear2(dropout(act(linear1(y)))))"""
         fc1, fc2, name = self.linear1, self.linear2, activation_name(self.activation)
-        if is_plain(fc1) and is_plain(fc2) and inert(self.dropout) and inert(self.dropout2):
+        at_rest = inert(self.dropout) and inert(self.dropout2)
+        if name is not None and is_plain(fc1) and is_plain(fc2) and at_rest:
             return mlp(y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name, residual=x)
         if is_plain(fc1):
             hidden = linear(y, fc1.weight, fc1.bias, activation=name)
