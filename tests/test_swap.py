@@ -774,3 +774,41 @@ def test_symbolic_tracing_sees_the_hosts_forward():
 def test_timm_small_is_deterministic():
     a, b = (randomize(timm_small("vit_tiny_patch16_224")[0]) for _ in range(2))
     assert list(a.state_dict()) == list(b.state_dict())
+
+
+def test_a_frozen_projection_among_trained_ones():
+    model, inputs = hf_small("vit")
+    randomize(model)
+    model.layers[0].attention.q_proj.requires_grad_(False)
+    model.layers[1].attention.k_proj.bias.requires_grad_(False)
+    host = copy.deepcopy(model)
+    swap_in(model)
+    for m in (model, host):
+        m(**inputs).last_hidden_state.square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), host.named_parameters(), strict=True):
+        assert (p.grad is None) == (q[1].grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_gradients_of_frozen_weights_are_not_computed():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Matmuls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names = ("aten::mm", "aten::addmm", "aten::bmm")
+            self.count += func._schema.name in names
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for kind in ("trained", "frozen"):
+        model = timm_model()
+        swap_in(model)
+        for p in model.blocks.parameters():
+            p.requires_grad_(kind == "trained")
+        with Matmuls() as matmuls:
+            model(images().requires_grad_()).sum().backward()
+        counts[kind] = matmuls.count
+    assert counts["trained"] - counts["frozen"] == 2 * 4  # qkv, proj, fc1, fc2 of two blocks
