@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastvit_kernels.console import CommandError, make_console, require
 
 from bench import plot, report
 from bench.compare import THRESHOLD, newly_failed, ratios, table
@@ -43,6 +42,7 @@ from bench.session import (
 )
 from bench.shapes import DTYPES
 from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
+from fastvit_kernels.commands.console import CommandError, make_console, require
 
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
 NO_GPU_CHECK = 70.0  # seconds for the check where Triton's interpreter runs it
@@ -76,7 +76,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", action="append", help="may be given several times")
     parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
     parser.add_argument("--time-budget", type=float, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="default bench-out")
+    parser.add_argument("--out", type=Path, help="folder of the results, default bench-out")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
 
 
@@ -221,7 +221,9 @@ def _draw(rows: Sequence[Row], folder: Path, console: Any) -> None:
     console.print("drawn: " + (", ".join(str(p) for p in drawn) or "nothing, for want of rows"))
 
 
-def run_without_gpu(check: Callable[[Path, float | None], Row], console: Any) -> int:
+def run_without_gpu(
+    arguments: argparse.Namespace, check: Callable[[Path, float | None], Row], console: Any
+) -> int:
     """What can be said without a GPU: the host's share, and whether the kernels are right."""
     console.print("torch sees no GPU: only host cost and correctness are measured here.")
     shown = require("rich.table", "rich").Table(title="host cost, microseconds a call", box=None)
@@ -236,6 +238,11 @@ def run_without_gpu(check: Callable[[Path, float | None], Row], console: Any) ->
         shown.add_row(row.shape, row.mode, row.provider, *us)
     console.print(shown)
     row = check(Path.cwd(), NO_GPU_CHECK)
+    if arguments.out is not None:
+        results = _open(arguments)
+        for measured in (*rows, row):
+            results.append(measured)
+        results.close()
     console.print(f"fastvit-kernels check: {row.status}: {row.note}", soft_wrap=True)
     return 1 if bad_rows([row]) else 0
 
@@ -291,7 +298,8 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
             return 0
         machine = machine or this_machine()
         if machine is None:
-            return run_without_gpu(run_check, console)
+            return run_without_gpu(arguments, run_check, console)
+        arguments.out = arguments.out or Path("bench-out")
         return run(arguments, words or ["all"], machine, console)
     except CommandError as error:
         print(f"bench {arguments.command}: {error}", file=sys.stderr)

@@ -8,7 +8,6 @@ model runs our operators, whose names decide. What nothing claims is "other": re
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,7 +103,7 @@ def launches_of(events: Sequence[Any]) -> list[Launch]:
 
 def sums(launches: Sequence[Launch], C: int, F: int, steps: int) -> dict[str, float]:
     """Milliseconds a step of each stage."""
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
     for launch in launches:
         totals[stage_of(launch, C, F)] += launch.us
     return {stage: totals[stage] / steps / 1e3 for stage in STAGES}

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.harness import Bench, Entry, Timed, failure, finish, interleave, with_speedup
+from bench.harness import WARM_UP, Bench, Entry, Timed, failure, finish, interleave, with_speedup
 from bench.models import WAYS, Case, Runner, Way, build
 from bench.providers import BASELINE, Provider, ours, plain
 from bench.rows import FAILED, MEMORY, OK, Row
@@ -126,7 +126,7 @@ def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Tim
             run = runner.step
             if way.graph:
                 run = timer.capture(Step(lambda: None, lambda _: runner.step()))
-            for _ in range(3):
+            for _ in range(WARM_UP):
                 run()
             peak = timer.peak_mib(run)
             # A graph's memory is taken when it is captured, once for all replays.

@@ -22,6 +22,7 @@ from fastvit_kernels.accuracy import Error, Reference, measure
 
 MODES = ("fwd", "bwd", "both")
 ROUNDS = 5  # how often the providers take turns
+WARM_UP = 3
 ROUND_MS = 25.0  # measured time of a provider in one turn
 MIN_SAMPLES, MAX_SAMPLES = 2, 40  # in one turn
 SMALL_MS = 2.0  # below it the host's share matters: measured through a CUDA graph too
@@ -176,7 +177,7 @@ def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
         with entry.provider.context():
             state = step.prepare()
             run = functools.partial(step.run, state)
-            for _ in range(3):
+            for _ in range(WARM_UP):
                 run()
             peak = timer.peak_mib(run)
             ms = min(timer.sample(run, 2, flush=True))

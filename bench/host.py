@@ -55,7 +55,8 @@ def cases(device: torch.device) -> dict[str, Case]:
     x, residual, qkv = draw(B, T, C), draw(B, T, C), draw(B, T, 3, H, C // H)
 
     def torch_attention(qkv: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     return {
         "layer_norm": Case((x,), lambda x: fk.layer_norm(x, norm.weight, norm.bias), norm),

@@ -68,18 +68,18 @@ def build(case: Case) -> nn.Module:
         from torchvision.models import VisionTransformer
 
         model = VisionTransformer(case.size, case.patch, depth, H, C, mlp, num_classes=NUM_CLASSES)
-        nn.init.normal_(model.heads.head.weight, std=0.02)  # zeros would hide every gradient
+        # zeros would hide every gradient
+        nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
         return model
     if case.host == "hf":
         from transformers import ViTConfig, ViTForImageClassification
 
-        return ViTForImageClassification(
-            ViTConfig(
-                hidden_size=C, num_hidden_layers=depth, num_attention_heads=H,
-                intermediate_size=mlp, image_size=case.size, patch_size=case.patch,
-                num_labels=NUM_CLASSES,
-            )
+        config: Any = ViTConfig
+        settings = config(
+            hidden_size=C, num_hidden_layers=depth, num_attention_heads=H, intermediate_size=mlp,
+            image_size=case.size, patch_size=case.patch, num_labels=NUM_CLASSES,
         )  # fmt: skip
+        return ViTForImageClassification(settings)
     raise ValueError(f"unknown host {case.host!r}; there are {', '.join(HOSTS)}")
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastvit_kernels.console import require
-
 from bench.bench_profile import STAGES
 from bench.rows import OK, Row, conditions
 from bench.timer import Roofs
+from fastvit_kernels.commands.console import require
 
 COLORS = {
     "eager": "#555555", "compile": "#e08214", "compile-max-autotune": "#b35806",
@@ -22,7 +21,7 @@ COLORS = {
     "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
 }  # fmt: skip
 OPS = ("attention", "qkv_attention", "layer_norm", "linear", "mlp", "patch_embed")
-MARKERS = dict(zip(OPS, "osD^vP", strict=True))
+MARKERS: dict[str, str] = dict(zip(OPS, "osD^vP", strict=True))
 BASE_C = 768  # curves over T are of this width
 
 
@@ -173,6 +172,10 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     return _save(figure, path)
 
 
+def _intensity(row: Row) -> float:
+    return (row.flops or 0.0) / (row.bytes or 1.0)
+
+
 def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
     good = [r for r in _good(rows) if r.op in OPS and r.flops and r.bytes and r.tflops]
@@ -184,10 +187,10 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     axes = figure.subplots()
     for row in good:
         axes.scatter(
-            row.flops / row.bytes, row.tflops, color=color(row.provider), marker=MARKERS[row.op],
+            _intensity(row), row.tflops, color=color(row.provider), marker=MARKERS[row.op],
             s=28, alpha=0.75,
         )  # fmt: skip
-    intensity = [r.flops / r.bytes for r in good if r.flops and r.bytes]
+    intensity = [_intensity(r) for r in good]
     ridge = 1e3 * peak / roofs.copy_gbps
     low, high = min(*intensity, ridge) / 2, max(*intensity, ridge) * 2
     ends = [low, ridge, high]

@@ -167,8 +167,9 @@ To measure on a GPU of your own, in ten minutes:
   the other in each turn. Figures are medians with the 20th and 80th percentile.
 - `ms` is the time between two CUDA events around an eager call, with its host time where the GPU
   has to wait for it. Before each sample of an op a buffer of twice the L2 cache is written.
-  `graph ms` is the replay of a CUDA graph of the same call, for calls below {small:.0f} ms: the GPU's
-  own time. Rates and shares of ops use it where it is there, speed-ups where both sides have it.
+  `graph ms` is the replay of a CUDA graph of the same call, for calls below {small:.0f} ms: the
+  GPU's own time. Rates and shares of ops use it where it is there, speed-ups where both sides
+  have it.
 - Forwards are those of training: they save for the backward. `bwd` is the backward alone.
 - FLOP and bytes are those of the mathematics, given beside each op in `bench/bench_<op>.py`. Roofs
   are measured in the same run: a copy of 1 GiB and a large matmul. `of roof` is the time at the

@@ -104,7 +104,8 @@ def read_rows(path: Path) -> list[Row]:
     """
     if path.is_dir():
         path = path / RESULTS
-    with path.open(newline="", encoding="utf-8") as file:
+    text = path.read_text(encoding="utf-8")
+    with io.StringIO(text[: text.rfind("\n") + 1], newline="") as file:
         lines = csv.reader(file)
         header = next(lines, [])
         unknown = set(header) - set(FIELDS)

@@ -103,8 +103,10 @@ def _record_loss(task: Task, wanted: set[Any], culprit: str, reason: str, result
     """Rows for the provider that lost the GPU, so that a resumed run leaves it out."""
     open_keys = set(results.missing(task.keys)) & wanted
     lost = {key for key in open_keys if key[1] == culprit}
-    for key in sorted(lost or open_keys):  # no culprit among them: the whole case
-        results.append(Row(*key, status=ERROR, note=f"the GPU was lost: {reason}"))
+    note = f"the GPU was lost: {reason}"
+    # Without a culprit the whole case is given up, or the next process would end here too.
+    for op, provider, shape, dtype, mode in sorted(lost or open_keys):
+        results.append(Row(op, provider, shape, dtype, mode, status=ERROR, note=note))
 
 
 def describe(row: Row) -> str:

@@ -1,0 +1,543 @@
+"""The benchmarks without a GPU: stand-in timers, tiny shapes, Triton's interpreter."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # bench is no part of the package
+
+from bench import bench_profile, bench_vit, compare, harness, host, plot, report, roofs, shapes
+from bench.__main__ import Machine, main
+from bench.harness import Bench, measure_op
+from bench.models import WAYS, Case
+from bench.plan import OPS, Task, Wanted, op_of, tasks
+from bench.providers import Provider, plain
+from bench.rows import ERROR, FAILED, OK, RESULTS, Results, Row, as_line, read_rows
+from bench.session import CHECK, Clock, TimeOver, bad_rows, run_tasks
+from bench.timer import DeviceLost, Roofs, Step, WallTimer, median_p20_p80
+
+CPU = torch.device("cpu")
+TINY = shapes.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
+ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
+
+
+class FakeTimer(WallTimer):
+    """Runs everything once and says what time it took by a table, so that ratios are known."""
+
+    def __init__(self, ms: float = 1.0):
+        self.ms, self.captures = ms, 0
+
+    def sample(self, run, count, flush):
+        run()
+        return [self.ms] * count
+
+    def capture(self, step: Step):
+        self.captures += 1
+        state = step.prepare()
+        return lambda: step.run(state)
+
+    def peak_mib(self, run):
+        run()
+        return 3.0
+
+
+def bench(timer=None):
+    return Bench(CPU, timer or FakeTimer(), ROOFS, lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP", 1)
+    monkeypatch.setattr(bench_vit, "WARM_UP", 1)
+    monkeypatch.setattr("bench.harness.ROUND_MS", 2.0)
+    monkeypatch.setattr("bench.bench_vit.TURN_MS", 2.0)
+    monkeypatch.setitem(shapes.VITS, "tiny", (16, 1, 2, 32))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_provider_of_an_op_runs_and_is_right(name):
+    op = op_of(name)
+    shape = replace(TINY, variant="proj" if name == "linear" else "")
+    absent = {"flash_attn", "xformers", "liger_kernel", "quack", "compile"}
+    names = {p.name for p in op.providers(shape, "fp32")} - absent
+    rows = list(measure_op(op, shape, "fp32", ("both",), tuple(names), bench()))
+    by_name = {r.provider: r for r in rows}
+    assert set(by_name) == names
+    no_backend = ("sdpa-cudnn", "sdpa-efficient")  # which a CPU does not have
+    for row in rows:
+        if row.provider in no_backend:
+            assert row.status == ERROR
+            continue
+        assert (row.status, row.note) == (OK, "")
+        assert row.ms == 1.0 and row.graph_ms == 1.0 and row.speedup == 1.0
+        assert row.peak_mib == 3.0
+        assert row.tflops == pytest.approx(op.flops(shape, "both") / 1e9)
+        assert row.gbps == pytest.approx(op.bytes(shape, "fp32", "both") / 1e6)
+        assert row.roof_share > 0
+    assert any(r.provider.startswith("ours") for r in rows)
+
+
+@pytest.mark.parametrize("dtype", ["amp", "bf16"])
+def test_layer_norm_in_low_precision(dtype):
+    rows = list(measure_op(op_of("layer_norm"), TINY, dtype, ("fwd",), ("ours",), bench()))
+    assert [(r.provider, r.status, r.note) for r in rows] == [("eager", OK, ""), ("ours", OK, "")]
+
+
+def test_flops_and_bytes_by_hand():
+    attention, mlp = op_of("attention"), op_of("mlp")
+    # B H = 2 matrices of T x T = 25 with D = 8: q k^T and p v, 2 FLOP a product
+    assert attention.flops(TINY, "fwd") == 2 * (2 * 2 * 25 * 8)
+    # qkv 3 and out 1 of 5 x 16 in bf16, lse of 2 x 5 in fp32
+    assert attention.bytes(TINY, "bf16", "fwd") == 4 * 80 * 2 + 10 * 4
+    assert mlp.flops(TINY, "both") == 3 * (2 * 5 * 16 * 32 * 2)
+    # timm's ViT-B at 224: 17.6 GMAC an image
+    forward = Case("timm", "B", 224, 1, mode="infer").flops
+    assert forward == pytest.approx(35.1e9, rel=0.01)
+
+
+def broken(right: bool = False) -> Provider:
+    def wrong(x, weight, bias):
+        y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+        return y * 1.01
+
+    return plain("broken", wrong)
+
+
+def with_provider(op, provider):
+    return replace(op, providers=lambda shape, dtype: [*op.providers(shape, dtype), provider])
+
+
+def test_the_gate_closes_on_a_broken_provider():
+    op = with_provider(op_of("layer_norm"), broken())
+    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
+    row = rows["broken"]
+    assert row.status == FAILED and row.note.startswith("2x rule: out")
+    assert row.speedup is None and row.ms == 1.0
+    assert rows["eager"].status == OK
+    assert bad_rows([row]) == [row] and not bad_rows([rows["eager"]])
+    assert "FAILED" in report.op_line(row)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), torch.OutOfMemoryError("full")])
+def test_a_provider_that_raises_leaves_the_others(error):
+    def raises(**inputs):
+        raise error
+
+    op = with_provider(op_of("layer_norm"), plain("raises", raises))
+    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("raises",), bench())}
+    assert rows["eager"].status == OK
+    wanted = ERROR if isinstance(error, RuntimeError) and "full" not in str(error) else None
+    assert rows["raises"].status == (wanted or "out of memory")
+    assert str(error) in rows["raises"].note and rows["raises"].ms is None
+    assert not bad_rows([rows["raises"]])  # a peer's; one of ours would count
+    assert bad_rows([Row("mlp", "ours", "", "", "", status=ERROR)])
+
+
+def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("float64")
+
+    monkeypatch.setattr(harness, "Reference", no_memory)
+    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("both",), ("eager",), bench()))
+    assert rows[0].ms == 1.0 and rows[0].speedup is None and "not compared" in rows[0].note
+
+
+def test_median_and_percentiles():
+    assert median_p20_p80([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (3.0, 2.0, 5.0)
+    assert median_p20_p80([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_roofs_by_stand_in(monkeypatch):
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    found = roofs.roofs_of(list(roofs.measure_roofs(CPU, FakeTimer(2.0))))
+    assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
+    assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
+    assert ROOFS.share(1.0, 1e3, 1e7, "fp32") == ("copy", pytest.approx(1.0))
+    assert ROOFS.share(2.0, 1e8, 1e2, "fp32") == ("matmul", pytest.approx(0.5))
+    assert ROOFS.share(1.0, 1.0, 1.0, "fp8") == ("", None)
+
+
+# --- rows on disk
+
+
+def test_csv_round_trip_and_torn_lines(tmp_path):
+    results = Results(tmp_path, resume=False)
+    row = Row(
+        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
+        batch=None, samples=7,
+    )  # fmt: skip
+    results.append(row)
+    results.append(replace(row, provider="eager"))
+    results.close()
+    read = read_rows(tmp_path)
+    assert [r.provider for r in read] == ["ours", "eager"]
+    assert replace(read[0], gpu="", driver="", torch="", triton="", commit="") == row
+    assert read[0].torch == torch.__version__
+
+    path = tmp_path / RESULTS
+    path.write_text(path.read_text()[:-9])  # a crash tears the last line
+    again = Results(tmp_path, resume=True)
+    assert [r.provider for r in again.rows.values()] == ["ours"]
+    again.append(replace(row, provider="eager"))
+    again.close()
+    assert [r.provider for r in read_rows(tmp_path)] == ["ours", "eager"]
+
+
+def test_another_csv_is_refused(tmp_path):
+    (tmp_path / RESULTS).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no result of this benchmark"):
+        read_rows(tmp_path)
+
+
+# --- the session
+
+
+def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):
+    def default(bench, names):
+        if calls is not None:
+            calls.append((name, tuple(names)))
+        for provider in dict.fromkeys(("eager", *names)):
+            yield Row("mlp", provider, name, "bf16", "both", ms=1.0)
+
+    keys = tuple(("mlp", p, name, "bf16", "both") for p in providers)
+    return Task(0, seconds, name, keys, run or default)
+
+
+def test_the_budget_leaves_out_what_would_not_end(tmp_path):
+    now = itertools.count(0.0, 3.0)
+    clock = Clock(10.0, now=lambda: next(now))
+    calls: list = []
+    work = [stub_task("a", 2.0, calls=calls), stub_task("b", 100.0, calls=calls)]
+    work += [stub_task("c", 1.0, calls=calls)]
+    assert run_tasks(work, bench(), Results(tmp_path, False), clock) == 1
+    assert [name for name, _ in calls] == ["a", "c"]
+
+
+def test_the_alarm_ends_what_takes_too_long():
+    clock = Clock(0.05)
+    with pytest.raises(TimeOver), clock.alarm():
+        time.sleep(20)
+
+
+def test_resume_measures_only_what_is_missing(tmp_path):
+    calls: list = []
+    results = Results(tmp_path, False)
+    results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    assert calls == [("a", ("ours",))]
+    assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 5.0, "ours": 1.0}
+
+
+def test_an_interrupt_loses_no_row(tmp_path):
+    def interrupted(bench, names):
+        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks([stub_task("a", run=interrupted)], bench(), Results(tmp_path, False), Clock(None))
+    assert [r.provider for r in read_rows(tmp_path)] == ["eager"]
+
+
+def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
+    def lost(bench, names):
+        bench.current = "ours"
+        raise DeviceLost("an illegal memory access")
+        yield
+
+    task = stub_task("a", providers=("eager", "ours", "ours-split"), run=lost)
+    results = Results(tmp_path, False)
+    with pytest.raises(DeviceLost):
+        run_tasks([task], bench(), results, Clock(None))
+    assert [(r.provider, r.status) for r in read_rows(tmp_path)] == [("ours", ERROR)]
+    with pytest.raises(
+        DeviceLost
+    ):  # again, and the culprit has its row: the whole case is given up
+        run_tasks([task], bench(), results, Clock(None))
+    assert len(read_rows(tmp_path)) == 3
+
+
+def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
+    wanted = Wanted(ops=("vit", *OPS), providers=("nobody",), shapes=("T12345",))
+    assert not any("eager" not in {k[1] for k in t.keys} for t in tasks(wanted, CPU))
+    assert any("unknown provider 'nobody'" in text for text in wanted.said)
+    assert any("no shape 'T12345'" in text for text in wanted.said)
+
+    everything = Wanted(ops=("vit", "profile", "host", *OPS))
+    found = tasks(everything, CPU)
+    assert found[0].title == "timm-ViT-B-224-B128 amp train"
+    assert {t.title.split()[0] for t in found if t.tier == 0} >= set(OPS)
+    assert [t.tier for t in found] == sorted(t.tier for t in found)
+    keys = [key for task in found for key in task.keys]
+    assert len(keys) == len(set(keys))
+    assert any("xformers is not measured" in text for text in everything.said)
+
+
+def test_sweeps_are_whole():
+    found = list(op_of("attention").shapes())
+    sweep = {s.T: s for s in found if s.model == "sweep-T"}
+    assert tuple(sweep) == shapes.T_SWEEP
+    assert {s.D for s in found} >= {32, 64, 80, 88, 96, 128}
+    assert {s.T for s in found} >= {197, 577, 1370, 257, 730}
+    assert all(0.6 < s.B * s.T / shapes.TOKENS < 1.4 for s in found)
+
+
+# --- the command
+
+
+def stand_in(monkeypatch, tmp_path, check_status=OK, work=None):
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    work = work or [stub_task("a")]
+    monkeypatch.setattr("bench.__main__.tasks", lambda wanted, device: work)
+    restarts: list = []
+    check = Row(CHECK, "ours", "all", "all", CHECK, status=check_status, note="44 of 44")
+    machine = Machine(CPU, FakeTimer, restarts.append, lambda folder, timeout: check)
+    return machine, restarts, ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
+
+
+def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a"), stub_task("b")])
+    assert main(words, machine) == 0
+    out = tmp_path / "out"
+    assert len(list(out.iterdir())) <= 6
+    assert "44 of 44" in (out / "summary.md").read_text()
+    assert "speed-up" in capsys.readouterr().out
+    assert main(words, machine) == 2  # results are never overwritten
+    assert main([*words, "--resume"], machine) == 0
+    assert len(read_rows(out)) == 1 + 1 + 1 + 4  # copy, matmul, check, two cases
+
+
+def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
+    machine, _, words = stand_in(monkeypatch, tmp_path, check_status=FAILED)
+    assert main(words, machine) == 1
+
+
+def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
+    def lost(bench, names):
+        raise DeviceLost("gone")
+        yield
+
+    machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
+    assert main(words, machine) == 1
+    (again,) = restarts
+    assert again[: len(words)] == words and "--resume" in again
+    assert 0 < float(again[-1]) <= 500
+
+
+def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(host, "ROUNDS", 1)
+    monkeypatch.setattr(host, "CALLS", 2)
+    monkeypatch.setattr("bench.__main__.run_check", lambda *a: Row(CHECK, "ours", "", "", ""))
+    assert main(["all"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("torch sees no GPU") and "layer_norm" in out and "check: ok" in out
+
+
+# --- whole models, profile
+
+
+@pytest.mark.parametrize("host_name", ["timm", "hf"])
+def test_whole_models_run_and_pass_the_gate(host_name):
+    pytest.importorskip("timm" if host_name == "timm" else "transformers")
+    mode = "train" if host_name == "timm" else "infer"
+    case = Case(host_name, "tiny", 16, 2, "bf16", mode)
+    names = ("swapped", "swapped+graph") if host_name == "timm" else ("swapped",)
+    rows = list(bench_vit.measure_vit(case, names, bench()))
+    assert [(r.provider, r.status, r.note) for r in rows] == [
+        (name, OK, "") for name in ("eager", *names)
+    ]
+    assert all(r.images_per_s == 2000.0 and r.roof_share for r in rows)
+    assert rows[0].peak_mib > 3.0  # parameters and optimizer state are counted
+
+
+def test_the_gate_of_whole_models_closes(monkeypatch):
+    pytest.importorskip("timm")
+
+    def spoiled(model):
+        with torch.no_grad():
+            model.blocks[0].mlp.fc1.weight.mul_(1.5)
+        return type("Report", (), {"level": "block"})()
+
+    monkeypatch.setattr("bench.models.swap_in", spoiled)
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    assert rows[1].status == FAILED and rows[1].speedup is None
+
+
+def test_largest_batch(monkeypatch):
+    def fits(case, way, bench):
+        return case.batch <= 77
+
+    monkeypatch.setattr(bench_vit, "fits", fits)
+    row = bench_vit.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
+    assert 64 <= row.batch <= 77 and row.op == "max_batch"
+
+
+def launch(kernel, *operators):
+    names = tuple(name for name, _ in operators)
+    return bench_profile.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
+
+
+def test_profile_stages():
+    C, F, M = 768, 3072, 25216
+    product = ((M, C), (C, 3 * C))
+    for stage, found in {
+        "qkv": launch("gemm", ("aten::addmm", product), ("aten::linear", ())),
+        "proj": launch("gemm", ("aten::mm", ((M, C), (C, C))), ("AddmmBackward0", ())),
+        "mlp": launch("gemm", ("aten::mm", ((F, M), (M, C)))),
+        "attention": launch(
+            "_attention_fwd_kernel", ("fastvit_kernels::qkv_attention_fwd", product)
+        ),
+        "norm": launch("k", ("fastvit_kernels::layer_norm_bwd", ((M, C),))),
+        "patch embed": launch("k", ("aten::cudnn_convolution", ((128, 3, 224, 224),))),
+        "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
+        "other": launch("k", ("aten::add", ((M, C), (M, C)))),
+    }.items():
+        assert bench_profile.stage_of(found, C, F) == stage
+    both = [launch("gemm", ("aten::addmm", product))] * 3
+    assert bench_profile.sums(both, C, F, steps=3)["qkv"] == 1.0
+    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
+    assert bench_profile.stage_of(ours_qkv, C, F) == "qkv"
+
+
+def test_profile_reads_the_profilers_events():
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16")
+    rows = list(bench_profile.measure_profile(case, "eager", bench()))
+    assert {r.mode for r in rows} == set(bench_profile.STAGES)
+    assert all("no kernel" in r.note for r in rows)  # as it is without a GPU
+
+
+# --- pictures, comparison, the page
+
+
+def synthetic(factor: float = 1.0) -> list[Row]:
+    """Rows of every kind, with times that mean nothing."""
+    about = dict(gpu="NO SUCH GPU", driver="0", torch="0", triton="0", commit="none")
+    rows = [
+        Row("roof", "eager", "1024 MiB", "uint8", "copy", ms=1, gbps=1000.0, **about),
+        Row("roof", "eager", "8192", "bf16", "matmul", ms=1, tflops=100.0, **about),
+    ]
+    for name in OPS:
+        op = op_of(name)
+        for shape in op.shapes():
+            if shape.C != 768:
+                continue
+            for i, provider in enumerate(op.providers(shape, "bf16")):
+                for mode in ("fwd", "bwd", "both"):
+                    ms = factor * (1 + 0.1 * i) * (1 + shape.T / 4000)
+                    row = harness.row_of(name, provider.name, shape, "bf16", mode)
+                    row = replace(
+                        row, ms=ms, ms_p20=0.98 * ms, ms_p80=1.02 * ms, speedup=1 / (1 + 0.1 * i),
+                        **about,
+                    )  # fmt: skip
+                    rows.append(harness._rates(row, op, shape, roofs.roofs_of(rows[:2])))
+    for j, model in enumerate("SBL"):
+        case = Case("timm", model, 224, 128)
+        for i, provider in enumerate(WAYS):
+            row = bench_vit.row_of(case, provider)
+            rows.append(
+                replace(row, ms=100.0, images_per_s=1e3 / (1 + i + j), peak_mib=9e3 + i, **about)
+            )
+    case = Case("timm", "B", 224, 128)
+    for i, provider in enumerate(("eager", "swapped", "compile", "swapped+compile")):
+        for mode in ("cold", "warm"):
+            row = bench_vit.row_of(case, provider, "first_step", mode)
+            rows.append(replace(row, ms=1e3 * (i + 2), **about))
+    for provider in ("eager", "swapped"):
+        rows.append(replace(bench_vit.row_of(case, provider, "max_batch"), batch=512, **about))
+        for i, stage in enumerate(bench_profile.STAGES):
+            row = bench_vit.row_of(case, provider, "profile", stage)
+            rows.append(replace(row, ms=float(i + 1), **about))
+    return rows
+
+
+def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
+    results = Results(tmp_path, False)
+    for row in synthetic():
+        results.rows[row.key] = row
+        results._write(as_line(row))
+    results.close()
+    assert main(["plot", str(tmp_path)]) == 0
+    names = {"ops.png", "vit.png", "roofline.png", "profile.png"}
+    assert {p.name for p in tmp_path.glob("*.png")} == names
+    assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
+    assert len(list(tmp_path.iterdir())) == 6
+    summary = (tmp_path / "summary.md").read_text()
+    assert "NO SUCH GPU" in summary and "not yet measured" in summary  # host cost has no row
+    assert "drawn" in capsys.readouterr().out
+
+
+def test_no_rows_no_pictures(tmp_path):
+    assert plot.draw_all([], Roofs(0.0, {}), tmp_path) == []
+
+
+def test_compare_puts_regressions_first(tmp_path, capsys):
+    a = [r for r in synthetic() if r.op == "mlp"][:4]
+    b = [replace(r, ms=2 * r.ms, ms_p20=1.9 * r.ms, ms_p80=2.1 * r.ms) for r in a[:1]]
+    b += [replace(r, ms=0.9 * r.ms) for r in a[1:]]
+    found = compare.ratios(a, list(reversed(b)))
+    assert found[0].ratio == 2.0 and found[0].is_regression(0.05)
+    assert found[0].low == pytest.approx(1.9 / 1.02)
+    noisy = replace(a[0], ms=1.1 * a[0].ms, ms_p20=0.9 * a[0].ms)
+    assert not compare.ratios(a[:1], [noisy])[0].is_regression(0.05)
+    for name, rows in (("a", a), ("b", b)):
+        results = Results(tmp_path / name, False)
+        for row in rows:
+            results.append(row)
+        results.close()
+    words = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == 1
+    assert main([*words, "--threshold", "1.5"]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "none")]) == 2
+    assert "slower" in capsys.readouterr().out
+
+
+def test_the_page_says_what_is_not_measured_and_keeps_the_log():
+    page = report.docs([], "")
+    assert page.count("not yet measured") > 8 and report.COMMAND in page
+    log = "\nby hand\n"
+    former = f"x{report.LOG_START}{log}{report.LOG_END}"
+    page = report.docs([("a GPU", synthetic())], former)
+    assert log in page and "## a GPU" in page and "NO SUCH GPU" in page
+
+
+def test_the_committed_page_is_the_generated_one(tmp_path):
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(report.DOCS.read_text(encoding="utf-8"), encoding="utf-8")
+    report.write_docs(copy)
+    assert copy.read_text() == report.DOCS.read_text(encoding="utf-8")
+
+
+def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
+    from bench import session
+
+    def done(code, stdout, stderr=""):
+        result = type("Done", (), dict(returncode=code, stdout=stdout, stderr=stderr))()
+        monkeypatch.setattr(session.subprocess, "run", lambda *a, **k: result)
+        return session.run_check(tmp_path, 5.0)
+
+    cases = [
+        dict(name="mlp", dtype="bf16", passed=False),
+        dict(name="x", dtype="bf16", passed=True),
+    ]
+    row = done(1, json.dumps(dict(cases=cases, device="a GPU")))
+    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16" in row.note
+    assert done(0, json.dumps(dict(cases=cases[1:], device="a GPU"))).status == OK
+    row = done(1, "", "Segmentation fault")
+    assert row.status == FAILED and "Segmentation fault" in row.note
