@@ -81,11 +81,11 @@ def _timm_overrides(name: str) -> dict[str, Any]:
     return small
 
 
-def timm_small(name: str) -> tuple[nn.Module, Tensor]:
+def timm_small(name: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     """A small model of this timm name, with a batch of two images."""
     import timm
 
-    overrides = _timm_overrides(name)
+    overrides = _timm_overrides(name) | settings
     model = timm.create_model(name, pretrained=False, num_classes=7, **overrides)
     size, generator = overrides["img_size"], torch.Generator().manual_seed(0)
     return model, torch.randn(2, 3, size, size, generator=generator)

@@ -10,21 +10,25 @@ from torch.utils._pytree import tree_map
 from fastvit_kernels import attention, create_vit, linear, scaled_dot_product_attention, swap_in
 from fastvit_kernels.coverage import randomize
 from fastvit_kernels.library import LAUNCHERS
-from fastvit_kernels.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
+from fastvit_kernels.zoo import HF_MODELS, hf_small, timm_small
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")
-pytest.importorskip("torchvision")
+VisionTransformer = pytest.importorskip("torchvision").models.VisionTransformer
 
 NAMES = ("vit_base_patch14_dinov2", "torchvision", "dinov2")
 
 
 def swapped(name):
+    """A swapped model of one block: dynamo and the interpreter are slow."""
     torch.manual_seed(0)
     if name == "torchvision":
-        model, inputs = torchvision_small()
+        model = VisionTransformer(32, 16, 1, 2, 32, 64, num_classes=7)
+        inputs = torch.randn(2, 3, 32, 32)
+    elif name in HF_MODELS:
+        model, inputs = hf_small(name, num_hidden_layers=1)
     else:
-        model, inputs = hf_small(name) if name in HF_MODELS else timm_small(name)
+        model, inputs = timm_small(name, depth=1)
     randomize(model)
     assert swap_in(model).level == "block"
     return model, inputs
@@ -70,7 +74,7 @@ def test_batch_sizes_share_a_graph():
     model, images = swapped("vit_base_patch14_dinov2")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    for batch in (2, 3, 5, 7):
+    for batch in (2, 3, 5):
         step(model, compiled, torch.randn(batch, *images.shape[1:]))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2, "the first size, and one graph for all others"
