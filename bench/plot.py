@@ -77,6 +77,7 @@ def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> 
                 *zip(*points, strict=True), marker="o", ms=4, lw=2.2 if mine else 1.2,
                 color=color(provider), label=provider, zorder=3 if mine else 2,
             )  # fmt: skip
+    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     ticks = sorted({r.T for r in rows})
     axes.set_xscale("log")
     axes.set_xticks(ticks, [str(t) for t in ticks], rotation=45, fontsize=8)
@@ -107,10 +108,10 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     for (left, right), (title, part) in zip(grid, panels, strict=True):
         copies = sum(r.roof == "copy" for r in part) * 2 > len(part)
         _curve(left, part, (lambda r: r.gbps) if copies else (lambda r: r.tflops))
-        left.set(ylabel="GB/s" if copies else "TFLOP/s", title=" ".join(title), ylim=(0, None))
+        left.set(ylabel="GB/s" if copies else "TFLOP/s", title=" ".join(title))
         _curve(right, part, lambda r: r.speedup)
         right.axhline(1, color="black", lw=0.8)
-        right.set(ylabel="speed-up over eager", title=" ".join(title), ylim=(0, None))
+        right.set(ylabel="speed-up over eager", title=" ".join(title))
         _legend(left, ncols=2)
     return _save(figure, path)
 
@@ -130,9 +131,9 @@ def _bars(
         axes.bar_label(bars, fmt=form, fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right", fontsize=8)
     axes.set(ylabel=label, title=title)
-    axes.margins(y=0.2)
+    axes.margins(y=0.35)
     axes.grid(axis="y", alpha=0.3)
-    _legend(axes)
+    _legend(axes, loc="upper right", ncols=3)
 
 
 def _group(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> dict[str, Any]:
@@ -198,7 +199,13 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     axes.plot(ends, roof, color="black", lw=1.2)
     axes.annotate(f"matmul {peak:.4g} TFLOP/s", (high, peak), ha="right", va="bottom", fontsize=8)
     axes.annotate(
-        f"copy {roofs.copy_gbps:.4g} GB/s", (low, roof[0]), ha="left", va="bottom", fontsize=8
+        f"copy {roofs.copy_gbps:.4g} GB/s",
+        (low, roof[0]),
+        (0, 14),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=8,
     )
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s")
     axes.grid(alpha=0.3, which="both")
