@@ -1,6 +1,6 @@
 """Two gloo processes on the CPU train a swapped model; run by tests/test_swap_distributed.py.
 
-python hosts_distributed.py RANK WORLD PORT OUT: the losses of STEPS steps for each of KINDS.
+python hosts_distributed.py RANK WORLD OUT: the losses of STEPS steps for each of KINDS.
 The global batch is the same whatever WORLD is.
 """
 
@@ -117,15 +117,15 @@ def run(kind: str, rank: int, world: int) -> list[float]:
 
 
 def main() -> None:
-    rank, world, port, out = *map(int, sys.argv[1:4]), sys.argv[4]
+    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     sys.path.insert(0, os.path.dirname(__file__))
     from torchvision_operators import define_torchvision_operators
 
     define_torchvision_operators()
     torch.set_num_threads(1)
     if world > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        meeting = f"file://{out}.meeting"  # a file, because a free port may be taken meanwhile
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     losses = {kind: run(kind, rank, world) for kind in KINDS}
     if world > 1:
         dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,9 @@ PROGRAM = Path(__file__).parent / "hosts_distributed.py"
 
 
 def start(world: int, out: Path) -> list[subprocess.Popen]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     return [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(world), str(port), str(out)],
+            [sys.executable, str(PROGRAM), str(rank), str(world), str(out)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
