@@ -15,7 +15,7 @@ from bench.shapes import VITS
 from fastvit_kernels import swap_in
 
 NUM_CLASSES = 1000
-HOSTS = ("timm", "torchvision", "hf")
+HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 
 
 @dataclass(frozen=True)

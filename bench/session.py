@@ -160,4 +160,4 @@ def bad_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_ours(row: Row) -> bool:
-    return row.provider.startswith(("ours", "swapped"))
+    return row.op != "profile" and row.provider.startswith(("ours", "swapped"))

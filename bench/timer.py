@@ -100,11 +100,14 @@ class CudaTimer:
 
     def clear(self) -> None:
         gc.collect()
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError as error:
-            raise DeviceLost(str(error).strip().split("\n")[0]) from error
+        for attempt in range(2):
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                return
+            except RuntimeError as error:  # a lost context says so every time
+                if attempt:
+                    raise DeviceLost(str(error).strip().split("\n")[0]) from error
 
 
 class WallTimer:
