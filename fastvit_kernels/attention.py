@@ -132,41 +132,42 @@ def _launch_bwd(
     B, T_q, H, D = q.shape
     T_kv = k.shape[1]
     block_d0, block_d1 = split_head_dim(D)
-    mask, mask_strides, mask_kind = _mask_arguments(mask)
     dropout = _dropout_arguments(dropout_p)
-    read_strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v), *mask_strides)
-    flags = dict(
-        PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None
-    )
+    strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
+    flags = dict(PRECISION=_precision(), IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None)
     whole_head = None
-    if block_d1 == 0:
+    if mask is None and block_d1 == 0:
         whole_head = one_pass(T_q, block_d0, q.element_size(), gpu(q.device).shared_limit)
     if whole_head is not None:
         part0, part1, tiles = whole_head
         with torch.cuda.device_of(q):
             _attention_bwd_one_pass_kernel[(B * H,)](
-                dq, dk, dv, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
-                dq.stride(1), dk.stride(1), *read_strides, scale, *dropout,
+                dq, dk, dv, dout, q, k, v, out, lse, seed, H, T_q, T_kv,
+                dq.stride(1), dk.stride(1), *strides, scale, *dropout,
                 D=D, BLOCK_D=block_d0, BLOCK_KV=tiles.loop, RAGGED_KV=T_kv % tiles.loop != 0,
                 PART0=part0, PART1=part1, RAGGED_Q=part0 + part1 != T_q,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
             )  # fmt: skip
         return
+    mask, mask_strides, flags["MASK"] = _mask_arguments(mask)
+    strides += mask_strides
     head_dim = dict(D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1)
     delta = torch.empty_like(lse)
-    tiles = tiles_for(DQ_TILES, q.element_size(), block_d0 + block_d1)
+    # A mask takes registers: its tiles are those of the widest heads.
+    padded_dim = block_d0 + block_d1 if mask is None else MAX_D
+    tiles = tiles_for(DQ_TILES, q.element_size(), padded_dim)
     with torch.cuda.device_of(q):
         _attention_bwd_dq_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
             dq, delta, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
-            dq.stride(1), *read_strides, scale, *dropout,
+            dq.stride(1), *strides, scale, *dropout,
             BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
             BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
         )  # fmt: skip
-        tiles = tiles_for(DKDV_TILES, q.element_size(), block_d0 + block_d1)
+        tiles = tiles_for(DKDV_TILES, q.element_size(), padded_dim)
         _attention_bwd_dkdv_kernel[(triton.cdiv(T_kv, tiles.own) * B * H,)](
             dk, dv, dout, q, k, v, lse, delta, mask, seed, H, T_q, T_kv,
-            dk.stride(1), *read_strides, scale, *dropout,
+            dk.stride(1), *strides, scale, *dropout,
             BLOCK_KV=tiles.own, TAIL_KV=tail_tile(T_kv, tiles.own, tiles.tail),
             BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop, tiles.tail),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,

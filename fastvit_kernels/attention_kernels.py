@@ -18,7 +18,7 @@ rest (D = 72 -> 64 + 16), so every product over D is the sum of two.
 Backward has two forms. One pass, where the dq of a whole head fits in registers (T <= 256 at
 D = 64): one program keeps q, dout and dq, walks the keys once and writes each tile's dk and dv as
 it leaves it: five products a tile instead of seven, and everything is read once. Split, for the
-rest: dq by query tiles (which also writes delta), then dk and dv by key tiles.
+rest and for masks: dq by query tiles (which also writes delta), then dk and dv by key tiles.
 
 Miscompiles reported on Hopper (a transposed accumulator as an operand of tl.dot) are avoided by
 construction: only loaded tiles are transposed (the split form computes s^T as k q^T, the one-pass
@@ -686,9 +686,9 @@ def _attention_bwd_dkdv_kernel(
 @triton.jit
 def _one_pass_part(
     dk_t, dv_t, dq, q, do, lse, delta, k, v, start_q, kv_index, T_q, T_kv,
-    mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
+    seed_ptr, head, scale, threshold, keep_scale,
     PART: tl.constexpr, CHECK_KV: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The five products of one key tile with one part of the queries, scores as (q, kv)."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -696,8 +696,8 @@ def _one_pass_part(
     q_index = (start_q + tl.arange(0, PART))[:, None]
     p, ds = _softmax_grad(
         s, dp, lse[:, None], delta[:, None], q_index, kv_index, T_q, T_kv,
-        mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-        CHECK_KV, MASK, IS_CAUSAL, HAS_DROPOUT,
+        None, 0, 0, seed_ptr, head, scale, threshold, keep_scale,
+        CHECK_KV, "none", IS_CAUSAL, HAS_DROPOUT,
     )  # fmt: skip
     ds = ds.to(k.dtype)
     dv_t = tl.dot(tl.trans(do), p.to(do.dtype), dv_t, input_precision=PRECISION)
@@ -709,12 +709,12 @@ def _one_pass_part(
 @triton.jit
 def _one_pass_key_tile(
     dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
-    dk_ptr, dv_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_kv, head, T_q, T_kv,
-    stride_dk_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
+    dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, start_kv, head, T_q, T_kv,
+    stride_dk_t, stride_k_t, stride_v_t,
     scale, threshold, keep_scale,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PART0: tl.constexpr, PART1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     k = _load_part(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, 0, BLOCK_D, D, CHECK_KV)
     v = _load_part(v_ptr, stride_v_t, start_kv, T_kv, BLOCK_KV, 0, BLOCK_D, D, CHECK_KV)
@@ -724,14 +724,14 @@ def _one_pass_key_tile(
     dv_t = tl.zeros((BLOCK_D, BLOCK_KV), dtype=tl.float32)
     dk_t, dv_t, dq0 = _one_pass_part(
         dk_t, dv_t, dq0, q0, do0, lse0, delta0, k, v, 0, kv_index, T_q, T_kv,
-        mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-        PART0, CHECK_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+        seed_ptr, head, scale, threshold, keep_scale,
+        PART0, CHECK_KV, PRECISION, IS_CAUSAL, HAS_DROPOUT,
     )  # fmt: skip
     if PART1 > 0:
         dk_t, dv_t, dq1 = _one_pass_part(
             dk_t, dv_t, dq1, q1, do1, lse1, delta1, k, v, PART0, kv_index, T_q, T_kv,
-            mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            PART1, CHECK_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+            seed_ptr, head, scale, threshold, keep_scale,
+            PART1, CHECK_KV, PRECISION, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     mask = (tl.arange(0, BLOCK_D)[:, None] < D) & (kv_index < T_kv)
     dk_t_ptrs = tl.trans(_tile_ptrs(dk_ptr, stride_dk_t, start_kv, BLOCK_KV, 0, BLOCK_D))
@@ -763,15 +763,14 @@ def _load_query_part(
 
 @triton.jit
 def _attention_bwd_one_pass_kernel(
-    dq_ptr, dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
+    dq_ptr, dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
     H, T_q, T_kv, stride_dq_t, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
-    stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
     PART0: tl.constexpr, PART1: tl.constexpr, RAGGED_Q: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)  # b * H + h
@@ -785,8 +784,6 @@ def _attention_bwd_one_pass_kernel(
     q_ptr = _head_ptr(q_ptr, b, h, stride_q_b, stride_q_h)
     k_ptr = _head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
     v_ptr = _head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
-    if MASK != "none":
-        mask_ptr += b * stride_mask_b + h * stride_mask_h
 
     q0, do0, lse0, delta0, dq0 = _load_query_part(
         q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, 0, T_q,
@@ -800,10 +797,10 @@ def _attention_bwd_one_pass_kernel(
     for start_kv in tl.range(0, T_kv, BLOCK_KV, disable_licm=True):
         dq0, dq1 = _one_pass_key_tile(
             dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
-            dk_ptr, dv_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_kv, head, T_q, T_kv,
-            stride_dk_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
+            dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, start_kv, head, T_q, T_kv,
+            stride_dk_t, stride_k_t, stride_v_t,
             scale, threshold, keep_scale, BLOCK_KV, RAGGED_KV, D, BLOCK_D, PART0, PART1,
-            PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+            PRECISION, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     _store_part(dq_ptr, dq0 * scale, stride_dq_t, 0, T_q, PART0, 0, BLOCK_D, D)
     if PART1 > 0:

@@ -33,8 +33,8 @@ class Command:
 COMMANDS = {
     "train": Command("commands.train", "train a ViT on real images with the kernels", True),
     "check": Command("commands.check", "compare every kernel with float64 on this machine", True),
-    "compile": Command("compile_command", "compile the kernels for GPUs that are not here", False),
-    "coverage": Command("coverage", "list the models that swap_in understands", True),
+    "compile": Command("commands.compile", "compile the kernels for GPUs that are not here", False),
+    "coverage": Command("commands.coverage", "list the models that swap_in understands", True),
     "attention-maps": Command("commands.overlay", "draw where each head of a ViT looks", False),
 }
 

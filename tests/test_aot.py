@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fastvit_kernels.aot import TARGETS, Kernel, _warps_per_sm
-from fastvit_kernels.compile_command import broken_rules, compare, read_page, resources_page, worst
+from fastvit_kernels.commands.compile import broken_rules, compare, read_page, resources_page, worst
 
 KERNEL = Kernel(
     kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
@@ -71,7 +71,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from fastvit_kernels.aot import TARGETS, compile_step
 from fastvit_kernels.backend import Gpu, backend, on_absent_gpu
-from fastvit_kernels.compile_command import model_step
+from fastvit_kernels.commands.compile import model_step
 from fastvit_kernels.presets import create_vit
 
 target = TARGETS["sm_90"]

@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import SwapReport, backend, swap_in, swap_out
-from fastvit_kernels.coverage import randomize
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import hf_small, timm_small, torchvision_small
 from fastvit_kernels.hosts.fused import Fused
-from fastvit_kernels.zoo import hf_small, timm_small, torchvision_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

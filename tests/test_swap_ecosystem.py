@@ -12,9 +12,9 @@ from torch import nn
 
 import fastvit_kernels
 from fastvit_kernels import backend, swap_in, swap_out
-from fastvit_kernels.coverage import randomize
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.hosts.fused import Fused
-from fastvit_kernels.zoo import hf_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

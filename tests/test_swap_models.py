@@ -11,8 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.coverage import model_errors, randomize
-from fastvit_kernels.zoo import HF_MODELS, hf_small, timm_names, timm_small, torchvision_small
+from fastvit_kernels.commands.coverage import model_errors, randomize
+from fastvit_kernels.commands.zoo import (
+    HF_MODELS,
+    hf_small,
+    timm_names,
+    timm_small,
+    torchvision_small,
+)
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")
@@ -162,7 +168,7 @@ def test_an_error_in_one_kernel_is_noticed(module, launcher, monkeypatch):
 
 def test_timm_lists_its_vits_at_block_level():
     """At least 150 of timm's `vit_*` are understood as blocks, counted at their own sizes."""
-    from fastvit_kernels.zoo import timm_meta
+    from fastvit_kernels.commands.zoo import timm_meta
 
     names = timm_names("vit_")[::25]
     levels = Counter(swap_in(timm_meta(name)).level for name in names)

@@ -230,7 +230,8 @@ def test_reference_4_torchvision_conv_stem():
         32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2,
         conv_stem_configs=stem,
     ).to(DEVICE)  # fmt: skip
-    host.eval(), model.eval()  # the stem's BatchNorm reads what was loaded
+    for vit in (host, model):
+        vit.eval()  # the stem's BatchNorm reads what was loaded
     report = load_weights(model, host.state_dict())
     assert not report.missing and not report.unexpected
     host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}

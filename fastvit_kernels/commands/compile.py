@@ -119,14 +119,7 @@ class Allowed:
         )  # fmt: skip
 
 
-_MASKED = (
-    "the mask's tile lives beside dq of the whole head; the split kernels, compiled in its place, "
-    "spill on sm_80 too (88 and 200 bytes); create_vit has no masked model"
-)
-ALLOWED = (
-    Allowed("sm_80", "attention_bwd_one_pass", "MASK=(bool|add)", 512, _MASKED),
-    Allowed("sm_90", "attention_bwd_one_pass", "MASK=bool", 88, _MASKED),
-)
+ALLOWED: tuple[Allowed, ...] = ()
 
 
 def _compile_cases(arch: str) -> tuple[list[Kernel], list[str]]:
@@ -204,7 +197,7 @@ def resources_page(kernels: list[Kernel]) -> str:
         f"Compiled with triton {triton.__version__}, not run. Registers: a thread; spills: bytes a",
         "thread; shared: bytes a block. Config: constexprs, then w = num_warps and s = num_stages;",
         "a flag that is off is left out. The cases are `CASES` in",
-        "fastvit_kernels/compile_command.py, the columns are explained in compile.md.\n",
+        "fastvit_kernels/commands/compile.py, the columns are explained in compile.md.\n",
     ]
     rows = worst(kernels)
     for arch in LISTED:
@@ -228,7 +221,7 @@ def resources_page(kernels: list[Kernel]) -> str:
     parts += [
         f"- {a.arch} {a.kernel}, {a.config}: up to {a.spills} bytes of spills; {a.reason}."
         for a in ALLOWED
-    ]
+    ] or ["None."]
     return "\n".join([*parts, ""])
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels import zoo
 from fastvit_kernels.accuracy import Error, measure
 from fastvit_kernels.backend import Backend, backend
+from fastvit_kernels.commands import zoo
 from fastvit_kernels.commands.console import CommandError, require
 from fastvit_kernels.hosts import host_path
 from fastvit_kernels.swap import SwapReport, swap_in
