@@ -64,6 +64,21 @@ _VIT_HEADER = (
 )  # fmt: skip
 
 
+_HOST_HEADER = ("op", "mode", "provider", "us a call (p20 to p80)")
+
+
+def _host_lines(rows: Iterable[Row]) -> list[list[str]]:
+    lines = []
+    for r in _sorted(r for r in rows if r.op == "host"):
+        us, low, high = (1e3 * (x or 0.0) for x in (r.ms, r.ms_p20, r.ms_p80))
+        lines.append([r.shape, r.mode, r.provider, f"{us:.1f} ({low:.1f} to {high:.1f})"])
+    return lines
+
+
+def _on_gpu(rows: Iterable[Row]) -> bool:
+    return any(not r.gpu.startswith("no GPU") for r in rows)
+
+
 def _sorted(rows: Iterable[Row]) -> list[Row]:
     """Cases in the order of measurement, each with its providers together."""
     rows = list(rows)
@@ -106,11 +121,7 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     for op in OPS:
         lines = [op_line(r) for r in _sorted(r for r in rows if r.op == op)]
         section(op, _OP_HEADER, lines)
-    host = [
-        [r.shape, r.mode, r.provider, number(None if r.ms is None else 1e3 * r.ms, ".1f")]
-        for r in _sorted(r for r in rows if r.op == "host")
-    ]
-    section("Host cost", ("op", "mode", "provider", "us a call"), host)
+    section("Host cost", _HOST_HEADER, _host_lines(rows))
     return text
 
 
@@ -195,10 +206,15 @@ def docs(results: Sequence[tuple[str, Sequence[Row]]], former: str) -> str:
     from bench.harness import ROUNDS, SMALL_MS
 
     text = [_HEAD.format(command=COMMAND, rounds=ROUNDS, small=SMALL_MS).rstrip(), ""]
-    for name, rows in results:
-        text += [f"## {name}", "", conditions(rows) + ".", "", *tables(rows, "###")]
-    if not results:
+    if not any(_on_gpu(rows) for _, rows in results):
         text += ["## Results", "", f"On every GPU: {NOT_YET}.", "", *tables((), "###")]
+    for name, rows in results:
+        text += [f"## {name}", "", conditions(rows) + ".", ""]
+        if _on_gpu(rows):
+            text += tables(rows, "###")
+        else:  # all that is measured without a GPU
+            text += ["Host cost, one thread; what it is and is not: `bench/host.py`.", ""]
+            text += markdown(_HOST_HEADER, _host_lines(rows))
     log = _EMPTY_LOG
     if LOG_START in former and LOG_END in former:
         log = former.split(LOG_START, 1)[1].split(LOG_END, 1)[0]
