@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from torchvision_operators import define_torchvision_operators
+
+from fastvit_kernels.commands.zoo import define_torchvision_operators
 
 define_torchvision_operators()
 

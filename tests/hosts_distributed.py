@@ -119,7 +119,7 @@ def run(kind: str, rank: int, world: int) -> list[float]:
 def main() -> None:
     rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     sys.path.insert(0, os.path.dirname(__file__))
-    from torchvision_operators import define_torchvision_operators
+    from fastvit_kernels.commands.zoo import define_torchvision_operators
 
     define_torchvision_operators()
     torch.set_num_threads(1)

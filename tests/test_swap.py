@@ -191,7 +191,7 @@ def test_swapped_model_unpickles_in_a_new_process(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     program = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from torchvision_operators import define_torchvision_operators as define; define()\n"
+        "from fastvit_kernels.commands import zoo; zoo.define_torchvision_operators()\n"
         "import torch; model = torch.load(sys.argv[1], weights_only=False)\n"
         "print(type(model.blocks[0]).__mro__[1].__name__, type(model.blocks[0]).__name__)"
     )
@@ -590,7 +590,7 @@ def test_multihead_attention_as_torch_calls_it():
 @pytest.mark.parametrize(
     "settings",
     [dict(norm_first=False), dict(activation="relu"), dict(activation=F.silu), dict(dropout=0.1)],
-    ids=str,
+    ids=["post_norm", "relu", "silu", "dropout"],
 )
 def test_torch_encoder_layers(settings):
     model = randomize(HandWritten(**settings)).eval()
