@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bench.shapes import VITS
 from fastvit_kernels import swap_in
+from fastvit_kernels.commands.zoo import define_torchvision_operators
 
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
@@ -57,6 +58,7 @@ def build(case: Case) -> nn.Module:
     """The host's model with random weights, the same at every call."""
     C, depth, H, mlp = VITS[case.model]
     torch.manual_seed(0)
+    define_torchvision_operators()  # timm and transformers import torchvision too
     if case.host == "timm":
         from timm.models.vision_transformer import VisionTransformer
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import bench_profile, bench_vit, compare, harness, host, plot, report, roofs, shapes
 from bench.__main__ import Machine, main
+from bench.first_step import measure_first_step
 from bench.harness import Bench, measure_op
 from bench.models import WAYS, Case
 from bench.plan import OPS, Task, Wanted, op_of, tasks
@@ -385,6 +386,13 @@ def test_largest_batch(monkeypatch):
     monkeypatch.setattr(bench_vit, "fits", fits)
     row = bench_vit.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
     assert 64 <= row.batch <= 77 and row.op == "max_batch"
+
+
+def test_first_step_in_processes_of_its_own():
+    pytest.importorskip("transformers")
+    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=200.0))
+    assert [(r.mode, r.status, r.note) for r in rows] == [("cold", OK, ""), ("warm", OK, "")]
+    assert all(r.ms > 0 for r in rows)
 
 
 def launch(kernel, *operators):
