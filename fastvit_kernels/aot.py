@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.backend import INTERPRETED, Gpu, backend, on_absent_gpu
-from fastvit_kernels.library import LAUNCHERS
+from fastvit_kernels.operators import LAUNCHERS
 
 
 @dataclass(frozen=True)

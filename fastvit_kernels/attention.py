@@ -42,8 +42,8 @@ from fastvit_kernels.attention_kernels import (
     tiles_for,
 )
 from fastvit_kernels.backend import gpu, use_triton
-from fastvit_kernels.gemm import matmul
-from fastvit_kernels.library import operator
+from fastvit_kernels.gemm import input_precision, matmul
+from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
 
 MAX_D = 256
@@ -68,11 +68,6 @@ def qkv_attention_ref(
     D = weight.shape[0] // (3 * num_heads)
     qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D))
     return attention_ref(qkv, scale, dropout_p)
-
-
-def _precision() -> str:
-    """fp32 products follow torch's own switch; 16-bit ones ignore it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -117,7 +112,7 @@ def _launch_fwd(
             D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1,
             BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
             BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
-            PRECISION=_precision(), MASK=mask_kind, IS_CAUSAL=is_causal,
+            PRECISION=input_precision(), MASK=mask_kind, IS_CAUSAL=is_causal,
             HAS_DROPOUT=seed is not None,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -134,7 +129,7 @@ def _launch_bwd(
     block_d0, block_d1 = split_head_dim(D)
     dropout = _dropout_arguments(dropout_p)
     strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
-    flags = dict(PRECISION=_precision(), IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None)
+    flags = dict(PRECISION=input_precision(), IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None)
     whole_head = None
     if mask is None and block_d1 == 0:
         whole_head = one_pass(T_q, block_d0, q.element_size(), gpu(q.device).shared_limit)

@@ -37,6 +37,11 @@ def choose_route(M: int, N: int, K: int, a: Tensor) -> Literal["library", "trito
     return "triton" if a.dtype.itemsize == 2 and max_k >= K else "library"
 
 
+def input_precision() -> Literal["ieee", "tf32"]:
+    """How tl.dot multiplies fp32 tiles: by torch's own switch. 16-bit tiles do not look at it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def _upcast_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     a, b = a.float(), b.float()
     product = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -94,11 +99,10 @@ def tile_options(
     block_m, block_n, block_k, num_warps, num_stages = config
     if device.arch.startswith("gfx"):
         num_stages = 2  # 64 KB of LDS
-    ieee = torch.get_float32_matmul_precision() == "highest"
     return dict(
         EVEN_N=N % block_n == 0, EVEN_K=K % block_k == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        INPUT_PRECISION="ieee" if ieee else "tf32", num_warps=num_warps, num_stages=num_stages,
+        INPUT_PRECISION=input_precision(), num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import autocast_dtype, check_shape, check_tensor
 from fastvit_kernels.backend import num_sms, use_triton
-from fastvit_kernels.library import operator
+from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
 
 MAX_C = 65536  # one row is held in the registers of one program

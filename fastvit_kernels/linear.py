@@ -40,7 +40,7 @@ from fastvit_kernels.epilogue import (
     weight_gradients,
 )
 from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
-from fastvit_kernels.library import operator
+from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
 
 

@@ -30,7 +30,8 @@ from torch.autograd.function import once_differentiable
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import check_device, check_shape, check_tensor, compute_dtype
 from fastvit_kernels.backend import KERNEL_DTYPES, num_sms, use_triton
-from fastvit_kernels.library import operator
+from fastvit_kernels.gemm import input_precision
+from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
 
 
@@ -273,11 +274,6 @@ def _alignment(images: Tensor, patch_w: int) -> int:
     return math.gcd(16, patch_w, *images.stride()[:3])
 
 
-def _input_precision(dtype: torch.dtype) -> str:
-    ieee = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if ieee else "tf32"
-
-
 def _block(largest: int, size: int) -> int:
     """The tile side for an axis: a power of two, at least the 16 that tl.dot needs."""
     return min(largest, max(16, triton.next_power_of_2(size)))
@@ -341,7 +337,7 @@ def patch_embed_fwd(
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
             HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
-            INPUT_PRECISION=_input_precision(weight.dtype), BLOCK_M=block_m, BLOCK_N=block_n,
+            INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
@@ -391,7 +387,7 @@ def patch_embed_bwd_weight(
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
             NUM_PATCHES=num_patches, GRID_W=grid_w, ALIGN=_alignment(images, patch_w),
             PIXELS_LEFT=images.dtype == compute_dtype,
-            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=_input_precision(compute_dtype),
+            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=input_precision(),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
@@ -473,7 +469,7 @@ def patch_embed_bwd_images(
             dimages, dout, weight, B * num_patches, num_patches, C, T - num_patches, grid_w,
             *dimages.stride()[:3],
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
-            ALIGN=_alignment(dimages, patch_w), INPUT_PRECISION=_input_precision(weight.dtype),
+            ALIGN=_alignment(dimages, patch_w), INPUT_PRECISION=input_precision(),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from fastvit_kernels.attention import (
     unsupported_scale,
 )
 from fastvit_kernels.backend import use_triton
-from fastvit_kernels.library import operator
+from fastvit_kernels.operators import operator
 
 
 def _empty_fwd(

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from fastvit_kernels import attention, create_vit, linear, scaled_dot_product_attention, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
-from fastvit_kernels.library import LAUNCHERS
+from fastvit_kernels.operators import LAUNCHERS
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")
