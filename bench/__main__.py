@@ -289,7 +289,9 @@ def _read(path: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = build_parser().parse_args(words or ["all"])
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["all", *words]
+    arguments = build_parser().parse_args(words)
     try:
         console = make_console()
         if arguments.command == "plot":
@@ -303,7 +305,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         if machine is None:
             return run_without_gpu(arguments, run_check, console)
         arguments.out = arguments.out or Path("bench-out")
-        return run(arguments, words or ["all"], machine, console)
+        return run(arguments, words, machine, console)
     except CommandError as error:
         print(f"bench {arguments.command}: {error}", file=sys.stderr)
         return 2
