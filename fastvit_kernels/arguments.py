@@ -1,4 +1,4 @@
-"""Argument checks that the ops share, and the dtype an op computes in."""
+"""What the ops share about their arguments: checks, the dtype to compute in, the view as rows."""
 
 from __future__ import annotations
 
@@ -62,3 +62,9 @@ def compute_dtype(op: str, **tensors: Tensor | None) -> torch.dtype:
                 "mixed dtypes need torch.autocast"
             )
     return first.dtype
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as (rows, C), last axis contiguous: a view where the strides allow it, else a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import activate, activate_and_derivative
+from fastvit_kernels.arguments import as_rows
 from fastvit_kernels.backend import num_sms
 from fastvit_kernels.gemm import matmul
 from fastvit_kernels.reduction import column_sum
@@ -155,17 +156,11 @@ def _weight_bwd_kernel(
         tl.store(dlayer_scale_ptr + offs_n, dlayer_scale, mask=mask_n)
 
 
-def as_rows(x: Tensor, M: int, N: int) -> Tensor:
-    """x as (M, N), last axis contiguous: a view where the strides allow it, else a copy."""
-    rows = x.reshape(M, N)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def epilogue_arguments(
-    M: int, N: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
+    M: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
 ) -> tuple[list[Tensor | None], tuple[int, int], dict[str, bool]]:
     """What finish_tile wants: (pointers), (rows_per_sample, stride_residual_m), flags."""
-    rows = None if residual is None else as_rows(residual, M, N)
+    rows = None if residual is None else as_rows(residual)
     pointers = [
         None if layer_scale is None else layer_scale.contiguous(),
         None if row_scale is None else row_scale.contiguous(),
@@ -190,7 +185,7 @@ def apply_epilogue(
 ) -> Tensor:  # fmt: skip
     """Write residual + row_scale * layer_scale * act(z) into y; y and z (M, N) contiguous."""
     M, N = z.shape
-    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, residual)
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with torch.cuda.device_of(z):
         _epilogue_fwd_kernel[(triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N))](
             y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags,
@@ -223,7 +218,7 @@ def backward_epilogue(
     splits = triton.cdiv(M, rows_per_split)
     width = N * (sum_dz + sum_dlayer_scale)
     partial = torch.empty((splits, width), dtype=torch.float32, device=dy.device)
-    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, None)
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, None)
     flags.pop("HAS_RESIDUAL")
     with torch.cuda.device_of(dy):
         _epilogue_bwd_kernel[(column_blocks, splits)](
@@ -240,7 +235,7 @@ def scaled_rows(
 ) -> tuple[Tensor, Tensor]:
     """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can."""
     if row_scale is None and dy.dtype == dtype:
-        rows = as_rows(dy, *dy.shape)
+        rows = as_rows(dy)
         return rows, rows
     return backward_epilogue(dy, None, "", dtype, None, row_scale, sum_dz=needs_sum)
 

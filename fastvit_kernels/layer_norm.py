@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.arguments import autocast_dtype, check_shape, check_tensor
+from fastvit_kernels.arguments import as_rows, autocast_dtype, check_shape, check_tensor
 from fastvit_kernels.backend import num_sms, use_triton
 from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
@@ -127,12 +127,6 @@ def _layer_norm_bwd_kernel(
         tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """x as (rows, C), last axis contiguous: a view where the strides allow it, else a copy."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _config(configs: dict[int, tuple[int, int]], C: int) -> tuple[int, int, int]:
     block_c = max(64, triton.next_power_of_2(C))
     return block_c, *configs.get(block_c, LARGE_CONFIG)
@@ -159,7 +153,7 @@ def layer_norm_fwd(
     y, mean, rstd = _empty_fwd(x, weight, bias, eps, out_dtype)
     if x.numel() == 0:
         return y, mean, rstd
-    rows = _as_rows(x)
+    rows = as_rows(x)
     num_rows, C = rows.shape
     block_c, block_rows, num_warps = _config(FWD_CONFIGS, C)
     with torch.cuda.device_of(x):
@@ -193,8 +187,8 @@ def layer_norm_bwd(
     dx, dparams = _empty_bwd(dy, dresidual, x, weight, mean, rstd, param_dtype, needs_dparams)
     if x.numel() == 0:
         return dx, dparams.zero_()
-    rows, dy_rows = _as_rows(x), _as_rows(dy)
-    dresidual_rows = None if dresidual is None else _as_rows(dresidual)
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dresidual_rows = None if dresidual is None else as_rows(dresidual)
     num_rows, C = rows.shape
     block_c, block_rows, num_warps = _config(BWD_CONFIGS, C)
     programs = min(triton.cdiv(num_rows, block_rows), BWD_PROGRAMS_PER_SM * num_sms(x.device))

@@ -132,7 +132,7 @@ def linear_fwd(
         return y, z
     (N, K), M = weight.shape, x.numel() // x.shape[-1]
     rows, y_rows = x.reshape(M, K), y.view(M, N)
-    pointers, sizes, flags = epilogue_arguments(M, N, layer_scale, row_scale, residual)
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     if not activation and not any(flags.values()):
         gemm.matmul(rows, weight.t(), bias=bias, out=y_rows)
     elif gemm.choose_route(M, N, K, x) == "library":

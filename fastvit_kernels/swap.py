@@ -7,7 +7,7 @@ buffers, hooks, names and settings are not touched. The hosts/ files say which c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +18,6 @@ from fastvit_kernels import hosts
 from fastvit_kernels.hosts.fused import Fused, inert, jumpable
 from fastvit_kernels.plain import is_hooked, is_plain
 
-Selector = str | type | Callable[[str, nn.Module], bool]
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
 
