@@ -74,6 +74,7 @@ class Gpu:
     arch: str
     num_sms: int
     shared_limit: int  # bytes of shared memory a block may ask for
+    name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
 
 
 _absent_gpu: Gpu | None = None
@@ -100,7 +101,7 @@ def _gpu(device: torch.device) -> Gpu:
     else:
         arch = f"sm_{properties.major}{properties.minor}"
         shared = properties.shared_memory_per_block_optin
-    return Gpu(arch, properties.multi_processor_count, shared)
+    return Gpu(arch, properties.multi_processor_count, shared, properties.name)
 
 
 def gpu(device: torch.device) -> Gpu:
