@@ -141,9 +141,16 @@ class Reference:
         self.oracle, self.oracle_grads = _run(reference, inputs, upstream, torch.float64)
         self.yardstick, self.yardstick_grads = _run(reference, inputs, upstream, None)
 
-    def errors(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> list[Error]:
-        """What `compare` returns."""
-        actual, actual_grads = _run(function, self.inputs, self.upstream, None)
+    def run(
+        self, function: Callable[..., Tensor | tuple[Tensor, ...]]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+        """The outputs of function and the gradient of each input that requires one."""
+        return _run(function, self.inputs, self.upstream, None)
+
+    def judge(
+        self, actual: tuple[Tensor, ...], actual_grads: Mapping[str, Tensor | None]
+    ) -> list[Error]:
+        """What `compare` returns, for what `run` returned."""
         floats = [
             x for x in (*self.inputs.values(), *actual) if x is not None and x.is_floating_point()
         ]
@@ -159,6 +166,10 @@ class Reference:
             if a is not None and y is not None and o is not None:
                 errors.append(measure(f"d{name}", a, y, o, dtype))
         return errors
+
+    def errors(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> list[Error]:
+        """What `compare` returns."""
+        return self.judge(*self.run(function))
 
 
 def compare(

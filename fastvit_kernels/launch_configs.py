@@ -2,13 +2,15 @@
 
 A `ConfigTable` belongs to one decision ("layer_norm_fwd") and stands beside its kernel. Its key is
 what the decision may depend on, sizes already put into buckets, so that few keys cover all shapes.
-`default` is what ships; a table that `fastvit-kernels tune` measured on this GPU goes before it.
+`default` is what ships; a table that `fastvit-kernels tune` measured on this GPU goes before it,
+and is read from the user's cache folder (tuned_table.py) at the first choice on that GPU.
 Nothing is measured at a user's first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ from fastvit_kernels.backend import Gpu
 
 Config = TypeVar("Config", bound=tuple)  # a NamedTuple of ints, strings and booleans
 Key = tuple[int | str, ...]
+Tuned = Mapping[tuple[str, Key], Any]  # (table, key) -> config
 
 
 class Choice(NamedTuple):
@@ -27,10 +30,11 @@ class Choice(NamedTuple):
 
 
 TABLES: dict[str, ConfigTable[Any]] = {}
-_tuned: dict[tuple[str, str, Key], Any] = {}  # (table, arch, key) -> config
+_tuned: dict[str, Tuned] = {}  # name of a GPU -> what the user measured there
 _forced: dict[str, Any] = {}  # table -> config
 _recorders: list[dict[Choice, None]] = []
 _on_change: list[Callable[[], object]] = []  # empty caches that hold a former choice
+_loading = threading.Lock()
 
 
 class ConfigTable(Generic[Config]):
@@ -62,7 +66,9 @@ class ConfigTable(Generic[Config]):
             recorder[Choice(self.name, gpu, key)] = None
         config = self._chosen.get((gpu, key))
         if config is None:
-            config = _forced.get(self.name) or _tuned.get((self.name, gpu.arch, key))
+            config = _forced.get(self.name)
+            if config is None:
+                config = _tuned_on(gpu).get((self.name, key))
             if config is None or not self.fits(gpu, config, *key):
                 config = self.default(gpu, *key)
             self._chosen[gpu, key] = config
@@ -75,6 +81,19 @@ class ConfigTable(Generic[Config]):
         return [default, *others]
 
 
+def _tuned_on(gpu: Gpu) -> Tuned:
+    """What the user's table says for this GPU: read once; nothing for one that is not there."""
+    if not gpu.name:
+        return {}
+    with _loading:
+        if gpu.name not in _tuned:
+            from fastvit_kernels import tuned_table  # above this module: it reads TABLES
+
+            _tuned[gpu.name] = {}  # a warning may be made an exception: it comes once all the same
+            _tuned[gpu.name] = tuned_table.load(gpu)
+        return _tuned[gpu.name]
+
+
 def on_change(forget: Callable[[], object]) -> None:
     """Call `forget` whenever a choice may change: for caches that hold one."""
     _on_change.append(forget)
@@ -85,10 +104,12 @@ def _forget() -> None:
         forget()
 
 
-def install(tuned: dict[tuple[str, str, Key], Any]) -> None:
-    """Replace the tuned configs, (table, arch, key) -> config; an empty dict removes them."""
-    _tuned.clear()
-    _tuned.update(tuned)
+def install(gpu: Gpu, tuned: Tuned | None) -> None:
+    """Set the tuned configs of the GPU of this name; None reads the user's table anew."""
+    if tuned is None:
+        _tuned.pop(gpu.name, None)
+    else:
+        _tuned[gpu.name] = dict(tuned)
     _forget()
 
 
@@ -117,4 +138,5 @@ def recording() -> Iterator[dict[Choice, None]]:
     try:
         yield choices
     finally:
-        _recorders.remove(choices)
+        # by identity: two recorders that saw the same are equal
+        _recorders[:] = [r for r in _recorders if r is not choices]
