@@ -20,6 +20,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastvit_kernels._triton import HAS_TRITON, triton
 
@@ -135,6 +136,15 @@ def _device_reason(x: Tensor) -> str | None:
     return f"the tensor is on device {x.device}"
 
 
+def _transform_reason() -> str | None:
+    """The transform that is at work and needs rules the kernels do not have, or None."""
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
+        return "a torch.func transform is active (grad, vmap, jvp, ...)"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return None
+
+
 def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
     """Why a call on x takes the PyTorch path, or None where the Triton kernel runs.
 
@@ -146,7 +156,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         return "the backend is 'torch'"
     if x.dtype not in KERNEL_DTYPES:
         unsupported = f"there is no kernel for {x.dtype}"
-    return _device_reason(x) or unsupported
+    return _device_reason(x) or unsupported or _transform_reason()
 
 
 def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
