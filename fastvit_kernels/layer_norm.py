@@ -7,7 +7,7 @@ With xhat = (x - mean) * rstd and g = dy * weight:
     dx      = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))  [+ dresidual]
     dweight = sum_rows dy * xhat,   dbias = sum_rows dy
 
-Saved: x, mean, rstd (fp32, one a row).
+Saved: x, and mean and rstd in one fp32 tensor (2, ...).
 Precision: fp32 statistics, the variance about the mean, never E[x^2] - mean^2; fp32 partials for
 dweight and dbias, one row a program, summed in a fixed order by a second kernel. No atomics.
 Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
@@ -15,15 +15,25 @@ Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.arguments import as_rows, autocast_dtype, check_shape, check_tensor
-from fastvit_kernels.backend import num_sms, use_triton
-from fastvit_kernels.operators import operator
+from fastvit_kernels.arguments import (
+    autocast_dtype,
+    check_shape,
+    check_tensor,
+    contiguous,
+    needs_gradient,
+    rows_and_stride,
+)
+from fastvit_kernels.backend import Gpu, device_guard, gpu, use_triton
+from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
+from fastvit_kernels.launch_configs import ConfigTable, launch_plan
+from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
 MAX_C = 65536  # one row is held in the registers of one program
@@ -42,19 +52,47 @@ def layer_norm_ref(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
 
 
-# BLOCK_C -> (rows a program takes, num_warps). Small rows share a program, so that every warp has
-# full vector loads. Not yet measured.
-FWD_CONFIGS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
-BWD_CONFIGS = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (2, 4), 1024: (2, 8), 2048: (1, 8)}
-LARGE_CONFIG = (1, 16)  # BLOCK_C above 2048
+class NormConfig(NamedTuple):
+    """BLOCK_ROWS rows a program takes at once, and its warps."""
+
+    block_rows: int
+    num_warps: int
+
+
+# Small rows share a program, so that every warp has full vector loads. Key: BLOCK_C. Not yet
+# measured.
+FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
+BWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (2, 4), 1024: (2, 8), 2048: (1, 8)}
+LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
+CONFIGS = [NormConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16)]
 BWD_PROGRAMS_PER_SM = 8
+
+
+def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
+    """Whether a thread holds at most 64 elements of a row block, and at least one vector."""
+    elements = config.block_rows * block_c // (32 * config.num_warps)
+    return 4 <= elements <= 64 or (block_c > 2048 and config == LARGE_CONFIG)
+
+
+FWD_CONFIGS = ConfigTable(
+    "layer_norm_fwd",
+    [*CONFIGS, LARGE_CONFIG],
+    lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
+    _fits,
+)
+BWD_CONFIGS = ConfigTable(
+    "layer_norm_bwd",
+    [*CONFIGS, LARGE_CONFIG],
+    lambda gpu, block_c: NormConfig(*BWD_ROWS.get(block_c, LARGE_CONFIG)),
+    _fits,
+)
 
 
 @triton.jit
 def _layer_norm_fwd_kernel(
-    y_ptr, mean_ptr, rstd_ptr, x_ptr, weight_ptr, bias_ptr,
+    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr,
     num_rows, C, stride_x_row, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_STATS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid_rows = tl.program_id(0).to(tl.int64)
@@ -74,15 +112,16 @@ def _layer_norm_fwd_kernel(
     if HAS_BIAS:
         y += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
 
-    tl.store(mean_ptr + offs_row, mean, mask=mask_row)
-    tl.store(rstd_ptr + offs_row, rstd, mask=mask_row)
+    if SAVE_STATS:  # [mean (rows) | rstd (rows)]
+        tl.store(stats_ptr + offs_row, mean, mask=mask_row)
+        tl.store(stats_ptr + num_rows + offs_row, rstd, mask=mask_row)
     y_ptrs = y_ptr + offs_row[:, None] * C + offs_c[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _layer_norm_bwd_kernel(
-    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr,
     num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
     HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DPARAMS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -104,8 +143,8 @@ def _layer_norm_bwd_kernel(
         dy_ptrs = dy_ptr + offs_row[:, None] * stride_dy_row + offs_c[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + offs_row, mask=mask_row, other=0.0)
-        rstd = tl.load(rstd_ptr + offs_row, mask=mask_row, other=0.0)
+        mean = tl.load(stats_ptr + offs_row, mask=mask_row, other=0.0)
+        rstd = tl.load(stats_ptr + num_rows + offs_row, mask=mask_row, other=0.0)
 
         xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
         g = dy * weight if HAS_WEIGHT else dy
@@ -127,83 +166,99 @@ def _layer_norm_bwd_kernel(
         tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
 
 
-def _config(configs: dict[int, tuple[int, int]], C: int) -> tuple[int, int, int]:
-    block_c = max(64, triton.next_power_of_2(C))
-    return block_c, *configs.get(block_c, LARGE_CONFIG)
+def _block_c(C: int) -> int:
+    return max(64, triton.next_power_of_2(C))
+
+
+@launch_plan
+def _fwd_plan(gpu: Gpu, num_rows: int, C: int) -> tuple[tuple[int], dict[str, int]]:
+    config = FWD_CONFIGS.choose(gpu, _block_c(C))
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    return grid, dict(
+        BLOCK_ROWS=config.block_rows, BLOCK_C=_block_c(C), num_warps=config.num_warps
+    )  # fmt: skip
+
+
+@launch_plan
+def _bwd_plan(gpu: Gpu, num_rows: int, C: int) -> tuple[tuple[int], dict[str, int]]:
+    config = BWD_CONFIGS.choose(gpu, _block_c(C))
+    programs = min(triton.cdiv(num_rows, config.block_rows), BWD_PROGRAMS_PER_SM * gpu.num_sms)
+    return (programs,), dict(
+        BLOCK_ROWS=config.block_rows, BLOCK_C=_block_c(C), num_warps=config.num_warps
+    )  # fmt: skip
 
 
 def _empty_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[:-1]
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
-    return y, mean, torch.empty_like(mean)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+    stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
+    return y, x.new_empty(stats_shape, dtype=torch.float32)
 
 
 @operator(
-    "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool save_stats)"
+    " -> (Tensor, Tensor)",
     fake=_empty_fwd,
 )
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., C) -> y (..., C) in out_dtype, mean and rstd (...) fp32."""
-    y, mean, rstd = _empty_fwd(x, weight, bias, eps, out_dtype)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
+    y, stats = _empty_fwd(x, weight, bias, eps, out_dtype, save_stats)
     if x.numel() == 0:
-        return y, mean, rstd
-    rows = as_rows(x)
-    num_rows, C = rows.shape
-    block_c, block_rows, num_warps = _config(FWD_CONFIGS, C)
-    with torch.cuda.device_of(x):
-        _layer_norm_fwd_kernel[(triton.cdiv(num_rows, block_rows),)](
-            y, mean, rstd, rows, weight, bias, num_rows, C, rows.stride(0), eps,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            BLOCK_ROWS=block_rows, BLOCK_C=block_c, num_warps=num_warps,
+        return y, stats
+    x, num_rows, C, stride_x_row = rows_and_stride(x)
+    grid, options = _fwd_plan(gpu(x.device), num_rows, C)
+    with device_guard(x):
+        _layer_norm_fwd_kernel[grid](
+            y, stats, x, contiguous(weight), contiguous(bias), num_rows, C, stride_x_row, eps,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, SAVE_STATS=save_stats,
+            **options,
         )  # fmt: skip
-    return y, mean, rstd
+    return y, stats
 
 
 def _empty_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor,
-    rstd: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    C = x.shape[-1] if needs_dparams else 0
-    return dx, torch.empty((2, C), dtype=param_dtype, device=x.device)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, x.new_empty((2, x.shape[-1] if needs_dparams else 0), dtype=param_dtype)
 
 
 @operator(
-    "(Tensor dy, Tensor? dresidual, Tensor x, Tensor? weight, Tensor mean, Tensor rstd,"
+    "(Tensor dy, Tensor? dresidual, Tensor x, Tensor? weight, Tensor stats,"
     " ScalarType param_dtype, bool needs_dparams) -> (Tensor, Tensor)",
     fake=_empty_bwd,
 )
 def layer_norm_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor,
-    rstd: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
-    dx, dparams = _empty_bwd(dy, dresidual, x, weight, mean, rstd, param_dtype, needs_dparams)
+    dx, dparams = _empty_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
     if x.numel() == 0:
         return dx, dparams.zero_()
-    rows, dy_rows = as_rows(x), as_rows(dy)
-    dresidual_rows = None if dresidual is None else as_rows(dresidual)
-    num_rows, C = rows.shape
-    block_c, block_rows, num_warps = _config(BWD_CONFIGS, C)
-    programs = min(triton.cdiv(num_rows, block_rows), BWD_PROGRAMS_PER_SM * num_sms(x.device))
-    partial_shape = (programs, 2 * C) if needs_dparams else (0,)
-    partial = torch.empty(partial_shape, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _layer_norm_bwd_kernel[(programs,)](
-            dx, partial, dy_rows, dresidual_rows, rows, weight, mean, rstd, num_rows, C,
-            dy_rows.stride(0), 0 if dresidual_rows is None else dresidual_rows.stride(0),
-            rows.stride(0),
-            HAS_WEIGHT=weight is not None, HAS_DRESIDUAL=dresidual is not None,
-            NEEDS_DPARAMS=needs_dparams,
-            BLOCK_ROWS=block_rows, BLOCK_C=block_c, num_warps=num_warps,
-        )  # fmt: skip
+    dy, _, _, stride_dy_row = rows_and_stride(dy)
+    x, num_rows, C, stride_x_row = rows_and_stride(x)
+    stride_dresidual_row = 0
+    if dresidual is not None:
+        dresidual, _, _, stride_dresidual_row = rows_and_stride(dresidual)
+    grid, options = _bwd_plan(gpu(x.device), num_rows, C)
+    partial = None
     if needs_dparams:
+        partial = x.new_empty((grid[0], 2 * C), dtype=torch.float32)
+    with device_guard(x):
+        _layer_norm_bwd_kernel[grid](
+            dx, partial, dy, dresidual, x, contiguous(weight), stats, num_rows, C,
+            stride_dy_row, stride_dresidual_row, stride_x_row,
+            HAS_WEIGHT=weight is not None, HAS_DRESIDUAL=dresidual is not None,
+            NEEDS_DPARAMS=needs_dparams, **options,
+        )  # fmt: skip
+    if partial is not None:
         column_sum(partial, dparams.view(-1))
     return dx, dparams
 
@@ -216,39 +271,53 @@ class LayerNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, out_dtype):
-        y, mean, rstd = layer_norm_fwd(x, weight, bias, eps, out_dtype)
-        ctx.save_for_backward(x, weight, mean, rstd)
+    def forward(ctx, x, weight, bias, eps, out_dtype, direct):
+        fwd = LAUNCHERS["layer_norm_fwd"] if direct else layer_norm_fwd
+        y, stats = fwd(x, weight, bias, eps, out_dtype, True)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.direct = direct
         param = weight if weight is not None else bias
         ctx.param_dtype = torch.float32 if param is None else param.dtype
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy, dresidual):
         if dy is None:
-            return dresidual, None, None, None, None
-        x, weight, mean, rstd = ctx.saved_tensors
-        _, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
+            return dresidual, None, None, None, None, None
+        x, weight, stats = ctx.saved_tensors
+        _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         needs_dparams = needs_dweight or needs_dbias
-        dx, dparams = layer_norm_bwd(
-            dy, dresidual, x, weight, mean, rstd, ctx.param_dtype, needs_dparams
-        )
-        dweight = dparams[0] if needs_dweight else None
-        dbias = dparams[1] if needs_dbias else None
-        return dx, dweight, dbias, None, None
+        bwd = LAUNCHERS["layer_norm_bwd"] if stays_direct(ctx, dy, dresidual) else layer_norm_bwd
+        dx, dparams = bwd(dy, dresidual, x, weight, stats, ctx.param_dtype, needs_dparams)
+        if not needs_dparams:
+            return dx, None, None, None, None, None
+        dweight, dbias = dparams.unbind(0)
+        return (
+            dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None
+        )  # fmt: skip
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> str | None:
-    """Raise on bad arguments; return what the kernels cannot do, if anything."""
+_apply = direct_apply(LayerNormFunction)
+
+
+@decide_once
+def _decide(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype | None,
+) -> tuple[bool, bool, torch.dtype]:  # fmt: skip
+    """Check the arguments; whether the kernels run, whether they save, and the result's dtype."""
     check_tensor(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one axis, got a scalar")
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
-    return None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
+    unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
+    if out_dtype is None:
+        out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
+    return use_triton("layer_norm", x, unsupported), needs_gradient(x, weight, bias), out_dtype
 
 
 def layer_norm_and_input(
@@ -264,12 +333,15 @@ def layer_norm_and_input(
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
     """
-    unsupported = _check("layer_norm_and_input", x, weight, bias)
-    if out_dtype is None:
-        out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
-    if use_triton("layer_norm", x, unsupported):
-        return LayerNormFunction.apply(x, weight, bias, eps, out_dtype)
-    return layer_norm_ref(x, weight, bias, eps, out_dtype), x
+    direct, (triton_runs, saves, out_dtype) = _decide(
+        "layer_norm_and_input", x, weight, bias, eps, out_dtype
+    )
+    if not triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, out_dtype), x
+    if direct and not saves:
+        return LAUNCHERS["layer_norm_fwd"](x, weight, bias, eps, out_dtype, False)[0], x
+    apply = _apply if direct else LayerNormFunction.apply
+    return apply(x, weight, bias, eps, out_dtype, direct)
 
 
 def layer_norm(
@@ -292,7 +364,7 @@ def layer_norm(
     Returns:
         (..., C) in out_dtype.
     Precision: statistics, sums and dweight/dbias partials fp32, whatever the dtypes.
-    Saved: x, mean, rstd (fp32, x.shape[:-1]).
+    Saved: x, and mean and rstd (fp32, (2, *x.shape[:-1])); nothing where no gradient is wanted.
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
