@@ -20,7 +20,7 @@ from fastvit_kernels._triton import HAS_TRITON
 from fastvit_kernels.commands.console import CommandError
 
 INTERPRET = "TRITON_INTERPRET"
-DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compile, look inside."
+DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compile, tune."
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ COMMANDS = {
     "train": Command("commands.train", "train a ViT on real images with the kernels", True),
     "check": Command("commands.check", "compare every kernel with float64 on this machine", True),
     "compile": Command("commands.compile", "compile the kernels for GPUs that are not here", False),
+    "tune": Command("commands.tune", "choose launch configs by measuring them on this GPU", False),
     "coverage": Command("commands.coverage", "list the models that swap_in understands", True),
     "attention-maps": Command("commands.overlay", "draw where each head of a ViT looks", False),
 }

@@ -1,0 +1,192 @@
+"""Choose launch configs by measuring them on this GPU, at the shapes of one step of a model.
+
+Every config that ships and fits is run; one whose output or gradients break the 2x rule, or differ
+between two runs, cannot win. The choices go into a file in the user's cache folder, which later
+runs read at their first step. Without a GPU there is nothing to measure. More: docs/tune.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastvit_kernels import tuned_table, tuning
+from fastvit_kernels.backend import Gpu, backend, gpu, reason_for_torch
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.launch_configs import TABLES
+from fastvit_kernels.presets import create_vit
+from fastvit_kernels.tuned_table import Entry, TableError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def model_step(
+    model: str,
+    batch: int,
+    dtype: str,
+    *,
+    train: bool,
+    device: torch.device,
+    image_size: int | None = None,
+    **overrides: Any,
+) -> Callable[[], None]:
+    """One step of `create_vit(model)` on random images, fp32 parameters under autocast."""
+    if image_size is not None:
+        overrides["img_size"] = image_size
+    vit = create_vit(model, **overrides).to(device).train(train)
+    size = vit.patch_embed.img_size
+    images = torch.randn(batch, vit.patch_embed.proj.in_channels, *size, device=device)
+
+    def step() -> None:
+        autocast = dtype != "fp32"
+        precision = torch.autocast(device.type, DTYPES[dtype]) if autocast else nullcontext()
+        with torch.set_grad_enabled(train):
+            with precision:
+                logits = vit(images)
+                labels = torch.zeros(batch, dtype=torch.long, device=device)
+                loss = F.cross_entropy(logits, labels)
+            if train:
+                loss.backward()
+                vit.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _config(config: Any) -> str:
+    return " ".join(f"{k}={v}" for k, v in tuned_table.fields(config).items())
+
+
+def describe(found: tuning.Decision) -> str:
+    """One decision in a line or more."""
+    name = f"{found.choice.table} {found.choice.key}"
+    lines = []
+    if found.winner == found.default:
+        lines.append(f"{name}: the default stays, {found.default_us:.1f} us a step")
+    else:
+        gain = 100.0 * (1.0 - found.winner_us / found.default_us)
+        lines.append(
+            f"{name}: {found.default_us:.1f} -> {found.winner_us:.1f} us a step ({gain:.1f} % "
+            f"less): {_config(found.winner)}"
+        )
+    lines[0] += f"; {found.tried} others tried, {len(found.refused)} refused"
+    lines += [f"  refused {_config(config)}: {why}" for config, why in found.refused]
+    if found.unchecked:
+        lines.append(f"  nothing could be checked, so that nothing was tried: {found.unchecked}")
+    if not found.complete:
+        lines.append("  the time was over before every config was tried")
+    return "\n".join(lines)
+
+
+def run_tuning(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    timer: tuning.Timer = tuning.gpu_microseconds,
+    seconds: float = float("inf"),
+) -> int:
+    """Tune a step, print each decision and write the table after each; the exit status.
+
+    It is 1 where a shipped default is wrong on this GPU.
+    """
+    here = gpu(device)
+    try:
+        entries = {(e.table, e.key): e for e in tuned_table.read(here)[0]}
+    except TableError as error:
+        print(f"{tuned_table.table_path(here)} is written anew: {error}")
+        entries = {}
+    wrong, decided = 0, 0
+    for found in tuning.tune(step, device, timer=timer, seconds=seconds):
+        print(describe(found), flush=True)
+        wrong += any(config == found.default for config, _ in found.refused)
+        if not found.tried:
+            continue
+        decided += 1
+        choice = found.choice
+        entries[choice.table, choice.key] = Entry(
+            choice.table, choice.key, tuned_table.fields(found.winner),
+            found.default_us, found.winner_us, tuned_table.now(),
+        )  # fmt: skip
+        tuned_table.save(here, entries.values())  # what is measured outlives an interrupt
+    if decided:
+        print(f"{decided} decisions, {len(entries)} in {tuned_table.table_path(here)}")
+    else:
+        print("there was nothing to choose; nothing was written")
+    if wrong:
+        print(f"{wrong} shipped defaults are wrong on this GPU: please report them")
+    return 1 if wrong else 0
+
+
+def show(here: Gpu) -> int:
+    """Print the table of this GPU; the exit status, 1 where it cannot be used."""
+    path = tuned_table.table_path(here)
+    try:
+        entries, _ = tuned_table.read(here)
+    except TableError as error:
+        print(f"{path} is ignored: {error}")
+        return 1
+    print(f"{path}: {len(entries)} of {len(TABLES)} tables' decisions" if entries else "no table")
+    for e in entries:
+        values = " ".join(f"{k}={v}" for k, v in e.config.items())
+        print(f"{e.table} {e.key}: {values}, {e.default_us:.1f} -> {e.config_us:.1f} us, {e.date}")
+    return 0
+
+
+def clear(here: Gpu) -> int:
+    """Remove the table of this GPU."""
+    path = tuned_table.table_path(here)
+    existed = path.exists()
+    path.unlink(missing_ok=True)
+    print(f"removed {path}" if existed else f"there is no table {path}")
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastvit-kernels tune`."""
+    parser.add_argument("--model", default="vit_base_patch16_224", help="a name of create_vit")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of autocast")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="default: the model's")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_true", help="forward and backward (default)")
+    mode.add_argument("--infer", action="store_true", help="the forward alone")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", default=float("inf"),
+        help="try no further config after these; the costly kernels come first",
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", action="store_true", help="print this GPU's table")
+    what.add_argument("--clear", action="store_true", help="remove this GPU's table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: 0, or 1 where a shipped default is wrong here or --show finds a bad table."""
+    if not torch.cuda.is_available():
+        raise CommandError(
+            "torch sees no GPU. Configs are chosen by measuring them, so that there is nothing to "
+            "do and nothing was written; `fastvit-kernels compile` needs no GPU"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    if arguments.show or arguments.clear:
+        return (show if arguments.show else clear)(gpu(device))
+    with backend("auto"):
+        reason = reason_for_torch(torch.empty(1, device=device))
+    if reason is not None:
+        raise CommandError(f"the kernels cannot run here: {reason}")
+    if arguments.batch < 1 or arguments.time_budget <= 0:
+        raise CommandError("--batch and --time-budget must be positive")
+    try:
+        step = model_step(
+            arguments.model, arguments.batch, arguments.dtype, train=not arguments.infer,
+            device=device, image_size=arguments.image_size,
+        )  # fmt: skip
+    except ValueError as error:  # an unknown model, an image size that its patches do not divide
+        raise CommandError(str(error)) from error
+    try:
+        return run_tuning(step, device, seconds=arguments.time_budget)
+    except torch.OutOfMemoryError as error:
+        raise CommandError(f"a batch of {arguments.batch} does not fit: {error}") from error

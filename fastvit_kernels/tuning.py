@@ -1,0 +1,468 @@
+"""Measures the shipped launch configs at the shapes of a step; one that is wrong cannot win.
+
+1. The step runs once, and each call of the package's autograd Functions is noted: shapes, strides,
+   dtypes, which inputs want a gradient.
+2. Each noted call is replayed on random inputs. The operators in it take the decisions that are to
+   be tuned, at the very keys of the step.
+3. Every config that fits a key is forced. The replay must keep the 2x rule for the output and every
+   gradient, twice with equal bits, outputs poisoned; only then are its operators timed.
+4. Timings of a config and of the default alternate. The default stays unless the other is better
+   by more than MIN_GAIN and more than the spread of both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastvit_kernels.accuracy import Reference
+from fastvit_kernels.attention import (
+    AttentionFunction,
+    QkvAttentionFunction,
+    attention_ref,
+    qkv_attention_ref,
+)
+from fastvit_kernels.backend import backend, gpu
+from fastvit_kernels.launch_configs import TABLES, Choice, forced, install, recording
+from fastvit_kernels.layer_norm import LayerNormFunction, layer_norm_ref
+from fastvit_kernels.linear import LinearFunction, linear_ref
+from fastvit_kernels.mlp import MlpFunction, mlp_ref
+from fastvit_kernels.operators import LAUNCHERS
+from fastvit_kernels.patch_embed import PatchEmbedFunction, patch_embed_ref
+from fastvit_kernels.sdpa import SdpaFunction
+
+ROUNDS = 7  # of a config and the default in turn
+MIN_GAIN = 0.02
+
+Timer = Callable[[Callable[[], object]], float]  # -> microseconds of one call
+
+
+def gpu_microseconds(function: Callable[[], object]) -> float:
+    """Median of a burst of calls by CUDA events, the L2 cache flushed before each."""
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(function, warmup=2, rep=10, return_mode="median")
+    return 1000.0 * milliseconds
+
+
+# What each autograd Function computes, by those of its arguments that bear on it. Casts follow the
+# Function's, except for the float64 oracle.
+
+
+def _as(x: Any, dtype: torch.dtype) -> Any:
+    return x if x is None or x.dtype is torch.float64 else x.to(dtype)
+
+
+def _layer_norm(x, weight, bias, eps, out_dtype, **_):
+    return _as(layer_norm_ref(x, weight, bias, eps), out_dtype), x
+
+
+def _linear(x, weight, bias, residual, layer_scale, row_scale, activation, dtype, **_):
+    x, weight, bias = (_as(t, dtype) for t in (x, weight, bias))
+    return linear_ref(x, weight, bias, activation or None, residual, layer_scale, row_scale)
+
+
+def _mlp(
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale, activation,
+    dtype, **_,
+):  # fmt: skip
+    x, fc1_weight, fc1_bias = (_as(t, dtype) for t in (x, fc1_weight, fc1_bias))
+    fc2_weight, fc2_bias = (_as(t, dtype) for t in (fc2_weight, fc2_bias))
+    return mlp_ref(
+        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, residual, layer_scale, row_scale
+    )
+
+
+def _attention(qkv, scale, **_):
+    return attention_ref(qkv, scale)
+
+
+def _qkv_attention(x, weight, bias, num_heads, scale, dtype, **_):
+    x, weight, bias = (_as(t, dtype) for t in (x, weight, bias))
+    return qkv_attention_ref(x, weight, bias, num_heads, scale)
+
+
+def _sdpa(q, k, v, mask, scale, is_causal, **_):
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
+
+
+def _patch_embed(images, weight, bias, prefix_tokens, pos_embed, compute_dtype, out_dtype, **_):
+    images, weight, bias = (_as(t, compute_dtype) for t in (images, weight, bias))
+    return _as(patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed), out_dtype)
+
+
+SPECIFICATIONS: dict[Any, Callable[..., Any]] = {
+    LayerNormFunction: _layer_norm,
+    LinearFunction: _linear,
+    MlpFunction: _mlp,
+    AttentionFunction: _attention,
+    QkvAttentionFunction: _qkv_attention,
+    SdpaFunction: _sdpa,
+    PatchEmbedFunction: _patch_embed,
+}
+
+
+class TensorSpec(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def random(self, name: str, generator: torch.Generator) -> Tensor:
+        """Normal numbers; a weight keeps the scale of what it multiplies."""
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        numbers = torch.randn(max(extent, 0), generator=generator, device=generator.device)
+        if "weight" in name and len(self.shape) > 1:
+            numbers *= (numbers.numel() / self.shape[0]) ** -0.5
+        return numbers.to(self.dtype).as_strided(self.shape, self.stride)
+
+
+class Call(NamedTuple):
+    """One call of an autograd Function: its arguments by name, tensors as specs."""
+
+    function: Any
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        shapes = (a.shape for _, a in self.arguments if isinstance(a, TensorSpec))
+        return f"{self.function.__name__} {next(shapes, ())}"
+
+
+def _noted(function: Any, arguments: tuple[Any, ...]) -> Call | None:
+    """The call, None where a tensor is no floating one: dropout's bits have no specification."""
+    names = list(inspect.signature(function.forward).parameters)[1:]
+    named: list[tuple[str, Any]] = []
+    for name, value in zip(names, arguments, strict=False):
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                return None
+            wants = value.requires_grad and torch.is_grad_enabled()
+            value = TensorSpec(tuple(value.shape), value.stride(), value.dtype, wants)
+        named.append((name, value))
+    return Call(function, tuple(named))
+
+
+class _Watching(TorchDispatchMode):
+    """Does nothing; where a mode looks on, calls go through Functions and operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting() -> Iterator[dict[Call, int]]:
+    """Inside, calls of the package's autograd Functions join the yielded dict, with their count."""
+    calls: dict[Call, int] = {}
+
+    def noted(function: Any, apply: Callable[..., Any], *arguments: Any) -> Any:
+        call = _noted(function, arguments)
+        if call is not None:
+            calls[call] = calls.get(call, 0) + 1
+        return apply(*arguments)
+
+    for function in SPECIFICATIONS:
+        function.apply = partial(noted, function, function.apply)
+    try:
+        with _Watching():
+            yield calls
+    finally:
+        for function in SPECIFICATIONS:
+            del function.apply  # torch's own, of the base class, again
+
+
+class Replay:
+    """A noted call on random inputs, with what it should give."""
+
+    def __init__(self, call: Call, device: torch.device):
+        generator = torch.Generator(device).manual_seed(0)
+        self.call = call
+        self.inputs: dict[str, Tensor | None] = {}
+        self.constants: dict[str, Any] = {}
+        for name, argument in call.arguments:
+            if isinstance(argument, TensorSpec):
+                x = argument.random(name, generator)
+                self.inputs[name] = x.requires_grad_(argument.requires_grad)
+            else:
+                self.constants[name] = argument
+
+    def function(self, **inputs: Tensor | None) -> Any:
+        arguments = {**self.constants, **inputs}
+        return self.call.function.apply(*(arguments[name] for name, _ in self.call.arguments))
+
+    @cached_property
+    def reference(self) -> Reference:
+        specification = SPECIFICATIONS[self.call.function]
+        return Reference(partial(specification, **self.constants), self.inputs)
+
+    def run(self) -> None:
+        """Forward, and backward where an input wants a gradient."""
+        wanted = [x for x in self.inputs.values() if x is not None and x.requires_grad]
+        with torch.set_grad_enabled(bool(wanted)):
+            result = self.function(**self.inputs)
+        if wanted:
+            outputs = result if isinstance(result, tuple) else (result,)
+            upstream = [torch.randn_like(y) for y in outputs]
+            torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch.empty gives NaN: what no kernel wrote cannot be a former right result."""
+    former = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(former[0], warn_only=former[1])
+        torch.utils.deterministic.fill_uninitialized_memory = former[2]  # pyright: ignore
+
+
+def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+class Fault(AssertionError):
+    """What a function does wrong: one line."""
+
+
+def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
+    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit.
+
+    Returns: the largest error as a share of its limit, over the outputs and every gradient.
+    Raises: Fault, also where the function raises.
+    """
+    try:
+        with poisoned():
+            outputs, grads = reference.run(function)
+            for _ in range(repeats - 1):
+                outputs2, grads2 = reference.run(function)
+                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
+                    if _bits_differ(a, b):
+                        raise Fault(f"two runs give different bits in output {i}")
+                for name, a in grads.items():
+                    if _bits_differ(a, grads2[name]):
+                        raise Fault(f"two runs give different bits in d{name}")
+        errors = reference.judge(outputs, grads)
+    except Fault:
+        raise
+    except Exception as error:  # a launch that fails, a shape that is wrong
+        text = str(error).strip().split("\n")[0]
+        raise Fault(f"{type(error).__name__}: {text}") from error
+    for error in errors:
+        if not error.passed:
+            raise Fault(str(error))
+    shares = [e.max / e.limit_max for e in errors if e.limit_max]
+    return max([*shares, *(e.rms / e.limit_rms for e in errors if e.limit_rms)], default=0.0)
+
+
+class OperatorCall(NamedTuple):
+    """One launcher's call in a replay, and the decisions that it took."""
+
+    launcher: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    choices: tuple[Choice, ...]
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self.launcher(*self.arguments)
+
+
+class _NoteOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[OperatorCall] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "fastvit_kernels":
+            return func(*args, **(kwargs or {}))
+        with recording() as choices:
+            result = func(*args, **(kwargs or {}))
+        launcher = partial(LAUNCHERS[func._opname], **(kwargs or {}))
+        self.calls.append(OperatorCall(launcher, args, tuple(choices)))
+        return result
+
+
+def operator_calls(replay: Replay) -> list[OperatorCall]:
+    """The operators that a replay calls, in order, those of its backward too."""
+    with _NoteOperators() as mode:
+        replay.run()
+    return mode.calls
+
+
+class Weighted(NamedTuple):
+    """A noted call and how often the step makes it."""
+
+    call: Call
+    count: int
+
+
+@dataclass
+class Decision:
+    """What was found for one decision."""
+
+    choice: Choice
+    default: Any
+    winner: Any
+    default_us: float  # all its operators in one step
+    winner_us: float
+    tried: int = 0
+    refused: list[tuple[Any, str]] = field(default_factory=list)  # config, why
+    complete: bool = True  # False where the time was over before every config was tried
+    unchecked: str = ""  # why there is no float64 reference to check with
+
+
+def _deciding(replays: Sequence[tuple[Replay, int]], choice: Choice) -> list[Any]:
+    """[(operator call, count)] of those that take this decision."""
+    return [
+        (call, count)
+        for replay, count in replays
+        for call in operator_calls(replay)
+        if any(c.table == choice.table and c.key == choice.key for c in call.choices)
+    ]
+
+
+def _step_us(table: str, config: Any, calls: list[Any], timer: Timer) -> float:
+    with forced(table, config):
+        return sum(count * timer(call) for call, count in calls)
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """From the 20th to the 80th percentile, as a share of the median."""
+    cuts = quantiles(samples, n=5)
+    return (cuts[-1] - cuts[0]) / median(samples)
+
+
+def beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
+    """Whether rounds of a candidate are faster than the default's by more than the noise."""
+    gain = 1.0 - median(candidate) / median(default)
+    return gain > max(MIN_GAIN, _spread(candidate), _spread(default))
+
+
+def decide(
+    choice: Choice,
+    calls: Sequence[Weighted],
+    device: torch.device,
+    timer: Timer,
+    deadline: float,
+) -> Decision:
+    """Check and time every config that fits this decision.
+
+    A default that is itself wrong here loses to the fastest config that is right.
+    """
+    table = TABLES[choice.table]
+    default, *others = table.candidates(choice.gpu, *choice.key)
+    replays = [(Replay(call, device), count) for call, count in calls]
+    found = Decision(choice, default, default, 0.0, 0.0)
+    try:
+        for replay, _ in replays:
+            replay.reference  # noqa: B018: computed here, for every config
+    except torch.OutOfMemoryError as error:
+        found.unchecked = str(error).split(". ")[0]
+        return found
+
+    def refused(config: Any) -> bool:
+        with forced(choice.table, config):
+            for replay, _ in replays:
+                try:
+                    check(replay.reference, replay.function)
+                except Fault as fault:
+                    found.refused.append((config, f"{replay.call}: {fault}"))
+                    return True
+        return False
+
+    default_is_wrong = refused(default)
+    with forced(choice.table, default):
+        default_calls = _deciding(replays, choice)
+    found.default_us = _step_us(choice.table, default, default_calls, timer)
+    found.winner_us = found.default_us
+    best = None
+    for config in others:
+        if time.monotonic() > deadline:
+            found.complete = False
+            break
+        found.tried += 1
+        if refused(config):
+            continue
+        with forced(choice.table, config):
+            config_calls = _deciding(replays, choice)
+        rounds = [
+            (
+                _step_us(choice.table, config, config_calls, timer),
+                _step_us(choice.table, default, default_calls, timer),
+            )
+            for _ in range(ROUNDS)
+        ]
+        ours, defaults = zip(*rounds, strict=True)
+        ratio = median(ours) / median(defaults)
+        if (default_is_wrong or beats(ours, defaults)) and (best is None or ratio < best):
+            best = ratio
+            found.winner = config
+            found.default_us, found.winner_us = median(defaults), median(ours)
+    return found
+
+
+def tune(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    timer: Timer = gpu_microseconds,
+    seconds: float = float("inf"),
+) -> Iterator[Decision]:
+    """Tune every decision that a step takes, those that take the most time first.
+
+    Args:
+        step: runs the model once on `device`, forward alone or backward too.
+        timer: microseconds of one call.
+        seconds: after these no further config is tried; a Decision says where that cut it short.
+    Yields: one Decision for each (table, key) that has more than one config.
+    """
+    deadline = time.monotonic() + seconds
+    here = gpu(device)
+    install(here, {})  # the shipped defaults are what a tuned config must beat
+    try:
+        with backend("triton"):
+            with noting() as noted:
+                step()
+            decisions: dict[Choice, list[Weighted]] = {}
+            share: dict[Choice, float] = {}
+            for call, count in noted.items():
+                replay = Replay(call, device)
+                for operator in operator_calls(replay):
+                    open_choices = [
+                        c for c in operator.choices
+                        if len(TABLES[c.table].candidates(c.gpu, *c.key)) > 1
+                    ]  # fmt: skip
+                    us = count * timer(operator) if open_choices else 0.0
+                    for choice in open_choices:
+                        weighted = decisions.setdefault(choice, [])
+                        if not any(w.call == call for w in weighted):
+                            weighted.append(Weighted(call, count))
+                        share[choice] = share.get(choice, 0.0) + us
+                del replay
+            for choice in sorted(decisions, key=lambda c: -share[c]):
+                if time.monotonic() > deadline:
+                    default = TABLES[choice.table].default(choice.gpu, *choice.key)
+                    us = share[choice]
+                    yield Decision(choice, default, default, us, us, complete=False)
+                else:
+                    yield decide(choice, decisions[choice], device, timer, deadline)
+    finally:
+        install(here, None)
