@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what torch computes in
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+
 
 def check_tensor(op: str, name: str, x: object, *, ndim: int | None = None) -> None:
-    """Raise TypeError unless x is a dense floating-point tensor, ValueError unless of rank ndim."""
+    """Raise TypeError unless x is a dense tensor of FLOATS, ValueError unless of rank ndim."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
@@ -15,6 +24,8 @@ def check_tensor(op: str, name: str, x: object, *, ndim: int | None = None) -> N
         raise TypeError(f"{op}: {name} must be a dense strided tensor, got {kind}")
     if not x.is_floating_point():
         raise TypeError(f"{op}: {name} must be floating point, got {x.dtype}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be floating point of 16, 32 or 64 bits, got {x.dtype}")
     if ndim is not None and x.ndim != ndim:
         raise ValueError(f"{op}: {name} must have {ndim} axes, got shape {tuple(x.shape)}")
 
@@ -33,6 +44,58 @@ def check_device(op: str, name: str, x: Tensor, like: Tensor) -> None:
     """Raise ValueError unless x and `like` are on one device."""
     if x.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device}, got {x.device}")
+
+
+def check_number(
+    op: str, name: str, x: object, least: float = -sys.float_info.max,
+    most: float = sys.float_info.max, *, wanted: str = "finite",
+) -> None:  # fmt: skip
+    """Raise TypeError unless x is an int or float, ValueError unless least <= x <= most."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {_described(x)}")
+    if not least <= x <= most:  # nor is NaN
+        raise ValueError(f"{op}: {name} must be {wanted}, got {x}")
+
+
+def check_probability(op: str, name: str, x: object) -> None:
+    """Raise unless x is a number from 0 to 1."""
+    check_number(op, name, x, 0.0, 1.0, wanted="in [0, 1]")
+
+
+def check_dropout(op: str, dropout_p: float, name: str = "dropout_p") -> None:
+    """Raise unless 0 <= dropout_p < 1: the kernels divide by 1 - dropout_p."""
+    check_number(op, name, dropout_p, 0.0, _BELOW_ONE, wanted="in [0, 1)")
+
+
+def check_eps(op: str, eps: float, name: str = "eps") -> None:
+    """Raise unless eps is a finite number, at least 0."""
+    check_number(op, name, eps, 0.0, wanted="finite and at least 0")
+
+
+def check_int(op: str, name: str, x: object, least: int = 1) -> None:
+    """Raise TypeError unless x is an int, ValueError unless it is at least `least`."""
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {_described(x)}")
+    if x < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {x}")
+
+
+def check_flags(op: str, **flags: object) -> None:
+    """Raise TypeError unless every flag is True or False."""
+    for name, x in flags.items():
+        if not isinstance(x, (bool, torch.SymBool)):
+            raise TypeError(f"{op}: {name} must be True or False, got {_described(x)}")
+
+
+def check_dtype(op: str, name: str, dtype: Any) -> None:
+    """Raise TypeError unless dtype is None or one of FLOATS."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
+        raise TypeError(f"{op}: {name} must be None or one of {list(FLOATS)}, got {dtype!r}")
+
+
+def _described(x: object) -> str:
+    shown = isinstance(x, (bool, int, float, str)) or x is None
+    return f"{type(x).__name__} {x!r}" if shown else type(x).__name__
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -62,6 +125,34 @@ def compute_dtype(op: str, **tensors: Tensor | None) -> torch.dtype:
                 "mixed dtypes need torch.autocast"
             )
     return first.dtype
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """x contiguous, None as it is."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride of the rows of x.reshape(-1, C) where that is a view of whole rows, else None."""
+    if strides[-1] != 1 and shape[-1] != 1:
+        return None
+    axes = [(n, stride) for n, stride in zip(shape[:-1], strides[:-1], strict=True) if n != 1]
+    for (_, outer), (n, inner) in itertools.pairwise(axes):
+        if outer != n * inner:
+            return None
+    return axes[-1][1] if axes else shape[-1]
+
+
+def rows_and_stride(x: Tensor) -> tuple[Tensor, int]:
+    """x itself and the stride of its rows where they are a view, else a contiguous copy and C."""
+    stride = row_stride(x.shape, x.stride())
+    return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
 
 
 def as_rows(x: Tensor) -> Tensor:

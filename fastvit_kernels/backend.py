@@ -14,9 +14,9 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ def set_backend(name: Backend) -> None:
     """
     global _backend
     _backend = _checked(name)
+    _number_state()
 
 
 @contextmanager
@@ -77,8 +78,27 @@ class Gpu:
     shared_limit: int  # bytes of shared memory a block may ask for
     name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
 
+    def __hash__(self) -> int:  # launches look plans up by it
+        return hash(self.arch)
+
 
 _absent_gpu: Gpu | None = None
+
+_states: dict[tuple[Backend, Gpu | None], int] = {}
+_state = 0
+
+
+_NO_GUARD = nullcontext()
+
+
+def _number_state() -> None:
+    global _state
+    _state = _states.setdefault((_backend, _absent_gpu), len(_states))
+
+
+def state() -> int:
+    """A number for what the choice of implementation depends on besides a call's arguments."""
+    return _state
 
 
 @contextmanager
@@ -86,10 +106,12 @@ def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
     """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
     global _absent_gpu
     former, _absent_gpu = _absent_gpu, gpu
+    _number_state()
     try:
         yield
     finally:
         _absent_gpu = former
+        _number_state()
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,6 +130,11 @@ def _gpu(device: torch.device) -> Gpu:
 def gpu(device: torch.device) -> Gpu:
     """The GPU of a device, or the absent one that kernels are being compiled for."""
     return _absent_gpu or _gpu(device)
+
+
+def device_guard(x: Tensor) -> Any:
+    """Context in which a kernel may be launched on x: Triton launches on the current device."""
+    return torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD
 
 
 def num_sms(device: torch.device) -> int:

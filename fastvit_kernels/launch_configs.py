@@ -9,6 +9,7 @@ Nothing is measured at a user's first step.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from fastvit_kernels.backend import Gpu
 
 Config = TypeVar("Config", bound=tuple)  # a NamedTuple of ints, strings and booleans
+Plan = TypeVar("Plan")
 Key = tuple[int | str, ...]
 Tuned = Mapping[tuple[str, Key], Any]  # (table, key) -> config
 
@@ -92,6 +94,16 @@ def _tuned_on(gpu: Gpu) -> Tuned:
             _tuned[gpu.name] = {}  # a warning may be made an exception: it comes once all the same
             _tuned[gpu.name] = tuned_table.load(gpu)
         return _tuned[gpu.name]
+
+
+def launch_plan(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Remember what a launch derives from its sizes: `plan` is called once for each arguments.
+
+    It is forgotten when a choice changes. The first argument must be the GPU.
+    """
+    cached = functools.lru_cache(maxsize=1024)(plan)
+    _on_change.append(cached.cache_clear)
+    return cached
 
 
 def on_change(forget: Callable[[], object]) -> None:

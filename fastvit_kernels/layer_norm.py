@@ -15,7 +15,8 @@ Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,23 @@ from torch import Tensor
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import (
     autocast_dtype,
+    check_dtype,
+    check_eps,
     check_shape,
     check_tensor,
     contiguous,
     needs_gradient,
+    row_stride,
     rows_and_stride,
 )
 from fastvit_kernels.backend import Gpu, device_guard, gpu, use_triton
-from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
+from fastvit_kernels.dispatch import (
+    decide_once,
+    direct_apply,
+    first_order,
+    is_watched,
+    stays_direct,
+)
 from fastvit_kernels.launch_configs import ConfigTable, launch_plan
 from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
@@ -170,21 +180,29 @@ def _block_c(C: int) -> int:
     return max(64, triton.next_power_of_2(C))
 
 
-@launch_plan
-def _fwd_plan(gpu: Gpu, num_rows: int, C: int) -> tuple[tuple[int], dict[str, int]]:
-    config = FWD_CONFIGS.choose(gpu, _block_c(C))
-    grid = (triton.cdiv(num_rows, config.block_rows),)
-    return grid, dict(
-        BLOCK_ROWS=config.block_rows, BLOCK_C=_block_c(C), num_warps=config.num_warps
-    )  # fmt: skip
+class Plan(NamedTuple):
+    """What a launch derives from the layout of x alone."""
+
+    grid: tuple[int]
+    num_rows: int
+    C: int
+    stride_x_row: int
+    copies_x: bool  # its rows are no view
+    options: dict[str, int]
 
 
 @launch_plan
-def _bwd_plan(gpu: Gpu, num_rows: int, C: int) -> tuple[tuple[int], dict[str, int]]:
-    config = BWD_CONFIGS.choose(gpu, _block_c(C))
-    programs = min(triton.cdiv(num_rows, config.block_rows), BWD_PROGRAMS_PER_SM * gpu.num_sms)
-    return (programs,), dict(
-        BLOCK_ROWS=config.block_rows, BLOCK_C=_block_c(C), num_warps=config.num_warps
+def _plan(gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], is_bwd: bool) -> Plan:
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = max(64, triton.next_power_of_2(C))
+    config = (BWD_CONFIGS if is_bwd else FWD_CONFIGS).choose(gpu, block_c)
+    programs = triton.cdiv(num_rows, config.block_rows)
+    if is_bwd:
+        programs = min(programs, BWD_PROGRAMS_PER_SM * gpu.num_sms)
+    stride = row_stride(shape, strides)
+    return Plan(
+        (programs,), num_rows, C, C if stride is None else stride, stride is None,
+        dict(BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps),
     )  # fmt: skip
 
 
@@ -204,17 +222,19 @@ def _empty_fwd(
 )
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool,
+    save_stats: bool, plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
     y, stats = _empty_fwd(x, weight, bias, eps, out_dtype, save_stats)
-    if x.numel() == 0:
+    if plan is None:
+        plan = _plan(gpu(x.device), x.shape, x.stride(), False)
+    grid, num_rows, C, stride_x_row, copies_x, options = plan
+    if num_rows == 0 or C == 0:
         return y, stats
-    x, num_rows, C, stride_x_row = rows_and_stride(x)
-    grid, options = _fwd_plan(gpu(x.device), num_rows, C)
     with device_guard(x):
         _layer_norm_fwd_kernel[grid](
-            y, stats, x, contiguous(weight), contiguous(bias), num_rows, C, stride_x_row, eps,
+            y, stats, x.contiguous() if copies_x else x, contiguous(weight), contiguous(bias),
+            num_rows, C, stride_x_row, eps,
             HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, SAVE_STATS=save_stats,
             **options,
         )  # fmt: skip
@@ -240,21 +260,21 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
     dx, dparams = _empty_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
-    if x.numel() == 0:
+    plan = _plan(gpu(x.device), x.shape, x.stride(), True)
+    grid, num_rows, C, stride_x_row, copies_x, options = plan
+    if num_rows == 0 or C == 0:
         return dx, dparams.zero_()
-    dy, _, _, stride_dy_row = rows_and_stride(dy)
-    x, num_rows, C, stride_x_row = rows_and_stride(x)
+    dy, stride_dy_row = rows_and_stride(dy)
     stride_dresidual_row = 0
     if dresidual is not None:
-        dresidual, _, _, stride_dresidual_row = rows_and_stride(dresidual)
-    grid, options = _bwd_plan(gpu(x.device), num_rows, C)
+        dresidual, stride_dresidual_row = rows_and_stride(dresidual)
     partial = None
     if needs_dparams:
         partial = x.new_empty((grid[0], 2 * C), dtype=torch.float32)
     with device_guard(x):
         _layer_norm_bwd_kernel[grid](
-            dx, partial, dy, dresidual, x, contiguous(weight), stats, num_rows, C,
-            stride_dy_row, stride_dresidual_row, stride_x_row,
+            dx, partial, dy, dresidual, x.contiguous() if copies_x else x, contiguous(weight),
+            stats, num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
             HAS_WEIGHT=weight is not None, HAS_DRESIDUAL=dresidual is not None,
             NEEDS_DPARAMS=needs_dparams, **options,
         )  # fmt: skip
@@ -264,6 +284,26 @@ def layer_norm_bwd(
 
 
 class LayerNormFunction(torch.autograd.Function):
+    """(x, weight, bias) -> y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, out_dtype, plan):
+        if plan is None:
+            y, stats = layer_norm_fwd(x, weight, bias, eps, out_dtype, True)
+        else:
+            y, stats = _launch_fwd(x, weight, bias, eps, out_dtype, True, plan)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.direct = plan is not None
+        ctx.param_dtype = _param_dtype(weight, bias)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return _backward(ctx, dy, None)
+
+
+class LayerNormAndInputFunction(torch.autograd.Function):
     """(x, weight, bias) -> (y, x): the second output is x itself, handed on to the residual.
 
     Its gradient arrives beside dy and is added inside the backward kernel, where autograd would
@@ -271,13 +311,8 @@ class LayerNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, out_dtype, direct):
-        fwd = LAUNCHERS["layer_norm_fwd"] if direct else layer_norm_fwd
-        y, stats = fwd(x, weight, bias, eps, out_dtype, True)
-        ctx.save_for_backward(x, weight, stats)
-        ctx.direct = direct
-        param = weight if weight is not None else bias
-        ctx.param_dtype = torch.float32 if param is None else param.dtype
+    def forward(ctx, x, weight, bias, eps, out_dtype, plan):
+        y = LayerNormFunction.forward(ctx, x, weight, bias, eps, out_dtype, plan)
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
 
@@ -286,38 +321,59 @@ class LayerNormFunction(torch.autograd.Function):
     def backward(ctx, dy, dresidual):
         if dy is None:
             return dresidual, None, None, None, None, None
-        x, weight, stats = ctx.saved_tensors
-        _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        needs_dparams = needs_dweight or needs_dbias
-        bwd = LAUNCHERS["layer_norm_bwd"] if stays_direct(ctx, dy, dresidual) else layer_norm_bwd
-        dx, dparams = bwd(dy, dresidual, x, weight, stats, ctx.param_dtype, needs_dparams)
-        if not needs_dparams:
-            return dx, None, None, None, None, None
+        return _backward(ctx, dy, dresidual)
+
+
+def _param_dtype(weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    param = weight if weight is not None else bias
+    return torch.float32 if param is None else param.dtype
+
+
+def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, stats = ctx.saved_tensors
+    _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+    bwd = _launch_bwd if stays_direct(ctx, dy) else layer_norm_bwd
+    needs_dparams = needs_dweight or needs_dbias
+    dx, dparams = bwd(dy, dresidual, x, weight, stats, ctx.param_dtype, needs_dparams)
+    dweight = dbias = None
+    if needs_dparams:
         dweight, dbias = dparams.unbind(0)
-        return (
-            dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None
-        )  # fmt: skip
+    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None
 
 
+_launch_fwd, _launch_bwd = LAUNCHERS["layer_norm_fwd"], LAUNCHERS["layer_norm_bwd"]
 _apply = direct_apply(LayerNormFunction)
+_apply_with_input = direct_apply(LayerNormAndInputFunction)
+
+
+class Decision(NamedTuple):
+    triton_runs: bool
+    needs_gradient: bool
+    out_dtype: torch.dtype
+    plan: Plan | None
 
 
 @decide_once
 def _decide(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     out_dtype: torch.dtype | None,
-) -> tuple[bool, bool, torch.dtype]:  # fmt: skip
-    """Check the arguments; whether the kernels run, whether they save, and the result's dtype."""
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
     check_tensor(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one axis, got a scalar")
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
+    check_eps(op, eps)
+    check_dtype(op, "out_dtype", out_dtype)
     unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
     if out_dtype is None:
         out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
-    return use_triton("layer_norm", x, unsupported), needs_gradient(x, weight, bias), out_dtype
+    if not use_triton("layer_norm", x, unsupported):
+        return Decision(False, False, out_dtype, None)
+    plan = None if is_watched() else _plan(gpu(x.device), x.shape, x.stride(), False)
+    return Decision(True, needs_gradient(x, weight, bias), out_dtype, plan)
 
 
 def layer_norm_and_input(
@@ -333,15 +389,16 @@ def layer_norm_and_input(
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
     """
-    direct, (triton_runs, saves, out_dtype) = _decide(
+    direct, (triton_runs, needs, out_dtype, plan) = _decide(
         "layer_norm_and_input", x, weight, bias, eps, out_dtype
     )
     if not triton_runs:
         return layer_norm_ref(x, weight, bias, eps, out_dtype), x
-    if direct and not saves:
-        return LAUNCHERS["layer_norm_fwd"](x, weight, bias, eps, out_dtype, False)[0], x
-    apply = _apply if direct else LayerNormFunction.apply
-    return apply(x, weight, bias, eps, out_dtype, direct)
+    if not direct:
+        return LayerNormAndInputFunction.apply(x, weight, bias, eps, out_dtype, None)
+    if not needs:
+        return _launch_fwd(x, weight, bias, eps, out_dtype, False, plan)[0], x
+    return _apply_with_input(x, weight, bias, eps, out_dtype, plan)
 
 
 def layer_norm(
@@ -368,4 +425,13 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    return layer_norm_and_input(x, weight, bias, eps, out_dtype=out_dtype)[0]
+    direct, (triton_runs, needs, out_dtype, plan) = _decide(
+        "layer_norm", x, weight, bias, eps, out_dtype
+    )
+    if not triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, out_dtype)
+    if not direct:
+        return LayerNormFunction.apply(x, weight, bias, eps, out_dtype, None)
+    if not needs:
+        return _launch_fwd(x, weight, bias, eps, out_dtype, False, plan)[0]
+    return _apply(x, weight, bias, eps, out_dtype, plan)

@@ -2,7 +2,7 @@
 
 `define` + `impl` + `register_fake` dispatch in 6.3 us where `torch.library.custom_op` takes 10.7
 (figures of attention-gym #302, not measured here). Gradients live in the `autograd.Function` around
-the operators, which every compiler traces through.
+the operators, which every compiler traces through; dispatch.py says when a call goes past them.
 """
 
 from __future__ import annotations

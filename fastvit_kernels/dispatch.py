@@ -1,0 +1,131 @@
+"""How a call reaches its kernels at little cost to the host.
+
+Checks and choices depend on what kind of call it is (shapes, strides, dtypes, devices, scalars),
+never on values: `decide_once` runs them at the first call of a kind and remembers the answer. A
+call that nobody watches then goes straight to the launchers; where a compiler, a transform, a
+dispatch mode, a profiler or a tensor subclass looks on, it goes through the registered operators.
+Figures: docs/benchmarks.md, "host".
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from fastvit_kernels.backend import state
+from fastvit_kernels.launch_configs import on_change
+
+Decision = TypeVar("Decision")
+
+MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_grad_enabled = torch.is_grad_enabled
+_autocast_enabled = torch._C._is_any_autocast_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
+_tracing_state = torch._C._get_tracing_state
+_profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_watched() -> bool:
+    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
+    return (
+        torch.compiler.is_compiling()
+        or _modes() > 0
+        or _transforms()
+        or forward_ad._current_level >= 0
+        or _tracing_state() is not None
+        or _profiling()
+    )
+
+
+def decide_once(decide: Callable[..., Decision]) -> Callable[..., tuple[bool, Decision]]:
+    """Run `decide` at the first call of each kind only.
+
+    Args:
+        decide: its answer depends on the class, shape, strides, dtype, device and requires_grad of
+            the parameters annotated as tensors, on its other arguments, grad mode, autocast, the
+            backend and the launch configs, nothing else. What it raises is not remembered.
+    Returns: same positional arguments -> (direct, decision). Where `direct` is true, the call may
+        run the launchers instead of the operators.
+    """
+    known: dict[Any, tuple[bool, Decision]] = {}
+    on_change(known.clear)
+    kind_of = _kind_of(decide)
+
+    @functools.wraps(decide)
+    def decided(*args: Any) -> tuple[bool, Decision]:
+        if is_watched():
+            return False, decide(*args)
+        try:
+            kind = kind_of(*args)
+            answer = known.get(kind)
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, no strides, not hashable
+            return False, decide(*args)
+        if answer is None:
+            plain = all(type(x) in _PLAIN for x in args if isinstance(x, Tensor))
+            answer = plain, decide(*args)
+            if len(known) >= MAX_KINDS:
+                known.clear()
+            known[kind] = answer
+        return answer
+
+    return decided
+
+
+def _kind_of(decide: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """A function from decide's arguments to the tuple that says what kind of call it is.
+
+    It is written out for each signature, as `dataclasses` does for __init__: a loop over the
+    arguments takes twice as long.
+    """
+    parts = []
+    for name, parameter in inspect.signature(decide).parameters.items():
+        facts = ".__class__, {0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad"
+        if "Tensor" not in str(parameter.annotation):
+            parts.append(name)
+        elif "None" in str(parameter.annotation):
+            parts.append(f"None if {name} is None else ({name}{facts.format(name)})")
+        else:
+            parts.append(name + facts.format(name))
+    names = ", ".join(inspect.signature(decide).parameters)
+    source = f"lambda {names}: (state(), grad(), autocast() and dtypes(), {', '.join(parts)})"
+    scope = dict(
+        state=state, grad=_grad_enabled, autocast=_autocast_enabled, dtypes=_autocast_dtypes
+    )
+    return eval(source, scope)
+
+
+def _autocast_dtypes() -> tuple[Any, ...]:
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cuda", "cpu")
+    )
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python prologue, which serves torch.func alone."""
+    return super(torch.autograd.Function, function).apply
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, at its cost only where somebody builds a graph of the backward."""
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        return (guarded if _grad_enabled() else backward)(ctx, *grads)
+
+    return call
+
+
+def stays_direct(ctx: Any, dy: Tensor) -> bool:
+    """Whether the backward of a direct call may run launchers too."""
+    return ctx.direct and type(dy) in _PLAIN and not is_watched()
