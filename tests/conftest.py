@@ -23,9 +23,10 @@ define_torchvision_operators()
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
-    from interpreter import mend_bf16
+    from interpreter import mend_bf16, patch_once_a_launch
 
     mend_bf16()
+    patch_once_a_launch()
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ def _poisoned_memory():
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_addoption(parser):
+    fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
+    fuzz.addoption("--fuzz-cases", type=int, default=300, help="how many cases are drawn")
+    fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
 
 
 def pytest_collection_modifyitems(items):
