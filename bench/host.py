@@ -47,6 +47,7 @@ def cases(device: torch.device) -> dict[str, Case]:
         return torch.randn(shape, device=device, requires_grad=True)
 
     norm = nn.LayerNorm(C, device=device)
+    norm_weight, norm_bias = norm.weight, norm.bias
     proj = nn.Linear(C, C, device=device)
     qkv_proj = nn.Linear(C, 3 * C, device=device)
     fc1, fc2 = nn.Linear(C, HIDDEN, device=device), nn.Linear(HIDDEN, C, device=device)
@@ -59,7 +60,7 @@ def cases(device: torch.device) -> dict[str, Case]:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     return {
-        "layer_norm": Case((x,), lambda x: fk.layer_norm(x, norm.weight, norm.bias), norm),
+        "layer_norm": Case((x,), lambda x: fk.layer_norm(x, norm_weight, norm_bias), norm),
         "linear": Case(
             (x, residual),
             lambda x, r: fk.linear(x, proj.weight, proj.bias, residual=r),

@@ -155,6 +155,18 @@ def rows_and_stride(x: Tensor) -> tuple[Tensor, int]:
     return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+empty_strided = torch.empty_strided  # the quickest of torch's ways to allocate
+
+
+def layout(shape: tuple[int, ...]) -> Layout:
+    """Shape and contiguous strides, for `empty_strided`."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * max(n, 1))
+    return tuple(shape), tuple(reversed(strides))
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x as (rows, C), last axis contiguous: a view where the strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])

@@ -46,61 +46,67 @@ def is_watched() -> bool:
     )
 
 
-def decide_once(decide: Callable[..., Decision]) -> Callable[..., tuple[bool, Decision]]:
+def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     """Run `decide` at the first call of each kind only.
 
-    Args:
-        decide: its answer depends on the class, shape, strides, dtype, device and requires_grad of
-            the parameters annotated as tensors, on its other arguments, grad mode, autocast, the
-            backend and the launch configs, nothing else. What it raises is not remembered.
-    Returns: same positional arguments -> (direct, decision). Where `direct` is true, the call may
-        run the launchers instead of the operators.
-    """
-    known: dict[Any, tuple[bool, Decision]] = {}
-    on_change(known.clear)
-    kind_of = _kind_of(decide)
+    The function that looks the kind up is written out for each signature, as `dataclasses` does for
+    __init__: a loop over the arguments takes twice as long.
 
-    @functools.wraps(decide)
-    def decided(*args: Any) -> tuple[bool, Decision]:
-        if is_watched():
-            return False, decide(*args)
+    Args:
+        decide: (..., direct) -> decision. It depends on the class, shape, strides, dtype, device
+            and requires_grad of the parameters annotated as tensors, on its other arguments, grad
+            mode, autocast, the backend and the launch configs, nothing else. `direct` says that the
+            call may run launchers instead of operators. What it raises is not remembered.
+    Returns: (...) -> decision, positional arguments without `direct`.
+    """
+    known: dict[Any, Decision] = {}
+    on_change(known.clear)
+
+    def learn(*args: Any) -> Decision:
+        plain = all(type(x) in _PLAIN for x in args if isinstance(x, Tensor))
+        decision = decide(*args, plain)
         try:
             kind = kind_of(*args)
-            answer = known.get(kind)
+            hash(kind)
         except (AttributeError, TypeError, RuntimeError):  # no tensor, no strides, not hashable
-            return False, decide(*args)
-        if answer is None:
-            plain = all(type(x) in _PLAIN for x in args if isinstance(x, Tensor))
-            answer = plain, decide(*args)
-            if len(known) >= MAX_KINDS:
-                known.clear()
-            known[kind] = answer
-        return answer
+            return decision
+        if len(known) >= MAX_KINDS:
+            known.clear()
+        known[kind] = decision
+        return decision
 
-    return decided
+    parameters = dict(inspect.signature(decide).parameters)
+    del parameters["direct"]
+    names = ", ".join(parameters)
+    kind = ", ".join(_facts(name, str(p.annotation)) for name, p in parameters.items())
+    source = f"""
+def kind_of({names}):
+    return state(), grad(), autocast() and dtypes(), {kind}
+
+def decided({names}):
+    if is_watched():
+        return decide({names}, False)
+    try:
+        return known[state(), grad(), autocast() and dtypes(), {kind}]
+    except (KeyError, AttributeError, TypeError, RuntimeError):
+        return learn({names})
+"""
+    scope: dict[str, Any] = dict(
+        state=state, grad=_grad_enabled, autocast=_autocast_enabled, dtypes=_autocast_dtypes,
+        is_watched=is_watched, decide=decide, known=known, learn=learn,
+    )  # fmt: skip
+    exec(source, scope)
+    kind_of = scope["kind_of"]
+    return functools.wraps(decide)(scope["decided"])
 
 
-def _kind_of(decide: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """A function from decide's arguments to the tuple that says what kind of call it is.
-
-    It is written out for each signature, as `dataclasses` does for __init__: a loop over the
-    arguments takes twice as long.
-    """
-    parts = []
-    for name, parameter in inspect.signature(decide).parameters.items():
-        facts = ".__class__, {0}.shape, {0}.stride(), {0}.dtype, {0}.device, {0}.requires_grad"
-        if "Tensor" not in str(parameter.annotation):
-            parts.append(name)
-        elif "None" in str(parameter.annotation):
-            parts.append(f"None if {name} is None else ({name}{facts.format(name)})")
-        else:
-            parts.append(name + facts.format(name))
-    names = ", ".join(inspect.signature(decide).parameters)
-    source = f"lambda {names}: (state(), grad(), autocast() and dtypes(), {', '.join(parts)})"
-    scope = dict(
-        state=state, grad=_grad_enabled, autocast=_autocast_enabled, dtypes=_autocast_dtypes
-    )
-    return eval(source, scope)
+def _facts(name: str, annotation: str) -> str:
+    """The expression for what a call's kind takes from one argument."""
+    if "Tensor" not in annotation:
+        return name
+    facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.requires_grad"
+    facts = f"{name}.__class__, {facts}"
+    return f"None if {name} is None else ({facts})" if "None" in annotation else facts
 
 
 def _autocast_dtypes() -> tuple[Any, ...]:
@@ -112,7 +118,7 @@ def _autocast_dtypes() -> tuple[Any, ...]:
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its Python prologue, which serves torch.func alone."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +132,6 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def stays_direct(ctx: Any, dy: Tensor) -> bool:
+def stays_direct(dy: Tensor) -> bool:
     """Whether the backward of a direct call may run launchers too."""
-    return ctx.direct and type(dy) in _PLAIN and not is_watched()
+    return type(dy) in _PLAIN and not is_watched()

@@ -16,6 +16,7 @@ Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import (
+    Layout,
     autocast_dtype,
-    check_dtype,
-    check_eps,
     check_shape,
     check_tensor,
     contiguous,
+    empty_strided,
+    layout,
     needs_gradient,
     row_stride,
     rows_and_stride,
@@ -39,7 +41,6 @@ from fastvit_kernels.dispatch import (
     decide_once,
     direct_apply,
     first_order,
-    is_watched,
     stays_direct,
 )
 from fastvit_kernels.launch_configs import ConfigTable, launch_plan
@@ -182,39 +183,61 @@ def _block_c(C: int) -> int:
     return max(64, triton.next_power_of_2(C))
 
 
-class Plan(NamedTuple):
-    """What a launch derives from the layout of x alone."""
+class FwdPlan(NamedTuple):
+    """All that a forward launch derives from the kind of its arguments."""
 
-    grid: tuple[int]
-    num_rows: int
-    C: int
-    stride_x_row: int
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int, int, float]  # rows, C, row stride of x, eps
+    options: dict[str, Any]
+    y: Layout
+    stats: Layout
     copies_x: bool  # its rows are no view
-    options: dict[str, int]
 
 
 @launch_plan
-def _plan(gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], is_bwd: bool) -> Plan:
+def _fwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool, has_bias: bool,
+    eps: float, save_stats: bool,
+) -> FwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
-    block_c = max(64, triton.next_power_of_2(C))
-    config = (BWD_CONFIGS if is_bwd else FWD_CONFIGS).choose(gpu, block_c)
-    programs = triton.cdiv(num_rows, config.block_rows)
-    if is_bwd:
-        programs = min(programs, BWD_PROGRAMS_PER_SM * gpu.num_sms)
     stride = row_stride(shape, strides)
-    return Plan(
-        (programs,), num_rows, C, C if stride is None else stride, stride is None,
-        dict(BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps),
+    block_c = _block_c(C)
+    config = FWD_CONFIGS.choose(gpu, block_c)
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    return FwdPlan(
+        launch=_layer_norm_fwd_kernel[grid] if num_rows * C else None,
+        sizes=(num_rows, C, C if stride is None else stride, eps),
+        options=dict(
+            HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        y=layout(shape),
+        stats=layout((2, *shape[:-1]) if save_stats else (0,)),
+        copies_x=stride is None,
     )  # fmt: skip
+
+
+def _launch_fwd(
+    plan: FwdPlan, out_dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    launch, sizes, options, y_layout, stats_layout, copies_x = plan
+    device = x.device
+    y = empty_strided(*y_layout, dtype=out_dtype, device=device)
+    stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
+    if launch is not None:
+        if copies_x:
+            x = x.contiguous()
+        with device_guard(x):
+            launch(y, stats, x, contiguous(weight), contiguous(bias), *sizes, **options)
+    return y, stats
 
 
 def _empty_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
     save_stats: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
-    return y, x.new_empty(stats_shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
 
 
 @operator(
@@ -224,31 +247,55 @@ def _empty_fwd(
 )
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool, plan: Plan | None = None,
+    save_stats: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
-    y, stats = _empty_fwd(x, weight, bias, eps, out_dtype, save_stats)
-    if plan is None:
-        plan = _plan(gpu(x.device), x.shape, x.stride(), False)
-    grid, num_rows, C, stride_x_row, copies_x, options = plan
-    if num_rows == 0 or C == 0:
-        return y, stats
-    with device_guard(x):
-        _layer_norm_fwd_kernel[grid](
-            y, stats, x.contiguous() if copies_x else x, contiguous(weight), contiguous(bias),
-            num_rows, C, stride_x_row, eps,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, SAVE_STATS=save_stats,
-            **options,
-        )  # fmt: skip
-    return y, stats
+    plan = _fwd_plan(
+        gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats
+    )
+    return _launch_fwd(plan, out_dtype, x, weight, bias)
+
+
+class BwdPlan(NamedTuple):
+    """All that a backward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int]  # rows, C
+    options: dict[str, Any]
+    dx: Layout
+    dparams: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, has_dresidual: bool, needs_dparams: bool
+) -> BwdPlan:
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = _block_c(C)
+    config = BWD_CONFIGS.choose(gpu, block_c)
+    programs = min(
+        triton.cdiv(num_rows, config.block_rows), BWD_PROGRAMS_PER_SM * gpu.num_sms
+    )  # fmt: skip
+    return BwdPlan(
+        launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
+        sizes=(num_rows, C),
+        options=dict(
+            HAS_WEIGHT=has_weight, HAS_DRESIDUAL=has_dresidual, NEEDS_DPARAMS=needs_dparams,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        dx=layout(shape),
+        dparams=layout((2, C if needs_dparams else 0)),
+        partial=layout((programs, 2 * C)),
+    )  # fmt: skip
 
 
 def _empty_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, x.new_empty((2, x.shape[-1] if needs_dparams else 0), dtype=param_dtype)
+    dparams_shape = (2, x.shape[-1] if needs_dparams else 0)
+    return x.new_empty(x.shape), x.new_empty(dparams_shape, dtype=param_dtype)
 
 
 @operator(
@@ -261,27 +308,28 @@ def layer_norm_bwd(
     param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
-    dx, dparams = _empty_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
-    plan = _plan(gpu(x.device), x.shape, x.stride(), True)
-    grid, num_rows, C, stride_x_row, copies_x, options = plan
-    if num_rows == 0 or C == 0:
+    device = x.device
+    launch, sizes, options, dx_layout, dparams_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, dresidual is not None, needs_dparams
+    )
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    dparams = empty_strided(*dparams_layout, dtype=param_dtype, device=device)
+    if launch is None:
         return dx, dparams.zero_()
+    x, stride_x_row = rows_and_stride(x)
     dy, stride_dy_row = rows_and_stride(dy)
-    stride_dresidual_row = 0
+    stride_dresidual_row, partial = 0, None
     if dresidual is not None:
         dresidual, stride_dresidual_row = rows_and_stride(dresidual)
-    partial = None
     if needs_dparams:
-        partial = x.new_empty((grid[0], 2 * C), dtype=torch.float32)
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     with device_guard(x):
-        _layer_norm_bwd_kernel[grid](
-            dx, partial, dy, dresidual, x.contiguous() if copies_x else x, contiguous(weight),
-            stats, num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
-            HAS_WEIGHT=weight is not None, HAS_DRESIDUAL=dresidual is not None,
-            NEEDS_DPARAMS=needs_dparams, **options,
+        launch(
+            dx, partial, dy, dresidual, x, contiguous(weight), stats, *sizes,
+            stride_dy_row, stride_dresidual_row, stride_x_row, **options,
         )  # fmt: skip
     if partial is not None:
-        column_sum(partial, dparams.view(-1))
+        column_sum(partial, dparams)
     return dx, dparams
 
 
@@ -289,14 +337,10 @@ class LayerNormFunction(torch.autograd.Function):
     """(x, weight, bias) -> y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, out_dtype, plan):
-        if plan is None:
-            y, stats = layer_norm_fwd(x, weight, bias, eps, out_dtype, True)
-        else:
-            y, stats = _launch_fwd(x, weight, bias, eps, out_dtype, True, plan)
+    def forward(ctx, x, weight, bias, decision):
+        y, stats = _forward(x, weight, bias, decision)
         ctx.save_for_backward(x, weight, stats)
-        ctx.direct = plan is not None
-        ctx.param_dtype = _param_dtype(weight, bias)
+        ctx.decision = decision
         return y
 
     @staticmethod
@@ -313,8 +357,10 @@ class LayerNormAndInputFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, out_dtype, plan):
-        y = LayerNormFunction.forward(ctx, x, weight, bias, eps, out_dtype, plan)
+    def forward(ctx, x, weight, bias, decision):
+        y, stats = _forward(x, weight, bias, decision)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.decision = decision
         ctx.set_materialize_grads(False)
         return y, x.view_as(x)
 
@@ -322,43 +368,49 @@ class LayerNormAndInputFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, dy, dresidual):
         if dy is None:
-            return dresidual, None, None, None, None, None
+            return dresidual, None, None, None
         return _backward(ctx, dy, dresidual)
 
 
-def _param_dtype(weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    param = weight if weight is not None else bias
-    return torch.float32 if param is None else param.dtype
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call. `plan` is None where operators must run."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    eps: float
+    out_dtype: torch.dtype
+    param_dtype: torch.dtype
+    plan: FwdPlan | None
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, decision: Decision
+) -> tuple[Tensor, Tensor]:
+    _, needs_gradient, eps, out_dtype, _, plan = decision
+    if plan is not None:
+        return _launch_fwd(plan, out_dtype, x, weight, bias)
+    return layer_norm_fwd(x, weight, bias, eps, out_dtype, needs_gradient)
 
 
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, stats = ctx.saved_tensors
-    _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-    bwd = _launch_bwd if stays_direct(ctx, dy) else layer_norm_bwd
+    _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
-    dx, dparams = bwd(dy, dresidual, x, weight, stats, ctx.param_dtype, needs_dparams)
-    dweight = dbias = None
-    if needs_dparams:
-        dweight, dbias = dparams.unbind(0)
-    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None, None
-
-
-_launch_fwd, _launch_bwd = LAUNCHERS["layer_norm_fwd"], LAUNCHERS["layer_norm_bwd"]
-_apply = direct_apply(LayerNormFunction)
-_apply_with_input = direct_apply(LayerNormAndInputFunction)
-
-
-class Decision(NamedTuple):
-    triton_runs: bool
-    needs_gradient: bool
-    out_dtype: torch.dtype
-    plan: Plan | None
+    decision = ctx.decision
+    bwd = layer_norm_bwd
+    if decision.plan is not None and stays_direct(dy):
+        bwd = LAUNCHERS["layer_norm_bwd"]
+    dx, dparams = bwd(dy, dresidual, x, weight, stats, decision.param_dtype, needs_dparams)
+    if not needs_dparams:
+        return dx, None, None, None
+    dweight, dbias = dparams.unbind(0)
+    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None
 
 
 @decide_once
 def _decide(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None, direct: bool,
 ) -> Decision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     check_tensor(op, "x", x)
@@ -367,15 +419,24 @@ def _decide(
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
-    check_eps(op, eps)
-    check_dtype(op, "out_dtype", out_dtype)
     unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
     if out_dtype is None:
         out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
-    if not use_triton("layer_norm", x, unsupported):
-        return Decision(False, False, out_dtype, None)
-    plan = None if is_watched() else _plan(gpu(x.device), x.shape, x.stride(), False)
-    return Decision(True, needs_gradient(x, weight, bias), out_dtype, plan)
+    param = weight if weight is not None else bias
+    triton_runs = use_triton("layer_norm", x, unsupported)
+    needs = needs_gradient(x, weight, bias)
+    plan = None
+    if direct and triton_runs:
+        plan = _fwd_plan(
+            gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, needs
+        )
+    return Decision(
+        triton_runs, needs, eps, out_dtype, torch.float32 if param is None else param.dtype, plan
+    )
+
+
+_apply = direct_apply(LayerNormFunction)
+_apply_and_input = direct_apply(LayerNormAndInputFunction)
 
 
 def layer_norm_and_input(
@@ -391,16 +452,13 @@ def layer_norm_and_input(
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
     """
-    direct, (triton_runs, needs, out_dtype, plan) = _decide(
-        "layer_norm_and_input", x, weight, bias, eps, out_dtype
-    )
-    if not triton_runs:
-        return layer_norm_ref(x, weight, bias, eps, out_dtype), x
-    if not direct:
-        return LayerNormAndInputFunction.apply(x, weight, bias, eps, out_dtype, None)
-    if not needs:
-        return _launch_fwd(x, weight, bias, eps, out_dtype, False, plan)[0], x
-    return _apply_with_input(x, weight, bias, eps, out_dtype, plan)
+    decision = _decide("layer_norm_and_input", x, weight, bias, eps, out_dtype)
+    if not decision.triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype), x
+    if not decision.needs_gradient:
+        return _forward(x, weight, bias, decision)[0], x
+    apply = LayerNormAndInputFunction.apply if decision.plan is None else _apply_and_input
+    return apply(x, weight, bias, decision)
 
 
 def layer_norm(
@@ -427,13 +485,10 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    direct, (triton_runs, needs, out_dtype, plan) = _decide(
-        "layer_norm", x, weight, bias, eps, out_dtype
-    )
-    if not triton_runs:
-        return layer_norm_ref(x, weight, bias, eps, out_dtype)
-    if not direct:
-        return LayerNormFunction.apply(x, weight, bias, eps, out_dtype, None)
-    if not needs:
-        return _launch_fwd(x, weight, bias, eps, out_dtype, False, plan)[0]
-    return _apply(x, weight, bias, eps, out_dtype, plan)
+    decision = _decide("layer_norm", x, weight, bias, eps, out_dtype)
+    if not decision.triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype)
+    if not decision.needs_gradient:
+        return _forward(x, weight, bias, decision)[0]
+    apply = LayerNormFunction.apply if decision.plan is None else _apply
+    return apply(x, weight, bias, decision)

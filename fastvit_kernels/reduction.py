@@ -7,16 +7,20 @@ Precision: fp32 accumulators whatever x is; no atomics, so equal bits at every r
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.backend import num_sms
+from fastvit_kernels.backend import Gpu, device_guard, gpu
+from fastvit_kernels.launch_configs import launch_plan
 
 # One program sums BLOCK_R x BLOCK_N tiles down a row range. Not yet measured.
 BLOCK_R, BLOCK_N = 32, 128
 PROGRAMS_PER_SM = 4
 MIN_ROWS_PER_SPLIT = 256
+_TILE = dict(BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4)
 
 
 @triton.jit
@@ -38,32 +42,41 @@ def _column_sum_kernel(
     tl.store(out_ptrs, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
+class _Plan(NamedTuple):
+    splits: int
+    rows_per_split: int
+    first: Any  # the kernel on the grid of each stage
+    second: Any
+
+
+@launch_plan
+def _plan(gpu: Gpu, num_rows: int, N: int) -> _Plan:
+    column_blocks = triton.cdiv(N, BLOCK_N)
+    wanted = max(1, PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
+    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(num_rows, splits)
+    splits = triton.cdiv(num_rows, rows_per_split)
+    kernel = _column_sum_kernel
+    return _Plan(splits, rows_per_split, kernel[column_blocks, splits], kernel[column_blocks, 1])
+
+
 def column_sum(x: Tensor, out: Tensor) -> Tensor:
     """Sum x over its rows into out.
 
     Args:
         x: (R, N), any dtype, last axis contiguous, any row stride.
-        out: (N,) contiguous, any dtype; written whole, zeros where R is 0.
+        out: N elements, contiguous, any dtype; written whole, zeros where R is 0.
     Returns: out.
     """
     num_rows, N = x.shape
     if num_rows == 0 or N == 0:
         return out.zero_()
-    column_blocks = triton.cdiv(N, BLOCK_N)
-    wanted = max(1, PROGRAMS_PER_SM * num_sms(x.device) // column_blocks)
-    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
-    rows_per_split = triton.cdiv(num_rows, splits)
-    splits = triton.cdiv(num_rows, rows_per_split)
+    splits, rows_per_split, launch, launch_second = _plan(gpu(x.device), num_rows, N)
     first = out
     if splits > 1:
-        first = torch.empty((splits, N), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _column_sum_kernel[(column_blocks, splits)](
-            first, x, num_rows, N, rows_per_split, x.stride(0),
-            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4,
-        )  # fmt: skip
+        first = x.new_empty((splits, N), dtype=torch.float32)
+    with device_guard(x):
+        launch(first, x, num_rows, N, rows_per_split, x.stride(0), **_TILE)
         if splits > 1:
-            _column_sum_kernel[(column_blocks, 1)](
-                out, first, splits, N, splits, N, BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4
-            )
+            launch_second(out, first, splits, N, splits, N, **_TILE)
     return out
