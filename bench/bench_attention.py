@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,14 +17,14 @@ from bench.providers import (
     eager,
     imported,
     ours,
-    replaced,
     sdpa_backends,
 )
-from bench.shapes import Shape, head_sweep, token_sweep, vits
+from bench.shapes import DTYPES, Shape, head_sweep, token_sweep, vits
 from fastvit_kernels import attention as attention_op
 from fastvit_kernels.attention import attention_ref
-from fastvit_kernels.attention_kernels import one_pass, split_head_dim
+from fastvit_kernels.attention_kernels.configs import BwdForm, bwd_launch
 from fastvit_kernels.backend import gpu
+from fastvit_kernels.launch_configs import forced
 
 LONG_T = 1024  # above it the float64 oracle goes head by head: its scores are (B, H, T, T)
 
@@ -81,17 +80,16 @@ def _xformers(module: Any) -> Function:
 
 def split_backward() -> Any:
     """A context in which no backward takes the one-pass form."""
-    module = sys.modules["fastvit_kernels.attention"]  # the name in the package is the function
-    return replaced(module, "one_pass", lambda *_: None)
+    return forced("attention_bwd", BwdForm(one_pass=False))
 
 
 def has_one_pass(shape: Shape, dtype: str) -> bool:
     """Whether the backward of this shape takes the one-pass form by itself."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    block_d0, block_d1 = split_head_dim(shape.D)
-    limit = gpu(device).shared_limit
-    return not block_d1 and one_pass(shape.T, block_d0, itemsize(dtype), limit) is not None
+    sizes = (shape.B, shape.T, shape.H, shape.D)
+    problem = (gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
+    return bwd_launch(*problem).one_pass is not None
 
 
 def providers(shape: Shape, dtype: str) -> list[Provider]:

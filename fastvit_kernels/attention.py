@@ -8,45 +8,44 @@ Gradient, with p = softmax(s), delta[t] = sum_d out[t,d] dout[t,d]:
 
 Saved: qkv (or q, k, v), out, lse (B, H, T) fp32 in log2 units; `qkv_attention` adds x and weight.
 Precision: scores, softmax and accumulators fp32; p and ds are cast to the input dtype before their
-products. Kernels and tiles: attention_kernels.py. Source: arXiv:2307.08691. Derivation:
+products. Kernels and launch configs: attention_kernels/. Source: arXiv:2307.08691. Derivation:
 docs/attention.md.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastvit_kernels._triton import triton
 from fastvit_kernels.arguments import (
     autocast_dtype,
+    check_dropout,
+    check_int,
+    check_number,
     check_shape,
     check_tensor,
     compute_dtype,
 )
-from fastvit_kernels.attention_kernels import (
-    DKDV_TILES,
-    DQ_TILES,
-    FWD_TILES,
-    LONG_T,
+from fastvit_kernels.attention_kernels.configs import (
+    MAX_D,
     MAX_TOKEN_STRIDE,
+    bwd_launch,
+    fwd_launch,
+)
+from fastvit_kernels.attention_kernels.forward import _attention_fwd_kernel
+from fastvit_kernels.attention_kernels.one_pass_backward import _attention_bwd_one_pass_kernel
+from fastvit_kernels.attention_kernels.split_backward import (
     _attention_bwd_dkdv_kernel,
     _attention_bwd_dq_kernel,
-    _attention_bwd_one_pass_kernel,
-    _attention_fwd_kernel,
-    one_pass,
-    split_head_dim,
-    tail_tile,
-    tiles_for,
 )
-from fastvit_kernels.backend import gpu, use_triton
+from fastvit_kernels.backend import device_guard, gpu, use_triton
 from fastvit_kernels.gemm import input_precision, matmul
 from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
-
-MAX_D = 256
 
 
 def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
@@ -80,41 +79,40 @@ def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
     return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
 
 
-def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...], str]:
-    """(B, H, T_q, T_kv) in any strides -> pointer, strides, kind."""
+def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """(B, H, T_q, T_kv) in any strides -> pointer and strides."""
     if mask is None:
-        return None, (0, 0, 0, 0), "none"
-    if mask.dtype is torch.bool:
-        return mask.view(torch.uint8), mask.stride(), "bool"
-    return mask, mask.stride(), "add"
+        return None, (0, 0, 0, 0)
+    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), mask.stride()
 
 
-def _bth(x: Tensor) -> tuple[int, int, int]:
+def _problem(
+    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
+) -> tuple[Any, ...]:
+    """The fields of attention_kernels.configs.Problem."""
+    if mask is None:
+        kind = "causal" if is_causal else "none"
+    else:
+        kind = "bool" if mask.dtype is torch.bool else "add"
+    dropout, precision = seed is not None, input_precision()
+    return gpu(q.device), q.dtype, q.shape, k.shape[1], kind, dropout, precision
+
+
+def _bth(x: Tensor) -> tuple[int, ...]:
     """Strides of a (B, T, H, D) view."""
-    return x.stride(0), x.stride(1), x.stride(2)
+    return x.stride()[:3]
 
 
 def _launch_fwd(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
 ) -> None:  # fmt: skip
-    B, T_q, H, D = q.shape
-    T_kv = k.shape[1]
-    block_d0, block_d1 = split_head_dim(D)
-    tiles = tiles_for(FWD_TILES, q.element_size(), block_d0 + block_d1)
-    if T_q >= LONG_T and q.element_size() == 2 and D <= 64:
-        tiles = tiles._replace(own=tiles.own * 2, num_warps=tiles.num_warps * 2)
-    mask, mask_strides, mask_kind = _mask_arguments(mask)
-    with torch.cuda.device_of(q):
-        _attention_fwd_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
-            out, lse, q, k, v, mask, seed, H, T_q, T_kv, *_bth(q), *_bth(k), *_bth(v),
-            *mask_strides, scale, *_dropout_arguments(dropout_p),
-            D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
-            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
-            PRECISION=input_precision(), MASK=mask_kind, IS_CAUSAL=is_causal,
-            HAS_DROPOUT=seed is not None,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    launch = fwd_launch(*_problem(q, k, mask, seed, is_causal))
+    mask, mask_strides = _mask_arguments(mask)
+    with device_guard(q):
+        _attention_fwd_kernel[launch.grid](
+            out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
+            *mask_strides, scale, *_dropout_arguments(dropout_p), **launch.options,
         )  # fmt: skip
 
 
@@ -124,48 +122,28 @@ def _launch_bwd(
     is_causal: bool,
 ) -> None:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
-    B, T_q, H, D = q.shape
-    T_kv = k.shape[1]
-    block_d0, block_d1 = split_head_dim(D)
-    dropout = _dropout_arguments(dropout_p)
+    one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
     strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
-    flags = dict(PRECISION=input_precision(), IS_CAUSAL=is_causal, HAS_DROPOUT=seed is not None)
-    whole_head = None
-    if mask is None and block_d1 == 0:
-        whole_head = one_pass(T_q, block_d0, q.element_size(), gpu(q.device).shared_limit)
-    if whole_head is not None:
-        part0, part1, tiles = whole_head
-        with torch.cuda.device_of(q):
-            _attention_bwd_one_pass_kernel[(B * H,)](
-                dq, dk, dv, dout, q, k, v, out, lse, seed, H, T_q, T_kv,
-                dq.stride(1), dk.stride(1), *strides, scale, *dropout,
-                D=D, BLOCK_D=block_d0, BLOCK_KV=tiles.loop, RAGGED_KV=T_kv % tiles.loop != 0,
-                PART0=part0, PART1=part1, RAGGED_Q=part0 + part1 != T_q,
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
+    scalars = (scale, *_dropout_arguments(dropout_p))
+    if one_pass is not None:
+        with device_guard(q):
+            _attention_bwd_one_pass_kernel[one_pass.grid](
+                dq, dk, dv, dout, q, k, v, out, lse, seed, *one_pass.sizes,
+                dq.stride(1), dk.stride(1), *strides, *scalars, **one_pass.options,
             )  # fmt: skip
         return
-    mask, mask_strides, flags["MASK"] = _mask_arguments(mask)
-    strides += mask_strides
-    head_dim = dict(D=D, BLOCK_D0=block_d0, BLOCK_D1=block_d1)
+    assert split is not None
+    for_dq, for_dkdv = split
+    mask, mask_strides = _mask_arguments(mask)
     delta = torch.empty_like(lse)
-    # A mask takes registers: its tiles are those of the widest heads.
-    padded_dim = block_d0 + block_d1 if mask is None else MAX_D
-    tiles = tiles_for(DQ_TILES, q.element_size(), padded_dim)
-    with torch.cuda.device_of(q):
-        _attention_bwd_dq_kernel[(triton.cdiv(T_q, tiles.own) * B * H,)](
-            dq, delta, dout, q, k, v, out, lse, mask, seed, H, T_q, T_kv,
-            dq.stride(1), *strides, scale, *dropout,
-            BLOCK_Q=tiles.own, TAIL_Q=tail_tile(T_q, tiles.own, tiles.tail),
-            BLOCK_KV=tiles.loop, TAIL_KV=tail_tile(T_kv, tiles.loop, tiles.tail),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
+    with device_guard(q):
+        _attention_bwd_dq_kernel[for_dq.grid](
+            dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,
+            dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
         )  # fmt: skip
-        tiles = tiles_for(DKDV_TILES, q.element_size(), padded_dim)
-        _attention_bwd_dkdv_kernel[(triton.cdiv(T_kv, tiles.own) * B * H,)](
-            dk, dv, dout, q, k, v, lse, delta, mask, seed, H, T_q, T_kv,
-            dk.stride(1), *strides, scale, *dropout,
-            BLOCK_KV=tiles.own, TAIL_KV=tail_tile(T_kv, tiles.own, tiles.tail),
-            BLOCK_Q=tiles.loop, TAIL_Q=tail_tile(T_q, tiles.loop, tiles.tail),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **head_dim, **flags,
+        _attention_bwd_dkdv_kernel[for_dkdv.grid](
+            dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
+            dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
         )  # fmt: skip
 
 
@@ -337,12 +315,6 @@ class QkvAttentionFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None, None
 
 
-def check_dropout(op: str, dropout_p: float) -> None:
-    """Raise ValueError unless 0 <= dropout_p < 1: the kernels divide by 1 - dropout_p."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"{op}: dropout_p must be in [0, 1), got {dropout_p}")
-
-
 def check_head_dim(op: str, D: int) -> None:
     """Raise ValueError unless D is a multiple of 8 from 8 to 256."""
     if D > MAX_D:
@@ -385,6 +357,7 @@ def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
     check_head_dim("attention", qkv.shape[4])
     check_dropout("attention", dropout_p)
     scale = default_scale(qkv.shape[4]) if scale is None else scale
+    check_number("attention", "scale", scale)
     if use_triton("attention", qkv, unsupported_scale(scale)):
         qkv = qkv.to(autocast_dtype(qkv) or qkv.dtype)
         seed = draw_seed(qkv.device) if dropout_p > 0 else None
@@ -424,7 +397,8 @@ def qkv_attention(
     check_tensor(op, "x", x, ndim=3)
     check_tensor(op, "weight", weight, ndim=2)
     rows = weight.shape[0]
-    if num_heads < 1 or rows % (3 * num_heads):
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
         raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
     check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
     check_shape(op, "bias", bias, (rows,), like=x)
@@ -433,6 +407,7 @@ def qkv_attention(
     check_dropout(op, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
     scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
     if use_triton(op, x, unsupported_scale(scale)):
         seed = draw_seed(x.device) if dropout_p > 0 else None
         return QkvAttentionFunction.apply(x, weight, bias, seed, num_heads, scale, dropout_p, dtype)

@@ -14,7 +14,14 @@ from fastvit_kernels.attention import (
     qkv_attention,
     qkv_attention_ref,
 )
-from fastvit_kernels.attention_kernels import one_pass, split_head_dim, tail_tile
+from fastvit_kernels.attention_kernels.configs import (
+    BwdForm,
+    bwd_launch,
+    split_head_dim,
+    tail_tile,
+)
+from fastvit_kernels.backend import Gpu, gpu, on_absent_gpu
+from fastvit_kernels.launch_configs import forced
 
 attention_module = importlib.import_module("fastvit_kernels.attention")  # the name is a function
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -22,6 +29,11 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 def _qkv(B, T, H, D, dtype, scale=1.0):
     return {"qkv": rand(B, T, 3, H, D, dtype=dtype, scale=scale)}
+
+
+def _takes_one_pass(B, T, H, D, dtype):
+    problem = (gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
+    return bwd_launch(*problem).one_pass is not None
 
 
 @pytest.mark.parametrize("T", [1, 5, 50, 196, 197, 257, 577], ids=lambda t: f"T{t}")
@@ -42,25 +54,28 @@ def test_attention_long_wide(D):
 
 @pytest.mark.parametrize("T", [65, 129, 193, 256], ids=lambda t: f"T{t}")
 def test_attention_one_pass_parts(T):
-    assert one_pass(T, 64, 2, 2**20) is not None
+    assert _takes_one_pass(2, T, 1, 64, fp16)
     assert_accurate(attention, attention_ref, _qkv(2, T, 1, 64, fp16))
 
 
 def test_attention_split_backward_tails():
     """16-bit, D <= 64 and T > 256: the only backward with a separate tail of 16."""
-    assert one_pass(273, 32, 2, 2**20) is None
+    assert not _takes_one_pass(1, 273, 1, 32, bf16)
     assert_accurate(attention, attention_ref, _qkv(1, 273, 1, 32, bf16))
 
 
 def test_attention_split_backward_in_fp32():
-    assert one_pass(150, 64, 4, 2**20) is None
+    assert not _takes_one_pass(1, 150, 1, 64, fp32)
     assert_accurate(attention, attention_ref, _qkv(1, 150, 1, 64, fp32))
 
 
-def test_attention_without_room_for_one_pass(monkeypatch):
+def test_attention_without_room_for_one_pass():
     """A GPU with little shared memory takes the split backward, with the same gradients."""
-    monkeypatch.setattr(attention_module, "one_pass", lambda *sizes: None)
-    assert_accurate(attention, attention_ref, _qkv(1, 197, 2, 64, bf16))
+    small = Gpu("cpu", num_sms=2, shared_limit=64 * 1024)
+    with on_absent_gpu(small):
+        assert not _takes_one_pass(1, 197, 2, 64, bf16)
+    with forced("attention_bwd", BwdForm(one_pass=False)):
+        assert_accurate(attention, attention_ref, _qkv(1, 197, 2, 64, bf16))
 
 
 def test_attention_scale():

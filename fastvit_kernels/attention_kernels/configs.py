@@ -1,0 +1,310 @@
+"""Launch configs of the attention kernels, and everything about a launch but the pointers.
+
+Tiles are not padded where it costs. Tokens: full tiles without masks, then one tail of 16, 32 or
+64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail takes too many
+registers (wide heads, fp32), all tiles are masked. Head dim: D is cut into a power of two and a
+rest (D = 72 -> 64 + 16).
+
+A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
+of queries and keys, by its upper end; mask one of "none", "causal", "bool", "add"; heads "many"
+where there are at least MANY_HEADS a SM, else "few". Not yet measured: the compile command chose
+the configs, so that no default spills on sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fastvit_kernels._triton import triton
+from fastvit_kernels.backend import Gpu
+from fastvit_kernels.launch_configs import ConfigTable, Key, launch_plan
+
+MIN_TILE = 16  # the smallest operand of tl.dot
+MAX_D = 256
+MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
+TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 320, 640, 1024, 4096)
+MAX_ONE_PASS_D = 64
+MANY_HEADS = 16
+PART = 128  # queries of a one-pass program whose scores are alive together
+
+
+class FwdConfig(NamedTuple):
+    """The forward kernel: a program owns block_q queries and walks block_kv keys at a time.
+
+    `tail` is the smallest tile for the rows that full tiles leave over, in both directions. Where
+    it is as large as the tile there is no second copy of the code: all tiles check their rows.
+    """
+
+    block_q: int
+    block_kv: int
+    tail: int
+    heads: int  # a program, one after the other
+    num_warps: int
+    num_stages: int
+
+
+class SplitConfig(NamedTuple):
+    """A kernel of the split backward: rows the program owns, rows it loops over; tail as above."""
+
+    own: int
+    loop: int
+    tail: int
+    num_warps: int
+    num_stages: int
+
+
+class OnePassConfig(NamedTuple):
+    """The one-pass backward: a program owns all queries of a head."""
+
+    block_kv: int
+    heads: int  # a program, one after the other
+    num_warps: int
+    num_stages: int
+
+
+class BwdForm(NamedTuple):
+    """Which of the two forms of the backward runs."""
+
+    one_pass: bool
+
+
+def split_head_dim(D: int) -> tuple[int, int]:
+    """D as a power of two and a rest, 0 where padding to the next power of two costs no more."""
+    padded = max(MIN_TILE, triton.next_power_of_2(D))
+    half = padded // 2
+    if half < MIN_TILE:
+        return padded, 0
+    rest = max(MIN_TILE, triton.next_power_of_2(D - half))
+    return (half, rest) if half + rest < padded else (padded, 0)
+
+
+def tail_tile(T: int, block: int, smallest: int = MIN_TILE) -> int:
+    """Size of the tile for the T % block tokens that full tiles leave over; 0 for none."""
+    left = T % block
+    return min(block, max(smallest, triton.next_power_of_2(left))) if left else 0
+
+
+def query_parts(T: int) -> tuple[int, int] | None:
+    """The parts in which a one-pass program holds T queries (197 -> 128 and 128; 50 -> 64 and 0).
+
+    At least 64 rows: smaller parts would leave wgmma and cost more registers than they save.
+    """
+    if T > 2 * PART:
+        return None
+    part0 = min(PART, max(64, triton.next_power_of_2(T)))
+    return part0, 0 if T <= PART else 64 if T <= PART + 64 else PART
+
+
+# By (bytes an element, largest padded D), first row that fits.
+FWD = {
+    (2, 64): FwdConfig(64, 64, 16, 1, 4, 3),
+    (2, 96): FwdConfig(64, 64, 16, 1, 4, 2),
+    (2, 128): FwdConfig(64, 64, 64, 1, 4, 2),
+    (2, 256): FwdConfig(64, 32, 64, 1, 8, 2),
+    (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
+    (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
+}
+# T above 1024, 16 bits, D <= 64: twice the queries and the warps.
+FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 3)
+DQ = {
+    (2, 64): SplitConfig(128, 64, 16, 8, 2),
+    (2, 128): SplitConfig(64, 64, 64, 8, 2),
+    (2, 256): SplitConfig(64, 32, 64, 8, 1),
+    (4, 64): SplitConfig(32, 32, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 256): SplitConfig(16, 16, 16, 8, 1),
+}
+DKDV = {
+    (2, 64): SplitConfig(128, 32, 16, 8, 2),
+    (2, 128): SplitConfig(64, 32, 64, 8, 2),
+    (2, 256): SplitConfig(64, 16, 64, 8, 1),
+    (4, 64): SplitConfig(32, 32, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 256): SplitConfig(16, 16, 16, 4, 1),
+}
+ONE_PASS = {
+    (2, 64): OnePassConfig(64, 1, 8, 1),
+    (2, 256): OnePassConfig(32, 1, 8, 1),
+    (4, 64): OnePassConfig(16, 1, 8, 1),
+}
+
+
+def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
+    """The first row for elements of this size that is large enough, else the largest."""
+    rows = [(largest, config) for (bytes_, largest), config in table.items() if bytes_ == itemsize]
+    return next((config for largest, config in rows if size <= largest), rows[-1][1])
+
+
+def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
+        return FWD_LONG
+    return _row(FWD, ITEMSIZE[dtype], D)
+
+
+def _default_split(table: dict[tuple[int, int], SplitConfig]) -> Any:
+    def default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+        # A mask takes registers: its tiles are those of the widest heads.
+        return _row(table, ITEMSIZE[dtype], MAX_D if mask in ("bool", "add") else D)
+
+    return default
+
+
+def _default_one_pass(
+    gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> OnePassConfig:
+    return _row(ONE_PASS, ITEMSIZE[dtype], tokens)
+
+
+def _fwd_fits(
+    gpu: Gpu, config: FwdConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    return True
+
+
+def _split_fits(
+    gpu: Gpu, config: SplitConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    return True
+
+
+def _one_pass_fits(
+    gpu: Gpu, config: OnePassConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    parts = query_parts(tokens)
+    if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or mask in ("bool", "add"):
+        return False
+    rows = sum(parts)
+    if ITEMSIZE[dtype] == 4 and rows > 64:
+        return False
+    shared = 4 * rows * D + 2 * config.block_kv * (D + parts[0])
+    return shared * ITEMSIZE[dtype] <= gpu.shared_limit
+
+
+def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
+    return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
+
+
+def _default_bwd(gpu: Gpu, *key: Any) -> BwdForm:
+    return BwdForm(_bwd_fits(gpu, BwdForm(True), *key))
+
+
+FWD_TABLE = ConfigTable("attention_fwd", [*FWD.values(), FWD_LONG], _default_fwd, _fwd_fits)
+BWD_TABLE = ConfigTable("attention_bwd", [BwdForm(True), BwdForm(False)], _default_bwd, _bwd_fits)
+ONE_PASS_TABLE = ConfigTable(
+    "attention_bwd_one_pass", list(ONE_PASS.values()), _default_one_pass, _one_pass_fits
+)
+DQ_TABLE = ConfigTable("attention_bwd_dq", list(DQ.values()), _default_split(DQ), _split_fits)
+DKDV_TABLE = ConfigTable(
+    "attention_bwd_dkdv", list(DKDV.values()), _default_split(DKDV), _split_fits
+)
+
+
+class Problem(NamedTuple):
+    """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags."""
+
+    gpu: Gpu
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    T_kv: int
+    mask: str
+    dropout: bool
+    precision: str
+
+    def key(self) -> Key:
+        B, T_q, H, D = self.shape
+        tokens = next((t for t in TOKEN_BUCKETS if max(T_q, self.T_kv) <= t), TOKEN_BUCKETS[-1])
+        heads_per_sm = B * H // self.gpu.num_sms
+        heads = "many" if heads_per_sm >= MANY_HEADS else "few"
+        return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, self.mask, heads
+
+    def kernel_mask(self) -> str:
+        return "none" if self.mask == "causal" else self.mask
+
+    def flags(self) -> dict[str, Any]:
+        return dict(
+            D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
+            HAS_DROPOUT=self.dropout,
+        )  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """The grid, the sizes that go before the strides, and the constexprs and options."""
+
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def _block(T: int, block: int) -> int:
+    """No larger a tile than T tokens need."""
+    return min(block, max(MIN_TILE, triton.next_power_of_2(T)))
+
+
+@launch_plan
+def fwd_launch(gpu: Gpu, *problem_: Any) -> Launch:
+    """The launch of the forward kernel; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *problem_)
+    config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    block_d0, block_d1 = split_head_dim(D)
+    block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
+    programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
+    options = dict(
+        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
+        BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q, config.tail),
+        BLOCK_KV=block_kv, TAIL_KV=tail_tile(T_kv, block_kv, config.tail),
+        ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return Launch((programs,), (B * H, H, T_q, T_kv), options | problem.flags())
+
+
+def _split_launch(
+    problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
+) -> Launch:
+    """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
+    B, T_q, H, D = problem.shape
+    block_d0, block_d1 = split_head_dim(D)
+    options = {
+        "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
+        f"BLOCK_{own}": config.own, f"TAIL_{own}": tail_tile(T_own, config.own, config.tail),
+        f"BLOCK_{loop}": config.loop, f"TAIL_{loop}": tail_tile(T_loop, config.loop, config.tail),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    grid = (triton.cdiv(T_own, config.own) * B * H,)
+    return Launch(grid, (H, T_q, problem.T_kv), options | problem.flags())
+
+
+class BwdLaunch(NamedTuple):
+    """Either the one-pass kernel, or dq and then dk and dv."""
+
+    one_pass: Launch | None
+    split: tuple[Launch, Launch] | None
+
+
+@launch_plan
+def bwd_launch(gpu: Gpu, *problem_: Any) -> BwdLaunch:
+    """The launches of the backward; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *problem_)
+    key = problem.key()
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    if not BWD_TABLE.choose(problem.gpu, *key).one_pass:
+        dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
+        for_dq = _split_launch(problem, dq, "Q", "KV", T_q, T_kv)
+        return BwdLaunch(None, (for_dq, _split_launch(problem, dkdv, "KV", "Q", T_kv, T_q)))
+    config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
+    parts = query_parts(T_q)
+    assert parts is not None
+    options = dict(
+        BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
+        RAGGED_KV=T_kv % config.block_kv != 0, PART0=parts[0], PART1=parts[1],
+        RAGGED_Q=sum(parts) != T_q, HEADS=config.heads,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    grid = (triton.cdiv(B * H, config.heads),)
+    return BwdLaunch(Launch(grid, (B * H, H, T_q, T_kv), options | problem.flags()), None)
