@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from fastvit_kernels.arguments import check_tensor
 from fastvit_kernels.modules import Attention
 
 
@@ -56,8 +57,11 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
         One (B, H, T, T) fp32 tensor a layer, in the order in which the layers run; row t says where
         token t looks. Memory: 4 B H T T bytes a layer.
     Precision: q and k as the model computes them, scores and softmax fp32.
-    Raises: ValueError where the model holds no Attention.
+    Raises: ValueError where the model holds no Attention; TypeError for another model or image.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
+    check_tensor("attention_maps", "images", images)
     projections = [found for m in model.modules() if (found := _qkv_of(m)) is not None]
     if not projections:
         raise ValueError(

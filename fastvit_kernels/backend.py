@@ -33,7 +33,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _checked(name: str) -> Backend:
-    if name not in get_args(Backend):
+    if not isinstance(name, str) or name not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {name!r}")
     return name  # type: ignore[return-value]
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from fastvit_kernels import gemm
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import activate_and_derivative, check_activation
-from fastvit_kernels.arguments import compute_dtype
+from fastvit_kernels.arguments import check_flags, compute_dtype
 from fastvit_kernels.backend import use_triton
 from fastvit_kernels.epilogue import (
     apply_epilogue,
@@ -301,6 +301,7 @@ def mlp(
     check_activation("mlp", activation)
     if activation is None:
         raise ValueError("mlp: activation must not be None; use linear twice")
+    check_flags("mlp", recompute=recompute)
     reasons = [
         check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
         check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),

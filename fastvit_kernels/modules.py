@@ -14,8 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fastvit_kernels.activation import ACTIVATIONS, check_activation
-from fastvit_kernels.arguments import autocast_dtype
-from fastvit_kernels.attention import attention, qkv_attention
+from fastvit_kernels.arguments import (
+    autocast_dtype,
+    check_dropout,
+    check_eps,
+    check_flags,
+    check_int,
+    check_probability,
+    check_tensor,
+)
+from fastvit_kernels.attention import attention, check_head_dim, qkv_attention
 from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
 from fastvit_kernels.linear import linear
 from fastvit_kernels.mlp import mlp
@@ -25,9 +33,24 @@ from fastvit_kernels.plain import add_branch, add_tokens, is_hooked, is_plain
 Size = int | Sequence[int]  # a square's side, or (height, width)
 
 
-def _pair(size: Size) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
+def _pair(name: str, size: Size) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else size
+    if not isinstance(sides, Sequence) or isinstance(sides, str) or len(sides) != 2:
+        raise TypeError(f"PatchEmbed: {name} must be an int or (height, width), got {size!r}")
+    for side in sides:
+        check_int("PatchEmbed", name, side)
+    return sides[0], sides[1]
+
+
+def _check_conv_stem(configs: Any) -> None:
+    wanted = "a sequence of (out_channels, kernel_size, stride[, norm class, activation class])"
+    if not isinstance(configs, Sequence) or isinstance(configs, str):
+        raise TypeError(f"PatchEmbed: conv_stem_configs must be {wanted}, got {configs!r}")
+    for config in configs:
+        if not isinstance(config, Sequence) or isinstance(config, str) or len(config) not in (3, 5):
+            raise TypeError(f"PatchEmbed: conv_stem_configs must be {wanted}, got {config!r} in it")
+        for size in config[:3]:
+            check_int("PatchEmbed", "conv_stem_configs", size)
 
 
 def _conv_stem(configs: Sequence[Sequence[Any]], in_chans: int) -> nn.Sequential:
@@ -57,7 +80,12 @@ class PatchEmbed(nn.Module):
         embed_dim: int = 768, bias=True, conv_stem_configs: Sequence[Sequence[Any]] | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
+        self.img_size = _pair("img_size", img_size)
+        self.patch_size = _pair("patch_size", patch_size)
+        check_int("PatchEmbed", "in_chans", in_chans)
+        check_int("PatchEmbed", "embed_dim", embed_dim)
+        check_flags("PatchEmbed", bias=bias)
+        self.in_chans = in_chans
         (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
         self.grid_size = height // patch_height, width // patch_width
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -68,6 +96,8 @@ class PatchEmbed(nn.Module):
             )
         side = self.patch_size
         self.stem = None
+        if conv_stem_configs is not None:
+            _check_conv_stem(conv_stem_configs)
         if conv_stem_configs:
             self.stem = _conv_stem(conv_stem_configs, in_chans)
             shrink = math.prod(config[2] for config in conv_stem_configs)
@@ -80,6 +110,11 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
 
     def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
+        check_tensor("PatchEmbed", "images", images, ndim=4)
+        if images.shape[1] != self.in_chans:
+            raise ValueError(
+                f"PatchEmbed: images must have {self.in_chans} channels, got {images.shape[1]}"
+            )
         if tuple(images.shape[-2:]) != self.img_size:
             raise ValueError(
                 f"PatchEmbed: images must be {self.img_size} (height, width), "
@@ -101,7 +136,26 @@ class PatchEmbed(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm, one axis. `and_input` makes it the head of a pre-norm branch: (y, x)."""
 
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
+        bias=True, device: Any = None, dtype: Any = None,
+    ):  # fmt: skip
+        width: Any = normalized_shape
+        if isinstance(normalized_shape, Sequence) and len(normalized_shape) == 1:
+            width = normalized_shape[0]
+        check_int("LayerNorm", "normalized_shape, one axis,", width)
+        check_eps("LayerNorm", eps)
+        check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
+        super().__init__(width, eps, elementwise_affine, bias, device, dtype)
+
     def forward(self, x: Tensor, and_input: bool = False):
+        if self.weight is None:  # else its shape tells
+            check_tensor("LayerNorm", "x", x)
+            if tuple(x.shape[-1:]) != self.normalized_shape:
+                raise ValueError(
+                    f"LayerNorm: the last axis of x must be {self.normalized_shape[0]}, "
+                    f"got shape {tuple(x.shape)}"
+                )
         if not and_input:
             return layer_norm(x, self.weight, self.bias, self.eps)
         # A branch begins with a matmul, which under autocast reads the low-precision dtype.
@@ -118,9 +172,17 @@ class Attention(nn.Module):
         qkv_bias: bool = False, proj_bias: bool = True, attn_drop=0.0, proj_drop=0.0,
     ):  # fmt: skip
         super().__init__()
-        if attn_head_dim is None and dim % num_heads:
+        check_int("Attention", "dim", dim)
+        check_int("Attention", "num_heads", num_heads)
+        check_flags("Attention", qkv_bias=qkv_bias, proj_bias=proj_bias)
+        check_dropout("Attention", attn_drop, "attn_drop")
+        check_probability("Attention", "proj_drop", proj_drop)
+        if attn_head_dim is not None:
+            check_int("Attention", "attn_head_dim", attn_head_dim)
+        elif dim % num_heads:
             raise ValueError(f"Attention: dim {dim} must be a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim = num_heads, attn_head_dim or dim // num_heads
+        check_head_dim("Attention", self.head_dim)
         self.qkv = nn.Linear(dim, 3 * num_heads * self.head_dim, bias=qkv_bias)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(num_heads * self.head_dim, dim, bias=proj_bias)
@@ -152,7 +214,13 @@ class Mlp(nn.Module):
         self, in_features: int, hidden_features: int, act_layer: str = "gelu", bias=True, drop=0.0
     ):
         super().__init__()
-        check_activation("Mlp", act_layer)
+        check_int("Mlp", "in_features", in_features)
+        check_int("Mlp", "hidden_features", hidden_features)
+        if act_layer is None:
+            raise TypeError(f"Mlp: act_layer must be one of {sorted(ACTIVATIONS)}, got None")
+        check_activation("Mlp", act_layer, "act_layer")
+        check_flags("Mlp", bias=bias)
+        check_probability("Mlp", "drop", drop)
         self.fc1 = nn.Linear(in_features, hidden_features, bias)
         self.act_layer = act_layer
         self.fc2 = nn.Linear(hidden_features, in_features, bias)
@@ -184,6 +252,7 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0):
         super().__init__()
+        check_probability("DropPath", "drop_prob", drop_prob)
         self.drop_prob = drop_prob
 
     def row_scale(self, x: Tensor) -> Tensor | None:

@@ -33,6 +33,8 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
         overrides: any argument of VisionTransformer.
     Raises: ValueError for another name; TypeError for an unknown argument.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"create_vit: name must be a str, got {type(name).__name__}")
     if name == "vit_mnist":
         return VisionTransformer(**{**_MNIST, **overrides})
     match = _NAME.fullmatch(name)

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastvit_kernels.arguments import autocast_dtype
+from fastvit_kernels.arguments import (
+    FLOATS,
+    autocast_dtype,
+    check_device,
+    check_flags,
+    check_number,
+    check_probability,
+)
 from fastvit_kernels.attention import (
     MAX_D,
     _launch_bwd,
@@ -102,10 +109,75 @@ class SdpaFunction(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None
 
 
+OP = "scaled_dot_product_attention"
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise unless dtypes, devices and layouts are such that torch at least can compute."""
+    tensors = {"query": q, "key": k, "value": v}
+    if mask is not None:
+        tensors["attn_mask"] = mask
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{OP}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.layout not in (torch.strided, torch.jagged):
+            raise TypeError(f"{OP}: {name} must be dense or nested, got layout {x.layout}")
+        if x.dtype not in FLOATS and not (x is mask and x.dtype is torch.bool):
+            kinds = "floating point or bool" if x is mask else "floating point of 16, 32 or 64 bits"
+            raise TypeError(f"{OP}: {name} must be {kinds}, got {x.dtype}")
+        check_device(OP, name, x, q)
+        if x is not mask and x.dtype != q.dtype and autocast_dtype(q) is None:
+            raise TypeError(f"{OP}: {name} must have the dtype of query, {q.dtype}, got {x.dtype}")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise unless query (..., T_q, D), key (..., T_kv, D) and value (..., T_kv, D_v) agree."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 2:
+            raise ValueError(f"{OP}: {name} must have axes (..., T, D), got {tuple(x.shape)}")
+    for name, x in (("key", k), ("value", v)):
+        pairs = zip(reversed(x.shape[:-2]), reversed(q.shape[:-2]), strict=False)
+        if not all(m == n or m == 1 or n == 1 for m, n in pairs):
+            raise ValueError(
+                f"{OP}: {name} must have the batch and heads of query, {tuple(q.shape[:-2])}, "
+                f"got {tuple(x.shape[:-2])}"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{OP}: key must have the D of query, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"{OP}: value must have the T of key, {k.shape[-2]}, got {v.shape[-2]}")
+    if mask is None:
+        return
+    wanted = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+    if mask.ndim > len(wanted) or not all(m in (1, n) for m, n in pairs):
+        raise ValueError(
+            f"{OP}: attn_mask must broadcast to {tuple(wanted)}, got shape {tuple(mask.shape)}"
+        )
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None,
+) -> None:  # fmt: skip
+    """Raise on what neither the kernels nor torch can compute."""
+    _check_tensors(q, k, v, mask)
+    check_probability(OP, "dropout_p", dropout_p)
+    check_flags(OP, is_causal=is_causal)
+    if scale is not None:
+        check_number(OP, "scale", scale)
+    if is_causal and mask is not None:
+        raise ValueError(f"{OP}: attn_mask must be None where is_causal is True, got both")
+    if not (q.is_nested or k.is_nested or v.is_nested):
+        _check_shapes(q, k, v, mask)
+
+
 def _unsupported(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
     """What torch's function can do and the kernels cannot, or None."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        return "query, key or value is a nested tensor"
     if not q.ndim == k.ndim == v.ndim == 4:
         return "query, key and value must be (B, H, T, D)"
     if not q.dtype == k.dtype == v.dtype and autocast_dtype(q) is None:
@@ -113,22 +185,14 @@ def _unsupported(
     B, H, _, D = q.shape
     if k.shape != v.shape or k.shape[:2] != (B, H) or k.shape[3] != D:
         return "query, key and value differ in batch, heads or head dim"
-    if not q.device == k.device == v.device:
-        return "query, key and value are on different devices"
     if D % 8 or not 8 <= D <= MAX_D:
         return f"D must be a multiple of 8 up to {MAX_D}, got {D}"
     if k.shape[2] == 0:
         return "there are no keys"
     if not 0 <= dropout_p < 1:
         return f"dropout_p must be in [0, 1), got {dropout_p}"
-    if attn_mask is None:
-        return None
-    if is_causal:
-        return "attn_mask and is_causal exclude each other"
-    if attn_mask.requires_grad:
+    if attn_mask is not None and attn_mask.requires_grad:
         return "attn_mask needs a gradient"
-    if attn_mask.dtype is not torch.bool and not attn_mask.is_floating_point():
-        return f"attn_mask must be boolean or floating point, got {attn_mask.dtype}"
     return None
 
 
@@ -156,14 +220,19 @@ def scaled_dot_product_attention(
         (B, H, T_q, D), dtype of query, laid out as (B, T_q, H, D).
     Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
     Saved: query, key, value, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
-    Raises: what torch raises; whatever the kernels cannot do (a mask that needs a gradient, D not a
-        multiple of 8, other ranks) takes torch's path.
+    Raises: ValueError, such as "scaled_dot_product_attention: key must have the D of query, 64, got
+        32"; TypeError. Whatever the kernels cannot do and torch can (a mask that needs a gradient,
+        D not a multiple of 8, other ranks, nested tensors) takes torch's path.
     Specification: torch.nn.functional.scaled_dot_product_attention.
     """
-    scale_ = default_scale(query.shape[-1]) if scale is None else scale
+    if isinstance(scale, Tensor):
+        scale = float(scale)  # torch takes one too
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
-    unsupported = unsupported or unsupported_scale(scale_)
-    if not use_triton("scaled_dot_product_attention", query, unsupported):
+    if unsupported is None:
+        scale_ = default_scale(query.shape[-1]) if scale is None else scale
+        unsupported = unsupported_scale(scale_)
+    if not use_triton(OP, query, unsupported):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )

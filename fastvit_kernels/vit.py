@@ -8,12 +8,20 @@ keys are timm's, so that its checkpoints load as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fastvit_kernels.arguments import (
+    check_eps,
+    check_flags,
+    check_int,
+    check_number,
+    check_probability,
+)
 from fastvit_kernels.modules import (
     Attention,
     DropPath,
@@ -25,6 +33,16 @@ from fastvit_kernels.modules import (
 )
 
 
+def _check_common(op: str, mlp_ratio: Any, init_values: Any, norm_eps: Any, **counts: Any) -> None:
+    """What Block and VisionTransformer check for themselves; their parts check the rest."""
+    for name, count in counts.items():
+        check_int(op, name, count)
+    check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
+    if init_values is not None:
+        check_number(op, "init_values", init_values)
+    check_eps(op, norm_eps, "norm_eps")
+
+
 class Block(nn.Module):
     """x = x + attn(norm1(x));  x = x + mlp(norm2(x)), each branch times LayerScale and DropPath."""
 
@@ -34,6 +52,8 @@ class Block(nn.Module):
         drop_path=0.0, act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
     ):  # fmt: skip
         super().__init__()
+        _check_common("Block", mlp_ratio, init_values, norm_eps, dim=dim, num_heads=num_heads)
+        check_probability("Block", "drop_path", drop_path)
         self.norm1 = LayerNorm(dim, norm_eps)
         self.attn = Attention(
             dim, num_heads, attn_head_dim, qkv_bias, proj_bias, attn_drop, proj_drop
@@ -77,10 +97,31 @@ class VisionTransformer(nn.Module):
         conv_stem_configs: Sequence[Sequence[Any]] | None = None,
     ):  # fmt: skip
         super().__init__()
-        if global_pool not in ("", "avg", "token"):
-            raise ValueError(f"global_pool must be '', 'avg' or 'token', got {global_pool!r}")
+        op = "VisionTransformer"
+        _check_common(
+            op, mlp_ratio, init_values, norm_eps, in_chans=in_chans, embed_dim=embed_dim,
+            num_heads=num_heads,
+        )  # fmt: skip
+        for name, count in dict(
+            num_classes=num_classes, depth=depth, reg_tokens=reg_tokens
+        ).items():
+            check_int(op, name, count, least=0)
+        if representation_size is not None:
+            check_int(op, "representation_size", representation_size, least=0)
+        check_flags(
+            op, qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token,
+            no_embed_class=no_embed_class, pre_norm=pre_norm, final_norm=final_norm,
+            fc_norm=False if fc_norm is None else fc_norm, pool_include_prefix=pool_include_prefix,
+        )  # fmt: skip
+        for name, rate in dict(
+            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
+        ).items():  # fmt: skip
+            check_probability(op, name, rate)
+        if not isinstance(global_pool, str) or global_pool not in ("", "avg", "token"):
+            raise ValueError(f"{op}: global_pool must be '', 'avg' or 'token', got {global_pool!r}")
         if global_pool == "token" and not class_token:
-            raise ValueError("global_pool 'token' needs class_token=True")
+            raise ValueError(f"{op}: global_pool 'token' needs class_token=True")
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
         self.no_embed_class, self.pool_include_prefix = no_embed_class, pool_include_prefix
         self.num_prefix_tokens = int(class_token) + reg_tokens

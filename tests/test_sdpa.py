@@ -135,8 +135,8 @@ def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):
     torch.testing.assert_close(scaled_dot_product_attention(**tensors), expected)
 
 
-def test_sdpa_raises_what_torch_raises():
-    with pytest.raises(RuntimeError):
+def test_sdpa_rejects_what_torch_rejects():
+    with pytest.raises(ValueError, match="key must have the D of query, 16, got 24"):
         scaled_dot_product_attention(rand(1, 1, 4, 16), rand(1, 1, 4, 24), rand(1, 1, 4, 16))
 
 
