@@ -103,7 +103,7 @@ def decided({names}):
 def _facts(name: str, annotation: str) -> str:
     """The expression for what a call's kind takes from one argument."""
     if "Tensor" not in annotation:
-        return name
+        return f"{name}.__class__, {name}"  # 2.0 and True equal 2 and 1, and are other arguments
     facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.requires_grad"
     facts = f"{name}.__class__, {facts}"
     return f"None if {name} is None else ({facts})" if "None" in annotation else facts
