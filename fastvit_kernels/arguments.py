@@ -132,6 +132,11 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), without the call where there is nothing to cast."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x contiguous, None as it is."""
     return x if x is None or x.is_contiguous() else x.contiguous()

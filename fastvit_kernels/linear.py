@@ -20,16 +20,24 @@ inside; `gemm.choose_route` decides. Derivation: docs/linear.md.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels import gemm
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import ACTIVATIONS, check_activation
-from fastvit_kernels.arguments import check_shape, check_tensor, compute_dtype
+from fastvit_kernels.arguments import (
+    as_dtype,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    needs_gradient,
+)
 from fastvit_kernels.backend import use_triton
+from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.epilogue import (
     apply_epilogue,
     backward_epilogue,
@@ -40,7 +48,7 @@ from fastvit_kernels.epilogue import (
     weight_gradients,
 )
 from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
-from fastvit_kernels.operators import operator
+from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
 
@@ -232,54 +240,88 @@ def linear_bwd(
     return grads
 
 
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    activation: str  # "" is none
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of x, weight, bias, residual, layer_scale
+    saves_x: bool
+    saves_weight: bool
+    saves_bias: bool
+    saves_z: bool
+    saves_scales: bool
+
+
 class LinearFunction(torch.autograd.Function):
     """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, residual, layer_scale, row_scale, activation, dtype, needs_backward
-    ):
-        inputs = (x, weight, bias, residual, layer_scale)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-        y, z = linear_fwd(
-            x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, needs_backward
+    def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, decision):
+        (x, weight, bias), y, z = _forward(
+            x, weight, bias, residual, layer_scale, row_scale, decision
         )
-        if not needs_backward:
-            return y
-        needs_dx, needs_dweight, needs_dbias, _, needs_dscale, *_ = ctx.needs_input_grad
-        needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
-        needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
         ctx.save_for_backward(
-            x if needs_dweight or needs_gram else None,
-            weight if needs_dx or needs_gram else None,
-            bias if needs_gram else None,
-            z if activation and needs_dz else None,
-            layer_scale if needs_dz else None,
-            row_scale if needs_dz else None,
+            x if decision.saves_x else None,
+            weight if decision.saves_weight else None,
+            bias if decision.saves_bias else None,
+            z if decision.saves_z else None,
+            layer_scale if decision.saves_scales else None,
+            row_scale if decision.saves_scales else None,
         )
-        ctx.activation, ctx.dtype = activation, dtype
-        ctx.input_dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.decision = decision
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
-        dtypes = [
+        decision = ctx.decision
+        dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = (
             dtype if needed else None
-            for dtype, needed in zip(ctx.input_dtypes, ctx.needs_input_grad, strict=False)
-        ]
-        dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = dtypes
-        dresidual = None if dresidual_dtype is None else dy.to(dresidual_dtype)
+            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        )
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
         wanted = (dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype)
         if not any(wanted):
-            return None, None, None, dresidual, None, None, None, None, None
-        grads = linear_bwd(dy, *ctx.saved_tensors, ctx.activation, ctx.dtype, *wanted)
-        dx, dweight, dbias, dlayer_scale = (
-            grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)
+            return None, None, None, dresidual, None, None, None
+        bwd = LAUNCHERS["linear_bwd"] if decision.direct and stays_direct(dy) else linear_bwd
+        dx, dweight, dbias, dlayer_scale = bwd(
+            dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted
         )
-        return dx, dweight, dbias, dresidual, dlayer_scale, None, None, None, None
+        return (
+            dx if dx_dtype else None,
+            dweight if dweight_dtype else None,
+            dbias if dbias_dtype else None,
+            dresidual,
+            dlayer_scale if dlayer_scale_dtype else None,
+            None,
+            None,
+        )
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, decision: Decision,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:  # fmt: skip
+    """(x, weight, bias) in the compute dtype, y, z."""
+    if decision.casts:
+        dtype = decision.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    fwd = LAUNCHERS["linear_fwd"] if decision.direct else linear_fwd
+    y, z = fwd(
+        x, weight, bias, residual, layer_scale, row_scale,
+        decision.activation, decision.out_dtype, decision.saves_z,
+    )  # fmt: skip
+    return (x, weight, bias), y, z
+
+
+_apply = direct_apply(LinearFunction)
 
 
 def check_epilogue(
@@ -315,9 +357,39 @@ def check_weight(
     return None if N > 0 and K > 0 else f"{name} is empty"
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of any of them."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+@decide_once
+def _decide(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    check_input("linear", x)
+    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
+    check_activation("linear", activation)
+    unsupported = (
+        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
+        or unsupported
+    )
+    dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
+    inputs = (x, weight, bias, residual, layer_scale)
+    needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
+    needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
+    needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
+    return Decision(
+        triton_runs=use_triton("linear", x, unsupported),
+        needs_gradient=needs_gradient(*inputs),
+        direct=direct,
+        activation=activation or "",
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dweight or needs_gram,
+        saves_weight=needs_dx or needs_gram,
+        saves_bias=needs_gram,
+        saves_z=bool(activation) and needs_dz,
+        saves_scales=needs_dz,
+    )
 
 
 def linear(
@@ -350,17 +422,11 @@ def linear(
     Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
     Specification: linear_ref. Derivation: docs/linear.md.
     """
-    check_input("linear", x)
-    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
-    check_activation("linear", activation)
-    unsupported = (
-        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
-        or unsupported
-    )
-    dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
-    if not use_triton("linear", x, unsupported):
+    decision = _decide(x, weight, bias, activation, residual, layer_scale, row_scale)
+    if not decision.triton_runs:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
-    return LinearFunction.apply(
-        x, weight, bias, residual, layer_scale, row_scale, activation or "", dtype,
-        needs_gradient(x, weight, bias, residual, layer_scale),
-    )  # fmt: skip
+    inputs = (x, weight, bias, residual, layer_scale, row_scale)
+    if not decision.needs_gradient:
+        return _forward(*inputs, decision)[1]
+    apply = _apply if decision.direct else LinearFunction.apply
+    return apply(*inputs, decision)

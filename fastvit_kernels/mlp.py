@@ -17,15 +17,18 @@ epilogue of the product that gives dz. Derivation: docs/mlp.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels import gemm
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import activate_and_derivative, check_activation
-from fastvit_kernels.arguments import check_flags, compute_dtype
+from fastvit_kernels.arguments import as_dtype, check_flags, compute_dtype, needs_gradient
 from fastvit_kernels.backend import use_triton
+from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.epilogue import (
     apply_epilogue,
     backward_epilogue,
@@ -41,9 +44,8 @@ from fastvit_kernels.linear import (
     empty_gradients,
     linear_fwd,
     linear_ref,
-    needs_gradient,
 )
-from fastvit_kernels.operators import operator
+from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
 
@@ -203,60 +205,138 @@ def mlp_bwd(
     return grads
 
 
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    activation: str
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of the first seven inputs, in mlp's order
+    saves_x: bool
+    saves_fc1_weight: bool
+    saves_fc2_weight: bool
+    saves_fc2_bias: bool
+    saves_z: bool
+    saves_act: bool
+
+
 class MlpFunction(torch.autograd.Function):
     """Two `linear_fwd` forward, one `mlp_bwd` backward; recompute drops act(z) in between."""
 
     @staticmethod
     def forward(
         ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
-        activation, dtype, recompute, needs_backward,
+        decision,
     ):  # fmt: skip
-        inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = (
-            None if t is None else t.to(dtype) for t in inputs[:5]
-        )
-        needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight = ctx.needs_input_grad[:4]
-        needs_dlayer_scale = ctx.needs_input_grad[6]
-        needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
-        needs_act = needs_dfc2_weight or needs_dlayer_scale
-        save_z = needs_backward and (needs_dz or (needs_act and recompute))
-        act, z = linear_fwd(x, fc1_weight, fc1_bias, None, None, None, activation, dtype, save_z)
-        out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-        y, _ = linear_fwd(
-            act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", out_dtype, False
-        )
-        if not needs_backward:
-            return y
+        operands = _operands(decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+        y, z, act = _forward(operands, residual, layer_scale, row_scale, decision)
+        x, fc1_weight, _, fc2_weight, fc2_bias = operands
         ctx.save_for_backward(
-            x if needs_dfc1_weight else None,
-            fc1_weight if needs_dx else None,
-            fc2_weight if needs_dz or needs_dlayer_scale else None,
-            fc2_bias if needs_dlayer_scale else None,
-            z if save_z else None,
-            act if needs_act and not recompute else None,
+            x if decision.saves_x else None,
+            fc1_weight if decision.saves_fc1_weight else None,
+            fc2_weight if decision.saves_fc2_weight else None,
+            fc2_bias if decision.saves_fc2_bias else None,
+            z if decision.saves_z else None,
+            act if decision.saves_act else None,
             layer_scale,
             row_scale,
         )
-        ctx.activation, ctx.dtype = activation, dtype
-        ctx.input_dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.decision = decision
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
-        dtypes = [
+        decision = ctx.decision
+        *wanted, dresidual_dtype, dlayer_scale_dtype = (
             dtype if needed else None
-            for dtype, needed in zip(ctx.input_dtypes, ctx.needs_input_grad, strict=False)
-        ]
-        *wanted, dresidual_dtype, dlayer_scale_dtype = dtypes
+            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        )
         wanted.append(dlayer_scale_dtype)
-        dresidual = None if dresidual_dtype is None else dy.to(dresidual_dtype)
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
         grads: list[Tensor | None] = [None] * len(wanted)
         if any(wanted):
-            computed = mlp_bwd(dy, *ctx.saved_tensors, ctx.activation, ctx.dtype, *wanted)
+            bwd = LAUNCHERS["mlp_bwd"] if decision.direct and stays_direct(dy) else mlp_bwd
+            computed = bwd(dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted)
             grads = [g if dtype else None for g, dtype in zip(computed, wanted, strict=True)]
         *dproducts, dlayer_scale = grads
-        return *dproducts, dresidual, dlayer_scale, None, None, None, None, None
+        return *dproducts, dresidual, dlayer_scale, None, None
+
+
+_apply = direct_apply(MlpFunction)
+
+
+def _operands(decision: Decision, *operands: Tensor | None) -> Sequence[Any]:
+    """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias in the compute dtype."""
+    if not decision.casts:
+        return operands
+    return [None if t is None else t.to(decision.dtype) for t in operands]
+
+
+def _forward(
+    operands: Sequence[Any], residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, decision: Decision,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, z and act(z) from operands in the compute dtype."""
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
+    fwd = LAUNCHERS["linear_fwd"] if decision.direct else linear_fwd
+    act, z = fwd(
+        x, fc1_weight, fc1_bias, None, None, None,
+        decision.activation, decision.dtype, decision.saves_z,
+    )  # fmt: skip
+    y, _ = fwd(
+        act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", decision.out_dtype, False
+    )
+    return y, z, act
+
+
+@decide_once
+def _decide(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, recompute: bool, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    check_input("mlp", x)
+    check_activation("mlp", activation)
+    if activation is None:
+        raise ValueError("mlp: activation must not be None; use linear twice")
+    check_flags("mlp", recompute=recompute)
+    reasons = [
+        check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
+        check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),
+        check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
+    ]
+    dtype = compute_dtype(
+        "mlp", x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight, fc2_bias=fc2_bias,
+    )  # fmt: skip
+    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
+    needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight, _, _, needs_dlayer_scale = map(
+        needs_gradient, inputs
+    )
+    needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
+    needs_act = needs_dfc2_weight or needs_dlayer_scale
+    return Decision(
+        triton_runs=use_triton("mlp", x, next(filter(None, reasons), None)),
+        needs_gradient=needs_gradient(*inputs),
+        direct=direct,
+        activation=activation,
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
+        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dfc1_weight,
+        saves_fc1_weight=needs_dx,
+        saves_fc2_weight=needs_dz or needs_dlayer_scale,
+        saves_fc2_bias=needs_dlayer_scale,
+        saves_z=needs_dz or (needs_act and recompute),
+        saves_act=needs_act and not recompute,
+    )
 
 
 def mlp(
@@ -297,26 +377,14 @@ def mlp(
         TypeError.
     Specification: mlp_ref. Derivation: docs/mlp.md.
     """
-    check_input("mlp", x)
-    check_activation("mlp", activation)
-    if activation is None:
-        raise ValueError("mlp: activation must not be None; use linear twice")
-    check_flags("mlp", recompute=recompute)
-    reasons = [
-        check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
-        check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),
-        check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
-    ]
-    dtype = compute_dtype(
-        "mlp", x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
-        fc2_weight=fc2_weight, fc2_bias=fc2_bias,
-    )  # fmt: skip
-    if not use_triton("mlp", x, next(filter(None, reasons), None)):
+    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
+    decision = _decide(*inputs, activation, recompute)
+    if not decision.triton_runs:
         return mlp_ref(
             x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation,
             residual, layer_scale, row_scale,
         )  # fmt: skip
-    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
-    return MlpFunction.apply(
-        *inputs, row_scale, activation, dtype, recompute, needs_gradient(*inputs)
-    )
+    if not decision.needs_gradient:
+        return _forward(_operands(decision, *inputs[:5]), *inputs[5:], decision)[0]
+    apply = _apply if decision.direct else MlpFunction.apply
+    return apply(*inputs, decision)
