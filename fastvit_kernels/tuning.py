@@ -372,17 +372,16 @@ def decide(
     replays = [(Replay(call, device), count) for call, count in calls]
     found = Decision(choice, default, default, 0.0, 0.0)
     try:
-        for replay, _ in replays:
-            replay.reference  # noqa: B018: computed here, for every config
+        references = [replay.reference for replay, _ in replays]
     except torch.OutOfMemoryError as error:
         found.unchecked = str(error).split(". ")[0]
         return found
 
     def refused(config: Any) -> bool:
         with forced(choice.table, config):
-            for replay, _ in replays:
+            for reference, (replay, _) in zip(references, replays, strict=True):
                 try:
-                    check(replay.reference, replay.function)
+                    check(reference, replay.function)
                 except Fault as fault:
                     found.refused.append((config, f"{replay.call}: {fault}"))
                     return True
