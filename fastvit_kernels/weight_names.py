@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MAX_LAYERS = 1000
+
 # What a name must be after conversion to count as understood; q, k, v still wait to be packed.
 _TARGET = re.compile(
     r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
@@ -103,6 +105,10 @@ _COMPILED = {
 
 def _as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        kinds = {"nested": value.is_nested, "meta": value.is_meta, "quantised": value.is_quantized}
+        kinds[str(value.layout)] = value.layout is not torch.strided
+        for kind in (kind for kind, found in kinds.items() if found):
+            raise TypeError(f"load_weights: {name!r} must be a dense tensor, got a {kind} one")
         return value.detach()
     if not hasattr(value, "__array__"):
         raise TypeError(
@@ -113,21 +119,31 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     array = np.array(value)
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which numpy cannot name
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    if array.dtype.kind not in "fiub":
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
         raise TypeError(f"load_weights: {name!r} must hold numbers, got {array.dtype}")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
+def _add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
+    if name in tensors:
+        raise ValueError(f"load_weights: two keys of the source mean {name!r}")
+    tensors[name] = x
+
+
 def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors by name, without the dicts and the name prefixes that trainers put around."""
+    seen = [source]
     while nested := [w for w in ("state_dict", "model") if isinstance(source.get(w), Mapping)]:
         source = source[nested[0]]
+        if any(source is outer for outer in seen):
+            raise ValueError(f"load_weights: source must hold tensors, got itself as {nested[0]!r}")
+        seen.append(source)
     tensors: dict[str, Tensor] = {}
     for name, value in source.items():
+        if not isinstance(name, str):
+            raise TypeError(f"load_weights: keys of the source must be str, got {name!r}")
         stripped = re.sub(r"^(?:(?:module|_orig_mod|model|backbone)\.)+", "", name)
-        if stripped in tensors:
-            raise ValueError(f"load_weights: two keys of the source mean {stripped!r}")
-        tensors[stripped] = _as_tensor(name, value)
+        _add(tensors, stripped, _as_tensor(name, value))
     return tensors
 
 
@@ -140,12 +156,17 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
     layers: dict[str, Tensor] = {}
     for name, x in arrays.items():
         if "/encoderblock/" in name:  # all layers stacked on axis 0
+            if x.ndim == 0 or not 0 < len(x) <= MAX_LAYERS or x.numel() == 0:
+                raise ValueError(
+                    f"load_weights: {name!r} must hold 1 to {MAX_LAYERS} layers, "
+                    f"got shape {tuple(x.shape)}"
+                )
             for i, layer in enumerate(x):
-                layers[name.replace("/encoderblock/", f"/encoderblock_{i}/")] = layer
+                _add(layers, name.replace("/encoderblock/", f"/encoderblock_{i}/"), layer)
         else:
-            layers[name] = x
+            _add(layers, name, x)
 
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, x in layers.items():
         module, _, leaf = name.rpartition("/")
         if leaf == "kernel" and module == "embedding":
@@ -160,7 +181,7 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
         elif leaf == "bias":
             x = x.flatten()
         leaf = "weight" if leaf in ("kernel", "scale") else leaf
-        tensors[f"{module}/{leaf}".lstrip("/").replace("/", ".")] = x
+        _add(tensors, f"{module}/{leaf}".lstrip("/").replace("/", "."), x)
     return tensors
 
 
@@ -222,7 +243,5 @@ def to_timm(
         )
     converted: dict[str, Tensor] = {}
     for name, target in names[family].items():
-        if target in converted:
-            raise ValueError(f"load_weights: two keys of the source mean {target!r}")
-        converted[target] = tensors[name]
+        _add(converted, target, tensors[name])
     return family, _pack_qkv(converted)

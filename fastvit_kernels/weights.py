@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastvit_kernels.arguments import check_int
 from fastvit_kernels.vit import VisionTransformer
+from fastvit_kernels.weight_files import read_file
 from fastvit_kernels.weight_names import to_timm
 
 
@@ -47,37 +49,6 @@ class WeightsReport:
         changes = [f"{name} {old} -> {new}" for name, (old, new) in self.resized.items()]
         lines.append(f"resized: {', '.join(changes) or 'none'}")
         return "\n".join(lines)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """The contents of a checkpoint file, on the CPU, without running any code it may hold."""
-    if not path.is_file():
-        raise FileNotFoundError(f"load_weights: there is no file {path}")
-    suffix = path.suffix.lower()
-    if suffix not in (".pth", ".pt", ".bin", ".safetensors", ".npz"):
-        raise ValueError(f"load_weights: {path} must end in .pth, .pt, .bin, .safetensors or .npz")
-    try:
-        if suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        if suffix == ".npz":
-            import numpy as np
-
-            with np.load(path, allow_pickle=False) as arrays:
-                return dict(arrays)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (ImportError, PermissionError):
-        raise
-    except Exception as error:  # each format has errors of its own
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        hint = ""
-        if "weights_only" in str(error) or "Weights only" in str(error):
-            hint = (
-                "; if it holds more than tensors and you trust it, read it with "
-                "torch.load(..., weights_only=False) and pass its state dict"
-            )
-        raise ValueError(f"load_weights: cannot read {path}: {reason}{hint}") from error
 
 
 def _fold_linear_patches(tensors: dict[str, Tensor], model: VisionTransformer) -> None:
@@ -119,7 +90,7 @@ def _fit_positions(
     pos_embed, (rows, cols) = tensors["pos_embed"], model.patch_embed.grid_size
     if pos_embed.ndim == 4 and pos_embed.shape[0] == 1:  # (1, rows, cols, C)
         grid_size, pos_embed = (pos_embed.shape[1], pos_embed.shape[2]), pos_embed.flatten(1, 2)
-    if pos_embed.ndim != 3 or pos_embed.shape[0] != 1:
+    if pos_embed.ndim != 3 or (pos_embed.shape[0], pos_embed.shape[2]) != (1, model.embed_dim):
         return  # the shape check names it
     wanted = 0 if model.no_embed_class else model.num_prefix_tokens
     tokens = pos_embed.shape[1]
@@ -161,9 +132,13 @@ def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) 
         if name not in tensors:
             continue
         got, wanted = tuple(tensors[name].shape), tuple(target.shape)
-        if target.is_floating_point() and not tensors[name].is_floating_point():
+        if target.is_floating_point() != tensors[name].is_floating_point():
+            kind = "floating point" if target.is_floating_point() else f"{target.dtype}"
+            raise ValueError(f"load_weights: {name} must be {kind}, got {tensors[name].dtype}")
+        if target.is_meta:
             raise ValueError(
-                f"load_weights: {name} must be floating point, got {tensors[name].dtype}"
+                f"load_weights: {name} of the model must have memory, got a meta tensor; "
+                'give it some with model.to_empty(device="cuda")'
             )
         if got == wanted:
             continue
@@ -176,9 +151,32 @@ def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) 
         raise ValueError(f"load_weights: {name} must have shape {wanted}, got {got}{hint}")
 
 
+def _converted(name: str, source: Tensor, target: Tensor) -> Tensor:
+    """source on target's device and in its dtype, all of it finite."""
+    converted = source.to(device=target.device, dtype=target.dtype)
+    if not converted.isfinite().all():
+        bad = int((~source.isfinite()).sum())
+        what = f"{bad} NaN or infinite" if bad else f"some that {target.dtype} cannot hold"
+        raise ValueError(f"load_weights: {name} must hold finite numbers, got {what}")
+    return converted
+
+
 def _natural(names: Iterable[str]) -> tuple[str, ...]:
     """Sorted so that block 2 comes before block 10."""
-    return tuple(sorted(names, key=lambda n: [int(s) if s.isdigit() else s for s in n.split(".")]))
+    return tuple(
+        sorted(
+            names, key=lambda n: [(len(s) if s.isdecimal() else 0, s) for s in n.split(".")]
+        )
+    )  # fmt: skip
+
+
+def _check_grid_size(grid_size: Any) -> None:
+    if grid_size is None:
+        return
+    if not isinstance(grid_size, (tuple, list)) or len(grid_size) != 2:
+        raise TypeError(f"load_weights: grid_size must be (rows, cols) or None, got {grid_size!r}")
+    for side in grid_size:
+        check_int("load_weights", "grid_size", side)
 
 
 def load_weights(
@@ -201,7 +199,7 @@ def load_weights(
     Args:
         model: keeps its dtype and device.
         source: a path (.pth, .pt, .bin, .safetensors, .npz), or a mapping of names to tensors or
-            arrays. Files are read without running code from them.
+            arrays, all finite. Files are read without running code from them.
         grid_size: (rows, cols) of the source's position embedding, for one that is not square.
     Returns: a WeightsReport, to be printed or looked into: missing keys are no error.
     Raises: ValueError, such as "load_weights: head.weight must have shape (10, 768), got
@@ -213,8 +211,21 @@ def load_weights(
             f"load_weights: model must be a fastvit_kernels.VisionTransformer, "
             f"got {type(model).__name__}"
         )
-    if isinstance(source, (str, os.PathLike)):
-        source = _read(Path(source))
+    _check_grid_size(grid_size)
+    if not isinstance(source, (str, os.PathLike)):
+        return _load(model, source, grid_size)
+    path = Path(source)
+    contents = read_file(path)
+    try:
+        return _load(model, contents, grid_size)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{error} (in {path})") from error
+
+
+def _load(
+    model: VisionTransformer, source: Any, grid_size: tuple[int, int] | None
+) -> WeightsReport:
     if not isinstance(source, Mapping):
         raise TypeError(
             f"load_weights: source must be a path or hold a mapping of names to tensors, "
@@ -230,13 +241,20 @@ def load_weights(
     _check_shapes(tensors, targets)
 
     loaded = _natural(tensors.keys() & targets.keys())
-    with torch.no_grad():
-        for name in loaded:
-            targets[name].copy_(tensors[name])
-    return WeightsReport(
+    if not loaded:
+        raise ValueError(
+            f"load_weights: source must hold a parameter of the model, got none; its first keys "
+            f"are {list(tensors)[:4]}"
+        )
+    report = WeightsReport(
         family=family,
         loaded=loaded,
         missing=_natural(targets.keys() - tensors.keys()),
         unexpected=_natural(tensors.keys() - targets.keys()),
         resized={n: (before[n], s) for n in loaded if (s := tuple(tensors[n].shape)) != before[n]},
     )
+    with torch.no_grad():  # all is converted before anything is written
+        converted = {name: _converted(name, tensors[name], targets[name]) for name in loaded}
+        for name, x in converted.items():
+            targets[name].copy_(x)
+    return report

@@ -1,0 +1,137 @@
+"""Checkpoint files -> tensors by name, on the CPU, believing nothing that a file says of itself.
+
+No code from a file runs: .pth through torch's weights_only unpickler, .npz without pickles. No
+memory is taken on a header's word: an archive must not unpack to far more than it weighs, an array
+must be as large as its header says, and no tensor may be wider than the numbers behind it.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".npz")
+MAX_RATIO = 16  # trained weights do not compress; zeros do, a thousandfold
+UNPACKED_FREELY = 2**28  # bytes below which the ratio does not matter
+
+
+def _check_regular(path: Path) -> None:
+    """Raise FileNotFoundError unless path leads to a regular file."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(f"load_weights: there is no file {path}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if isinstance(error, PermissionError):
+            raise
+        loop = getattr(error, "errno", None) == errno.ELOOP
+        reason = "its symbolic links form a loop" if loop else error
+        raise FileNotFoundError(f"load_weights: there is no file {path}: {reason}") from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise FileNotFoundError(f"load_weights: there is no file {path}: it is {kind}")
+
+
+def _check_archive(path: Path) -> None:
+    """Raise ValueError where a zip archive claims to unpack to far more than it weighs."""
+    size = os.path.getsize(path)
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    packed = sum(m.compress_size for m in members)
+    unpacked = sum(m.file_size for m in members)
+    stored = (m for m in members if m.compress_type == zipfile.ZIP_STORED)
+    if packed > size or any(m.file_size != m.compress_size for m in stored):
+        raise ValueError(f"its directory claims {max(packed, unpacked)} bytes in a file of {size}")
+    if unpacked > max(MAX_RATIO * size, UNPACKED_FREELY):
+        raise ValueError(f"its {size} bytes claim to unpack to {unpacked}, more than weights do")
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    import numpy as np
+
+    _check_archive(path)
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                read_header = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read_header(file)
+                held = member.file_size - file.tell()
+            if dtype.hasobject:
+                raise ValueError(f"{member.filename} holds Python objects, which are not read")
+            if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != held:
+                raise ValueError(
+                    f"{member.filename} must hold {held} bytes, its header says {dtype} {shape}"
+                )
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _read_pickle(path: Path) -> Any:
+    if zipfile.is_zipfile(path):
+        _check_archive(path)
+    contents = torch.load(path, map_location="cpu", weights_only=True)
+    for name, x in _tensors(contents):
+        if x.layout is torch.strided and not x.is_meta and not x.is_nested:  # else refused later
+            held = x.untyped_storage().nbytes() // max(x.element_size(), 1)
+            if x.numel() > held:
+                raise ValueError(f"{name!r} claims {tuple(x.shape)} and holds {held} numbers")
+    return contents
+
+
+def _tensors(contents: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Every tensor in mappings of mappings, which may hold one another or themselves."""
+    seen: set[int] = set()
+    waiting = [contents]
+    while waiting:
+        mapping = waiting.pop()
+        if not isinstance(mapping, Mapping) or id(mapping) in seen:
+            continue
+        seen.add(id(mapping))
+        for name, x in mapping.items():
+            if isinstance(x, Tensor):
+                yield name, x
+            else:
+                waiting.append(x)
+
+
+def read_file(path: Path) -> Any:
+    """The contents of a checkpoint file.
+
+    Raises: FileNotFoundError; ValueError with the reason where the file cannot be read.
+    """
+    _check_regular(path)
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        wanted = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        raise ValueError(f"load_weights: {path} must end in {wanted}")
+    try:
+        if suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return _read_npz(path) if suffix == ".npz" else _read_pickle(path)
+    except (ImportError, PermissionError):
+        raise
+    except Exception as error:  # each format has errors of its own
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        hint = ""
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            hint = (
+                "; if it holds more than tensors and you trust it, read it with "
+                "torch.load(..., weights_only=False) and pass its state dict"
+            )
+        raise ValueError(f"load_weights: cannot read {path}: {reason}{hint}") from error
