@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from guard import GUARD_BYTES, WORDS, guard_pages
+from guard import GUARD_BYTES, WORDS, guard_pages, unwatched
 from numerics import DEVICE, DTYPES, dtype_id, rand
 
 from fastvit_kernels import layer_norm, linear, mlp
@@ -138,6 +138,15 @@ def test_the_memory_of_the_ops_is_guarded():
     where = {b.description.split(" in ")[-1] for b in guard._buffers}
     assert {f"fastvit_kernels::{op}" for op in ("layer_norm_fwd", "mlp_bwd")} <= where
     assert guard.guarded > before > 10
+
+
+def test_the_memory_of_a_call_past_the_dispatcher_is_guarded():
+    x, weight = rand(3, 9, 40), rand(40, seed=1)
+    with guard_pages() as guard, unwatched():
+        y = layer_norm(guard.place(x), guard.place(weight))
+        torch.autograd.grad(y, y.grad_fn.next_functions[0][0].variable, torch.ones_like(y))
+    where = [b.description.split(" in ")[-1] for b in guard._buffers]
+    assert set(where[2:]) == {"torch"} and len(where) >= 2 + 2 + 1 + 2
 
 
 def test_results_do_not_depend_on_the_guards():

@@ -1,0 +1,47 @@
+"""Random calls of every op against its specification, every memory access checked.
+
+300 cases by default, the same at every run; `--fuzz-cases 5000` for more, `--fuzz-seed` for others.
+A case that fails is shrunk and printed: mend the code and append the case to fuzz_cases.KEPT.
+"""
+
+import pytest
+from fuzz import Case, check
+from fuzz_cases import KEPT, STRATEGIES
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+# numpy, which runs the kernels where there is no GPU, announces every infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+PARTS = 4  # of one op, so that parallel runs can share them
+SHARES = {  # of the cases, in proportion to how much there is to draw
+    "layer_norm": 3, "layer_norm_and_input": 2, "linear": 4, "mlp": 4, "attention": 3,
+    "qkv_attention": 2, "scaled_dot_product_attention": 4, "patch_embed": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("op", STRATEGIES)
+def test_fuzz(op, part, request):
+    cases = request.config.getoption("--fuzz-cases") * SHARES[op] / (PARTS * sum(SHARES.values()))
+    base = request.config.getoption("--fuzz-seed") * 1000
+
+    @seed(base + list(STRATEGIES).index(op) * PARTS + part)
+    @settings(
+        max_examples=max(1, round(cases)),
+        database=None,
+        deadline=None,
+        print_blob=True,
+        report_multiple_bugs=False,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=STRATEGIES[op]())
+    def run(case: Case) -> None:
+        check(case)
+
+    run()
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: f"{case.op}-{KEPT.index(case)}")
+def test_kept_cases(case):
+    check(case)
