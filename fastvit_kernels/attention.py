@@ -14,12 +14,11 @@ docs/attention.md.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels.arguments import (
     autocast_dtype,
@@ -29,6 +28,7 @@ from fastvit_kernels.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
+    needs_gradient,
 )
 from fastvit_kernels.attention_kernels.configs import (
     MAX_D,
@@ -43,8 +43,9 @@ from fastvit_kernels.attention_kernels.split_backward import (
     _attention_bwd_dq_kernel,
 )
 from fastvit_kernels.backend import device_guard, gpu, use_triton
+from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.gemm import input_precision, matmul
-from fastvit_kernels.operators import operator
+from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
 
@@ -207,22 +208,47 @@ def attention_bwd(
     return dqkv
 
 
+class Decision(NamedTuple):
+    """What `_decide` and `_decide_qkv` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    scale: float
+    dropout_p: float
+    num_heads: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+
+
 class AttentionFunction(torch.autograd.Function):
     """qkv -> out. Saves qkv, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, qkv, seed, scale, dropout_p):
-        out, lse = attention_fwd(qkv, seed, scale, dropout_p)
+    def forward(ctx, qkv, seed, decision):
+        out, lse = _forward(qkv, seed, decision)
         ctx.save_for_backward(qkv, out, lse, seed)
-        ctx.scale, ctx.dropout_p = scale, dropout_p
+        ctx.decision = decision
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
-        qkv, out, lse, seed = ctx.saved_tensors
-        dqkv = attention_bwd(dout, qkv, out, lse, seed, ctx.scale, ctx.dropout_p)
-        return dqkv, None, None, None
+        decision = ctx.decision
+        bwd = _attention_bwd_launcher if decision.direct and stays_direct(dout) else attention_bwd
+        return bwd(dout, *ctx.saved_tensors, decision.scale, decision.dropout_p), None, None
+
+
+def _forward(qkv: Tensor, seed: Tensor | None, decision: Decision) -> tuple[Tensor, Tensor]:
+    fwd = _attention_fwd_launcher if decision.direct else attention_fwd
+    return fwd(qkv, seed, decision.scale, decision.dropout_p)
+
+
+_attention_fwd_launcher = LAUNCHERS["attention_fwd"]
+_attention_bwd_launcher = LAUNCHERS["attention_bwd"]
+_apply = direct_apply(AttentionFunction)
 
 
 def _empty_qkv_attention_fwd(
@@ -294,25 +320,46 @@ class QkvAttentionFunction(torch.autograd.Function):
     """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, seed, num_heads, scale, dropout_p, dtype):
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        qkv, out, lse = qkv_attention_fwd(x, weight, bias, seed, num_heads, scale, dropout_p)
+    def forward(ctx, x, weight, bias, seed, decision):
+        x, weight, qkv, out, lse = _forward_qkv(x, weight, bias, seed, decision)
         ctx.save_for_backward(x, weight, qkv, out, lse, seed)
-        ctx.scale, ctx.dropout_p = scale, dropout_p
+        ctx.decision = decision
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
         x, weight, qkv, out, lse, seed = ctx.saved_tensors
-        dqkv = attention_bwd(dout, qkv, out, lse, seed, ctx.scale, ctx.dropout_p)
+        decision = ctx.decision
+        bwd, projection_bwd = attention_bwd, qkv_projection_bwd
+        if decision.direct and stays_direct(dout):
+            bwd, projection_bwd = _attention_bwd_launcher, LAUNCHERS["qkv_projection_bwd"]
+        dqkv = bwd(dout, qkv, out, lse, seed, decision.scale, decision.dropout_p)
         needs = list(ctx.needs_input_grad[:3])
-        grads = qkv_projection_bwd(dqkv, x, weight, ctx.weight_dtype, ctx.bias_dtype, needs)
-        dx, dweight, dbias = (g if n else None for g, n in zip(grads, needs, strict=True))
-        return dx, dweight, dbias, None, None, None, None, None
+        dx, dweight, dbias = projection_bwd(
+            dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, needs
+        )
+        return (
+            dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
+            None, None,
+        )  # fmt: skip
+
+
+def _forward_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, decision: Decision
+) -> tuple[Tensor, ...]:
+    """x and weight in the compute dtype, qkv, out, lse."""
+    if decision.casts:
+        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
+        bias = None if bias is None else bias.to(decision.dtype)
+    fwd = LAUNCHERS["qkv_attention_fwd"] if decision.direct else qkv_attention_fwd
+    qkv, out, lse = fwd(
+        x, weight, bias, seed, decision.num_heads, decision.scale, decision.dropout_p
+    )
+    return x, weight, qkv, out, lse
+
+
+_apply_qkv = direct_apply(QkvAttentionFunction)
 
 
 def check_head_dim(op: str, D: int) -> None:
@@ -333,6 +380,51 @@ def unsupported_scale(scale: float) -> str | None:
     return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
 
 
+@decide_once
+def _decide(qkv: Tensor, scale: float | None, dropout_p: float, direct: bool) -> Decision:
+    """Check the arguments of `attention`; what runs, and how."""
+    check_tensor("attention", "qkv", qkv, ndim=5)
+    if qkv.shape[2] != 3:
+        raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
+    check_head_dim("attention", qkv.shape[4])
+    check_dropout("attention", dropout_p)
+    scale = default_scale(qkv.shape[4]) if scale is None else scale
+    check_number("attention", "scale", scale)
+    dtype = autocast_dtype(qkv) or qkv.dtype
+    return Decision(
+        use_triton("attention", qkv, unsupported_scale(scale)), needs_gradient(qkv), direct,
+        dtype, qkv.dtype != dtype, scale, dropout_p, qkv.shape[3], dtype, dtype,
+    )  # fmt: skip
+
+
+@decide_once
+def _decide_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
+    dropout_p: float, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments of `qkv_attention`; what runs, and how."""
+    op = "qkv_attention"
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    rows = weight.shape[0]
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    D = rows // (3 * num_heads)
+    check_head_dim(op, D)
+    check_dropout(op, dropout_p)
+    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
+    scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
+    return Decision(
+        use_triton(op, x, unsupported_scale(scale)), needs_gradient(x, weight, bias), direct,
+        dtype, any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        scale, dropout_p, num_heads, weight.dtype, weight.dtype if bias is None else bias.dtype,
+    )  # fmt: skip
+
+
 def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
     """Bidirectional softmax attention on packed QKV.
 
@@ -351,18 +443,16 @@ def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
     Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """
-    check_tensor("attention", "qkv", qkv, ndim=5)
-    if qkv.shape[2] != 3:
-        raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
-    check_head_dim("attention", qkv.shape[4])
-    check_dropout("attention", dropout_p)
-    scale = default_scale(qkv.shape[4]) if scale is None else scale
-    check_number("attention", "scale", scale)
-    if use_triton("attention", qkv, unsupported_scale(scale)):
-        qkv = qkv.to(autocast_dtype(qkv) or qkv.dtype)
-        seed = draw_seed(qkv.device) if dropout_p > 0 else None
-        return AttentionFunction.apply(qkv, seed, scale, dropout_p)
-    return attention_ref(qkv, scale, dropout_p)
+    decision = _decide(qkv, scale, dropout_p)
+    if not decision.triton_runs:
+        return attention_ref(qkv, scale, dropout_p)
+    if decision.casts:
+        qkv = qkv.to(decision.dtype)
+    seed = draw_seed(qkv.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward(qkv, seed, decision)[0]
+    apply = _apply if decision.direct else AttentionFunction.apply
+    return apply(qkv, seed, decision)
 
 
 def qkv_attention(
@@ -393,22 +483,11 @@ def qkv_attention(
         1000"; TypeError where dtypes differ outside autocast.
     Specification: qkv_attention_ref. Derivation: docs/attention.md.
     """
-    op = "qkv_attention"
-    check_tensor(op, "x", x, ndim=3)
-    check_tensor(op, "weight", weight, ndim=2)
-    rows = weight.shape[0]
-    check_int(op, "num_heads", num_heads)
-    if rows % (3 * num_heads):
-        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
-    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
-    check_shape(op, "bias", bias, (rows,), like=x)
-    D = rows // (3 * num_heads)
-    check_head_dim(op, D)
-    check_dropout(op, dropout_p)
-    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
-    scale = default_scale(D) if scale is None else scale
-    check_number(op, "scale", scale)
-    if use_triton(op, x, unsupported_scale(scale)):
-        seed = draw_seed(x.device) if dropout_p > 0 else None
-        return QkvAttentionFunction.apply(x, weight, bias, seed, num_heads, scale, dropout_p, dtype)
-    return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
+    decision = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
+    if not decision.triton_runs:
+        return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
+    seed = draw_seed(x.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward_qkv(x, weight, bias, seed, decision)[3]
+    apply = _apply_qkv if decision.direct else QkvAttentionFunction.apply
+    return apply(x, weight, bias, seed, decision)

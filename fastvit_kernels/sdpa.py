@@ -6,18 +6,21 @@ or additive mask that broadcasts, causal or not. What the kernels cannot do take
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels.arguments import (
     FLOATS,
+    as_dtype,
     autocast_dtype,
     check_device,
     check_flags,
     check_number,
     check_probability,
+    needs_gradient,
 )
 from fastvit_kernels.attention import (
     MAX_D,
@@ -29,7 +32,8 @@ from fastvit_kernels.attention import (
     unsupported_scale,
 )
 from fastvit_kernels.backend import use_triton
-from fastvit_kernels.operators import operator
+from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
+from fastvit_kernels.operators import LAUNCHERS, operator
 
 
 def _empty_fwd(
@@ -89,24 +93,47 @@ def sdpa_bwd(
     return dq, dk, dv
 
 
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    dtype: torch.dtype  # to compute in
+    scale: float
+    dropout_p: float
+    is_causal: bool
+
+
 class SdpaFunction(torch.autograd.Function):
     """q, k, v -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, seed, scale, dropout_p, is_causal):
-        out, lse = sdpa_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
+    def forward(ctx, q, k, v, mask, seed, decision):
+        out, lse = _forward(q, k, v, mask, seed, decision)
         ctx.save_for_backward(q, k, v, out, lse, mask, seed)
-        ctx.scale, ctx.dropout_p, ctx.is_causal = scale, dropout_p, is_causal
+        ctx.decision = decision
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
-        q, k, v, out, lse, mask, seed = ctx.saved_tensors
-        dq, dk, dv = sdpa_bwd(
-            dout, q, k, v, out, lse, mask, seed, ctx.scale, ctx.dropout_p, ctx.is_causal
+        decision = ctx.decision
+        bwd = LAUNCHERS["sdpa_bwd"] if decision.direct and stays_direct(dout) else sdpa_bwd
+        dq, dk, dv = bwd(
+            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, decision.is_causal
         )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, decision: Decision
+) -> tuple[Tensor, Tensor]:
+    fwd = LAUNCHERS["sdpa_fwd"] if decision.direct else sdpa_fwd
+    return fwd(q, k, v, mask, seed, decision.scale, decision.dropout_p, decision.is_causal)
+
+
+_apply = direct_apply(SdpaFunction)
 
 
 OP = "scaled_dot_product_attention"
@@ -196,6 +223,24 @@ def _unsupported(
     return None
 
 
+@decide_once
+def _decide(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
+    scale_ = 0.0
+    if unsupported is None:
+        scale_ = default_scale(query.shape[-1]) if scale is None else scale
+        unsupported = unsupported_scale(scale_)
+    return Decision(
+        use_triton(OP, query, unsupported), needs_gradient(query, key, value), direct,
+        autocast_dtype(query) or query.dtype, scale_, dropout_p, is_causal,
+    )  # fmt: skip
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -227,18 +272,16 @@ def scaled_dot_product_attention(
     """
     if isinstance(scale, Tensor):
         scale = float(scale)  # torch takes one too
-    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
-    if unsupported is None:
-        scale_ = default_scale(query.shape[-1]) if scale is None else scale
-        unsupported = unsupported_scale(scale_)
-    if not use_triton(OP, query, unsupported):
+    decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if not decision.triton_runs:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
-    dtype = autocast_dtype(query) or query.dtype
-    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = (as_dtype(x, decision.dtype) for x in (query, key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
     seed = draw_seed(q.device) if dropout_p > 0 else None
-    return SdpaFunction.apply(q, k, v, attn_mask, seed, scale_, dropout_p, is_causal)
+    if not decision.needs_gradient:
+        return _forward(q, k, v, attn_mask, seed, decision)[0]
+    apply = _apply if decision.direct else SdpaFunction.apply
+    return apply(q, k, v, attn_mask, seed, decision)
