@@ -124,29 +124,35 @@ def save(gpu: Gpu, entries: Iterable[Entry]) -> Path:
     return path
 
 
+def _check_file(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise TableError("it is not a regular file")
+    if hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
+        raise TableError(f"it belongs to another user (uid {status.st_uid})")
+    if status.st_size > MAX_BYTES:
+        raise TableError(f"it has {status.st_size} bytes, at most {MAX_BYTES} are read")
+
+
 def _text(path: Path) -> str | None:
     """The file's text, None where there is no file."""
     try:
         # O_NONBLOCK: a named pipe in the file's place must not wait for a writer
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            _check_file(os.fstat(handle))
+            content = bytearray()
+            while len(content) <= MAX_BYTES and (part := os.read(handle, MAX_BYTES)):
+                content += part
+        finally:
+            os.close(handle)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise TableError(f"it cannot be read ({error.strerror})") from error
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise TableError("it is not a regular file")
-        if hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
-            raise TableError(f"it belongs to another user (uid {status.st_uid})")
-        if status.st_size > MAX_BYTES:
-            raise TableError(f"it has {status.st_size} bytes, at most {MAX_BYTES} are read")
-        try:
-            return file.read(MAX_BYTES + 1).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TableError("it is not UTF-8 text") from error
-        except OSError as error:
-            raise TableError(f"it cannot be read ({error.strerror})") from error
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TableError("it is not UTF-8 text") from error
 
 
 def _reject_constant(name: str) -> Any:
@@ -160,7 +166,7 @@ def _content(text: str) -> dict[str, Any]:
         raise TableError(f"it is not whole JSON ({str(error)[:80]})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise TableError(f"its format is {str(found)[:40]!r}, wanted {FORMAT}")
+        raise TableError(f"its format is {str(found)[:40]}, wanted {FORMAT}")
     return content
 
 

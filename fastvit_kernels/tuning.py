@@ -1,7 +1,7 @@
 """Measures the shipped launch configs at the shapes of a step; one that is wrong cannot win.
 
-1. The step runs once, and each call of the package's autograd Functions is noted: shapes, strides,
-   dtypes, which inputs want a gradient.
+1. The step runs once, and each call of a public function is noted: shapes, strides, dtypes, which
+   inputs want a gradient, autocast.
 2. Each noted call is replayed on random inputs. The operators in it take the decisions that are to
    be tuned, at the very keys of the step.
 3. Every config that fits a key is forced. The replay must keep the 2x rule for the output and every
@@ -12,12 +12,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -27,20 +29,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels.accuracy import Reference
+from fastvit_kernels.arguments import autocast_dtype
 from fastvit_kernels.attention import (
-    AttentionFunction,
-    QkvAttentionFunction,
+    attention,
     attention_ref,
+    qkv_attention,
     qkv_attention_ref,
 )
 from fastvit_kernels.backend import backend, gpu
 from fastvit_kernels.launch_configs import TABLES, Choice, forced, install, recording
-from fastvit_kernels.layer_norm import LayerNormFunction, layer_norm_ref
-from fastvit_kernels.linear import LinearFunction, linear_ref
-from fastvit_kernels.mlp import MlpFunction, mlp_ref
+from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
+from fastvit_kernels.linear import linear, linear_ref
+from fastvit_kernels.mlp import mlp, mlp_ref
 from fastvit_kernels.operators import LAUNCHERS
-from fastvit_kernels.patch_embed import PatchEmbedFunction, patch_embed_ref
-from fastvit_kernels.sdpa import SdpaFunction
+from fastvit_kernels.patch_embed import patch_embed, patch_embed_ref
+from fastvit_kernels.sdpa import scaled_dot_product_attention
 
 ROUNDS = 7  # of a config and the default in turn
 MIN_GAIN = 0.02
@@ -56,60 +59,69 @@ def gpu_microseconds(function: Callable[[], object]) -> float:
     return 1000.0 * milliseconds
 
 
-# What each autograd Function computes, by those of its arguments that bear on it. Casts follow the
-# Function's, except for the float64 oracle.
+# What each public function computes, by the arguments that bear on it and autocast's dtype.
 
 
-def _as(x: Any, dtype: torch.dtype) -> Any:
-    return x if x is None or x.dtype is torch.float64 else x.to(dtype)
+def _as(x: Any, dtype: torch.dtype | None) -> Any:
+    """Cast as the function does, but never the float64 oracle."""
+    return x if x is None or dtype is None or x.dtype is torch.float64 else x.to(dtype)
 
 
-def _layer_norm(x, weight, bias, eps, out_dtype, **_):
-    return _as(layer_norm_ref(x, weight, bias, eps), out_dtype), x
+def _layer_norm(x, weight, bias, eps, out_dtype, autocast, **_):
+    out_dtype = out_dtype or (x.dtype if autocast is None else torch.float32)
+    return _as(layer_norm_ref(x, weight, bias, eps), out_dtype)
 
 
-def _linear(x, weight, bias, residual, layer_scale, row_scale, activation, dtype, **_):
-    x, weight, bias = (_as(t, dtype) for t in (x, weight, bias))
-    return linear_ref(x, weight, bias, activation or None, residual, layer_scale, row_scale)
+def _layer_norm_and_input(x, **arguments):
+    return _layer_norm(x, **arguments), x
+
+
+def _linear(x, weight, bias, activation, residual, layer_scale, row_scale, autocast, **_):
+    x, weight, bias = (_as(t, autocast) for t in (x, weight, bias))
+    return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
 
 
 def _mlp(
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale, activation,
-    dtype, **_,
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, residual, layer_scale, row_scale,
+    autocast, **_,
 ):  # fmt: skip
-    x, fc1_weight, fc1_bias = (_as(t, dtype) for t in (x, fc1_weight, fc1_bias))
-    fc2_weight, fc2_bias = (_as(t, dtype) for t in (fc2_weight, fc2_bias))
+    x, fc1_weight, fc1_bias = (_as(t, autocast) for t in (x, fc1_weight, fc1_bias))
+    fc2_weight, fc2_bias = (_as(t, autocast) for t in (fc2_weight, fc2_bias))
     return mlp_ref(
         x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, residual, layer_scale, row_scale
     )
 
 
-def _attention(qkv, scale, **_):
-    return attention_ref(qkv, scale)
+def _attention(qkv, scale, autocast, **_):
+    return attention_ref(_as(qkv, autocast), scale)
 
 
-def _qkv_attention(x, weight, bias, num_heads, scale, dtype, **_):
-    x, weight, bias = (_as(t, dtype) for t in (x, weight, bias))
+def _qkv_attention(x, weight, bias, num_heads, scale, autocast, **_):
+    x, weight, bias = (_as(t, autocast) for t in (x, weight, bias))
     return qkv_attention_ref(x, weight, bias, num_heads, scale)
 
 
-def _sdpa(q, k, v, mask, scale, is_causal, **_):
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
+def _sdpa(query, key, value, attn_mask, is_causal, scale, autocast, **_):
+    query, key, value = (_as(t, autocast) for t in (query, key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale
+    )  # fmt: skip
 
 
-def _patch_embed(images, weight, bias, prefix_tokens, pos_embed, compute_dtype, out_dtype, **_):
-    images, weight, bias = (_as(t, compute_dtype) for t in (images, weight, bias))
-    return _as(patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed), out_dtype)
+def _patch_embed(images, weight, bias, prefix_tokens, pos_embed, autocast, **_):
+    images, weight, bias = (_as(t, autocast) for t in (images, weight, bias))
+    return patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed)
 
 
-SPECIFICATIONS: dict[Any, Callable[..., Any]] = {
-    LayerNormFunction: _layer_norm,
-    LinearFunction: _linear,
-    MlpFunction: _mlp,
-    AttentionFunction: _attention,
-    QkvAttentionFunction: _qkv_attention,
-    SdpaFunction: _sdpa,
-    PatchEmbedFunction: _patch_embed,
+SPECIFICATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    layer_norm: _layer_norm,
+    layer_norm_and_input: _layer_norm_and_input,
+    linear: _linear,
+    mlp: _mlp,
+    attention: _attention,
+    qkv_attention: _qkv_attention,
+    scaled_dot_product_attention: _sdpa,
+    patch_embed: _patch_embed,
 }
 
 
@@ -129,56 +141,76 @@ class TensorSpec(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of an autograd Function: its arguments by name, tensors as specs."""
+    """One call of a public function: its arguments by name, tensors as specs."""
 
-    function: Any
+    function: Callable[..., Any]
     arguments: tuple[tuple[str, Any], ...]
+    autocast: torch.dtype | None
 
     def __str__(self) -> str:
         shapes = (a.shape for _, a in self.arguments if isinstance(a, TensorSpec))
         return f"{self.function.__name__} {next(shapes, ())}"
 
 
-def _noted(function: Any, arguments: tuple[Any, ...]) -> Call | None:
-    """The call, None where a tensor is no floating one: dropout's bits have no specification."""
-    names = list(inspect.signature(function.forward).parameters)[1:]
+def _noted(function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
+    """The call; None with dropout, whose bits no specification gives, or a mask of booleans."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.arguments.get("dropout_p"):
+        return None
     named: list[tuple[str, Any]] = []
-    for name, value in zip(names, arguments, strict=False):
+    autocast = None
+    for name, value in bound.arguments.items():
         if isinstance(value, Tensor):
             if not value.is_floating_point():
                 return None
+            autocast = autocast or autocast_dtype(value)
             wants = value.requires_grad and torch.is_grad_enabled()
             value = TensorSpec(tuple(value.shape), value.stride(), value.dtype, wants)
         named.append((name, value))
-    return Call(function, tuple(named))
-
-
-class _Watching(TorchDispatchMode):
-    """Does nothing; where a mode looks on, calls go through Functions and operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+    return Call(function, tuple(named), autocast)
 
 
 @contextmanager
 def noting() -> Iterator[dict[Call, int]]:
-    """Inside, calls of the package's autograd Functions join the yielded dict, with their count."""
+    """Inside, calls of the public functions join the yielded dict, with their count.
+
+    The names are replaced in the package's own modules, whose models call them; a call inside
+    another is part of that one.
+    """
     calls: dict[Call, int] = {}
+    depth = 0
 
-    def noted(function: Any, apply: Callable[..., Any], *arguments: Any) -> Any:
-        call = _noted(function, arguments)
-        if call is not None:
-            calls[call] = calls.get(call, 0) + 1
-        return apply(*arguments)
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            call = _noted(function, args, kwargs) if depth == 0 else None
+            if call is not None:
+                calls[call] = calls.get(call, 0) + 1
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
 
-    for function in SPECIFICATIONS:
-        function.apply = partial(noted, function, function.apply)
+        return note
+
+    modules = [m for n, m in sys.modules.items() if n.split(".")[0] == __package__ and m]
+    replaced = [
+        (module, name, value)
+        for module in modules
+        if module is not sys.modules[__name__]
+        for name, value in vars(module).items()
+        if callable(value) and any(value is function for function in SPECIFICATIONS)
+    ]
+    for module, name, function in replaced:
+        setattr(module, name, wrapped(function))
     try:
-        with _Watching():
-            yield calls
+        yield calls
     finally:
-        for function in SPECIFICATIONS:
-            del function.apply  # torch's own, of the base class, again
+        for module, name, function in replaced:
+            setattr(module, name, function)
 
 
 class Replay:
@@ -186,7 +218,7 @@ class Replay:
 
     def __init__(self, call: Call, device: torch.device):
         generator = torch.Generator(device).manual_seed(0)
-        self.call = call
+        self.call, self.device = call, device
         self.inputs: dict[str, Tensor | None] = {}
         self.constants: dict[str, Any] = {}
         for name, argument in call.arguments:
@@ -197,13 +229,15 @@ class Replay:
                 self.constants[name] = argument
 
     def function(self, **inputs: Tensor | None) -> Any:
-        arguments = {**self.constants, **inputs}
-        return self.call.function.apply(*(arguments[name] for name, _ in self.call.arguments))
+        dtype = self.call.autocast
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            return self.call.function(**self.constants, **inputs)
 
     @cached_property
     def reference(self) -> Reference:
         specification = SPECIFICATIONS[self.call.function]
-        return Reference(partial(specification, **self.constants), self.inputs)
+        constants = {**self.constants, "autocast": self.call.autocast}
+        return Reference(functools.partial(specification, **constants), self.inputs)
 
     def run(self) -> None:
         """Forward, and backward where an input wants a gradient."""
@@ -286,6 +320,8 @@ class OperatorCall(NamedTuple):
 
 
 class _NoteOperators(TorchDispatchMode):
+    """Where a dispatch mode looks on, calls go through the registered operators."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []
@@ -295,7 +331,7 @@ class _NoteOperators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with recording() as choices:
             result = func(*args, **(kwargs or {}))
-        launcher = partial(LAUNCHERS[func._opname], **(kwargs or {}))
+        launcher = functools.partial(LAUNCHERS[func._opname], **(kwargs or {}))
         self.calls.append(OperatorCall(launcher, args, tuple(choices)))
         return result
 

@@ -3,6 +3,9 @@
 The table shows the error of each output and gradient beside PyTorch's own in the same dtype, and
 the limit of the 2x rule (docs/numerics.md). On a GPU the kernels run there; without one they run in
 Triton's interpreter, in fp32 and fp16: the interpreter of triton 3.6 multiplies bf16 wrongly.
+
+With --all-configs every launch config that ships is forced in turn, not the default alone, and run
+twice for equal bits.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from fastvit_kernels import (
 from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.accuracy import Error, compare
 from fastvit_kernels.backend import INTERPRETED, backend, reason_for_torch
+from fastvit_kernels.commands import all_configs
 from fastvit_kernels.commands.console import CommandError, make_console, quiet_interpreter, require
 from fastvit_kernels.commands.reference import agreement, worst_error
 from fastvit_kernels.vit import VisionTransformer
@@ -394,6 +398,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
     parser.add_argument("--all", action="store_true", help="a row for every gradient")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument(
+        "--all-configs", action="store_true", help="every launch config that ships, each forced"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -409,6 +416,11 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES)
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")
+    if arguments.all_configs:
+        draws = {name: Draw(device, DTYPES[name]) for name in dtypes}
+        return all_configs.command(
+            draws, large=device.type == "cuda", json_wanted=arguments.json, where=_where(device)
+        )
     names = [name for name in CASES if arguments.only is None or arguments.only in name]
     if not names:
         raise CommandError(f"--only {arguments.only}: no case; there are {', '.join(CASES)}")
