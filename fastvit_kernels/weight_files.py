@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import pickle
+import re
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -81,9 +83,20 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _read_pickle(path: Path) -> Any:
-    if zipfile.is_zipfile(path):
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PK\x03\x04":
         _check_archive(path)
-    contents = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's own text is a page of advice to trust it
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if found is None:
+            raise ValueError("it is not a checkpoint of torch.save") from error
+        raise ValueError(
+            f"it holds more than tensors ({found[1]}); if you trust it, read it with "
+            "torch.load(..., weights_only=False) and pass its state dict"
+        ) from error
     for name, x in _tensors(contents):
         if x.layout is torch.strided and not x.is_meta and not x.is_nested:  # else refused later
             held = x.untyped_storage().nbytes() // max(x.element_size(), 1)
@@ -119,6 +132,8 @@ def read_file(path: Path) -> Any:
         wanted = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise ValueError(f"load_weights: {path} must end in {wanted}")
     try:
+        if path.stat().st_size == 0:
+            raise ValueError("it is empty")
         if suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -128,10 +143,4 @@ def read_file(path: Path) -> Any:
         raise
     except Exception as error:  # each format has errors of its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        hint = ""
-        if "weights_only" in str(error) or "Weights only" in str(error):
-            hint = (
-                "; if it holds more than tensors and you trust it, read it with "
-                "torch.load(..., weights_only=False) and pass its state dict"
-            )
-        raise ValueError(f"load_weights: cannot read {path}: {reason}{hint}") from error
+        raise ValueError(f"load_weights: cannot read {path}: {reason}") from error
