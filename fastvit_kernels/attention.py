@@ -14,6 +14,7 @@ docs/attention.md.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from fastvit_kernels.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
+    empty_strided,
     needs_gradient,
 )
 from fastvit_kernels.attention_kernels.configs import (
@@ -148,22 +150,28 @@ def _launch_bwd(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_readable(strides: tuple[int, ...], token_axis: int) -> bool:
+    fits = strides[-1] == 1 and strides[token_axis] <= MAX_TOKEN_STRIDE
+    return fits and all(stride % 8 == 0 for stride in strides[:-1])
+
+
 def _readable(x: Tensor, token_axis: int = 1) -> Tensor:
     """x itself where the kernels can address it, else a contiguous copy.
 
     They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
     8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
     """
-    fits = x.stride(-1) == 1 and x.stride(token_axis) <= MAX_TOKEN_STRIDE
-    fits = fits and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    return x if fits else x.contiguous()
+    return x if _is_readable(x.stride(), token_axis) else x.contiguous()
 
 
 def _empty_attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     B, T, _, H, D = qkv.shape
-    return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
+    C, device = H * D, qkv.device
+    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=device)
+    return out, empty_strided((B, H, T), (H * T, T, 1), dtype=torch.float32, device=device)
 
 
 @operator(
