@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ HOST_FILES = {
 }
 
 _swapped: dict[type, type] = {}  # host class -> swapped class
+_making = threading.RLock()  # two classes of one name could not be pickled
 
 
 def host_path(cls: type) -> str:
@@ -38,13 +40,14 @@ def mixin_of(cls: type) -> type[Fused] | None:
 
 def swapped_class(cls: type) -> type | None:
     """The swapped subclass of a host class, made at the first call; None for an unknown class."""
-    if cls not in _swapped:
-        mixin = mixin_of(cls)
-        if mixin is None:
-            return None
-        file = sys.modules[HOST_FILES[cls.__module__.partition(".")[0]]]
-        _swapped[cls] = _make(file, mixin, cls)
-    return _swapped[cls]
+    with _making:
+        if cls not in _swapped:
+            mixin = mixin_of(cls)
+            if mixin is None:
+                return None
+            file = sys.modules[HOST_FILES[cls.__module__.partition(".")[0]]]
+            _swapped[cls] = _make(file, mixin, cls)
+        return _swapped[cls]
 
 
 def host_class(cls: type) -> type | None:
