@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -121,13 +122,49 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class _FirstOrder(torch.autograd.Function):
+    """Gradients as they are, with a node behind them that refuses to be run."""
+
+    @staticmethod
+    def forward(ctx, op, *grads):
+        ctx.op = op
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            f"{ctx.op}: the kernels have no second derivative, got a double backward; run the "
+            'forward inside `with fastvit_kernels.backend("torch")`, which has'
+        )
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, at its cost only where somebody builds a graph of the backward."""
+    """Backward of a Function whose gradients have no gradient, at a cost only under create_graph.
+
+    torch's `once_differentiable` gives gradients without a graph where the upstream gradient has
+    none: a penalty on them, added to the loss, would be left out of its gradient in silence.
+    """
     guarded = once_differentiable(backward)
+    name = backward.__qualname__.split(".")[0].removesuffix("Function")
+    op = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
-        return (guarded if _grad_enabled() else backward)(ctx, *grads)
+        if not _grad_enabled():
+            return backward(ctx, *grads)
+        if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
+            return guarded(ctx, *grads)
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        single = isinstance(outputs, Tensor)
+        outputs = [outputs] if single else list(outputs)
+        places = [i for i, x in enumerate(outputs) if x is not None]
+        if not places:
+            return tuple(outputs)
+        refusing = _FirstOrder.apply(op, *(outputs[i].detach().requires_grad_() for i in places))
+        for i, x in zip(places, refusing, strict=True):
+            outputs[i] = x
+        return outputs[0] if single else tuple(outputs)
 
     return call
 

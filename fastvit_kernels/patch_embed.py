@@ -25,11 +25,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import check_device, check_shape, check_tensor, compute_dtype
 from fastvit_kernels.backend import KERNEL_DTYPES, num_sms, use_triton
+from fastvit_kernels.dispatch import first_order
 from fastvit_kernels.gemm import input_precision
 from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
@@ -491,7 +491,7 @@ class PatchEmbedFunction(torch.autograd.Function):
         return patch_embed_fwd(images, weight, bias, prefix_tokens, pos_embed, out_dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
         images, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
