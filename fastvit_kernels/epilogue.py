@@ -11,18 +11,30 @@ finished by `column_sum` in a fixed order. No atomics. Derivation: docs/linear.m
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import activate, activate_and_derivative
-from fastvit_kernels.arguments import as_rows
-from fastvit_kernels.backend import num_sms
+from fastvit_kernels.arguments import (
+    Layout,
+    as_rows,
+    contiguous,
+    empty_strided,
+    layout,
+    rows_and_stride,
+)
+from fastvit_kernels.backend import Gpu, device_guard, gpu
 from fastvit_kernels.gemm import matmul
+from fastvit_kernels.launch_configs import launch_plan
 from fastvit_kernels.reduction import column_sum
 
 # Tile of (rows, columns), warps. Not yet measured.
 BLOCK_R, BLOCK_N, NUM_WARPS = 16, 128, 4
+_TILE = dict(BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
 WEIGHT_BLOCK_N, WEIGHT_BLOCK_K = 4, 512
 BWD_PROGRAMS_PER_SM = 8
 MIN_ROWS_PER_SPLIT = 64
@@ -158,24 +170,28 @@ def _weight_bwd_kernel(
 
 def epilogue_arguments(
     M: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
-) -> tuple[list[Tensor | None], tuple[int, int], dict[str, bool]]:
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, bool]]:
     """What finish_tile wants: (pointers), (rows_per_sample, stride_residual_m), flags."""
-    rows = None if residual is None else as_rows(residual)
-    pointers = [
-        None if layer_scale is None else layer_scale.contiguous(),
-        None if row_scale is None else row_scale.contiguous(),
-        rows,
-    ]
-    sizes = (
-        1 if row_scale is None else M // row_scale.numel(),
-        0 if rows is None else rows.stride(0),
+    rows_per_sample, stride_residual_m = 1, 0
+    if row_scale is not None:
+        rows_per_sample = M // row_scale.numel()
+    if residual is not None:
+        residual, stride_residual_m = rows_and_stride(residual)
+    flags = _flags(layer_scale is not None, row_scale is not None, residual is not None)
+    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    return pointers, (rows_per_sample, stride_residual_m), flags
+
+
+@functools.cache
+def _flags(has_layer_scale: bool, has_row_scale: bool, has_residual: bool) -> dict[str, bool]:
+    return dict(
+        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale, HAS_RESIDUAL=has_residual
     )
-    flags = dict(
-        HAS_LAYER_SCALE=layer_scale is not None,
-        HAS_ROW_SCALE=row_scale is not None,
-        HAS_RESIDUAL=residual is not None,
-    )
-    return pointers, sizes, flags
+
+
+@functools.lru_cache(maxsize=1024)
+def _fwd_launch(M: int, N: int) -> Any:
+    return _epilogue_fwd_kernel[triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)]
 
 
 def apply_epilogue(
@@ -186,12 +202,29 @@ def apply_epilogue(
     """Write residual + row_scale * layer_scale * act(z) into y; y and z (M, N) contiguous."""
     M, N = z.shape
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with torch.cuda.device_of(z):
-        _epilogue_fwd_kernel[(triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N))](
-            y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags,
-            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    with device_guard(z):
+        _fwd_launch(M, N)(y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags, **_TILE)
     return y
+
+
+class _BwdPlan(NamedTuple):
+    launch: Any  # the kernel on its grid
+    rows_per_split: int
+    dz: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(gpu: Gpu, M: int, N: int, sums: int) -> _BwdPlan:
+    column_blocks = triton.cdiv(N, BLOCK_N)
+    wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
+    splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(M, splits)
+    splits = triton.cdiv(M, rows_per_split)
+    return _BwdPlan(
+        _epilogue_bwd_kernel[column_blocks, splits], rows_per_split,
+        layout((M, N)), layout((splits, N * sums)),
+    )  # fmt: skip
 
 
 def backward_epilogue(
@@ -210,22 +243,20 @@ def backward_epilogue(
         sum_m row_scale * dy * act(z), side by side, of those that are wanted.
     """
     M, N = dy.shape
-    dz = torch.empty((M, N), dtype=dtype, device=dy.device)
-    column_blocks = triton.cdiv(N, BLOCK_N)
-    wanted = max(1, BWD_PROGRAMS_PER_SM * num_sms(dy.device) // column_blocks)
-    splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
-    rows_per_split = triton.cdiv(M, splits)
-    splits = triton.cdiv(M, rows_per_split)
-    width = N * (sum_dz + sum_dlayer_scale)
-    partial = torch.empty((splits, width), dtype=torch.float32, device=dy.device)
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, None)
-    flags.pop("HAS_RESIDUAL")
-    with torch.cuda.device_of(dy):
-        _epilogue_bwd_kernel[(column_blocks, splits)](
-            dz, act, partial, dy, z, *pointers[:2], M, N, width, rows_per_split, sizes[0],
-            dy.stride(0), dy.stride(1), ACTIVATION=activation, **flags,
-            WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
-            BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS,
+    device = dy.device
+    launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
+        gpu(device), M, N, sum_dz + sum_dlayer_scale
+    )
+    dz = empty_strided(*dz_layout, dtype=dtype, device=device)
+    partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    rows_per_sample = 1 if row_scale is None else M // row_scale.numel()
+    with device_guard(dy):
+        launch(
+            dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
+            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(),
+            ACTIVATION=activation, HAS_LAYER_SCALE=layer_scale is not None,
+            HAS_ROW_SCALE=row_scale is not None, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
+            SUM_DLAYER_SCALE=sum_dlayer_scale, **_TILE,
         )  # fmt: skip
     return dz, partial
 
@@ -279,7 +310,7 @@ def weight_gradients(
     if needs_dbias or (needs_dlayer_scale and has_bias):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     strides = (0, 0) if weight is None else weight.stride()
-    with torch.cuda.device_of(d):
+    with device_guard(d):
         _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
             dweight, dbias, dlayer_scale, gram, g, weight,
             None if bias is None else bias.contiguous(), layer_scale.contiguous(),
