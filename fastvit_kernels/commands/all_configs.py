@@ -154,6 +154,7 @@ def cases(draw: Draw, *, large: bool) -> list[Case]:
         return [
             *(_norm_case(draw, 8 * 197 + 3, C, C % 128 == 0) for C in (*widths, 8192)),
             *(_attention_case(draw, 3, T, 5, 64) for T in (1, 50, 197, 257, 577, 1025)),
+            *(_attention_case(draw, 128, T, 17, D) for T, D in ((19, 32), (50, 64))),
             *(_attention_case(draw, 2, 197, 3, D, True) for D in (32, 64, 72, 80, 96, 128, 256)),
             *(_sdpa_case(draw, 197, 261, 64, mask) for mask in ("none", "bool", "add", "causal")),
             _sdpa_case(draw, 130, 197, 128, "bool"),
@@ -165,13 +166,12 @@ def cases(draw: Draw, *, large: bool) -> list[Case]:
             *(_patch_case(draw, 5, (224, 192), 16, C) for C in (192, 768)),
             _patch_case(draw, 3, (56, 42), 14, 200),
         ]
-    return [
+    return [  # the slow ones last: tests take the first that fit a config
         *(_norm_case(draw, 5, C, C % 128 == 0) for C in widths),
         _attention_case(draw, 1, 50, 2, 64),
         _attention_case(draw, 1, 1, 1, 64),
-        _attention_case(draw, 1, 197, 1, 64),
         *(_attention_case(draw, 1, 35, 1, D, True) for D in (32, 72, 128, 256)),
-        _attention_case(draw, 1, 300, 1, 16),
+        _attention_case(draw, 8, 19, 4, 16),
         *(_sdpa_case(draw, 37, 42, 32, mask) for mask in ("none", "bool", "add", "causal")),
         _linear_case(draw, 2, 37, 72, 136, "gelu"),
         _linear_case(draw, 2, 37, 136, 72, None),
@@ -180,6 +180,8 @@ def cases(draw: Draw, *, large: bool) -> list[Case]:
         _mlp_inference_case(draw, 2, 19, 40, 72),
         _mlp_inference_case(draw, 1, 50, 192, 80),
         _patch_case(draw, 2, (24, 16), 8, 40),
+        _attention_case(draw, 1, 197, 1, 64),
+        _attention_case(draw, 1, 300, 1, 16),
     ]
 
 
@@ -236,26 +238,6 @@ class Reached:
         return any(fits(choice.gpu, config, *choice.key) for choice in self.choices)
 
 
-def _reached(case: Case, settings: Forced) -> list[Reached]:
-    ordered = sorted(choices_of(case, settings), key=lambda choice: choice.table)
-    groups = itertools.groupby(ordered, key=lambda choice: choice.table)
-    return [Reached(case, table, tuple(group), settings) for table, group in groups]
-
-
-def reach(every_case: Sequence[Case]) -> list[Reached]:
-    """How each table is reached by each case; a config that leads to a new table is followed."""
-    found = [r for case in every_case for r in _reached(case, ())]
-    for start in list(found):
-        if {r.table for r in found} == set(TABLES):
-            break
-        for config in TABLES[start.table].configs:
-            if start.fits(config):
-                known = {r.table for r in found if r.case is start.case}
-                further = _reached(start.case, ((start.table, config),))
-                found += [r for r in further if r.table not in known]
-    return found
-
-
 @dataclass(frozen=True)
 class Run:
     """One config forced in one case: the largest error as a share of its limit, or a fault."""
@@ -265,6 +247,43 @@ class Run:
     case: str
     share: float
     fault: str | None
+
+
+def _reached(case: Case, settings: Forced) -> list[Reached]:
+    ordered = sorted(choices_of(case, settings), key=lambda choice: choice.table)
+    groups = itertools.groupby(ordered, key=lambda choice: choice.table)
+    return [Reached(case, table, tuple(group), settings) for table, group in groups]
+
+
+def reach(every_case: Sequence[Case]) -> tuple[list[Reached], list[Run]]:
+    """How each table is reached by each case, and the cases that raise.
+
+    Where tables are left over, configs that may lead to them are followed.
+    """
+    found: list[Reached] = []
+    faults: list[Run] = []
+
+    def follow(case: Case, settings: Forced) -> list[Reached]:
+        try:
+            return _reached(case, settings)
+        except Exception as error:  # whatever an op raises, the others are still checked
+            text = str(error).strip().split("\n")[0]
+            table, config = settings[-1] if settings else ("", None)
+            fault = f"{type(error).__name__}: {text}"
+            faults.append(Run(table, config, case.name, 0.0, fault))
+            return []
+
+    for case in every_case:
+        found += follow(case, ())
+    for start in list(found):
+        if {r.table for r in found} == set(TABLES):
+            break
+        for config in TABLES[start.table].configs:
+            if start.fits(config):
+                known = {r.table for r in found if r.case is start.case}
+                further = follow(start.case, ((start.table, config),))
+                found += [r for r in further if r.table not in known]
+    return found, faults
 
 
 def run_config(reached: Reached, config: Any, *, repeats: int = 2) -> Run:
@@ -280,12 +299,14 @@ def run_config(reached: Reached, config: Any, *, repeats: int = 2) -> Run:
 
 
 def config_name(config: Any) -> str:
-    return ",".join(f"{k}={v}" for k, v in fields(config).items())
+    return "" if config is None else ",".join(f"{k}={v}" for k, v in fields(config).items())
 
 
 def run_all(every_case: Sequence[Case]) -> Iterator[Run]:
     """Each config of each table in each case that it fits."""
-    for reached in reach(every_case):
+    found, faults = reach(every_case)
+    yield from faults
+    for reached in found:
         for config in TABLES[reached.table].configs:
             if reached.fits(config):
                 yield run_config(reached, config)
@@ -334,7 +355,7 @@ def as_json(runs: Sequence[Run], where: str) -> str:
         "versions": {"torch": torch.__version__, "triton": str(triton.__version__)},
         "runs": [
             {
-                "table": run.table, "config": fields(run.config), "case": run.case,
+                "table": run.table, "config": run.config and fields(run.config), "case": run.case,
                 "share": run.share, "fault": run.fault,
             }
             for run in runs
@@ -345,7 +366,7 @@ def as_json(runs: Sequence[Run], where: str) -> str:
 
 def passed(runs: Sequence[Run]) -> bool:
     """Whether every table was reached and nothing failed."""
-    return {run.table for run in runs} == set(TABLES) and all(run.fault is None for run in runs)
+    return {run.table for run in runs} >= set(TABLES) and all(run.fault is None for run in runs)
 
 
 def command(draws: Mapping[str, Draw], *, large: bool, json_wanted: bool, where: str) -> int:
