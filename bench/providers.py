@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastvit_kernels import backend, gemm
+from fastvit_kernels import backend
+from fastvit_kernels.gemm_configs import forced_route
 
 Function = Callable[..., Tensor]
 BASELINE = "eager"
@@ -85,7 +86,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def gemm_route(route: str) -> Callable[[], Any]:
     """A context in which every GEMM with an epilogue takes this route."""
-    return lambda: replaced(gemm, "choose_route", lambda *_: route)
+    return lambda: forced_route(route)
 
 
 SDPA_BACKENDS = {

@@ -3,38 +3,27 @@
     out = a b [+ bias]        a (M, K), b (K, N), any strides; out (M, N) contiguous
 
 A product with nothing around it is cuBLAS's (on CPU, BLAS's): `matmul`. A Triton GEMM is there for
-its epilogue: it takes its tile from `grouped_tile` and its accumulator from `tile_product`.
-Precision: fp32 accumulators.
+its epilogue. Its kernel takes `tile_operands` once, then for each of its tiles `grouped_tile`,
+`tile_product` and the epilogue, which may halve the tile with `column_halves`; `tile_plan` and
+`tile_launch` start it. Which config a product takes is decided in gemm_configs.py.
+Precision: fp32 accumulators. Each element is summed over K by one program, in order: no atomics.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import contextvars
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastvit_kernels._triton import tl, triton
-from fastvit_kernels.backend import gpu
+from fastvit_kernels.backend import INTERPRETED, Gpu, gpu
+from fastvit_kernels.gemm_configs import GemmConfig
+from fastvit_kernels.launch_configs import launch_plan
 
 GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
-
-# itemsize -> (BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages). None spills on sm_80 or sm_90 with
-# the epilogues that use it; 128 x 256 with the exact erf would. Not yet measured.
-LARGE_TILE = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 8, 3)}
-NARROW_TILE = {2: (128, 64, 64, 8, 3), 4: (64, 64, 32, 8, 3)}  # for epilogues with many live values
-SMALL_TILE = {2: (64, 64, 64, 4, 3), 4: (32, 64, 32, 4, 3)}  # where these leave SMs idle
-
-
-# Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
-# saves one pass over (M, N), which weighs less as K grows. Others: the library. Not yet measured.
-TRITON_MAX_K = {"sm_80": 1024, "sm_86": 1024, "sm_89": 1024, "sm_90": 1024}
-
-
-def choose_route(M: int, N: int, K: int, a: Tensor) -> Literal["library", "triton"]:
-    """Who multiplies (M, K) a by (K, N) where an epilogue follows."""
-    max_k = TRITON_MAX_K.get(gpu(a.device).arch, 0)
-    return "triton" if a.dtype.itemsize == 2 and max_k >= K else "library"
 
 
 def input_precision() -> Literal["ieee", "tf32"]:
@@ -88,64 +77,146 @@ def matmul(
     return torch.addmm(bias, a, b, out=out)
 
 
-def tile_options(
-    M: int, N: int, K: int, a: Tensor, *, narrow: bool = False
-) -> dict[str, int | bool | str]:
-    """Constexprs and launch options of a Triton GEMM of this size with the operand a."""
-    device = gpu(a.device)
-    config = (NARROW_TILE if narrow else LARGE_TILE)[a.dtype.itemsize]
-    if triton.cdiv(M, config[0]) * triton.cdiv(N, config[1]) < device.num_sms:
-        config = SMALL_TILE[a.dtype.itemsize]
-    block_m, block_n, block_k, num_warps, num_stages = config
-    if device.arch.startswith("gfx"):
-        num_stages = 2  # 64 KB of LDS
-    return dict(
-        EVEN_N=N % block_n == 0, EVEN_K=K % block_k == 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        INPUT_PRECISION=input_precision(), num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+def _readable_by_tma(x: Tensor, contiguous: int) -> bool:
+    """Whether x (2 axes) has rows along axis `contiguous` that lie 16-byte multiples apart."""
+    size, step = x.dtype.itemsize, x.stride(1 - contiguous)
+    if x.stride(contiguous) != 1 or step < x.shape[contiguous] or step * size % 16:
+        return False
+    address = x.storage_offset() * size if isinstance(x, FakeTensor) else x.data_ptr()
+    return address % 16 == 0
+
+
+class TilePlan(NamedTuple):
+    programs: int
+    options: dict[str, Any]  # constexprs and launch options
+
+
+@launch_plan
+def _tile_plan(
+    gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, b_k_last: bool, precision: str
+) -> TilePlan:
+    programs = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    persistent = config.programs_per_sm > 0
+    if persistent:
+        programs = min(programs, config.programs_per_sm * gpu.num_sms)
+    tma = config.descriptors
+    return TilePlan(programs, dict(
+        PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
+        FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize, SUBTILES=config.subtiles,
+        EVEN_N=tma or N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
+        INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
+    ))  # fmt: skip
+
+
+def tile_plan(config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False) -> TilePlan:
+    """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
+
+    A config with descriptors takes pointers where an operand's strides or address forbid TMA.
+    """
+    k_axis = 1 if transposed else 0
+    b_k_last = b.stride(k_axis) == 1
+    if config.descriptors:
+        contiguous = k_axis if b_k_last else 1 - k_axis
+        if not (_readable_by_tma(a, 1) and _readable_by_tma(b, contiguous)):
+            config = config.with_pointers()
+    (M, K), N = a.shape, b.shape[1 - k_axis]
+    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, input_precision())
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")  # torch aligns to 512 bytes
+
+
+def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> None:
+    """Launch a kernel as planned, on the current device.
+
+    A kernel that builds descriptors writes them into memory that Triton asks of the allocator of
+    the current context. Ours is set in a copy of that context: the user's own stays what it was,
+    and a thread that has none, such as autograd's, is served.
+    """
+    launch = kernel[(plan.programs,)]
+    if plan.options["DESCRIPTORS"] and not INTERPRETED:
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _scratch)
+        context.run(launch, *arguments, **flags, **plan.options)
+    else:
+        launch(*arguments, **flags, **plan.options)
 
 
 @triton.jit
 def grouped_tile(
-    M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+    tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """This program's (pid_m, pid_n), int64; GROUP_M row blocks are walked column by column."""
-    pid = tl.program_id(0)
+    """(pid_m, pid_n) of a tile; GROUP_M row blocks are walked column by column."""
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first_m = pid // (GROUP_M * num_n) * GROUP_M
+    first_m = tile // (GROUP_M * num_n) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)
-    rest = pid % (GROUP_M * num_n)
-    return (first_m + rest % group_m).to(tl.int64), (rest // group_m).to(tl.int64)
+    rest = tile % (GROUP_M * num_n)
+    return first_m + rest % group_m, rest // group_m
+
+
+@triton.jit
+def tile_operands(
+    a_ptr, b_ptr, M, N, K, stride_a_m, stride_b_k, stride_b_n,
+    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """a and b as tile_product reads them: TMA descriptors, or the pointers as they are."""
+    if DESCRIPTORS:
+        a = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_a_m, 1], [BLOCK_M, BLOCK_K])
+        if B_K_LAST:
+            b = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b_n, 1], [BLOCK_N, BLOCK_K])
+        else:
+            b = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b_k, 1], [BLOCK_K, BLOCK_N])
+        return a, b
+    else:
+        return a_ptr, b_ptr
 
 
 @triton.jit
 def tile_product(
-    a_ptr, b_ptr, offs_m, offs_n, M, N, K,
-    stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+    a, b, pid_m, pid_n, M, N, K, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) fp32 tile of a b at rows offs_m and columns offs_n, both int64.
+    """(BLOCK_M, BLOCK_N) fp32 tile (pid_m, pid_n) of a b, from tile_operands.
 
-    Rows past M repeat the last one: the caller masks them where it stores or sums.
+    Rows past M repeat the last one, or are 0: the caller masks them where it stores or sums.
     """
-    offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
-    mask_n = offs_n < N
-    a_ptrs = a_ptr + tl.minimum(offs_m, M - 1)[:, None] * stride_a_m + offs_k[None, :] * stride_a_k
-    b_ptrs = b_ptr + offs_k[:, None] * stride_b_k + offs_n[None, :] * stride_b_n
-    step = tl.full((), BLOCK_K, tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(tl.cdiv(K, BLOCK_K)):
-        mask_k = offs_k < K - k * BLOCK_K
-        a = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=mask_k[None, :], other=0.0)
-        if EVEN_K and EVEN_N:
-            b = tl.load(b_ptrs)
-        elif EVEN_K:
-            b = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
-        else:
-            b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
-        a_ptrs += step * stride_a_k
-        b_ptrs += step * stride_b_k
+    if DESCRIPTORS:
+        row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            a_tile = a.load([row, k * BLOCK_K])
+            b_tile = b.load([column, k * BLOCK_K]).T if B_K_LAST else b.load([k * BLOCK_K, column])
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+    else:
+        offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+        mask_n = offs_n < N
+        a_ptrs = a + tl.minimum(offs_m, M - 1)[:, None] * stride_a_m + offs_k[None, :] * stride_a_k
+        b_ptrs = b + offs_k[:, None] * stride_b_k + offs_n[None, :] * stride_b_n
+        step = tl.full((), BLOCK_K, tl.int64)
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            mask_k = offs_k < K - k * BLOCK_K
+            a_tile = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=mask_k[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                b_tile = tl.load(b_ptrs)
+            elif EVEN_K:
+                b_tile = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
+            else:
+                b_tile = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+            a_ptrs += step * stride_a_k
+            b_ptrs += step * stride_b_k
     return acc
+
+
+@triton.jit
+def column_halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns; each thread keeps its elements."""
+    halves = tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    return tl.split(halves)

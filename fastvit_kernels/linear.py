@@ -15,7 +15,7 @@ Saved: x, W, and z where there is an activation; without one nothing of size (M,
 Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
-inside; `gemm.choose_route` decides. Derivation: docs/linear.md.
+inside; gemm_configs.py decides. Derivation: docs/linear.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fastvit_kernels.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from fastvit_kernels.backend import use_triton
+from fastvit_kernels.backend import gpu, use_triton
 from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.epilogue import (
     apply_epilogue,
@@ -47,7 +47,15 @@ from fastvit_kernels.epilogue import (
     scaled_rows,
     weight_gradients,
 )
-from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
+from fastvit_kernels.gemm import (
+    column_halves,
+    grouped_tile,
+    tile_launch,
+    tile_operands,
+    tile_plan,
+    tile_product,
+)
+from fastvit_kernels.gemm_configs import FWD_CONFIGS, gemm_key
 from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
@@ -76,36 +84,78 @@ def linear_ref(
 
 
 @triton.jit
+def _linear_epilogue(
+    y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    first_m, first_n, M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
+    if SUBTILES > 1:
+        left, right = column_halves(z, BLOCK_M, BLOCK_N)
+        _linear_epilogue(
+            y_ptr, z_ptr, left, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            first_m, first_n, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        _linear_epilogue(
+            y_ptr, z_ptr, right, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            first_m, first_n + BLOCK_N // 2, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            z_low = z.to(x_ptr.dtype.element_ty)
+            if SAVE_Z:
+                mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+                tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
+            z = z_low.to(tl.float32)  # act reads the bits that are saved
+        finish_tile(
+            y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
 def _linear_fwd_kernel(
     y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, K, rows_per_sample,
     stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m,
     ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid_m, pid_n = grouped_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    z = tile_product(
-        x_ptr, weight_ptr, offs_m, offs_n, M, N, K,
-        stride_x_m, stride_x_k, stride_weight_k, stride_weight_n,
-        EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    x, weight = tile_operands(
+        x_ptr, weight_ptr, M, N, K, stride_x_m, stride_weight_k, stride_weight_n,
+        DESCRIPTORS, B_K_LAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION != "":
-        z_low = z.to(x_ptr.dtype.element_ty)
-        if SAVE_Z:
-            mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-            tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
-        z = z_low.to(tl.float32)  # act reads the bits that are saved
-    finish_tile(
-        y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
-        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
-    )  # fmt: skip
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if PERSISTENT:
+        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        z = tile_product(
+            x, weight, pid_m, pid_n, M, N, K,
+            stride_x_m, stride_x_k, stride_weight_k, stride_weight_n,
+            DESCRIPTORS, B_K_LAST, EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        _linear_epilogue(
+            y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N,
+            M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 def _empty_fwd(
@@ -143,20 +193,20 @@ def linear_fwd(
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     if not activation and not any(flags.values()):
         gemm.matmul(rows, weight.t(), bias=bias, out=y_rows)
-    elif gemm.choose_route(M, N, K, x) == "library":
+        return y, z
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    if config.route == "library":
         z_rows = z.view(M, N) if z.numel() else torch.empty((M, N), dtype=x.dtype, device=x.device)
         gemm.matmul(rows, weight.t(), bias=bias, out=z_rows)
         apply_epilogue(y_rows, z_rows, activation, layer_scale, row_scale, residual)
     else:
-        options = tile_options(M, N, K, x)
-        grid = (triton.cdiv(M, options["BLOCK_M"]) * triton.cdiv(N, options["BLOCK_N"]),)
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
-            _linear_fwd_kernel[grid](
+            tile_launch(
+                tile_plan(config, rows, weight, transposed=True), _linear_fwd_kernel,
                 y, z, rows, weight, bias, *pointers, M, N, K, sizes[0],
                 *rows.stride(), *weight.stride(), sizes[1],
-                ACTIVATION=activation, SAVE_Z=z.numel() > 0, HAS_BIAS=bias is not None,
-                **flags, **options,
+                ACTIVATION=activation, SAVE_Z=z.numel() > 0, HAS_BIAS=bias is not None, **flags,
             )  # fmt: skip
     return y, z
 

@@ -27,7 +27,7 @@ from fastvit_kernels import gemm
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import activate_and_derivative, check_activation
 from fastvit_kernels.arguments import as_dtype, check_flags, compute_dtype, needs_gradient
-from fastvit_kernels.backend import use_triton
+from fastvit_kernels.backend import gpu, use_triton
 from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.epilogue import (
     apply_epilogue,
@@ -36,7 +36,15 @@ from fastvit_kernels.epilogue import (
     scaled_rows,
     weight_gradients,
 )
-from fastvit_kernels.gemm import grouped_tile, tile_options, tile_product
+from fastvit_kernels.gemm import (
+    column_halves,
+    grouped_tile,
+    tile_launch,
+    tile_operands,
+    tile_plan,
+    tile_product,
+)
+from fastvit_kernels.gemm_configs import HIDDEN_CONFIGS, gemm_key
 from fastvit_kernels.linear import (
     check_epilogue,
     check_input,
@@ -66,34 +74,68 @@ def mlp_ref(
 
 
 @triton.jit
+def _hidden_epilogue(
+    dz_ptr, act_ptr, partial_ptr, dact, z_ptr, first_m, first_f, M, F,
+    ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the tile of dact at (first_m, first_f) to dz, act and the sums of dz over its rows."""
+    if SUBTILES > 1:
+        left, right = column_halves(dact, BLOCK_M, BLOCK_N)
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr, left, z_ptr, first_m, first_f, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr, right, z_ptr, first_m, first_f + BLOCK_N // 2, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        offs_m, offs_f = first_m + tl.arange(0, BLOCK_M), first_f + tl.arange(0, BLOCK_N)
+        mask_f = offs_f < F
+        mask = (offs_m < M)[:, None] & mask_f[None, :]
+        offs = offs_m[:, None] * F + offs_f[None, :]
+        z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        act, derivative = activate_and_derivative(z, ACTIVATION)
+        if WRITE_ACT:
+            tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
+        dz = dact * derivative
+        tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if SUM_DZ:
+            partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
+            tl.store(partial_ptr + offs_f, partial, mask=mask_f)
+
+
+@triton.jit
 def _mlp_bwd_hidden_kernel(
     dz_ptr, act_ptr, partial_ptr, d_ptr, weight_ptr, z_ptr,
     M, F, N, stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
     ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     # dz (M, F) = d (M, N) W2 (N, F) * act'(z); partial[pid_m] = sum of dz over the tile's rows.
-    pid_m, pid_f = grouped_tile(M, F, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_f = pid_f * BLOCK_N + tl.arange(0, BLOCK_N)
-    dz = tile_product(
-        d_ptr, weight_ptr, offs_m, offs_f, M, F, N,
-        stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
-        EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    d, weight = tile_operands(
+        d_ptr, weight_ptr, M, F, N, stride_d_m, stride_weight_n, stride_weight_f,
+        DESCRIPTORS, B_K_LAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    mask_f = offs_f < F
-    mask = (offs_m < M)[:, None] & mask_f[None, :]
-    offs = offs_m[:, None] * F + offs_f[None, :]
-    z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    act, derivative = activate_and_derivative(z, ACTIVATION)
-    if WRITE_ACT:
-        tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
-    dz *= derivative
-    tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-    if SUM_DZ:
-        partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
-        tl.store(partial_ptr + pid_m * F + offs_f, partial, mask=mask_f)
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if PERSISTENT:
+        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N), tl.num_programs(0)
+    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        pid_m, pid_f = grouped_tile(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
+        dact = tile_product(
+            d, weight, pid_m, pid_f, M, F, N,
+            stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
+            DESCRIPTORS, B_K_LAST, EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr + pid_m.to(tl.int64) * F, dact, z_ptr,
+            pid_m.to(tl.int64) * BLOCK_M, pid_f.to(tl.int64) * BLOCK_N, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 def _hidden_gradient(
@@ -106,19 +148,18 @@ def _hidden_gradient(
     """
     a, b = input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
-    if gemm.choose_route(M, F, N, a) == "library":
+    config = HIDDEN_CONFIGS.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
+    if config.route == "library":
         dact = gemm.matmul(a, b)
         return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
-    # erf and the rebuilt act together spill at 128 x 128 on sm_80 and sm_90.
-    options = tile_options(M, F, N, a, narrow=activation == "gelu" and act is not None)
-    blocks_m = triton.cdiv(M, options["BLOCK_M"])
     dz = torch.empty_like(z)
-    width = F if sum_dz else 0
-    partial = torch.empty((blocks_m, width), dtype=torch.float32, device=z.device)
+    partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
+    partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
     with torch.cuda.device_of(z):
-        _mlp_bwd_hidden_kernel[(blocks_m * triton.cdiv(F, options["BLOCK_N"]),)](
+        tile_launch(
+            tile_plan(config, a, b), _mlp_bwd_hidden_kernel,
             dz, act, partial, a, b, z, M, F, N, *a.stride(), *b.stride(),
-            ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz, **options,
+            ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
         )  # fmt: skip
     return dz, partial
 

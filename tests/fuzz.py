@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from guard import GuardPages, unwatched
@@ -19,10 +18,10 @@ from numerics import DEVICE
 from torch import Tensor
 
 import fastvit_kernels
-from fastvit_kernels import gemm, launch_configs
 from fastvit_kernels.accuracy import Error, Reference
 from fastvit_kernels.attention import attention_ref, qkv_attention_ref
 from fastvit_kernels.backend import backend
+from fastvit_kernels.gemm_configs import forced_route
 from fastvit_kernels.layer_norm import layer_norm_and_input, layer_norm_ref
 from fastvit_kernels.linear import linear_ref
 from fastvit_kernels.mlp import mlp_ref
@@ -191,11 +190,8 @@ def _route(route: str | None) -> Iterator[None]:
     if route is None:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "choose_route", lambda *sizes, **options: route)
-        launch_configs._forget()
+    with forced_route(route):
         yield
-    launch_configs._forget()
 
 
 class _Outcome(NamedTuple):

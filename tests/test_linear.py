@@ -5,6 +5,7 @@ from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from fastvit_kernels import gemm
 from fastvit_kernels.activation import ACTIVATIONS
 from fastvit_kernels.backend import backend
+from fastvit_kernels.gemm_configs import TILE_FP32, forced_route
 from fastvit_kernels.linear import linear, linear_ref
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 
 
 @pytest.fixture(params=["library", "triton"])
-def route(request, monkeypatch):
-    monkeypatch.setattr(gemm, "choose_route", lambda *args: request.param)
-    return request.param
+def route(request):
+    with forced_route(request.param):
+        yield request.param
 
 
 def _inputs(rows=(3, 9), K=65, N=33, dtype=fp32, bias=True, epilogue=(), side_dtype=None):
@@ -208,10 +209,11 @@ def test_linear_backward_inside_autocast_stays_fp32():
 
 
 def test_linear_fp32_follows_the_matmul_precision(monkeypatch):
-    a = rand(8, 16, grad=False)
+    a, b = rand(8, 16, grad=False), rand(16, 8, grad=False)
     for precision, expected in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
-        assert gemm.tile_options(8, 16, 16, a)["INPUT_PRECISION"] == expected
+        plan = gemm.tile_plan(TILE_FP32, a, b)
+        assert plan.options["INPUT_PRECISION"] == expected
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])

@@ -2,9 +2,9 @@ import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
-from fastvit_kernels import gemm
 from fastvit_kernels.activation import ACTIVATIONS
 from fastvit_kernels.backend import backend
+from fastvit_kernels.gemm_configs import forced_route
 from fastvit_kernels.mlp import mlp, mlp_ref
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 
 
 @pytest.fixture(params=["library", "triton"])
-def route(request, monkeypatch):
-    monkeypatch.setattr(gemm, "choose_route", lambda *args: request.param)
-    return request.param
+def route(request):
+    with forced_route(request.param):
+        yield request.param
 
 
 def _inputs(rows=(3, 9), C=65, F=41, N=33, dtype=fp32, bias=True, epilogue=FULL, side_dtype=None):
