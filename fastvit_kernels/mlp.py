@@ -53,6 +53,7 @@ from fastvit_kernels.linear import (
     linear_fwd,
     linear_ref,
 )
+from fastvit_kernels.narrow_mlp import is_narrow, narrow_mlp_fwd
 from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
@@ -252,6 +253,7 @@ class Decision(NamedTuple):
     triton_runs: bool
     needs_gradient: bool
     direct: bool  # launchers may run instead of operators
+    narrow: bool  # one kernel, where no gradient is needed
     activation: str
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -366,6 +368,7 @@ def _decide(
         triton_runs=use_triton("mlp", x, next(filter(None, reasons), None)),
         needs_gradient=needs_gradient(*inputs),
         direct=direct,
+        narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]),
         activation=activation,
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
@@ -426,6 +429,10 @@ def mlp(
             residual, layer_scale, row_scale,
         )  # fmt: skip
     if not decision.needs_gradient:
-        return _forward(_operands(decision, *inputs[:5]), *inputs[5:], decision)[0]
+        operands = _operands(decision, *inputs[:5])
+        if decision.narrow:
+            narrow = LAUNCHERS["narrow_mlp_fwd"] if decision.direct else narrow_mlp_fwd
+            return narrow(*operands, *inputs[5:], activation, decision.out_dtype)
+        return _forward(operands, *inputs[5:], decision)[0]
     apply = _apply if decision.direct else MlpFunction.apply
     return apply(*inputs, decision)

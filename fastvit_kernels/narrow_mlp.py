@@ -28,7 +28,7 @@ from fastvit_kernels.launch_configs import ConfigTable
 from fastvit_kernels.operators import operator
 
 MAX_WIDTH = 256
-MAX_ROW_STRIDE = 2**31 // MAX_WIDTH  # so that offsets within a tile fit in 32 bits
+MAX_OFFSET = 2**31 - 1  # within a weight, and within a tile of the residual
 
 
 class NarrowTiles(NamedTuple):
@@ -51,7 +51,8 @@ MMA = (
     *SMALL,
 )
 MFMA = (NarrowTiles(64, 32, 4, 2), NarrowTiles(32, 32, 4, 2), NarrowTiles(16, 32, 4, 2))
-MAX_ELEMENTS = 96  # of x or y that a thread may have; 128 spill
+# Elements of x or y a thread may have without spills, equal widths allowing more.
+MAX_ELEMENTS, MAX_ELEMENTS_EQUAL = 64, 96
 
 
 def _family(gpu: Gpu) -> tuple[NarrowTiles, ...]:
@@ -69,7 +70,8 @@ def _fits(gpu: Gpu, tiles: NarrowTiles, C: int, N: int, dtype: str, rows: int) -
     loop = itemsize * (block_m * C + block_m * block_f + buffers * block_f * (C + N))
     y = 4 * block_m * max(_parts(N))  # changes its layout before it is stored
     elements = block_m * max(C, N) // (num_warps * (64 if is_amd else 32))
-    return elements <= MAX_ELEMENTS and max(loop, y) <= gpu.shared_limit
+    limit = MAX_ELEMENTS_EQUAL if C == N else MAX_ELEMENTS
+    return elements <= limit and max(loop, y) <= gpu.shared_limit
 
 
 def _default(gpu: Gpu, C: int, N: int, dtype: str, rows: int) -> NarrowTiles:
@@ -178,48 +180,46 @@ def _narrow_mlp_fwd_kernel(
     # A step multiplies the act of the step before it. Where act feeds a product of its own step,
     # Triton gives all of z to each of 64 rows' warps, and 8 warps do the work of 4 twice.
     act = tl.zeros((BLOCK_F, BLOCK_M), dtype=dtype)
-    block_f = tl.full((), BLOCK_F, tl.int64)
-    fc2_weight_ptr -= BLOCK_F
-    left = F
-    for f in range(0, F, BLOCK_F):
-        left = F - f  # hidden columns from this step on
-        left_before = tl.where(f > 0, left + BLOCK_F, 0)
+    offs_before = offs_f - BLOCK_F
+    for first_f in range(0, F, BLOCK_F):
+        end_before = tl.where(first_f > 0, F, -BLOCK_F)  # none before the first step
         fc2_weight = _tile(
-            fc2_weight_ptr, offs_n0, offs_f, N, left_before, stride_fc2_weight_n,
+            fc2_weight_ptr, offs_n0, offs_before, N, end_before, stride_fc2_weight_n,
             EVEN_N or N1 > 0, False,
         )  # fmt: skip
         y0 = tl.dot(fc2_weight, act, y0, input_precision=INPUT_PRECISION)
         if N1 > 0:
             fc2_weight = _tile(
-                fc2_weight_ptr, offs_n1, offs_f, N, left_before, stride_fc2_weight_n, EVEN_N, False
-            )
+                fc2_weight_ptr, offs_n1, offs_before, N, end_before, stride_fc2_weight_n,
+                EVEN_N, False,
+            )  # fmt: skip
             y1 = tl.dot(fc2_weight, act, y1, input_precision=INPUT_PRECISION)
+        offs_before += BLOCK_F
         fc1_weight = _tile(
-            fc1_weight_ptr, offs_f, offs_c0, left, C, stride_fc1_weight_f, EVEN_F, EVEN_C or C1 > 0
-        )
+            fc1_weight_ptr, offs_before, offs_c0, F, C, stride_fc1_weight_f,
+            EVEN_F, EVEN_C or C1 > 0,
+        )  # fmt: skip
         z = tl.dot(fc1_weight, x0, input_precision=INPUT_PRECISION)
         if C1 > 0:
             fc1_weight = _tile(
-                fc1_weight_ptr, offs_f, offs_c1, left, C, stride_fc1_weight_f, EVEN_F, EVEN_C
+                fc1_weight_ptr, offs_before, offs_c1, F, C, stride_fc1_weight_f, EVEN_F, EVEN_C
             )
             z = tl.dot(fc1_weight, x1, z, input_precision=INPUT_PRECISION)
         if HAS_FC1_BIAS:
-            fc1_bias = tl.load(fc1_bias_ptr + f + offs_f, mask=offs_f < left, other=0.0)
+            fc1_bias = tl.load(fc1_bias_ptr + offs_before, mask=offs_before < F, other=0.0)
             z += fc1_bias.to(tl.float32)[:, None]
         act = activate(z.to(dtype).to(tl.float32), ACTIVATION)
         if not EVEN_F:
-            act = tl.where((offs_f < left)[:, None], act, 0.0)  # 0 * inf is NaN
+            act = tl.where((offs_before < F)[:, None], act, 0.0)  # 0 * inf is NaN
         act = act.to(dtype)
-        fc1_weight_ptr += block_f * stride_fc1_weight_f
-        fc2_weight_ptr += BLOCK_F
 
     fc2_weight = _tile(
-        fc2_weight_ptr, offs_n0, offs_f, N, left, stride_fc2_weight_n, EVEN_N or N1 > 0, EVEN_F
+        fc2_weight_ptr, offs_n0, offs_before, N, F, stride_fc2_weight_n, EVEN_N or N1 > 0, EVEN_F
     )
     y0 = tl.dot(fc2_weight, act, y0, input_precision=INPUT_PRECISION)
     if N1 > 0:
         fc2_weight = _tile(
-            fc2_weight_ptr, offs_n1, offs_f, N, left, stride_fc2_weight_n, EVEN_N, EVEN_F
+            fc2_weight_ptr, offs_n1, offs_before, N, F, stride_fc2_weight_n, EVEN_N, EVEN_F
         )
         y1 = tl.dot(fc2_weight, act, y1, input_precision=INPUT_PRECISION)
     _finish_transposed(
@@ -235,22 +235,19 @@ def _narrow_mlp_fwd_kernel(
         )  # fmt: skip
 
 
-def is_narrow(x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor) -> bool:
-    """Whether one kernel does the MLP, its operands in one dtype.
+def is_narrow(dtype: torch.dtype, C: int, N: int) -> bool:
+    """Whether this kernel is the forward of an MLP of these widths that computes in `dtype`.
 
     fp32 stays with two products: its tiles spill, or ask for more shared memory than there is.
     """
-    width = max(fc1_weight.shape[1], fc2_weight.shape[0])
-    return x.dtype.itemsize == 2 and width <= MAX_WIDTH
+    return dtype.itemsize == 2 and max(C, N) <= MAX_WIDTH
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor, num_rows: int) -> Tensor:
+    """x as rows, of which num_rows in sequence are within reach of a 32-bit offset."""
     rows = as_rows(x)
-    return (
-        rows
-        if rows.stride(0) <= MAX_ROW_STRIDE
-        else rows.clone(memory_format=torch.contiguous_format)
-    )
+    near = num_rows * rows.stride(0) <= MAX_OFFSET
+    return rows if near else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _empty(
@@ -280,10 +277,11 @@ def narrow_mlp_fwd(
     )  # fmt: skip
     if y.numel() == 0:
         return y
-    rows, fc1_weight, fc2_weight = as_rows(x), _rows(fc1_weight), _rows(fc2_weight)
-    (F, C), (M, N) = fc1_weight.shape, (rows.shape[0], fc2_weight.shape[0])
+    (F, C), N, rows = fc1_weight.shape, fc2_weight.shape[0], as_rows(x)
+    M = rows.shape[0]
+    fc1_weight, fc2_weight = _rows(fc1_weight, F + 64), _rows(fc2_weight, MAX_WIDTH)
     pointers, sizes, flags = epilogue_arguments(
-        M, layer_scale, row_scale, None if residual is None else _rows(residual)
+        M, layer_scale, row_scale, None if residual is None else _rows(residual, 128)
     )
     (c0, c1), (n0, n1) = _parts(C), _parts(N)
     device = gpu(x.device)
