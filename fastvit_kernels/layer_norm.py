@@ -27,6 +27,8 @@ from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import (
     Layout,
     autocast_dtype,
+    check_dtype,
+    check_eps,
     check_shape,
     check_tensor,
     contiguous,
@@ -419,6 +421,8 @@ def _decide(
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
+    check_eps(op, eps)
+    check_dtype(op, "out_dtype", out_dtype)
     unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
     if out_dtype is None:
         out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
