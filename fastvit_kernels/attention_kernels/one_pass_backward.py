@@ -14,7 +14,7 @@ from fastvit_kernels.attention_kernels.tiles import (
     load_part,
     softmax_grad,
     store_part,
-    tile_ptrs,
+    transposed_tile_ptrs,
 )
 
 
@@ -43,12 +43,12 @@ def _one_pass_part(
 
 @triton.jit
 def _one_pass_key_tile(
-    dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
+    dq0, dq1, dq2, q0, q1, q2, do0, do1, do2, lse0, lse1, lse2, delta0, delta1, delta2,
     dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, start_kv, head, T_q, T_kv,
     stride_dk_t, stride_k_t, stride_v_t,
     scale, threshold, keep_scale,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PART0: tl.constexpr, PART1: tl.constexpr, PRECISION: tl.constexpr,
+    PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr, PRECISION: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     k = load_part(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, 0, BLOCK_D, D, CHECK_KV)
@@ -68,12 +68,18 @@ def _one_pass_key_tile(
             seed_ptr, head, scale, threshold, keep_scale,
             PART1, CHECK_KV, PRECISION, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
+    if PART2 > 0:
+        dk_t, dv_t, dq2 = _one_pass_part(
+            dk_t, dv_t, dq2, q2, do2, lse2, delta2, k, v, PART0 + PART1, kv_index, T_q, T_kv,
+            seed_ptr, head, scale, threshold, keep_scale,
+            PART2, CHECK_KV, PRECISION, IS_CAUSAL, HAS_DROPOUT,
+        )  # fmt: skip
     mask = (tl.arange(0, BLOCK_D)[:, None] < D) & (kv_index < T_kv)
-    dk_t_ptrs = tl.trans(tile_ptrs(dk_ptr, stride_dk_t, start_kv, BLOCK_KV, 0, BLOCK_D))
-    dv_t_ptrs = tl.trans(tile_ptrs(dv_ptr, stride_dk_t, start_kv, BLOCK_KV, 0, BLOCK_D))
+    dk_t_ptrs = transposed_tile_ptrs(dk_ptr, stride_dk_t, start_kv, BLOCK_KV, BLOCK_D)
+    dv_t_ptrs = transposed_tile_ptrs(dv_ptr, stride_dk_t, start_kv, BLOCK_KV, BLOCK_D)
     tl.store(dk_t_ptrs, (dk_t * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_t_ptrs, dv_t.to(dv_ptr.dtype.element_ty), mask=mask)
-    return dq0, dq1
+    return dq0, dq1, dq2
 
 
 @triton.jit
@@ -103,9 +109,9 @@ def _one_pass_head(
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
-    ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, RAGGED_Q: tl.constexpr,
-    PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
+    ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
+    RAGGED_Q: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head, head = b * H + h."""
@@ -126,29 +132,45 @@ def _one_pass_head(
     )  # fmt: skip
     q1, do1, lse1, delta1, dq1 = _load_query_part(
         q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, PART0, T_q,
-        PART1, D, BLOCK_D, RAGGED_Q,
+        PART1, D, BLOCK_D, RAGGED_Q and PART2 == 0,
+    )  # fmt: skip
+    q2, do2, lse2, delta2, dq2 = _load_query_part(
+        q_ptr, do_ptr, out_ptr, lse_ptr, stride_q_t, stride_do_t, H * D, PART0 + PART1, T_q,
+        PART2, D, BLOCK_D, RAGGED_Q,
     )  # fmt: skip
     if ONE_KV:
-        dq0, dq1 = _one_pass_key_tile(
-            dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
+        dq0, dq1, dq2 = _one_pass_key_tile(
+            dq0, dq1, dq2, q0, q1, q2, do0, do1, do2, lse0, lse1, lse2, delta0, delta1, delta2,
             dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, 0, head, T_q, T_kv,
             stride_dk_t, stride_k_t, stride_v_t,
-            scale, threshold, keep_scale, BLOCK_KV, RAGGED_KV, D, BLOCK_D, PART0, PART1,
+            scale, threshold, keep_scale, BLOCK_KV, TAIL_KV > 0, D, BLOCK_D, PART0, PART1, PART2,
             PRECISION, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     else:
-        # One loop, masked: a second copy of its body for a smaller tail would spill.
-        for start_kv in tl.range(0, T_kv, BLOCK_KV, disable_licm=True):
-            dq0, dq1 = _one_pass_key_tile(
-                dq0, dq1, q0, q1, do0, do1, lse0, lse1, delta0, delta1,
+        full_kv = T_kv  # not rounded up where all tiles are in the loop: that would spill on sm_80
+        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
+            full_kv = T_kv // BLOCK_KV * BLOCK_KV
+        for start_kv in tl.range(0, full_kv, BLOCK_KV, disable_licm=True):
+            dq0, dq1, dq2 = _one_pass_key_tile(
+                dq0, dq1, dq2, q0, q1, q2, do0, do1, do2, lse0, lse1, lse2, delta0, delta1, delta2,
                 dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, start_kv, head, T_q, T_kv,
                 stride_dk_t, stride_k_t, stride_v_t,
-                scale, threshold, keep_scale, BLOCK_KV, RAGGED_KV, D, BLOCK_D, PART0, PART1,
+                scale, threshold, keep_scale, BLOCK_KV, TAIL_KV == BLOCK_KV, D, BLOCK_D,
+                PART0, PART1, PART2, PRECISION, IS_CAUSAL, HAS_DROPOUT,
+            )  # fmt: skip
+        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
+            dq0, dq1, dq2 = _one_pass_key_tile(
+                dq0, dq1, dq2, q0, q1, q2, do0, do1, do2, lse0, lse1, lse2, delta0, delta1, delta2,
+                dk_ptr, dv_ptr, k_ptr, v_ptr, seed_ptr, full_kv, head, T_q, T_kv,
+                stride_dk_t, stride_k_t, stride_v_t,
+                scale, threshold, keep_scale, TAIL_KV, True, D, BLOCK_D, PART0, PART1, PART2,
                 PRECISION, IS_CAUSAL, HAS_DROPOUT,
             )  # fmt: skip
     store_part(dq_ptr, dq0 * scale, stride_dq_t, 0, T_q, PART0, 0, BLOCK_D, D)
     if PART1 > 0:
         store_part(dq_ptr, dq1 * scale, stride_dq_t, PART0, T_q, PART1, 0, BLOCK_D, D)
+    if PART2 > 0:
+        store_part(dq_ptr, dq2 * scale, stride_dq_t, PART0 + PART1, T_q, PART2, 0, BLOCK_D, D)
 
 
 @triton.jit
@@ -158,9 +180,9 @@ def _attention_bwd_one_pass_kernel(
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
-    ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, RAGGED_Q: tl.constexpr,
-    HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
+    ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
+    RAGGED_Q: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * HEADS
@@ -170,8 +192,8 @@ def _attention_bwd_one_pass_kernel(
             first.to(tl.int64), H, T_q, T_kv, stride_dq_t, stride_dk_t,
             stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
             stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
-            scale, threshold, keep_scale, D, BLOCK_D, BLOCK_KV, RAGGED_KV, ONE_KV, PART0,
-            PART1, RAGGED_Q,
+            scale, threshold, keep_scale, D, BLOCK_D, BLOCK_KV, TAIL_KV, ONE_KV, PART0,
+            PART1, PART2, RAGGED_Q,
             PRECISION, IS_CAUSAL, HAS_DROPOUT,
         )  # fmt: skip
     else:
@@ -181,6 +203,6 @@ def _attention_bwd_one_pass_kernel(
                 head.to(tl.int64), H, T_q, T_kv, stride_dq_t, stride_dk_t,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
                 stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
-                scale, threshold, keep_scale, D, BLOCK_D, BLOCK_KV, RAGGED_KV, ONE_KV, PART0, PART1,
-                RAGGED_Q, PRECISION, IS_CAUSAL, HAS_DROPOUT,
+                scale, threshold, keep_scale, D, BLOCK_D, BLOCK_KV, TAIL_KV, ONE_KV, PART0, PART1,
+                PART2, RAGGED_Q, PRECISION, IS_CAUSAL, HAS_DROPOUT,
             )  # fmt: skip

@@ -30,6 +30,14 @@ def tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr
 
 
 @triton.jit
+def transposed_tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers (BLOCK_D, BLOCK_T) of a tile. Not by tl.trans: AMD's backend transposes none."""
+    first = ptr + tl.multiple_of(tl.cast(start, tl.int64) * stride_t, 8)
+    columns = tl.multiple_of(tl.arange(0, BLOCK_T)[None, :] * stride_t, (8, 8))
+    return first + (columns + tl.arange(0, BLOCK_D)[:, None])
+
+
+@triton.jit
 def load_part(
     ptr, stride_t, start, T,
     BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
