@@ -51,11 +51,14 @@ MMA = (
     *SMALL,
 )
 MFMA = (NarrowTiles(64, 32, 4, 2), NarrowTiles(32, 32, 4, 2), NarrowTiles(16, 32, 4, 2))
+ALL = tuple(dict.fromkeys((*WGMMA, *MMA, *MFMA)))
 # Elements of x or y a thread may have without spills, equal widths allowing more.
 MAX_ELEMENTS, MAX_ELEMENTS_EQUAL = 64, 96
 
 
 def _family(gpu: Gpu) -> tuple[NarrowTiles, ...]:
+    if gpu.arch == "cpu":
+        return ALL
     if gpu.arch.startswith("gfx"):
         return MFMA
     return WGMMA if gpu.arch in ("sm_90", "sm_100") else MMA
@@ -71,7 +74,8 @@ def _fits(gpu: Gpu, tiles: NarrowTiles, C: int, N: int, dtype: str, rows: int) -
     y = 4 * block_m * max(_parts(N))  # changes its layout before it is stored
     elements = block_m * max(C, N) // (num_warps * (64 if is_amd else 32))
     limit = MAX_ELEMENTS_EQUAL if C == N else MAX_ELEMENTS
-    return elements <= limit and max(loop, y) <= gpu.shared_limit
+    known = tiles in _family(gpu)
+    return known and elements <= limit and max(loop, y) <= gpu.shared_limit
 
 
 def _default(gpu: Gpu, C: int, N: int, dtype: str, rows: int) -> NarrowTiles:
@@ -81,7 +85,7 @@ def _default(gpu: Gpu, C: int, N: int, dtype: str, rows: int) -> NarrowTiles:
 
 
 # (C, N padded, dtype, rows a program would have if each SM got one: 16, 32, 64, 128)
-TILES = ConfigTable("narrow_mlp_fwd", tuple(dict.fromkeys((*WGMMA, *MMA, *MFMA))), _default, _fits)
+TILES = ConfigTable("narrow_mlp_fwd", ALL, _default, _fits)
 
 
 def _parts(width: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ memory than a block may have, misses wgmma on sm_90, or takes more than docs/res
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,6 +27,9 @@ import torch.nn.functional as F
 from fastvit_kernels._triton import triton
 from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.launch_configs import forced
+from fastvit_kernels.mlp import mlp
+from fastvit_kernels.narrow_mlp import TILES as NARROW_TILES
 from fastvit_kernels.presets import create_vit
 from fastvit_kernels.sdpa import scaled_dot_product_attention
 
@@ -79,10 +83,24 @@ def _masked_attention() -> None:
     scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
 
 
+def _narrow_mlp() -> None:
+    """The MLP of narrow models in inference, in each of its configs that fits the target."""
+    for C, tiles in itertools.product((192, 256), NARROW_TILES.configs):
+        x, residual = torch.empty(50432, C, dtype=torch.bfloat16), torch.empty(50432, C)
+        fc1_weight, fc2_weight = x.new_empty(4 * C, C), x.new_empty(C, 4 * C)
+        biases = x.new_empty(4 * C), x.new_empty(C)
+        with torch.no_grad(), forced(NARROW_TILES.name, tiles):
+            mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
+
+
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
 CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
     "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
+    "ViT-Ti/16, inference": model_step(
+        "vit_tiny_patch16_224", 256, "bf16", train=False, overrides={"depth": 1}
+    ),
+    "narrow MLP": _narrow_mlp,
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
@@ -98,7 +116,7 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
-LISTED_ONLY = {"ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention"}
+LISTED_ONLY = {"ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP"}
 
 
 @dataclass(frozen=True)
