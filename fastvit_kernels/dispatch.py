@@ -106,7 +106,7 @@ def _facts(name: str, annotation: str) -> str:
     if "Tensor" not in annotation:
         return f"{name}.__class__, {name}"  # 2.0 and True equal 2 and 1, and are other arguments
     facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.requires_grad"
-    facts = f"{name}.__class__, {facts}"
+    facts = f"{name}.__class__, {name}.layout, {facts}"  # an MKLDNN tensor has strides too
     return f"None if {name} is None else ({facts})" if "None" in annotation else facts
 
 
@@ -132,9 +132,11 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
+        attention = ctx.op in ("attention", "qkv_attention", "sdpa")
+        math = " and torch.nn.attention.sdpa_kernel(SDPBackend.MATH)" if attention else ""
         raise NotImplementedError(
             f"{ctx.op}: the kernels have no second derivative, got a double backward; run the "
-            'forward inside `with fastvit_kernels.backend("torch")`, which has'
+            f'forward under fastvit_kernels.backend("torch"){math}, which have'
         )
 
 

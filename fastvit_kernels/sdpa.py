@@ -149,6 +149,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None
             raise TypeError(f"{OP}: {name} must be a Tensor, got {type(x).__name__}")
         if x.layout not in (torch.strided, torch.jagged):
             raise TypeError(f"{OP}: {name} must be dense or nested, got layout {x.layout}")
+        nested = q.is_nested and x is not mask
+        if x.is_nested != nested:
+            kind = "a nested tensor, as query is" if nested else "dense"
+            raise TypeError(f"{OP}: {name} must be {kind}, got layout {x.layout}")
         if x.dtype not in FLOATS and not (x is mask and x.dtype is torch.bool):
             kinds = "floating point or bool" if x is mask else "floating point of 16, 32 or 64 bits"
             raise TypeError(f"{OP}: {name} must be {kinds}, got {x.dtype}")
@@ -195,7 +199,7 @@ def _check(
         check_number(OP, "scale", scale)
     if is_causal and mask is not None:
         raise ValueError(f"{OP}: attn_mask must be None where is_causal is True, got both")
-    if not (q.is_nested or k.is_nested or v.is_nested):
+    if not q.is_nested:
         _check_shapes(q, k, v, mask)
 
 
@@ -203,8 +207,8 @@ def _unsupported(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
     """What torch's function can do and the kernels cannot, or None."""
-    if q.is_nested or k.is_nested or v.is_nested:
-        return "query, key or value is a nested tensor"
+    if q.is_nested:
+        return "query, key and value are nested tensors"
     if not q.ndim == k.ndim == v.ndim == 4:
         return "query, key and value must be (B, H, T, D)"
     if not q.dtype == k.dtype == v.dtype and autocast_dtype(q) is None:

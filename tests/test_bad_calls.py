@@ -1,0 +1,456 @@
+"""Bad calls of the ops: each gets one error that names the op, the argument, what came and what is
+wanted, before any operator of torch or of the package runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics import DEVICE, rand
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastvit_kernels as fk
+
+nan, inf = float("nan"), float("inf")
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public op and a good call of it."""
+
+    call: Callable[..., Tensor]
+    shapes: dict[str, tuple[int, ...]]  # of the tensors of a good call
+    required: tuple[str, ...]
+    one_dtype: tuple[str, ...] = ()  # arguments that must have the first one's dtype
+    settings: dict[str, Any] | None = None
+    accepts: tuple[tuple[str, str], ...] = ()  # (argument, kind) that is no mistake
+
+    def good(self) -> dict[str, Any]:
+        tensors = {n: rand(*s, seed=i, grad=False) for i, (n, s) in enumerate(self.shapes.items())}
+        return {**tensors, **(self.settings or {})}
+
+
+_EPILOGUE = dict(residual=(2, 3, 4), layer_scale=(4,), row_scale=(2,))
+_HEADS = dict(query=(1, 2, 5, 8), key=(1, 2, 6, 8), value=(1, 2, 6, 8))
+OPS = {
+    "layer_norm": Op(fk.layer_norm, dict(x=(2, 3, 8), weight=(8,), bias=(8,)), ("x",)),
+    "layer_norm_and_input": Op(
+        lambda *args, **kwargs: fk.layer_norm_and_input(*args, **kwargs)[0],
+        dict(x=(2, 3, 8), weight=(8,), bias=(8,)), ("x",),
+    ),
+    "linear": Op(
+        fk.linear, dict(x=(2, 3, 8), weight=(4, 8), bias=(4,), **_EPILOGUE), ("x", "weight"),
+        ("weight", "bias"),
+    ),
+    "mlp": Op(
+        fk.mlp,
+        dict(x=(2, 3, 8), fc1_weight=(6, 8), fc1_bias=(6,), fc2_weight=(4, 6), fc2_bias=(4,),
+             **_EPILOGUE),
+        ("x", "fc1_weight", "fc2_weight"), ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+    ),
+    "attention": Op(fk.attention, dict(qkv=(1, 5, 3, 2, 8)), ("qkv",)),
+    "qkv_attention": Op(
+        fk.qkv_attention, dict(x=(1, 5, 16), weight=(48, 16), bias=(48,)), ("x", "weight"),
+        ("weight", "bias"), dict(num_heads=2),
+    ),
+    "scaled_dot_product_attention": Op(
+        fk.scaled_dot_product_attention, dict(**_HEADS, attn_mask=(5, 6)),
+        ("query", "key", "value"), ("key", "value"),
+        accepts=(
+            ("attn_mask", "bool"), ("attn_mask", "scalar"), ("value", "wider"),
+            *((x, kind) for x in (*_HEADS, "attn_mask") for kind in ("nested", "jagged")),
+        ),
+    ),
+    "patch_embed": Op(
+        fk.patch_embed,
+        dict(images=(2, 3, 8, 4), weight=(8, 3, 4, 4), bias=(8,), prefix_tokens=(1, 1, 8),
+             pos_embed=(1, 3, 8)),
+        ("images", "weight"), ("weight", "bias"), accepts=(("weight", "wider"),),
+    ),
+}  # fmt: skip
+
+_PARTS = [torch.ones(2, 8), torch.ones(3, 8)]
+NESTED = torch.nested.nested_tensor(_PARTS)
+JAGGED = torch.nested.nested_tensor(_PARTS, layout=torch.jagged)
+
+_FLOAT = "must be floating point.* got torch."
+# What is wrong with a tensor, whichever it is -> how it is made, the error, what it says.
+KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "ndarray": (lambda x: x.cpu().numpy(), TypeError, "must be a Tensor, got ndarray"),
+    "list": (lambda x: x.tolist(), TypeError, "must be a Tensor, got list"),
+    "str": (lambda x: "x", TypeError, "must be a Tensor, got str"),
+    "number": (lambda x: 1.0, TypeError, "must be a Tensor, got float"),
+    "int64": (lambda x: x.long(), TypeError, _FLOAT + "int64"),
+    "uint8": (lambda x: x.abs().byte(), TypeError, _FLOAT + "uint8"),
+    "bool": (lambda x: x > 0, TypeError, _FLOAT + "bool"),
+    "complex": (lambda x: x.to(torch.complex64), TypeError, _FLOAT + "complex64"),
+    "float8_e4m3": (lambda x: x.to(torch.float8_e4m3fn), TypeError, _FLOAT + "float8_e4m3fn"),
+    "float8_e5m2": (lambda x: x.to(torch.float8_e5m2), TypeError, _FLOAT + "float8_e5m2"),
+    "quantised": (
+        lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8), TypeError,
+        _FLOAT + "qint8",
+    ),
+    "sparse": (lambda x: x.to_sparse(), TypeError, "must be .*dense.* got layout torch.sparse_coo"),
+    "mkldnn": (lambda x: x.cpu().to_mkldnn(), TypeError, "must be .*dense.* got layout torch._mkl"),
+    "nested": (
+        lambda x: NESTED, TypeError,
+        "must be a dense strided tensor, got a nested tensor",
+    ),
+    "jagged": (
+        lambda x: JAGGED,
+        TypeError, "must be a dense strided tensor, got a nested tensor",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A good call of an op with some arguments changed."""
+
+    op: str
+    argument: str  # the one at fault
+    kind: str
+    error: type[Exception]
+    message: str  # a regular expression, after "op: argument "
+    changes: Callable[[dict[str, Any]], dict[str, Any]]
+    names: str = ""  # the argument that the message names, if not `argument`
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.argument}-{self.kind}"
+
+
+def _generic() -> list[Bad]:
+    """Each tensor argument of each op, wrong in each of KINDS, in dtype, device, rank, shape."""
+    cases = []
+    for name, op in OPS.items():
+        first, *_ = op.shapes
+        for argument, shape in op.shapes.items():
+
+            def add(kind, error, message, change, name=name, argument=argument):
+                def changes(good):
+                    return {argument: change(good[argument])}
+
+                cases.append(Bad(name, argument, kind, error, message, changes))
+
+            if argument in op.required:
+                add("None", TypeError, "must be a Tensor, got NoneType", lambda x: None)
+            for kind, (make, error, message) in KINDS.items():
+                if (argument, kind) not in op.accepts:
+                    add(kind, error, message, make)
+            if argument in op.one_dtype:
+                wanted = f"must have the dtype of {first}, torch.float32, got torch.float64"
+                add("float64", TypeError, wanted, lambda x: x.double())
+            if argument != first:
+                wanted = rf"must be on {DEVICE.type}(:\d)?, got meta"
+                add("meta", ValueError, wanted, lambda x: x.to("meta"))
+                wider = (*shape[:-1], shape[-1] + 1)
+                if (argument, "wider") not in op.accepts:
+                    add("wider", ValueError, rf".*{re.escape(str(wider))}|.* \d+", _wider)
+            if (argument, "scalar") not in op.accepts:
+                add("scalar", ValueError, "must|needs", lambda x: x.new_ones(()))
+    return cases
+
+
+def _wider(x: Tensor) -> Tensor:
+    return x.new_ones((*x.shape[:-1], x.shape[-1] + 1))
+
+
+def _rows() -> list[Bad]:
+    cases = []
+
+    def add(op, argument, value, error, message, names="", **others):
+        """`value` is the argument, or the shape of the tensor."""
+        shown = f"tensor{value}" if isinstance(value, tuple) else f"{value!r:.24}"
+        if isinstance(value, Tensor) and value.is_nested:
+            shown = f"nested-{value.layout}"
+
+        def changes(good):
+            tensor = rand(*value, grad=False) if isinstance(value, tuple) else value
+            return {argument: tensor, **others}
+
+        cases.append(Bad(op, argument, shown, error, message, changes, names))
+
+    for op in ("layer_norm", "layer_norm_and_input"):
+        for eps in (nan, inf, -inf, -1e-6):
+            add(op, "eps", eps, ValueError, f"must be finite and at least 0, got {eps}")
+        for eps in ("1e-6", None, True, [1e-6], torch.tensor(1e-6), 1j, np.float32(1e-6)):
+            add(op, "eps", eps, TypeError, f"must be a number, got {type(eps).__name__}")
+        for dtype in ("float32", float, torch.int32, torch.bool, torch.complex64,
+                      torch.float8_e4m3fn, np.float32):  # fmt: skip
+            add(
+                op, "out_dtype", dtype, TypeError, r"must be None or one of \[torch.float32, .* got"
+            )
+        add(op, "weight", (4,), ValueError, r"must have shape \(8,\), got \(4,\)")
+        add(op, "weight", (1, 8), ValueError, r"must have shape \(8,\), got \(1, 8\)")
+        add(op, "bias", (2, 3, 8), ValueError, r"must have shape \(8,\), got \(2, 3, 8\)")
+        add(op, "x", (2, 3, 0), ValueError, r"must have shape \(0,\), got \(8,\)", "weight")
+
+    for op in ("linear", "mlp"):
+        for activation in ("relu", "GELU", "", "gelu "):
+            add(
+                op, "activation", activation, ValueError, r"must be None or one of \['gelu', .* got"
+            )
+        for activation in (3, True, ["gelu"], torch.relu, torch.nn.GELU()):
+            add(op, "activation", activation, TypeError, r"must be None or one of \['gelu', .* got")
+        add(op, "residual", (2, 3, 1), ValueError, r"must have shape \(2, 3, 4\), got \(2, 3, 1\)")
+        add(op, "residual", (3, 4), ValueError, r"must have shape \(2, 3, 4\), got \(3, 4\)")
+        add(op, "layer_scale", (1,), ValueError, r"must have shape \(4,\), got \(1,\)")
+        add(op, "row_scale", (3,), ValueError, r"must have shape \(2,\), got \(3,\)")
+        add(op, "row_scale", (2, 1, 1), ValueError, r"must have shape \(2,\), got \(2, 1, 1\)")
+        add(op, "row_scale", (8,), ValueError, r"needs x of shape \(B, ..., K\), got \(8,\)",
+            x=rand(8, grad=False), residual=None)  # fmt: skip
+    add("linear", "x", (2, 3, 7), ValueError, r"must have shape \(4, 7\), got \(4, 8\)", "weight")
+    add("linear", "weight", (4,), ValueError, r"must have 2 axes, got shape \(4,\)")
+    add("linear", "weight", (1, 4, 8), ValueError, r"must have 2 axes, got shape \(1, 4, 8\)")
+    add("linear", "weight", (8, 4), ValueError, r"must have shape \(8, 8\), got \(8, 4\)")
+    add("linear", "bias", (1, 4), ValueError, r"must have shape \(4,\), got \(1, 4\)")
+    add("mlp", "x", (2, 3, 7), ValueError, r"must have shape \(6, 7\), got", "fc1_weight")
+    add("mlp", "activation", None, ValueError, "must not be None")
+    add("mlp", "fc2_weight", (6, 4), ValueError, r"must have shape \(6, 6\), got \(6, 4\)")
+    add("mlp", "fc1_weight", (6, 8, 1), ValueError, "must have 2 axes, got shape")
+    for flag in (1, 0, "no", None, torch.tensor(True)):
+        add("mlp", "recompute", flag, TypeError, "must be True or False, got")
+
+    for shape in ((5, 3, 2, 8), (1, 5, 48), (1, 1, 5, 3, 2, 8)):
+        add("attention", "qkv", shape, ValueError, "must have 5 axes, got shape")
+    for shape in ((1, 5, 2, 2, 8), (1, 3, 5, 2, 8)):
+        add("attention", "qkv", shape, ValueError, r"must be \(B, T, 3, H, D\), got")
+    for D in (4, 12, 20, 7, 1, 252):
+        add(
+            "attention",
+            "qkv",
+            (1, 5, 3, 2, D),
+            ValueError,
+            f"must be a multiple of 8, got {D}",
+            "D",
+        )
+    for D in (264, 320):
+        add("attention", "qkv", (1, 1, 3, 1, D), ValueError, f"must be at most 256, got {D}", "D")
+    add("attention", "qkv", (1, 5, 3, 2, 0), ValueError, "must be a multiple of 8, got 0", "D")
+    add("qkv_attention", "x", (5, 16), ValueError, r"must have 3 axes, got shape \(5, 16\)")
+    add("qkv_attention", "x", (1, 5, 8), ValueError, r"must have shape \(48, 8\), got", "weight")
+    add("qkv_attention", "weight", (48,), ValueError, "must have 2 axes, got shape")
+    add(
+        "qkv_attention",
+        "weight",
+        (50, 16),
+        ValueError,
+        "must have 3 . H . D rows with H = 2, got 50",
+    )
+    add("qkv_attention", "weight", (0, 16), ValueError, "must be a multiple of 8, got 0", "D",
+        bias=None)  # fmt: skip
+    add("qkv_attention", "weight", (60, 16), ValueError, "must be a multiple of 8, got 10", "D",
+        bias=None)  # fmt: skip
+    for heads in (0, -1, -2):
+        add("qkv_attention", "num_heads", heads, ValueError, f"must be at least 1, got {heads}")
+    for heads in (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)):
+        add("qkv_attention", "num_heads", heads, TypeError, "must be an int, got")
+    add("qkv_attention", "num_heads", 5, ValueError, "must have 3 . H . D rows with H = 5, got 48",
+        "weight")  # fmt: skip
+    for op in ("attention", "qkv_attention", "scaled_dot_product_attention"):
+        wanted = r"\[0, 1\]" if op.startswith("scaled") else r"\[0, 1\)"
+        for p in (-0.1, 1.5, 2, nan, inf, -inf):
+            add(op, "dropout_p", p, ValueError, f"must be in {wanted}, got {p}")
+        for p in ("0.1", None, True, [0.1], torch.tensor(0.1)):
+            add(op, "dropout_p", p, TypeError, "must be a number, got")
+        for scale in (nan, inf, -inf):
+            add(op, "scale", scale, ValueError, f"must be finite, got {scale}")
+        for scale in ("1", True, [1.0], 1j):
+            add(op, "scale", scale, TypeError, "must be a number, got")
+    add("attention", "dropout_p", 1.0, ValueError, r"must be in \[0, 1\), got 1.0")
+    add("qkv_attention", "dropout_p", 1.0, ValueError, r"must be in \[0, 1\), got 1.0")
+    add("attention", "scale", torch.tensor(1.0), TypeError, "must be a number, got Tensor")
+
+    sdpa = "scaled_dot_product_attention"
+    for argument in ("query", "key", "value"):
+        add(sdpa, argument, (8,), ValueError, r"must have axes \(..., T, D\), got \(8,\)")
+    add(sdpa, "key", (1, 2, 6, 16), ValueError, "must have the D of query, 8, got 16")
+    add(sdpa, "query", (1, 2, 5, 16), ValueError, "must have the D of query, 16, got 8", "key")
+    add(sdpa, "value", (1, 2, 7, 8), ValueError, "must have the T of key, 6, got 7")
+    add(
+        sdpa,
+        "key",
+        (1, 3, 6, 8),
+        ValueError,
+        r"must have the batch and heads of query, \(1, 2\), g",
+    )
+    add(
+        sdpa, "value", (3, 3, 6, 8), ValueError, r"must have the batch and heads of query, \(1, 2\)"
+    )
+    for shape in ((5, 5), (6, 5), (2, 5, 5), (3, 2, 5, 6), (1, 1, 1, 5, 6)):
+        add(sdpa, "attn_mask", shape, ValueError, r"must broadcast to \(1, 2, 5, 6\), got shape")
+    add(sdpa, "attn_mask", (5, 6), ValueError, "must be None where is_causal is True, got both",
+        is_causal=True)  # fmt: skip
+    for flag in (1, 0, "no", None):
+        add(sdpa, "is_causal", flag, TypeError, "must be True or False, got", attn_mask=None)
+
+    for nested in (NESTED, JAGGED):
+        add(sdpa, "query", nested, TypeError, "must be a nested tensor, as query is, got", "key")
+        add(sdpa, "key", nested, TypeError, "must be dense, got layout torch.")
+        add(sdpa, "value", nested, TypeError, "must be dense, got layout torch.")
+        add(sdpa, "attn_mask", nested, TypeError, "must be dense, got layout torch.")
+
+    embed = "patch_embed"
+    add(embed, "images", (3, 8, 4), ValueError, "must have 4 axes, got shape")
+    add(embed, "images", (1, 2, 3, 8, 4), ValueError, "must have 4 axes, got shape")
+    add(embed, "images", (2, 4, 8, 4), ValueError, "must have the 3 channels of weight, got 4")
+    for height, width in ((9, 4), (8, 5), (8, 2), (0, 4), (8, 0)):
+        add(embed, "images", (2, 3, height, width), ValueError,
+            rf"must be positive multiples of the patch \(4, 4\), got \({height}, {width}\)",
+            "height and width of images")  # fmt: skip
+    add(embed, "weight", (8, 3, 4, 5), ValueError,
+        r"must be positive multiples of the patch \(4, 5\), got \(8, 4\)",
+        "height and width of images")  # fmt: skip
+    add(embed, "weight", (8, 48), ValueError, "must have 4 axes, got shape")
+    add(embed, "weight", (0, 3, 4, 4), ValueError, "must not be empty, got shape")
+    add(embed, "weight", (8, 3, 0, 4), ValueError, "must not be empty, got shape")
+    add(embed, "bias", (9,), ValueError, r"must have shape \(8,\), got \(9,\)")
+    add(embed, "prefix_tokens", (2, 1, 8), ValueError, r"must have shape \(1, rows, 8\) or")
+    add(embed, "prefix_tokens", (8,), ValueError, r"must have shape \(1, rows, 8\) or \(rows, 8\)")
+    add(embed, "pos_embed", (1, 4, 8), ValueError, r"must have 2 rows \(patches\) or 3 .*got shape")
+    add(embed, "pos_embed", (1, 3, 7), ValueError, r"must have shape \(1, rows, 8\) or")
+    return cases
+
+
+CASES = [*_generic(), *_rows()]
+BAD_CALLS = len(CASES)  # docs/reliability.md counts them, on each backend
+
+
+class _Operators(TorchDispatchMode):
+    """Notes every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "prim" and "sym_" not in str(func):  # what a nested tensor asks itself
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _expect(case: Bad, arguments: dict[str, Any]) -> None:
+    pattern = rf"{case.op}: {case.names or case.argument} (?:{case.message})"
+    with pytest.raises(case.error) as caught:
+        OPS[case.op].call(**arguments)
+    assert type(caught.value) is case.error, repr(caught.value)
+    assert re.match(pattern, str(caught.value)), f"{caught.value}\nwanted: {pattern}"
+
+
+def _bits(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Copies of the bytes of the dense tensors."""
+    return {
+        name: x.contiguous().view(-1).view(torch.uint8).clone()
+        for name, x in arguments.items()
+        if isinstance(x, Tensor) and x.layout is torch.strided
+        if not (x.is_nested or x.is_meta or x.is_quantized or x.is_complex())
+    }
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bad_call(case, name):
+    arguments = OPS[case.op].good()
+    arguments.update(case.changes(arguments))
+    before = _bits(arguments)
+    state = torch.get_rng_state()
+    with fk.backend(name), _Operators() as operators:
+        _expect(case, arguments)
+    assert operators.seen == []
+    assert torch.equal(state, torch.get_rng_state())
+    for argument, x in before.items():
+        assert torch.equal(
+            arguments[argument].view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
+        )
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+@pytest.mark.parametrize("op", OPS)
+def test_bad_calls_after_good_ones(op, name):
+    """A good call is remembered by its kind: none of the bad ones may pass for it."""
+    good = OPS[op].good()
+    with fk.backend(name):
+        expected = OPS[op].call(**good)
+        for case in CASES:
+            if case.op == op:
+                _expect(case, {**good, **case.changes(good)})
+        assert torch.equal(OPS[op].call(**good), expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float64_takes_the_torch_path(op):
+    """No kernel for it is not an error."""
+    good = {n: x.double() if isinstance(x, Tensor) else x for n, x in OPS[op].good().items()}
+    y = OPS[op].call(**good)
+    with fk.backend("torch"):
+        assert y.dtype is torch.float64 and torch.equal(y, OPS[op].call(**good))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -2])
+@pytest.mark.parametrize("op", ["attention", "qkv_attention", "scaled_dot_product_attention"])
+def test_scale_not_positive_takes_the_torch_path(op, scale):
+    good = OPS[op].good()
+    y = OPS[op].call(**good, scale=scale)
+    with fk.backend("torch"):
+        torch.testing.assert_close(y, OPS[op].call(**good, scale=scale))
+
+
+def _with_gradients(op: str) -> dict[str, Any]:
+    good = OPS[op].good()
+    unscaled = ("row_scale", "attn_mask")  # which take the torch path where they need a gradient
+    return {
+        n: x.requires_grad_() if isinstance(x, Tensor) and n not in unscaled else x
+        for n, x in good.items()
+    }
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_take_the_path_of_torch(layout):
+    parts = [torch.randn(2, 4, 8), torch.randn(3, 4, 8)]
+    q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    q = q.contiguous() if layout is torch.strided else q  # each as torch asks for it
+    y = fk.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    for x, out in zip(parts, y.unbind(), strict=True):
+        x = x.transpose(0, 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(0, 1)
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_dead_graph(op):
+    y = OPS[op].call(**_with_gradients(op)).square().sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward(op):
+    """Of a loss whose own gradient is a constant too: there a penalty could be lost in silence."""
+    arguments = _with_gradients(op)
+    x = next(iter(arguments.values()))
+    name = "sdpa" if op.startswith("scaled") else op
+    loss = OPS[op].call(**arguments).sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match=f"^{name}: the kernels have no second deriv.*torch"
+    ):
+        (loss + dx.square().sum()).backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_on_the_torch_backend(op):
+    arguments = _with_gradients(op)
+    x = next(iter(arguments.values()))
+    with fk.backend("torch"), sdpa_kernel(SDPBackend.MATH):
+        loss = OPS[op].call(**arguments).square().sum()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + dx.square().sum()).backward()
+    assert x.grad is not None and x.grad.isfinite().all()
