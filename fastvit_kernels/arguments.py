@@ -101,8 +101,8 @@ def _described(x: object) -> str:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on x's device; None outside autocast and for float64."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
-        return None
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
+        return None  # torch knows no autocast on the meta device and would raise
     return torch.get_autocast_dtype(device)
 
 

@@ -99,13 +99,13 @@ class PatchEmbed(nn.Module):
         if conv_stem_configs is not None:
             _check_conv_stem(conv_stem_configs)
         if conv_stem_configs:
-            self.stem = _conv_stem(conv_stem_configs, in_chans)
             shrink = math.prod(config[2] for config in conv_stem_configs)
             if side != (shrink, shrink):
                 raise ValueError(
                     f"PatchEmbed: the strides of conv_stem_configs must multiply to patch_size "
                     f"{side}, got {shrink}"
                 )
+            self.stem = _conv_stem(conv_stem_configs, in_chans)
             in_chans, side = conv_stem_configs[-1][0], (1, 1)
         self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
 
@@ -159,9 +159,8 @@ class LayerNorm(nn.LayerNorm):
         if not and_input:
             return layer_norm(x, self.weight, self.bias, self.eps)
         # A branch begins with a matmul, which under autocast reads the low-precision dtype.
-        return layer_norm_and_input(
-            x, self.weight, self.bias, self.eps, out_dtype=autocast_dtype(x)
-        )
+        out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+        return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
 
 
 class Attention(nn.Module):

@@ -1,0 +1,373 @@
+"""Bad calls of modules, models, swaps and switches: an error that says what came and what is
+wanted, and everything as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics import rand
+from torch import nn
+
+import fastvit_kernels as fk
+
+nan, inf = float("nan"), float("inf")
+SMALL: dict[str, Any] = dict(
+    img_size=16, patch_size=8, num_classes=3, embed_dim=16, depth=1, num_heads=2
+)
+
+Row = tuple[str, Callable[[], Any], type[Exception], str]
+
+
+def _arguments(
+    make: Callable[..., Any], good: dict[str, Any], table: dict[str, list[tuple[Any, str]]]
+) -> list[Row]:
+    """Rows of a constructor: each argument with values that it must not have."""
+    rows: list[Row] = []
+    for name, values in table.items():
+        for value, message in values:
+            error = TypeError if message.startswith("T:") else ValueError
+
+            def call(name=name, value=value):
+                return make(**{**good, name: value})
+
+            label = f"{make.__name__}-{name}={value!r:.30}"
+            rows.append((label, call, error, message.removeprefix("T:")))
+    return rows
+
+
+def _count(name: str, least: int = 1) -> list[tuple[Any, str]]:
+    low = (least - 1, f"{name} must be at least {least}, got {least - 1}")
+    return [low, (-8, f"{name} must be at least {least}, got -8")] + [
+        (x, f"T:{name} must be an int, got {type(x).__name__}")
+        for x in ("8", 8.0, True, [8], 1j, np.float32(8))
+    ]
+
+
+def _rate(name: str, wanted: str = "[0, 1]") -> list[tuple[Any, str]]:
+    return [(x, f"{name} must be in {re.escape(wanted[:-1])}") for x in (-0.1, 1.5, nan, inf)] + [
+        (x, f"T:{name} must be a number, got {type(x).__name__}") for x in ("0", None, True, [0.1])
+    ]
+
+
+def _flag(name: str) -> list[tuple[Any, str]]:
+    return [(x, f"T:{name} must be True or False, got") for x in (0, 1, "no", [])]
+
+
+def _eps(name: str) -> list[tuple[Any, str]]:
+    return [(x, f"{name} must be finite and at least 0, got {x}") for x in (nan, inf, -1e-6)] + [
+        (x, f"T:{name} must be a number, got {type(x).__name__}") for x in ("1", None, True)
+    ]
+
+
+def _sizes(name: str) -> list[tuple[Any, str]]:
+    pair = rf"T:{name} must be an int or \(height, width\), got "
+    return [(x, pair) for x in ("16", 16.0, None, (16,), (16, 16, 16), {16: 16}, b"16\0")] + [
+        (0, f"{name} must be at least 1, got 0"),
+        ((16, -16), f"{name} must be at least 1, got -16"),
+        ((16.0, 16), f"T:{name} must be an int, got float 16.0"),
+        (True, f"T:{name} must be an int, got bool True"),
+    ]
+
+
+_ACTIVATION = [
+    ("relu", r"act_layer must be None or one of \['gelu', .* got 'relu'"),
+    (nn.GELU, "T:act_layer must be None or one of .* got <class"),
+    (None, "T:act_layer must be one of .* got None"),
+]
+_RATIO = [
+    *((x, f"mlp_ratio must be finite and above 0, got {x}") for x in (0, -1.0, nan, inf)),
+    *((x, "T:mlp_ratio must be a number, got") for x in ("4", None, True)),
+]
+_SCALE = [
+    *((x, f"init_values must be finite, got {x}") for x in (nan, inf)),
+    *((x, "T:init_values must be a number, got") for x in ("1e-5", True, [1e-5])),
+]
+
+CONSTRUCTORS = [
+    *_arguments(fk.LayerNorm, dict(normalized_shape=16), {
+        "normalized_shape": [
+            (0, "must be at least 1, got 0"), (-3, "must be at least 1, got -3"),
+            ((4, 8), "T:one axis, must be an int, got tuple"), ((), "T:one axis, must be an int"),
+            ("16", "T:must be an int, got str"), (None, "T:must be an int, got None"),
+            (True, "T:must be an int, got bool"), ((True,), "T:must be an int, got bool"),
+        ],
+        "eps": _eps("eps"),
+        "elementwise_affine": _flag("elementwise_affine"),
+        "bias": _flag("bias"),
+    }),
+    *_arguments(fk.PatchEmbed, dict(img_size=16, patch_size=8, embed_dim=16), {
+        "img_size": [*_sizes("img_size"), (4, r"img_size \(4, 4\) must be at least patch_size")],
+        "patch_size": [*_sizes("patch_size"), (17, r"at least patch_size \(17, 17\)")],
+        "in_chans": _count("in_chans"),
+        "embed_dim": _count("embed_dim"),
+        "bias": _flag("bias"),
+        "conv_stem_configs": [
+            (3, "T:conv_stem_configs must be a sequence of"), ("abc", "T:must be a sequence of"),
+            ([8, 3, 2], "T:must be a sequence of"), ([(8, 3)], "T:must be a sequence of"),
+            ([(8, 3, 2, nn.ReLU)], "T:must be a sequence of"),
+            ([(8, 3, 0)], "conv_stem_configs must be at least 1, got 0"),
+            ([(8.0, 3, 2)], "T:conv_stem_configs must be an int, got float"),
+            ([(8, 3, 2)], r"must multiply to patch_size \(8, 8\), got 2"),
+        ],
+    }),
+    *_arguments(fk.Attention, dict(dim=16, num_heads=2), {
+        "dim": [*_count("dim"), (15, "dim 15 must be a multiple of num_heads 2"),
+                (24, "D must be a multiple of 8, got 12"), (528, "D must be at most 256, got 264")],
+        "num_heads": [*_count("num_heads"), (3, "dim 16 must be a multiple of num_heads 3"),
+                      (4, "D must be a multiple of 8, got 4")],
+        "attn_head_dim": [*_count("attn_head_dim"), (12, "D must be a multiple of 8, got 12"),
+                          (264, "D must be at most 256, got 264")],
+        "qkv_bias": _flag("qkv_bias"),
+        "proj_bias": _flag("proj_bias"),
+        "attn_drop": [*_rate("attn_drop", "[0, 1)"), (1.0, r"attn_drop must be in \[0, 1\), got")],
+        "proj_drop": _rate("proj_drop"),
+    }),
+    *_arguments(fk.Mlp, dict(in_features=8, hidden_features=16), {
+        "in_features": _count("in_features"),
+        "hidden_features": _count("hidden_features"),
+        "act_layer": _ACTIVATION,
+        "bias": _flag("bias"),
+        "drop": _rate("drop"),
+    }),
+    *_arguments(fk.Block, dict(dim=16, num_heads=2), {
+        "dim": [*_count("dim"), (15, "dim 15 must be a multiple of num_heads 2")],
+        "num_heads": _count("num_heads"),
+        "mlp_ratio": [*_RATIO, (0.01, "hidden_features must be at least 1, got 0")],
+        "qkv_bias": _flag("qkv_bias"),
+        "init_values": _SCALE,
+        "norm_eps": _eps("norm_eps"),
+        "drop_path": _rate("drop_path"),
+        "attn_drop": _rate("attn_drop", "[0, 1)"),
+        "proj_drop": _rate("proj_drop"),
+        "act_layer": _ACTIVATION,
+    }),
+    *_arguments(fk.VisionTransformer, SMALL, {
+        "img_size": _sizes("img_size"),
+        "patch_size": _sizes("patch_size"),
+        "in_chans": _count("in_chans"),
+        "num_classes": _count("num_classes", 0),
+        "global_pool": [(x, "global_pool must be '', 'avg' or 'token', got")
+                        for x in ("map", None, 3, ["avg"], True)],
+        "embed_dim": [*_count("embed_dim"), (20, "D must be a multiple of 8, got 10")],
+        "depth": _count("depth", 0),
+        "num_heads": _count("num_heads"),
+        "mlp_ratio": _RATIO,
+        "init_values": _SCALE,
+        "class_token": [*_flag("class_token"), (False, "'token' needs class_token=True")],
+        "no_embed_class": _flag("no_embed_class"),
+        "reg_tokens": _count("reg_tokens", 0),
+        "pre_norm": _flag("pre_norm"),
+        "final_norm": _flag("final_norm"),
+        "fc_norm": _flag("fc_norm"),
+        "pool_include_prefix": _flag("pool_include_prefix"),
+        "qkv_bias": _flag("qkv_bias"),
+        "proj_bias": _flag("proj_bias"),
+        **{name: _rate(name) for name in (
+            "drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")},
+        "act_layer": _ACTIVATION,
+        "norm_eps": _eps("norm_eps"),
+        "attn_head_dim": _count("attn_head_dim"),
+        "representation_size": _count("representation_size", 0),
+    }),
+    *_arguments(fk.create_vit, dict(name="vit_mnist"), {
+        "name": [
+            *((x, "unknown model .*; wanted 'vit_mnist' or")
+              for x in ("", "vit_base", "VIT_MNIST", "vit_base_patch16_225", "vit_mnist\n")),
+            *((x, "T:name must be a str, got") for x in (None, 3, ["vit_mnist"])),
+        ],
+        "nonsense": [(1, "T:unexpected keyword argument 'nonsense'")],
+        "embed_dim": [(True, "T:embed_dim must be an int, got bool True")],
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [r[1:] for r in CONSTRUCTORS], ids=[r[0] for r in CONSTRUCTORS]
+)
+def test_bad_constructor(call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert type(caught.value) is error
+    assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value))
+
+
+PARTS = [row for row in CONSTRUCTORS if not row[0].startswith(("Block", "Vision", "create"))]
+
+
+@pytest.mark.parametrize(("call", "error"), [r[1:3] for r in PARTS], ids=[r[0] for r in PARTS])
+def test_bad_constructor_of_a_part_draws_no_weights(call, error):
+    state = torch.get_rng_state()
+    with pytest.raises(error):
+        call()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def _block() -> fk.Block:
+    return fk.Block(16, 2)
+
+
+def _vit(**overrides: Any) -> fk.VisionTransformer:
+    return fk.VisionTransformer(**{**SMALL, **overrides})
+
+
+def _plain_norm() -> fk.LayerNorm:
+    return fk.LayerNorm(8, elementwise_affine=False)
+
+
+# label -> (module, its input, the error, what it says)
+FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {}
+for _name, _make, _argument, _good in (
+    ("LayerNorm", lambda: fk.LayerNorm(8), "x", rand(2, 8, grad=False)),
+    ("LayerNorm without weight", _plain_norm, "x", rand(2, 8, grad=False)),
+    ("PatchEmbed", lambda: fk.PatchEmbed(16, 8, 3, 16), "images", rand(1, 3, 16, 16, grad=False)),
+    ("Attention", lambda: fk.Attention(16, 2), "x", rand(1, 5, 16, grad=False)),
+    ("Mlp", lambda: fk.Mlp(16, 8), "x", rand(1, 5, 16, grad=False)),
+    ("Block", _block, "x", rand(1, 5, 16, grad=False)),
+    ("VisionTransformer", _vit, "images", rand(1, 3, 16, 16, grad=False)),
+):
+    for _kind, _x, _error, _message in (
+        ("None", None, TypeError, f"{_argument} must be a Tensor, got NoneType"),
+        ("ndarray", _good.cpu().numpy(), TypeError, f"{_argument} must be a Tensor, got ndarray"),
+        ("list", [[1.0]], TypeError, f"{_argument} must be a Tensor, got list"),
+        ("int", _good.long(), TypeError, f"{_argument} must be floating point, got torch.int64"),
+        ("uint8", _good.byte(), TypeError, f"{_argument} must be floating point, got torch.uint8"),
+        ("float8", _good.to(torch.float8_e4m3fn), TypeError, f"{_argument} must be floating point"),
+        ("sparse", _good.to_sparse(), TypeError, f"{_argument} must be a dense strided tensor"),
+        ("scalar", torch.ones(()), ValueError, "must|the last axis of x must be 8, got"),
+        ("width", torch.ones(*_good.shape[:-1], 7), ValueError, "must"),
+        ("meta", _good.to("meta"), ValueError, "must be on meta, got"),
+    ):
+        if not (_name == "LayerNorm without weight" and _kind == "meta"):  # there nothing differs
+            FORWARDS[f"{_name}-{_kind}"] = (_make, _x, _error, _message)
+FORWARDS.update({
+    "PatchEmbed-rank": (lambda: fk.PatchEmbed(16, 8), torch.ones(3, 16, 16), ValueError, "4 axes"),
+    "PatchEmbed-channels": (
+        lambda: fk.PatchEmbed(16, 8), torch.ones(1, 4, 16, 16), ValueError,
+        "images must have 3 channels, got 4",
+    ),
+    "PatchEmbed-stem-channels": (
+        lambda: fk.PatchEmbed(16, 2, 3, 16, conv_stem_configs=[(8, 3, 2)]),
+        torch.ones(1, 4, 16, 16), ValueError, "images must have 3 channels, got 4",
+    ),
+    "PatchEmbed-size": (
+        lambda: fk.PatchEmbed(16, 8), torch.ones(1, 3, 16, 24), ValueError,
+        r"images must be \(16, 16\) \(height, width\), got \(16, 24\)",
+    ),
+    "Attention-rank": (
+        lambda: fk.Attention(16, 2), rand(5, 16), ValueError, r"x must have 3 axes, got shape \(5,",
+    ),
+    "Attention-dtype": (
+        lambda: fk.Attention(16, 2), rand(1, 5, 16).half(), TypeError,
+        "weight must have the dtype of x, torch.float16, got torch.float32",
+    ),
+    "Mlp-dtype": (
+        lambda: fk.Mlp(16, 8), rand(1, 5, 16).bfloat16(), TypeError,
+        "fc1_weight must have the dtype of x, torch.bfloat16, got torch.float32",
+    ),
+    "VisionTransformer-dtype": (
+        _vit, rand(1, 3, 16, 16).half(), TypeError, "weight must have the dtype of images",
+    ),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+@pytest.mark.parametrize("label", FORWARDS)
+def test_bad_forward(label, name):
+    make, x, error, message = FORWARDS[label]
+    module = make()
+    module.to(rand(1).device)
+    before = {n: p.clone() for n, p in module.state_dict().items()}
+    with fk.backend(name), pytest.raises(error, match=message) as caught:
+        module(x)
+    assert re.match(r"\w+: \w+", str(caught.value))
+    assert all(torch.equal(before[n], p) for n, p in module.state_dict().items())
+
+
+def test_a_model_on_the_meta_device_is_no_mistake():
+    with torch.device("meta"):
+        model = _vit()
+        y = model(torch.ones(2, 3, 16, 16))
+    assert y.is_meta and y.shape == (2, 3)
+
+
+def _swappable() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+SWAPS: list[tuple[str, Callable[[nn.Module], Any], type[Exception], str]] = [
+    *(
+        (f"{call.__name__}-{x!r:.20}", lambda m, call=call, x=x: call(x), TypeError,
+         f"{call.__name__}: model must be an nn.Module, got {type(x).__name__}")
+        for call in (fk.swap_in, fk.swap_out)
+        for x in (None, "model", nn.Linear, [nn.Linear(2, 2)], {"a": 1})
+    ),
+    *(
+        (f"swap_in-{argument}={x!r}",
+         lambda m, argument=argument, x=x: fk.swap_in(m, **{argument: x}), TypeError,
+         "swap_in: only and skip take names, classes, a predicate .* got (int|float|None|tup)")
+        for argument in ("only", "skip")
+        for x in (3, 2.5, [3], ["0", None], [("0",)])
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [r[1:] for r in SWAPS], ids=[r[0] for r in SWAPS]
+)
+def test_bad_swap(call, error, message):
+    model = _swappable()
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(error, match=message):
+        call(model)
+    assert [type(m) for m in model.modules()] == classes
+
+
+MAPS: list[tuple[Any, Any, type[Exception], str]] = [
+    *((x, torch.ones(1, 3, 16, 16), TypeError, "model must be an nn.Module, got")
+      for x in (None, "vit", fk.VisionTransformer, 3)),
+    (nn.Linear(2, 2), torch.ones(1, 2), ValueError, "Linear holds no fastvit_kernels.Attention"),
+    *((_vit(), x, TypeError, "images must be") for x in
+      (None, [1.0], np.ones((1, 3, 16, 16)), torch.ones(1, 3, 16, 16).long(),
+       torch.ones(1, 3, 16, 16).to_sparse())),
+    (_vit(), torch.ones(1, 3, 16, 24), ValueError, r"images must be \(16, 16\)"),
+    (_vit(), torch.ones(1, 1, 16, 16), ValueError, "images must have 3 channels, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "images", "error", "message"), MAPS)
+def test_bad_attention_maps(model, images, error, message):
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [m.training for m in modules]
+    if modules and isinstance(images, torch.Tensor):
+        model.to(rand(1).device)
+        images = images.to(rand(1).device)
+    with pytest.raises(error, match=message):
+        fk.attention_maps(model, images)
+    assert [m.training for m in modules] == modes
+    assert not any(m._forward_hooks for m in modules)
+
+
+BACKENDS = (
+    None, True, 3, "", "cuda", "Triton", "torch ", b"torch", ["torch"], ("torch",), {"torch"},
+    np.ones(2), torch.ones(2), nn.Linear,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [fk.set_backend, fk.backend])
+@pytest.mark.parametrize("name", BACKENDS, ids=lambda x: f"{x!r:.20}")
+def test_bad_backend(call, name):
+    message = r"backend must be one of \('auto', 'triton', 'torch'\), got "
+    with fk.backend("torch"):
+        with pytest.raises(ValueError, match=message), call(name):
+            pass
+        assert fk.get_backend() == "torch"
+
+
+BAD_MODEL_CALLS = (  # docs/reliability.md counts them
+    len(CONSTRUCTORS) + len(FORWARDS) + len(SWAPS) + len(MAPS) + 2 * len(BACKENDS)
+)
