@@ -12,7 +12,8 @@ Saved: x, z, a, W1, W2. With recompute a is not saved: the pass that reads z for
 act(z) again, from the same bits, so every gradient keeps its bits.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
-epilogue of the product that gives dz. Derivation: docs/mlp.md.
+epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
+kernel, narrow_mlp.py. Derivation: docs/mlp.md.
 """
 
 from __future__ import annotations

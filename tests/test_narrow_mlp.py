@@ -1,4 +1,6 @@
+import inspect
 import itertools
+import re
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastvit_kernels import launch_configs
+from fastvit_kernels import launch_configs, narrow_mlp
 from fastvit_kernels.activation import ACTIVATIONS
 from fastvit_kernels.aot import TARGETS
 from fastvit_kernels.backend import Gpu, backend
@@ -120,6 +122,15 @@ def test_narrow_mlp_default_fits_every_target():
             assert TILES.fits(gpu, tiles, C, N, dtype, rows), (target.name, C, N, dtype, rows)
             if target.name in ("sm_90", "sm_100"):
                 assert tiles.block_f >= 64  # the rows of a wgmma tile
+
+
+def test_narrow_mlp_multiplies_loaded_weights_by_computed_tiles():
+    """wgmma may take a computed first operand from registers: a race (triton #9433, #9514)."""
+    source = inspect.getsource(narrow_mlp)
+    factors = re.findall(r"tl\.dot\((\w+), (\w+)", source)
+    assert {first for first, _ in factors} == {"fc1_weight", "fc2_weight"}
+    assert {second for _, second in factors} == {"x0", "x1", "act"}
+    assert len(factors) == source.count("tl.dot(") and "trans(" not in source
 
 
 def test_narrow_mlp_layouts():
