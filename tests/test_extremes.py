@@ -289,15 +289,15 @@ def test_qkv_attention_empty_batch():
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and leaf.grad.eq(0).all()
 
 
-FAR = 2**31 + 8  # elements between neighbours along one axis
+FAR = 2**30 + 8  # elements between three neighbours: the stride fits in 32 bits, the offset not
 
 
 def _far(x: Tensor, axis: int = 0) -> Tensor:
-    """x with a stride of FAR along an axis of two: memory that nobody touches costs nothing."""
-    assert x.shape[axis] == 2
+    """x with a stride of FAR along an axis of three: memory that nobody touches costs nothing."""
+    assert x.shape[axis] == 3
     strides = list(x.detach().contiguous().stride())
     strides[axis] = FAR
-    size = FAR + x.numel()
+    size = 2 * FAR + x.numel()
     try:
         if x.is_cuda:
             flat = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -312,17 +312,17 @@ def _far(x: Tensor, axis: int = 0) -> Tensor:
 
 
 def test_layer_norm_addresses_past_2_31():
-    x, upstream = rand(2, 64, dtype=fp16), rand(2, 64, dtype=fp16, seed=5, grad=False)
+    x, upstream = rand(3, 64, dtype=fp16), rand(3, 64, dtype=fp16, seed=5, grad=False)
     inputs = {"x": _far(x), "weight": rand(64, dtype=fp16, seed=1)}
     assert_accurate(layer_norm, layer_norm_ref, inputs, upstream=[_far(upstream)])
 
 
 def test_layer_norm_and_input_addresses_past_2_31():
-    upstream = [_far(rand(2, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
+    upstream = [_far(rand(3, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
     assert_accurate(
         layer_norm_and_input,
         lambda x: (layer_norm_ref(x), x.view_as(x)),
-        {"x": _far(rand(2, 64, dtype=fp16))},
+        {"x": _far(rand(3, 64, dtype=fp16))},
         upstream=upstream,
     )
 
@@ -331,12 +331,12 @@ def test_layer_norm_and_input_addresses_past_2_31():
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_linear_addresses_past_2_31(activation, route):
     inputs = {
-        "x": _far(rand(2, 24, dtype=fp16)),
+        "x": _far(rand(3, 24, dtype=fp16)),
         "weight": rand(40, 24, dtype=fp16, scale=0.2),
-        "residual": _far(rand(2, 40, dtype=fp16, seed=3)),
+        "residual": _far(rand(3, 40, dtype=fp16, seed=3)),
         "layer_scale": rand(40, dtype=fp16),
     }
-    upstream = [_far(rand(2, 40, dtype=fp16, seed=6, grad=False))]
+    upstream = [_far(rand(3, 40, dtype=fp16, seed=6, grad=False))]
     call, reference = (partial(f, activation=activation) for f in (linear, linear_ref))
     with forced_route(route):
         assert_accurate(call, reference, inputs, upstream=upstream)
@@ -346,8 +346,8 @@ def test_linear_weight_addresses_past_2_31():
     """dlayer_scale reads the weight once more, by its strides."""
     inputs = {
         "x": rand(5, 24, dtype=fp16),
-        "weight": _far(rand(2, 24, dtype=fp16, scale=0.2)),
-        "layer_scale": rand(2, dtype=fp16),
+        "weight": _far(rand(3, 24, dtype=fp16, scale=0.2)),
+        "layer_scale": rand(3, dtype=fp16),
     }
     with forced_route("triton"):
         assert_accurate(linear, linear_ref, inputs)
@@ -356,8 +356,8 @@ def test_linear_weight_addresses_past_2_31():
 @pytest.mark.parametrize("T", [20, 70], ids=["one_pass", "split"])
 def test_attention_addresses_past_2_31(T):
     dtype = fp16 if T == 20 else fp32
-    inputs = {"qkv": _far(rand(2, T, 3, 1, 16, dtype=dtype))}
-    upstream = _far(rand(2, T, 1, 16, dtype=dtype, seed=5, grad=False))
+    inputs = {"qkv": _far(rand(3, T, 3, 1, 16, dtype=dtype))}
+    upstream = _far(rand(3, T, 1, 16, dtype=dtype, seed=5, grad=False))
     assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
 
 
@@ -365,7 +365,7 @@ def test_attention_addresses_past_2_31(T):
 def test_sdpa_addresses_past_2_31(axis):
     """Queries, keys, values and the mask, whose samples or heads lie far apart."""
     shape, mask_shape = [1, 1, 20, 16], [1, 1, 20, 20]
-    shape[axis] = mask_shape[axis] = 2
+    shape[axis] = mask_shape[axis] = 3
     names = ("query", "key", "value")
     inputs = {n: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, n in enumerate(names)}
     mask = _far(rand(*mask_shape, dtype=fp16, seed=7, grad=False), axis)
@@ -378,16 +378,16 @@ def test_sdpa_addresses_past_2_31(axis):
 
 
 def test_qkv_attention_and_mlp_address_past_2_31():
-    x = _far(rand(2, 3, 24, dtype=fp16))
+    x = _far(rand(3, 3, 24, dtype=fp16))
     weight = rand(48, 24, dtype=fp16, seed=1, scale=0.2)
     heads = dict(num_heads=1)
     assert_accurate(
         partial(qkv_attention, **heads),
         partial(qkv_attention_ref, **heads),
         {"x": x, "weight": weight},
-        upstream=[_far(rand(2, 3, 1, 16, dtype=fp16, seed=5, grad=False))],
+        upstream=[_far(rand(3, 3, 1, 16, dtype=fp16, seed=5, grad=False))],
     )
     parameters = {"fc1_weight": weight, "fc1_bias": None, "fc2_bias": None}
     parameters["fc2_weight"] = rand(24, 48, dtype=fp16, seed=2, scale=0.2)
-    upstream = _far(rand(2, 3, 24, dtype=fp16, seed=5, grad=False))
+    upstream = _far(rand(3, 3, 24, dtype=fp16, seed=5, grad=False))
     assert_accurate(mlp, mlp_ref, {"x": x, "residual": x, **parameters}, upstream=[upstream])
