@@ -70,11 +70,10 @@ BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
 TILE_64K = TILE._replace(num_stages=2)  # gfx942 has 64 KB
 TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
 SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
-TILE_FP32_64K = TILE_FP32._replace(num_stages=2)
 
 SHARED_BY_BOTH = (
-    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, WIDE, TMA, WIDE_TMA,
-    TILE_64K, TILE_FP32, SMALL_FP32, TILE_FP32_64K,
+    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, WIDE, TMA, WIDE_TMA, TILE_64K, TILE_FP32,
+    SMALL_FP32,
 )  # fmt: skip
 TMA_ARCHS = ("sm_90", "sm_100")
 
@@ -121,10 +120,10 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     tiles = -(-M // large.block_m) * -(-N // large.block_n)
     if tiles < gpu.num_sms:
         return SMALL_FP32 if dtype == "fp32" else SMALL
-    if gpu.arch.startswith("gfx"):
-        return TILE_FP32_64K if dtype == "fp32" else TILE_64K
     if dtype == "fp32":
         return TILE_FP32
+    if gpu.arch.startswith("gfx"):
+        return TILE_64K
     if 0 < N % 128 <= 64:
         return NARROW  # a last column of 128 would be half empty
     wide = gpu.arch == "sm_90" and N % WIDE.block_n == 0 and tiles >= 4 * gpu.num_sms
@@ -145,6 +144,8 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
     if (dtype == "fp32") != (config.block_k == 32):
         return False
     if (config.descriptors or config.block_n > 128) and gpu.arch not in TMA_ARCHS:
+        return False
+    if config == TILE_64K and not gpu.arch.startswith("gfx"):
         return False
     if config.warp_specialize and gpu.arch != ("sm_100" if config.flatten else "sm_90"):
         return False

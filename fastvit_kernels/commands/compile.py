@@ -26,7 +26,9 @@ import torch.nn.functional as F
 
 from fastvit_kernels._triton import triton
 from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
+from fastvit_kernels.backend import gpu
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
 from fastvit_kernels.launch_configs import forced
 from fastvit_kernels.mlp import mlp
 from fastvit_kernels.narrow_mlp import TILES as NARROW_TILES
@@ -93,6 +95,24 @@ def _narrow_mlp() -> None:
             mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
 
 
+def _gemm_configs() -> None:
+    """An MLP, forward and backward, with each GEMM config that ships and fits: few are defaults."""
+    here = gpu(torch.device("cpu"))  # the target
+    for config in FWD_CONFIGS.configs:
+        dtype = torch.float32 if config.block_k == 32 else torch.bfloat16
+        B, T, C, width = 64, 197, 768, 3072
+        key = gemm_key(B * T, width, C, dtype)
+        if config.route == "library" or not FWD_CONFIGS.fits(here, config, *key):
+            continue
+        shapes = ((B, T, C), (width, C), (width,), (C, width), (C,))
+        tensors = [torch.empty(s, dtype=dtype, requires_grad=True) for s in shapes]
+        residual = torch.empty(B, T, C)
+        hidden = config if config in HIDDEN_CONFIGS.configs else LIBRARY
+        with forced(FWD_CONFIGS.name, config), forced(HIDDEN_CONFIGS.name, hidden):
+            y = mlp(*tensors, residual=residual, recompute=True)
+            y.backward(torch.empty_like(y))
+
+
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
 CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
@@ -113,6 +133,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
+    "GEMM configs": _gemm_configs,
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
