@@ -337,6 +337,7 @@ def run(arguments: argparse.Namespace) -> int:
     training = Run(settings, dataset, device, folder)
     if content is not None:
         training.restore(content)
+        training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     _describe(training, console)
     steps_backend = _choose_backend(settings, device, console)

@@ -233,6 +233,10 @@ class Run:
             content["reference"] = {n: p.detach() for n, p in learner.parameters.items()}
             content["reference_optimizer"] = learner.optimizer.state_dict()
         checkpoint.save(self.folder / CHECKPOINT, content)
+        self.write_metrics()
+
+    def write_metrics(self) -> None:
+        """metrics.csv from the history; a kill may leave it an epoch behind checkpoint.pt."""
         if self.history:
             lines = [",".join(self.history[0])]
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
