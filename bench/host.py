@@ -49,6 +49,7 @@ def cases(device: torch.device) -> dict[str, Case]:
     norm = nn.LayerNorm(C, device=device)
     norm_weight, norm_bias = norm.weight, norm.bias
     proj = nn.Linear(C, C, device=device)
+    proj_weight, proj_bias = proj.weight, proj.bias
     qkv_proj = nn.Linear(C, 3 * C, device=device)
     fc1, fc2 = nn.Linear(C, HIDDEN, device=device), nn.Linear(HIDDEN, C, device=device)
     conv = nn.Conv2d(3, C, 8, 8, device=device)
@@ -63,7 +64,7 @@ def cases(device: torch.device) -> dict[str, Case]:
         "layer_norm": Case((x,), lambda x: fk.layer_norm(x, norm_weight, norm_bias), norm),
         "linear": Case(
             (x, residual),
-            lambda x, r: fk.linear(x, proj.weight, proj.bias, residual=r),
+            lambda x, r: fk.linear(x, proj_weight, proj_bias, residual=r),
             lambda x, r: r + proj(x),
         ),
         "mlp": Case(

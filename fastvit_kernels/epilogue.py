@@ -199,8 +199,9 @@ def apply_epilogue(
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write residual + row_scale * layer_scale * act(z) into y; y and z (M, N) contiguous."""
-    M, N = z.shape
+    """Write residual + row_scale * layer_scale * act(z) into y; y and z (..., N) contiguous."""
+    N = z.shape[-1]
+    M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(z):
         _fwd_launch(M, N)(y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags, **_TILE)

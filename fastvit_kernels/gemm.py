@@ -15,6 +15,7 @@ import contextvars
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,6 +23,8 @@ from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.backend import INTERPRETED, Gpu, gpu
 from fastvit_kernels.gemm_configs import GemmConfig
 from fastvit_kernels.launch_configs import launch_plan
+
+_autocast_enabled = torch._C._is_any_autocast_enabled
 
 GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
 
@@ -75,6 +78,15 @@ def matmul(
     if bias is None:
         return torch.mm(a, b, out=out)
     return torch.addmm(bias, a, b, out=out)
+
+
+def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias, contiguous: x (..., K), weight (N, K), bias (N,) or None, one dtype."""
+    if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not _autocast_enabled():
+        z = F.linear(x, weight, bias)  # one call, where `out=` forms take four
+        return z if z.is_contiguous() else z.contiguous()
+    (N, K), shape = weight.shape, x.shape[:-1]
+    return matmul(x.reshape(shape.numel(), K), weight.t(), bias=bias).view(*shape, N)
 
 
 def _readable_by_tma(x: Tensor, contiguous: int) -> bool:

@@ -34,9 +34,10 @@ from fastvit_kernels.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
+    contiguous,
     needs_gradient,
 )
-from fastvit_kernels.backend import gpu, use_triton
+from fastvit_kernels.backend import device_guard, gpu, use_triton
 from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
 from fastvit_kernels.epilogue import (
     apply_epilogue,
@@ -158,6 +159,41 @@ def _linear_fwd_kernel(
         )  # fmt: skip
 
 
+def launch_linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y, and z where it is saved; the arguments of `linear_fwd`."""
+    scaled = layer_scale is not None or row_scale is not None
+    N, K = weight.shape
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:-1], N), dtype=out_dtype), None
+    if not (activation or scaled or residual is not None):
+        return gemm.library_linear(x, weight, bias), None
+    M = x.numel() // K
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    if config.route == "library":
+        z = gemm.library_linear(x, weight, bias)
+        if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
+            return z.add_(residual), None
+        y = torch.empty_like(z, dtype=out_dtype)
+        apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
+        return y, z if save_z else None
+    rows = x.reshape(M, K)
+    y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
+    z = torch.empty_like(y, dtype=x.dtype) if save_z else None
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    with device_guard(x):
+        tile_launch(
+            tile_plan(config, rows, weight, transposed=True), _linear_fwd_kernel,
+            y, z, rows, weight, contiguous(bias), *pointers, M, N, K, sizes[0],
+            *rows.stride(), *weight.stride(), sizes[1],
+            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
+        )  # fmt: skip
+    return y, z
+
+
 def _empty_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
@@ -183,32 +219,11 @@ def linear_fwd(
 
     x, weight and bias share one dtype; activation "" is none. Without z the second result is empty.
     """
-    y, z = _empty_fwd(
+    save_z = save_z and activation != ""
+    y, z = launch_linear_fwd(
         x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, save_z
     )
-    if y.numel() == 0:
-        return y, z
-    (N, K), M = weight.shape, x.numel() // x.shape[-1]
-    rows, y_rows = x.reshape(M, K), y.view(M, N)
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    if not activation and not any(flags.values()):
-        gemm.matmul(rows, weight.t(), bias=bias, out=y_rows)
-        return y, z
-    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
-    if config.route == "library":
-        z_rows = z.view(M, N) if z.numel() else torch.empty((M, N), dtype=x.dtype, device=x.device)
-        gemm.matmul(rows, weight.t(), bias=bias, out=z_rows)
-        apply_epilogue(y_rows, z_rows, activation, layer_scale, row_scale, residual)
-    else:
-        bias = None if bias is None else bias.contiguous()
-        with torch.cuda.device_of(x):
-            tile_launch(
-                tile_plan(config, rows, weight, transposed=True), _linear_fwd_kernel,
-                y, z, rows, weight, bias, *pointers, M, N, K, sizes[0],
-                *rows.stride(), *weight.stride(), sizes[1],
-                ACTIVATION=activation, SAVE_Z=z.numel() > 0, HAS_BIAS=bias is not None, **flags,
-            )  # fmt: skip
-    return y, z
+    return y, x.new_empty(y.shape if save_z else (0,)) if z is None else z
 
 
 def empty_gradients(
@@ -357,13 +372,13 @@ class LinearFunction(torch.autograd.Function):
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, decision: Decision,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:  # fmt: skip
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor | None]:  # fmt: skip
     """(x, weight, bias) in the compute dtype, y, z."""
     if decision.casts:
         dtype = decision.dtype
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    fwd = LAUNCHERS["linear_fwd"] if decision.direct else linear_fwd
+    fwd = launch_linear_fwd if decision.direct else linear_fwd
     y, z = fwd(
         x, weight, bias, residual, layer_scale, row_scale,
         decision.activation, decision.out_dtype, decision.saves_z,

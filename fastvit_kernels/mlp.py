@@ -51,6 +51,7 @@ from fastvit_kernels.linear import (
     check_input,
     check_weight,
     empty_gradients,
+    launch_linear_fwd,
     linear_fwd,
     linear_ref,
 )
@@ -324,10 +325,10 @@ def _operands(decision: Decision, *operands: Tensor | None) -> Sequence[Any]:
 def _forward(
     operands: Sequence[Any], residual: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, decision: Decision,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """y, z and act(z) from operands in the compute dtype."""
     x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
-    fwd = LAUNCHERS["linear_fwd"] if decision.direct else linear_fwd
+    fwd = launch_linear_fwd if decision.direct else linear_fwd
     act, z = fwd(
         x, fc1_weight, fc1_bias, None, None, None,
         decision.activation, decision.dtype, decision.saves_z,
