@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from guard import guard_pages
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -181,6 +182,15 @@ def test_narrow_mlp_reads_nothing_outside(dtype, F):
     # as_rows copies a vector that is not contiguous, so that only matrices are worth it
     surrounded = {k: _inside_nan(x) if x.ndim == 2 else x for k, x in inputs.items()}
     assert torch.equal(_narrow(**surrounded), _narrow(**inputs))
+
+
+@pytest.mark.parametrize(("M", "F"), [(19, 41), (64, 64)], ids=str)
+def test_narrow_mlp_writes_nothing_outside(M, F):
+    inputs = _inputs((M,), 72, F, 40, bf16)
+    expected = _narrow(**inputs)
+    with guard_pages() as guard:
+        placed = {name: guard.place(x, name) for name, x in inputs.items()}
+        assert torch.equal(_narrow(**placed), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
