@@ -225,6 +225,45 @@ def read(gpu: Gpu) -> tuple[list[Entry], Tuned]:
     return entries, tuned
 
 
+class Journal:
+    """What is being tried, on disk: a config that ends the process is left out next time."""
+
+    def __init__(self, gpu: Gpu):
+        self.path = table_path(gpu).with_suffix(".trying")
+        self.fatal: list[str] = []
+        try:
+            text = _text(self.path) or ""
+        except TableError:
+            text = ""
+        self.fatal = [line for line in text.splitlines() if line]
+
+    @staticmethod
+    def _line(table: str, config: Any) -> str:
+        return json.dumps([table, fields(config)])
+
+    def _write(self, lines: list[str]) -> None:
+        if not lines:
+            self.path.unlink(missing_ok=True)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def is_fatal(self, table: str, config: Any) -> bool:
+        """Whether the process ended while this config was tried."""
+        return self._line(table, config) in self.fatal
+
+    def trying(self, table: str, config: Any) -> None:
+        """Write down what comes next."""
+        self._write([*self.fatal, self._line(table, config)])
+
+    def survived(self) -> None:
+        """What was written down last did no harm."""
+        self._write(self.fatal)
+
+
 def load(gpu: Gpu) -> Tuned:
     """The tuned configs of this GPU.
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import fastvit_kernels as fk
-from fastvit_kernels import cli, launch_configs, tuned_table, tuning
+from fastvit_kernels import cli, launch_configs, replay, tuned_table, tuning
 from fastvit_kernels.backend import Gpu, gpu
 from fastvit_kernels.commands import tune as tune_command
 from fastvit_kernels.launch_configs import TABLES, ConfigTable
@@ -101,7 +101,7 @@ def planted(monkeypatch, *configs, default=DEFAULT):
     """The operator above with a table of these configs."""
     for name, launcher in OPERATORS.items():
         monkeypatch.setitem(LAUNCHERS, name, launcher)
-    monkeypatch.setitem(tuning.SPECIFICATIONS, double, lambda x, autocast: 2.0 * x)
+    monkeypatch.setitem(replay.SPECIFICATIONS, double, lambda x, autocast: 2.0 * x)
     monkeypatch.setattr(tune_command, "double", double, raising=False)  # a module that is watched
     table = ConfigTable("planted", [default, *configs], lambda gpu, size: default)
     try:
@@ -190,6 +190,40 @@ def test_tuning_is_not_swayed_by_a_table_that_is_there(monkeypatch):
         launch_configs.install(HERE, {("planted", (6,)): RIGHT})
         (found,) = tuning.tune(_step, CPU, timer=_timer)
     assert found.default is DEFAULT and found.default_us == 20.0
+
+
+class _Abort(BaseException):
+    """What ends a process, as far as Python can say it."""
+
+
+def test_a_config_that_ended_the_process_is_left_out_next_time(monkeypatch):
+    def timer(call):
+        if launch_configs._forced.get("planted") is EVEN:
+            raise _Abort
+        return _timer(call)
+
+    journal = tuned_table.Journal(HERE)
+    with planted(monkeypatch, EVEN, RIGHT):
+        with pytest.raises(_Abort):
+            list(tuning.tune(_step, CPU, timer=timer))
+        assert tuned_table.Journal(HERE).is_fatal("planted", EVEN)
+        (found,) = tuning.tune(_step, CPU, timer=timer)
+        assert found.winner is RIGHT
+        assert found.refused == [(EVEN, "it ended the process of a former run")]
+        assert tuned_table.Journal(HERE).is_fatal("planted", EVEN)
+        assert not tuned_table.Journal(HERE).is_fatal("planted", RIGHT)
+    assert tune_command.clear(HERE) == 0 and not journal.path.exists()
+
+
+def test_an_interrupt_blames_no_config(monkeypatch):
+    def timer(call):
+        if launch_configs._forced.get("planted") is EVEN:
+            raise KeyboardInterrupt
+        return _timer(call)
+
+    with planted(monkeypatch, EVEN), pytest.raises(KeyboardInterrupt):
+        list(tuning.tune(_step, CPU, timer=timer))
+    assert not tuned_table.Journal(HERE).path.exists()
 
 
 def _layer_norm_step():
@@ -409,8 +443,8 @@ def test_every_op_has_a_specification_with_its_arguments():
     ops = {op for op in map(fk.__dict__.get, fk.__all__) if hasattr(op, "__code__")}
     modules = ("layer_norm", "linear", "mlp", "attention", "sdpa", "patch_embed")
     ops = {op for op in ops if op.__module__ in {f"fastvit_kernels.{m}" for m in modules}}
-    assert set(tuning.SPECIFICATIONS) == ops
-    for op, specification in tuning.SPECIFICATIONS.items():
+    assert set(replay.SPECIFICATIONS) == ops
+    for op, specification in replay.SPECIFICATIONS.items():
         named = set(inspect.signature(specification).parameters) - {"autocast", "_", "arguments"}
         assert named <= set(inspect.signature(op).parameters), op.__name__
 
@@ -425,20 +459,20 @@ def test_noted_calls_of_a_model_keep_the_2x_rule():
         with torch.autocast("cpu", torch.bfloat16):
             F.cross_entropy(vit(torch.rand(1, 1, 28, 28)), torch.zeros(1, dtype=int)).backward()
 
-    with tuning.noting() as calls, backend_module.backend("triton"):
+    with replay.noting() as calls, backend_module.backend("triton"):
         step()
     names = {call.function.__name__ for call in calls}
     assert {"layer_norm_and_input", "qkv_attention", "linear", "mlp", "patch_embed"} <= names, names
     for call in calls:
-        replay = tuning.Replay(call, CPU)
-        assert 0 < tuning.check(replay.reference, replay.function, repeats=1) <= 1
+        replayed = replay.Replay(call, CPU)
+        assert 0 < tuning.check(replayed.reference, replayed.function, repeats=1) <= 1
         wanted = [spec.requires_grad for _, spec in call.arguments if hasattr(spec, "stride")]
-        assert any(wanted) and len(replay.reference.oracle_grads) == sum(wanted)
-    assert fk.modules.mlp is fk.mlp and fk.mlp in tuning.SPECIFICATIONS  # as they were
+        assert any(wanted) and len(replayed.reference.oracle_grads) == sum(wanted)
+    assert fk.modules.mlp is fk.mlp and fk.mlp in replay.SPECIFICATIONS  # as they were
 
 
 def test_an_overlapping_view_is_replayed_with_its_strides():
-    spec = tuning.TensorSpec((2, 3, 4), (0, 8, 1), torch.float32, True)
+    spec = replay.TensorSpec((2, 3, 4), (0, 8, 1), torch.float32, True)
     x = spec.random("x", torch.Generator().manual_seed(0))
     assert x.stride() == (0, 8, 1) and torch.equal(x[0], x[1]) and x.std() > 0.1
 

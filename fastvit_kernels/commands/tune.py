@@ -100,7 +100,7 @@ def run_tuning(
         print(f"{tuned_table.table_path(here)} is written anew: {error}")
         entries = {}
     wrong, decided = 0, 0
-    for found in tuning.tune(step, device, timer=timer, seconds=seconds):
+    for found in tuning.tune(step, device, timer=timer, seconds=seconds):  # may raise Unusable
         print(describe(found), flush=True)
         wrong += any(config == found.default for config, _ in found.refused)
         if not found.tried:
@@ -141,6 +141,7 @@ def clear(here: Gpu) -> int:
     path = tuned_table.table_path(here)
     existed = path.exists()
     path.unlink(missing_ok=True)
+    tuned_table.Journal(here).path.unlink(missing_ok=True)
     print(f"removed {path}" if existed else f"there is no table {path}")
     return 0
 
@@ -188,5 +189,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     try:
         return run_tuning(step, device, seconds=arguments.time_budget)
+    except tuning.Unusable as error:
+        print(f"the GPU cannot be used any more after {error}")
+        print("what was decided before is written; run the command again, it leaves this one out")
+        return 1
     except torch.OutOfMemoryError as error:
         raise CommandError(f"a batch of {arguments.batch} does not fit: {error}") from error
