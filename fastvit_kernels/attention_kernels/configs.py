@@ -323,9 +323,9 @@ def _block(T: int, block: int) -> int:
 
 
 @launch_plan
-def fwd_launch(gpu: Gpu, *problem_: Any) -> Launch:
+def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     """The launch of the forward kernel; arguments: the fields of `Problem`."""
-    problem = Problem(gpu, *problem_)
+    problem = Problem(gpu, *fields)
     config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
@@ -365,9 +365,9 @@ class BwdLaunch(NamedTuple):
 
 
 @launch_plan
-def bwd_launch(gpu: Gpu, *problem_: Any) -> BwdLaunch:
+def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
     """The launches of the backward; arguments: the fields of `Problem`."""
-    problem = Problem(gpu, *problem_)
+    problem = Problem(gpu, *fields)
     key = problem.key()
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     if not BWD_TABLE.choose(problem.gpu, *key).one_pass:

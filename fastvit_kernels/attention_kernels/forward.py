@@ -191,9 +191,9 @@ def _attention_fwd_kernel(
     else:
         for head in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
             _fwd_head(
-                out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, pid_q, head.to(tl.int64),
-                H, T_q, T_kv, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t,
-                stride_k_h, stride_v_b, stride_v_t, stride_v_h,
+                out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, pid_q,
+                tl.cast(head, tl.int64), H, T_q, T_kv, stride_q_b, stride_q_t, stride_q_h,
+                stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
                 stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
                 scale, threshold, keep_scale, D, BLOCK_D0, BLOCK_D1, BLOCK_Q, TAIL_Q, BLOCK_KV,
                 TAIL_KV, ONE_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,

@@ -200,7 +200,7 @@ def _attention_bwd_one_pass_kernel(
         for head in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
             _one_pass_head(
                 dq_ptr, dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
-                head.to(tl.int64), H, T_q, T_kv, stride_dq_t, stride_dk_t,
+                tl.cast(head, tl.int64), H, T_q, T_kv, stride_dq_t, stride_dk_t,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
                 stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
                 scale, threshold, keep_scale, D, BLOCK_D, BLOCK_KV, TAIL_KV, ONE_KV, PART0, PART1,
