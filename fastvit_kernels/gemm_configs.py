@@ -52,7 +52,7 @@ class GemmConfig(NamedTuple):
 
 
 # Without subtiles an exact erf spills at 128 x 256, and its derivative beside a rebuilt activation
-# at 128 x 128; with these nothing does on sm_80 and sm_90: docs/linear.md. Not yet measured.
+# at 128 x 128; with these nothing in the gate does: docs/linear.md. Not yet measured.
 LIBRARY = GemmConfig("library")
 TILE = GemmConfig("triton", 128, 128, 64, 8, 3, subtiles=2)
 NARROW = GemmConfig("triton", 128, 64, 64, 8, 3)
