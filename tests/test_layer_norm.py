@@ -75,6 +75,17 @@ def test_layer_norm_expanded_gradient():
     assert_accurate(layer_norm, layer_norm_ref, {"x": x}, upstream=[upstream])
 
 
+def test_layer_norm_and_input_gradients_of_different_strides():
+    """The residual's gradient has rows of its own stride, not those of dy."""
+    wide = torch.randn(4, 6, 130, device=DEVICE)
+    upstream = [wide[..., :64], torch.randn(64, device=DEVICE).expand(4, 6, 64)]
+    for gradients in (upstream, upstream[::-1]):
+        assert_accurate(
+            layer_norm_and_input, lambda x: (layer_norm_ref(x), x), {"x": rand(4, 6, 64)},
+            upstream=gradients,
+        )  # fmt: skip
+
+
 def test_layer_norm_extremes():
     C = 768
     base = rand(4, C, grad=False)
