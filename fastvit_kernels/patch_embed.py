@@ -21,6 +21,7 @@ Source: arXiv:2010.11929, section 3.1. Derivation: docs/patch_embed.md.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.arguments import check_device, check_shape, check_tensor, compute_dtype
-from fastvit_kernels.backend import KERNEL_DTYPES, num_sms, use_triton
+from fastvit_kernels.backend import KERNEL_DTYPES, device_guard, gpu, num_sms, use_triton
 from fastvit_kernels.dispatch import first_order
 from fastvit_kernels.gemm import input_precision
+from fastvit_kernels.launch_configs import ConfigTable
 from fastvit_kernels.operators import operator
 from fastvit_kernels.reduction import column_sum
 
@@ -56,10 +58,48 @@ def patch_embed_ref(
 # Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
 # right in every product: on Hopper the left one would then reach the tensor cores from registers,
 # where pipelining it is a race (triton #9433), the right one always from shared memory.
-# Bytes of the compute dtype -> BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. Not yet measured.
-FWD_CONFIGS = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 3)}
-BWD_WEIGHT_CONFIGS = {2: (64, 128, 128, 8, 3), 4: (32, 64, 64, 4, 3)}
-BWD_IMAGES_CONFIGS = {2: (128, 64, 128, 8, 3), 4: (64, 32, 64, 4, 3)}
+class PatchConfig(NamedTuple):
+    """Largest tile, warps and pipeline stages; small problems shrink the tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def _table(name: str, by_itemsize: dict[int, list[PatchConfig]]) -> ConfigTable[PatchConfig]:
+    """Key: bytes of an element of the compute dtype. The first config is the default."""
+    return ConfigTable(
+        name,
+        [config for configs in by_itemsize.values() for config in configs],
+        lambda gpu, itemsize: by_itemsize[itemsize][0],
+        lambda gpu, config, itemsize: config in by_itemsize[itemsize],
+    )
+
+
+# Not yet measured.
+FWD_CONFIGS = _table(
+    "patch_embed_fwd",
+    {
+        2: [PatchConfig(128, 128, 64, 8, 3), PatchConfig(64, 128, 64, 4, 3)],
+        4: [PatchConfig(64, 64, 32, 4, 3)],
+    },
+)
+BWD_WEIGHT_CONFIGS = _table(
+    "patch_embed_bwd_weight",
+    {
+        2: [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
+        4: [PatchConfig(32, 64, 64, 4, 3)],
+    },
+)
+BWD_IMAGES_CONFIGS = _table(
+    "patch_embed_bwd_images",
+    {
+        2: [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
+        4: [PatchConfig(64, 32, 64, 4, 3)],
+    },
+)
 STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
 TL_DTYPES = {
     torch.float32: tl.float32,
@@ -323,13 +363,15 @@ def patch_embed_fwd(
     weight = weight.reshape(C, -1).contiguous()
     bias = None if bias is None else bias.contiguous()
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
-    block_m, block_n, block_k, num_warps, num_stages = FWD_CONFIGS[weight.itemsize]
+    block_m, block_n, block_k, num_warps, num_stages = FWD_CONFIGS.choose(
+        gpu(images.device), weight.itemsize
+    )
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
     K = weight.shape[1]
     largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
     bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
     block_k = _depth(largest_k, K, bytes_per_step)
-    with torch.cuda.device_of(images):
+    with device_guard(images):
         _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
             out, images, weight, bias, prefix, pos, B * T, T, C,
             0 if prefix is None else prefix.shape[0], 0 if pos is None else T - pos.shape[0],
@@ -369,7 +411,9 @@ def patch_embed_bwd_weight(
     grid_h, grid_w = _grid(images, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, dweight[0].numel()
     num_rows = B * num_patches
-    block_m, block_n, block_k, num_warps, num_stages = BWD_WEIGHT_CONFIGS[compute_dtype.itemsize]
+    block_m, block_n, block_k, num_warps, num_stages = BWD_WEIGHT_CONFIGS.choose(
+        gpu(dout.device), compute_dtype.itemsize
+    )
     block_n, block_k = _block(block_n, C), _block(block_k, K)
     bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
     block_m = _depth(block_m, num_rows, bytes_per_step)
@@ -381,7 +425,7 @@ def patch_embed_bwd_weight(
     partial = dweight
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
-    with torch.cuda.device_of(dout):
+    with device_guard(dout):
         _patch_embed_bwd_weight_kernel[(tiles, splits)](
             partial, dout, images, num_rows, rows_per_split, C, T - num_patches, *images.stride(),
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
@@ -459,10 +503,12 @@ def patch_embed_bwd_images(
     weight = weight.reshape(C, -1).contiguous()
     grid_h, grid_w = _grid(dimages, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, weight.shape[1]
-    block_m, block_n, block_k, num_warps, num_stages = BWD_IMAGES_CONFIGS[weight.itemsize]
+    block_m, block_n, block_k, num_warps, num_stages = BWD_IMAGES_CONFIGS.choose(
+        gpu(dout.device), weight.itemsize
+    )
     block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
-    with torch.cuda.device_of(dout):
+    with device_guard(dout):
         _patch_embed_bwd_images_kernel[
             (triton.cdiv(B * num_patches, block_m) * triton.cdiv(K, block_k),)
         ](
