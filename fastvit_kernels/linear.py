@@ -168,7 +168,8 @@ def launch_linear_fwd(
     scaled = layer_scale is not None or row_scale is not None
     N, K = weight.shape
     if x.numel() == 0:
-        return x.new_empty((*x.shape[:-1], N), dtype=out_dtype), None
+        y = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
+        return y, x.new_empty(y.shape) if save_z else None
     if not (activation or scaled or residual is not None):
         return gemm.library_linear(x, weight, bias), None
     M = x.numel() // K

@@ -289,4 +289,16 @@ KEPT = [
         },
         {"scale": None, "is_causal": False},
     ),
+    # An empty batch saved no pre-activation, from which the backward takes the width of fc1.
+    Case(
+        "mlp",
+        {
+            "x": Spec((0, 6, 24)),
+            "fc1_weight": Spec((24, 24)),
+            "fc1_bias": Spec((24,)),
+            "fc2_weight": Spec((47, 24), grad=False),
+            "fc2_bias": None,
+        },
+        {"activation": "gelu", "recompute": True},
+    ),
 ]
