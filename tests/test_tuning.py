@@ -153,6 +153,15 @@ def test_a_wrong_config_never_wins_however_fast(monkeypatch, config, reason):
     assert _tuned(monkeypatch, config, RIGHT).winner is RIGHT
 
 
+def test_checks_poison_and_leave_the_switches_as_they_were():
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    with tuning.poisoned():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_a_wrong_default_loses_to_a_right_config_that_is_slower(monkeypatch, capsys):
     with planted(monkeypatch, DEFAULT, default=WRONG):
         assert tune_command.run_tuning(_step, CPU, timer=_timer) == 1
@@ -305,7 +314,7 @@ DAMAGES = {
     "unknown table": _entry_with(table="layer_norm_sideways"),
     "a table that is no text": _entry_with(table=["layer_norm_fwd"]),
     "a config that does not ship": _entry_with(config={"block_rows": 3, "num_warps": 4}),
-    "a config with true for 1": _entry_with(config={"block_rows": True, "num_warps": 4}),
+    "true for 1": _entry_with(key=[1024], config={"block_rows": True, "num_warps": 4}),
     "a config with another field": _entry_with(config={"block_rows": 16, "pre_hook": "os"}),
     "a config that is no object": _entry_with(config=[16, 4]),
     "a config that does not fit": _entry_with(config={"block_rows": 1, "num_warps": 8}),
