@@ -287,6 +287,7 @@ FORWARD = [
         "attention-keep-scale", "attention_kernels/forward.py", "_fwd_query_tile",
         "dropout without the factor 1 / keep",
         "factor *= keep_scale", "factor *= 1.0",
+        only=("test_attention.py::test_attention_dropout",),
     ),
     Fault(
         "attention-no-key-lse", "attention_kernels/forward.py", "_fwd_query_tile",
@@ -346,11 +347,13 @@ TILES = [
         "backward redraws the dropout mask transposed",
         "dropout_keep(seed_ptr, head, q_index, kv_index,",
         "dropout_keep(seed_ptr, head, kv_index, q_index,",
+        only=("test_attention.py::test_attention_dropout",),
     ),
     Fault(
         "tiles-dropout-heads", "attention_kernels/tiles.py", "dropout_keep",
         "one dropout mask for all heads",
         "head.to(tl.int32) + zero", "zero",
+        only=("test_attention.py::test_attention_dropout",),
     ),
 ]  # fmt: skip
 
@@ -369,6 +372,7 @@ BACKWARD = [
         "one-pass-third-part", "attention_kernels/one_pass_backward.py", "_one_pass_key_tile",
         "the third part of the queries takes the positions of the second",
         "k, v, PART0 + PART1, kv_index", "k, v, PART0, kv_index",
+        only=("test_sdpa.py",),
     ),
     Fault(
         "one-pass-dq-accumulator", "attention_kernels/one_pass_backward.py", "_one_pass_part",

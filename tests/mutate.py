@@ -192,9 +192,8 @@ def _row(result: Result) -> str:
 def rows(text: str) -> dict[str, str]:
     """The table's rows between the markers, by fault."""
     part = re.search(f"{re.escape(BEGIN)}(.*){re.escape(END)}", text, re.DOTALL)
-    found = re.findall(r"^\| ([\w-]+) \|.*\|$", part.group(1) if part else "", re.MULTILINE)
-    lines = (part.group(1) if part else "").splitlines()
-    return {id: line for id in found for line in lines if line.startswith(f"| {id} |")}
+    lines = re.findall(r"^\| ([\w-]+) (\|.*\|)$", part[1] if part else "", re.MULTILINE)
+    return {id: f"| {id} {rest}" for id, rest in lines if id != "fault" and "-" * 3 not in id}
 
 
 def table(text: str, results: Iterable[Result]) -> str:
@@ -254,17 +253,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     results: list[Result] = []
-    try:
-        with ThreadPoolExecutor(words.jobs) as pool:
+    with ThreadPoolExecutor(words.jobs) as pool:
+        try:
             for result in pool.map(lambda fault: check(fault, words.timeout), faults):
                 results.append(result)
                 print(result, flush=True)
                 if words.verbose or result.outcome not in NOTICED:
                     print(result.output, flush=True)
-    except KeyboardInterrupt:
-        for process in tuple(_running):
-            _kill(process)
-        raise
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(_running):
+                _kill(process)
+            raise
     noticed = [r for r in results if r.outcome in NOTICED]
     wrong = fails_without_a_fault([r.test for r in noticed], words.timeout) if noticed else []
     for test in wrong:
