@@ -215,10 +215,14 @@ def _tiles_fit(dtype: str, D: int, own: int, loop: int, num_warps: int) -> bool:
     return own >= 64 and own * D <= 32 * num_warps * 96
 
 
+def _is_ampere(gpu: Gpu) -> bool:
+    """Whether its tensor cores are those of sm_80: mma, operands in registers."""
+    return gpu.arch.startswith(("sm_8", "sm_12"))
+
+
 def _buffers(gpu: Gpu, num_stages: int) -> int:
     """Tiles of a pipelined load that are in shared memory at once."""
-    ampere = gpu.arch.startswith(("sm_8", "sm_12"))
-    return max(1, num_stages - 1) if ampere else num_stages
+    return max(1, num_stages - 1) if _is_ampere(gpu) else num_stages
 
 
 def _fwd_fits(
@@ -259,6 +263,8 @@ def _one_pass_fits(
         return False
     if ITEMSIZE[dtype] == 4 and (tokens > 64 or config != ONE_PASS_FP32):
         return False
+    if config.tail < config.block_kv and _is_ampere(gpu):
+        return False  # a second copy of the body spills 672 bytes a thread on sm_80
     # That of sm_80, the largest: q and dout twice, k and v of each stage, p and ds.
     in_flight = 4 * sum(parts) * D * (config.num_stages if config.heads > 1 else 1)
     shared = in_flight + 2 * config.block_kv * (config.num_stages * D + parts[0])

@@ -26,6 +26,13 @@ import torch.nn.functional as F
 
 from fastvit_kernels._triton import triton
 from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
+from fastvit_kernels.attention import attention
+from fastvit_kernels.attention_kernels.configs import BWD_TABLE as ATTENTION_BWD
+from fastvit_kernels.attention_kernels.configs import DKDV_TABLE as DKDV
+from fastvit_kernels.attention_kernels.configs import DQ_TABLE as DQ
+from fastvit_kernels.attention_kernels.configs import FWD_TABLE as ATTENTION_FWD
+from fastvit_kernels.attention_kernels.configs import ONE_PASS_TABLE as ONE_PASS
+from fastvit_kernels.attention_kernels.configs import BwdForm, Problem
 from fastvit_kernels.backend import gpu
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
@@ -113,6 +120,26 @@ def _gemm_configs() -> None:
             y.backward(torch.empty_like(y))
 
 
+def _attention_configs() -> None:
+    """Attention, forward and backward, with each launch config that ships and fits at D = 64."""
+    here = gpu(torch.device("cpu"))  # the target
+    for T, H, D in ((50, 24, 32), (50, 12, 64), (197, 12, 64), (577, 12, 64)):
+        qkv = torch.empty(512, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
+        attention(qkv).backward(qkv.new_empty(512, T, H, D))
+        key = Problem(here, qkv.dtype, (512, T, H, D), T, "none", False, "ieee").key()
+        for table in (ATTENTION_FWD, ONE_PASS, DQ, DKDV):
+            form = BwdForm(one_pass=table is ONE_PASS)
+            if D != 64 or (table is not ATTENTION_FWD and form.one_pass != (T < 256)):
+                continue
+            for config in table.candidates(here, *key)[1:]:
+                if T == 50 and getattr(config, "heads", 1) == 1:
+                    continue  # compiled for T = 197
+                with forced(table.name, config), forced(ATTENTION_BWD.name, form):
+                    out = attention(qkv)
+                    if table is not ATTENTION_FWD:
+                        out.backward(torch.empty_like(out))
+
+
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
 CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
@@ -125,6 +152,8 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
     "ViT-B/14, T=257": _blocks("vit_base_patch14_224", init_values=1e-5, drop_path_rate=0.2),
+    "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
+    "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
     "ViT-H/14, D=80, recompute": _blocks("vit_huge_patch14_224", recompute=True),
     "SigLIP so400m/14, D=72, dropout": _blocks(
@@ -134,10 +163,13 @@ CASES: dict[str, Callable[[], None]] = {
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
     "GEMM configs": _gemm_configs,
+    "attention configs": _attention_configs,
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
-LISTED_ONLY = {"ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP"}
+LISTED_ONLY = {
+    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
