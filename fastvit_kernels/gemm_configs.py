@@ -99,7 +99,7 @@ _SM_90 = {
 # (arch, M bucket, N, K, dtype) -> (config, its measurement or "default": not yet measured).
 # M: 64 and 256 images of 197 tokens. TMA, flat loops and specialised warps wait for a measurement
 # and for proof on a GPU: compilers before 3.7.1 leave out fences beside asynchronous copies
-# (triton #9610), and a warp-specialised loop that is not understood ends the process.
+# (triton #9610), and fail an assertion on warp-specialised loops that they do not understand.
 SHIPPED: dict[tuple[str, int, int, int, str], tuple[GemmConfig, str]] = {
     (arch, M, N, K, "bf16"): (config, "default")
     for arch, widths in (("sm_80", _SM_80), ("sm_90", _SM_90))
@@ -153,7 +153,7 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
 
 
 FWD_CONFIGS = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, HOPPER_WS, BLACKWELL_WS), _default, _fits)
-# Its sums over rows end triton 3.6 where the loop is warp-specialised.
+# Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
 HIDDEN_CONFIGS = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _default, _fits)
 
 
