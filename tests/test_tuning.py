@@ -195,9 +195,16 @@ def test_a_time_budget_stops_between_configs(monkeypatch):
 
 
 def test_tuning_is_not_swayed_by_a_table_that_is_there(monkeypatch):
+    seen = []
+
+    def step():
+        seen.append(TABLES["planted"].choose(HERE, 6))
+        _step()
+
     with planted(monkeypatch, RIGHT):
         launch_configs.install(HERE, {("planted", (6,)): RIGHT})
-        (found,) = tuning.tune(_step, CPU, timer=_timer)
+        (found,) = tuning.tune(step, CPU, timer=_timer)
+    assert seen == [DEFAULT]
     assert found.default is DEFAULT and found.default_us == 20.0
 
 
