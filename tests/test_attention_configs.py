@@ -158,3 +158,11 @@ def test_attention_launches_are_planned_once():
     assert (info.misses, info.hits) == (1, 2)
     with forced(FWD_TABLE.name, FWD_TABLE.configs[-1]):
         assert fwd_launch.cache_info().currsize == 0
+
+
+def test_backward_on_tensor_cores_takes_eight_warps():
+    """Several products at 64-wide tiles with four warps are reported wrong: triton #11366."""
+    for table in (ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
+        for config in table.configs:
+            on_tensor_cores = table is ONE_PASS_TABLE or config.own >= 64
+            assert config.num_warps == 8 or not on_tensor_cores, (table.name, config)
