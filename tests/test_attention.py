@@ -92,14 +92,16 @@ def test_attention_layouts():
     sliced = rand(B, T + 3, 3, H, 2 * D, grad=False)[:, 1:-2, :, :, D:]
     expanded = rand(1, T, 3, H, D, grad=False).expand(B, T, 3, H, D)
     transposed = rand(B, T, 3, D, H, grad=False).transpose(3, 4)  # last axis not contiguous
-    for qkv in (per_head, sliced, expanded, transposed):
+    stepped = rand(B, T, 3, H, 8 * D, grad=False)[..., ::8]  # nor here, all strides multiples of 8
+    for qkv in (per_head, sliced, expanded, transposed, stepped):
         assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
 
 
 def test_attention_expanded_gradient():
     inputs = _qkv(2, 21, 2, 32, fp32)
-    upstream = torch.randn(32, device=DEVICE).expand(2, 21, 2, 32)
-    assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
+    for size in (32, 1):  # of one element: all strides 0, as out.sum() gives
+        upstream = torch.randn(size, device=DEVICE).expand(2, 21, 2, 32)
+        assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
 
 
 def test_attention_large_strides():
