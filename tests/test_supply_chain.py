@@ -1,0 +1,179 @@
+"""What is shipped and how: no network, pinned CI, licence, types, few requirements."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastvit_kernels as fk
+
+ROOT, PACKAGE = Path(__file__).parent.parent, Path(fk.__file__).parent
+CI = ROOT / ".ci"
+in_repository = pytest.mark.skipif(not CI.is_dir(), reason="no .ci folder: not the repository")
+
+NETWORK_MODULES = {"socket", "ssl", "urllib", "http", "ftplib", "smtplib", "xmlrpc", "requests"}
+NETWORK_MODULES |= {"httpx", "aiohttp", "urllib3", "huggingface_hub", "asyncio", "socketserver"}
+DOWNLOADS = {"load_state_dict_from_url", "from_pretrained", "hf_hub_download", "urlopen"}
+DOWNLOADS |= {"download_url_to_file", "snapshot_download", "urlretrieve"}
+
+
+def test_nothing_in_the_package_can_reach_a_network():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            elif isinstance(node, ast.Attribute | ast.Name):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                assert name not in DOWNLOADS, f"{path.name}:{node.lineno} has {name}"
+            elif isinstance(node, ast.keyword) and node.arg == "pretrained":
+                assert isinstance(node.value, ast.Constant) and not node.value.value, path.name
+            for module in modules:
+                assert module.partition(".")[0] not in NETWORK_MODULES, f"{path.name}: {module}"
+
+
+def _smoke(*words, program=None):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "FASTVIT"))}
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-I", *(["-c", program] if program else [str(CI / "smoke.py")])]
+    return subprocess.run(
+        [*command, *words], capture_output=True, text=True, env=environment, timeout=600
+    )
+
+
+@in_repository
+def test_the_package_works_with_the_network_refused():
+    done = _smoke()
+    assert done.returncode == 0, done.stderr
+    assert "smoke test passed" in done.stdout
+    assert "1 of 1 cases passed" in done.stdout
+
+
+@in_repository
+def test_the_refusal_is_one():
+    """What stands before the import in smoke.py really stops a connection."""
+    guard = (CI / "smoke.py").read_text().partition("import fastvit_kernels")[0]
+    attempt = "\nimport socket\nsocket.create_connection(('localhost', 9))\n"
+    done = _smoke(program=guard + attempt)
+    assert done.returncode != 0
+    assert "the network was asked for: socket.getaddrinfo" in done.stderr
+
+
+def _pins():
+    lines = (CI / "constraints.txt").read_text().splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
+    return {_normal(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+
+
+def _normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _toml():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _requirement_name(requirement):
+    return _normal(re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0])
+
+
+@in_repository
+def test_every_package_that_ci_installs_is_pinned():
+    pins, project = _pins(), _toml()["project"]
+    wanted = [*project["dependencies"], *_toml()["build-system"]["requires"]]
+    for group in project["optional-dependencies"].values():
+        wanted += group
+    for requirement in wanted:
+        name = _requirement_name(requirement)
+        assert name == "fastvit-kernels" or name in pins, f"{requirement} is not pinned"
+        exact = re.search(r"==([0-9.]+)", requirement)
+        assert exact is None or exact[1] == pins[name], requirement
+
+
+@in_repository
+def test_the_pins_are_complete():
+    """Whatever a pinned package needs in this environment is pinned too."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    pins = _pins()
+    for name, version in pins.items():
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # of an isolated build
+        if installed.version.partition("+")[0] != version:
+            pytest.skip(f"{name} {installed.version} is installed, CI has {version}")
+        for text in installed.requires or []:
+            needed = Requirement(text)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            missing = _normal(needed.name)
+            if missing.startswith(("nvidia-", "cuda-")) or missing == "setuptools":
+                continue  # torch pins those itself, where its index has them
+            assert missing in pins, f"{name} needs {missing}"
+
+
+@in_repository
+def test_ci_installs_nothing_without_a_version():
+    script = (CI / "run").read_text()
+    assert 'export PIP_CONSTRAINT="$root/.ci/constraints.txt"' in script
+    for line in script.splitlines():
+        if "PIP_CONSTRAINT=''" in line:
+            packages = line.split("--no-deps")[1].split()
+            assert packages and all("==" in package for package in packages), line
+    for address in re.findall(r"https?://\S+", script):
+        raise AssertionError(f"CI names {address}")
+
+
+def test_types_and_licence_are_shipped():
+    project = _toml()
+    assert (PACKAGE / "py.typed").is_file()
+    assert project["project"]["license"] == "Apache-2.0"
+    assert project["project"]["license-files"] == ["LICENSE"]
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "Version 2.0, January 2004" in licence
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["fastvit_kernels"]
+
+
+def test_security_says_what_is_and_is_not_promised():
+    text = (ROOT / "SECURITY.md").read_text()
+    for heading in ("To report", "Supported versions", "What is promised", "What is not promised"):
+        assert f"## {heading}" in text
+    assert not re.search(r"[\w.]+@[\w.]+", text), "an address that nobody answers"
+    python = re.search(r"Python ([0-9.]+), torch ([0-9.]+) and triton ([0-9.]+)", text)
+    assert python is not None
+    if CI.is_dir():
+        pins = _pins()
+        assert (pins["torch"], pins["triton"]) == python.group(2, 3)
+
+
+def test_run_time_needs_torch_and_triton_alone():
+    names = [_requirement_name(r) for r in _toml()["project"]["dependencies"]]
+    assert names == ["torch", "triton"]
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import fastvit_kernels\n"
+        "tops = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "print(*sorted(t for t in tops - set(sys.stdlib_module_names) if t[0] != '_'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    allowed = {"fastvit_kernels", "triton", "torch", "numpy", "functorch", "typing_extensions"}
+    assert set(done.stdout.split()) <= allowed, done.stdout
