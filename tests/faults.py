@@ -17,7 +17,7 @@ TESTS = {  # by file of the package
     "attention_kernels/tiles.py": ATTENTION,
     "attention.py": ATTENTION,
     "epilogue.py": ("test_linear.py", "test_mlp.py"),
-    "gemm.py": ("test_linear.py", "test_mlp.py"),
+    "gemm.py": ("test_gemm.py", "test_linear.py", "test_mlp.py"),
     "hosts/fused.py": ("test_swap.py",),
     "layer_norm.py": ("test_layer_norm.py",),
     "linear.py": ("test_linear.py", "test_mlp.py"),
@@ -103,6 +103,12 @@ LAYER_NORM = [
         "off by one: the row past the last is read and written",
         "mask_row = offs_row < num_rows", "mask_row = offs_row <= num_rows",
         only=("test_fuzz.py::test_fuzz",),
+    ),
+    Fault(
+        "norm-int32-offsets", "layer_norm.py", "_layer_norm_fwd_kernel",
+        "offsets of rows in 32 bits",
+        "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
+        only=("test_extremes.py::test_layer_norm_addresses_past_2_31",),
     ),
 ]  # fmt: skip
 
@@ -195,6 +201,11 @@ EPILOGUE = [
         "epilogue-fp16-underflow", "epilogue.py", "input_gradient_operands",
         "weight times a small layer scale, in fp16",
         "if d.dtype == torch.float16:", "if d.dtype == torch.float64:",
+    ),
+    Fault(
+        "epilogue-gram-rounded", "epilogue.py", "weight_gradients",
+        "the product for dweight and layer scale rounded to 16 bits on its way",
+        "matmul(d.t(), x, out_dtype=torch.float32)", "matmul(d.t(), x).float()",
     ),
 ]  # fmt: skip
 
@@ -380,6 +391,12 @@ BACKWARD = [
         "dq = tl.dot(ds, k, dq,", "dq = tl.dot(ds, k,",
     ),
     Fault(
+        "one-pass-store-mask", "attention_kernels/one_pass_backward.py", "_one_pass_key_tile",
+        "dk and dv stored past the last key",
+        "< D) & (kv_index < T_kv)", "< D) & (kv_index >= 0)",
+        only=("test_fuzz.py::test_fuzz[attention-0]",),
+    ),
+    Fault(
         "dq-causal-end", "attention_kernels/split_backward.py", "_dq_query_tile",
         "causal: the tile of keys on the diagonal skipped in dq",
         "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
@@ -445,6 +462,11 @@ PATCH_EMBED = [
         "patch-dpos", "patch_embed.py", "patch_embed_bwd_tokens",
         "dpos of patches alone taken from the first tokens",
         "dtoken[T - num_pos :]", "dtoken[:num_pos]",
+    ),
+    Fault(
+        "patch-partials-rounded", "patch_embed.py", "patch_embed_bwd_weight",
+        "partials of dweight in the compute dtype",
+        "(splits, C * K), dtype=torch.float32", "(splits, C * K), dtype=compute_dtype",
     ),
 ]  # fmt: skip
 

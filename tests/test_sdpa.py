@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
 from fastvit_kernels import backend, scaled_dot_product_attention
+from fastvit_kernels.attention_kernels.configs import BwdForm
 from fastvit_kernels.backend import reason_for_torch
+from fastvit_kernels.launch_configs import forced
 
 
 def _heads(
@@ -48,6 +50,12 @@ def test_sdpa_causal(lengths):
 @pytest.mark.parametrize("T", [150, 300], ids=["two_parts", "split"])
 def test_sdpa_causal_long(T):
     _check(_heads(1, 1, T, T, 64, torch.float16), is_causal=True)
+
+
+def test_sdpa_causal_in_three_parts():
+    """What sm_90 takes above 256 queries: positions of the parts of 128, 128 and 16."""
+    with forced("attention_bwd", BwdForm(one_pass=True)):
+        _check(_heads(1, 1, 270, 270, 16, torch.bfloat16), is_causal=True)
 
 
 @pytest.mark.parametrize(
