@@ -85,15 +85,15 @@ class Gpu:
 _absent_gpu: Gpu | None = None
 
 _states: dict[tuple[Backend, Gpu | None], int] = {}
-_state = 0
-
-
 _NO_GUARD = nullcontext()
 
 
 def _number_state() -> None:
     global _state
     _state = _states.setdefault((_backend, _absent_gpu), len(_states))
+
+
+_number_state()
 
 
 def state() -> int:

@@ -77,3 +77,19 @@ def test_the_environment_variable_is_read(monkeypatch):
     program = "import fastvit_kernels"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "backend must be one of" in done.stderr
+
+
+def test_the_first_change_of_backend_is_seen_by_calls_of_a_known_kind():
+    """What an op remembers of a kind of call is remembered for one backend."""
+    program = (
+        "import torch, fastvit_kernels as fk\n"
+        "x = torch.randn(2, 8, requires_grad=True)\n"
+        "print(fk.layer_norm(x).grad_fn.name())\n"
+        "fk.set_backend('torch')\n"
+        "print(fk.layer_norm(x).grad_fn.name())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    first, second = done.stdout.split()
+    if DEVICE.type == "cpu":
+        assert "LayerNormFunction" in first, "no kernel ran"
+    assert second == "NativeLayerNormBackward0", done.stdout + done.stderr
