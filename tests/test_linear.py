@@ -115,6 +115,8 @@ def test_linear_layouts(route, activation):
     expanded = rand(1, 1, K, grad=False).expand(B, T, K).requires_grad_()
     _check({"x": transposed, "weight": base["weight"], "bias": base["bias"]}, activation)
     _check({**base, "x": expanded}, activation)
+    wide = rand(B, T, 2 * N, grad=False)[..., N:].requires_grad_()  # read by its row stride
+    _check({**base, "residual": wide}, activation)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
