@@ -108,29 +108,39 @@ def _name(node):
     return getattr(node, "attr", getattr(node, "id", ""))
 
 
+def _is_guard(node):
+    return isinstance(node, ast.With) and any(_name(i.context_expr) in GUARDS for i in node.items)
+
+
 def _is_launch(node, helpers, functions):
     """`kernel[grid](...)`, `launch(...)` of a plan, or a call of a helper that launches."""
     if not isinstance(node, ast.Call):
         return False
     if isinstance(node.func, ast.Subscript):
         return "kernel" in _name(node.func.value)
+    if isinstance(node.func, ast.Call):  # _fwd_launch(M, N)(y, z, ...)
+        return _name(node.func).endswith("_launch")
     name = _name(node)
     planned = name == "launch" or name.startswith("launch_")
     return name in helpers or (planned and name not in functions)
 
 
 def unguarded_and_guarded(trees, helpers=()):
-    """(unguarded, guarded) launches, each (file, line, name of the function around it)."""
+    """(unguarded, guarded) launches, each (file, line, name of the function around it).
+
+    Every guard must hold a launch: one that is not recognised cannot escape the test.
+    """
     functions = {
         n.name for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef)
     }
-    found = {False: [], True: []}
+    found, guards = {False: [], True: []}, []
 
     def walk(node, path, function, guarded):
         if isinstance(node, ast.FunctionDef):
             function, guarded = node.name, False
-        if isinstance(node, ast.With):
-            guarded = guarded or any(_name(item.context_expr) in GUARDS for item in node.items)
+        if _is_guard(node):
+            guarded = True
+            guards.append((path.name, node.lineno, node.end_lineno))
         if _is_launch(node, helpers, functions):
             found[guarded].append((path.name, node.lineno, function))
         for child in ast.iter_child_nodes(node):
@@ -138,6 +148,10 @@ def unguarded_and_guarded(trees, helpers=()):
 
     for path, tree in trees.items():
         walk(tree, path, "", False)
+    launches = found[False] + found[True]
+    for file, first, last in guards if helpers else ():
+        held = any(name == file and first <= line <= last for name, line, _ in launches)
+        assert held, f"{file}:{first} guards nothing that this test takes for a launch"
     return found[False], found[True]
 
 
