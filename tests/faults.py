@@ -24,6 +24,7 @@ TESTS = {  # by file of the package
     "mlp.py": ("test_mlp.py",),
     "narrow_mlp.py": ("test_narrow_mlp.py",),
     "patch_embed.py": ("test_patch_embed.py",),
+    "patch_embed_kernels.py": ("test_patch_embed.py",),
     "reduction.py": ("test_reduction.py",),
 }
 
@@ -434,27 +435,27 @@ BACKWARD = [
 
 PATCH_EMBED = [
     Fault(
-        "patch-bias-on-prefix", "patch_embed.py", "_patch_embed_fwd_kernel",
+        "patch-bias-on-prefix", "patch_embed_kernels.py", "_patch_embed_fwd_kernel",
         "the bias added to prefix tokens too",
         "acc = tl.where(is_patch[None, :], bias[:, None], acc)", "acc += bias[:, None]",
     ),
     Fault(
-        "patch-position-start", "patch_embed.py", "_patch_embed_fwd_kernel",
+        "patch-position-start", "patch_embed_kernels.py", "_patch_embed_fwd_kernel",
         "positions of patches alone read as those of all tokens",
         "pos_ptr + offs_token - pos_start * C", "pos_ptr + offs_token",
     ),
     Fault(
-        "patch-pixel-row", "patch_embed.py", "_pixel_offset",
+        "patch-pixel-row", "patch_embed_kernels.py", "_pixel_offset",
         "patch height and width taken to be equal",
         "offs_k // PATCH_W % PATCH_H", "offs_k // PATCH_W % PATCH_W",
     ),
     Fault(
-        "patch-dweight-prefix", "patch_embed.py", "_patch_embed_bwd_weight_kernel",
+        "patch-dweight-prefix", "patch_embed_kernels.py", "_patch_embed_bwd_weight_kernel",
         "dweight from gradients that are one sample's prefix too early",
         "(b + 1) * num_prefix", "b * num_prefix",
     ),
     Fault(
-        "patch-split", "patch_embed.py", "_patch_embed_bwd_weight_kernel",
+        "patch-split", "patch_embed_kernels.py", "_patch_embed_bwd_weight_kernel",
         "all row ranges write one partial",
         "dweight_ptr += split * C * K", "dweight_ptr += 0",
     ),
