@@ -1,6 +1,6 @@
 """Column sums in a fixed order: every op's bias gradient, and the second stage of its partials.
 
-    out[n] = sum_r x[r, n]        two stages: S row ranges in parallel, then the S partials
+    out[n] = sum_r x[r, n]        many rows in two stages: S row ranges in parallel, then S partials
 
 Precision: fp32 accumulators whatever x is; no atomics, so equal bits at every run.
 """
@@ -16,11 +16,14 @@ from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.backend import Gpu, device_guard, gpu
 from fastvit_kernels.launch_configs import launch_plan
 
-# One program sums BLOCK_R x BLOCK_N tiles down a row range. Not yet measured.
-BLOCK_R, BLOCK_N = 32, 128
+# One program sums BLOCK_R x BLOCK_N tiles down a row range. Partials of another kernel, up to
+# ONE_STAGE_ROWS of them, take one launch: narrow tiles, so that there are programs enough. Not yet
+# measured.
+WIDE = dict(BLOCK_R=32, BLOCK_N=128, num_warps=4)
+NARROW = dict(BLOCK_R=64, BLOCK_N=32, num_warps=4)
 PROGRAMS_PER_SM = 4
 MIN_ROWS_PER_SPLIT = 256
-_TILE = dict(BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=4)
+ONE_STAGE_ROWS = 2560  # 8 programs on each of up to 320 multiprocessors
 
 
 @triton.jit
@@ -47,17 +50,23 @@ class _Plan(NamedTuple):
     rows_per_split: int
     first: Any  # the kernel on the grid of each stage
     second: Any
+    tile: dict[str, int]
 
 
 @launch_plan
 def _plan(gpu: Gpu, num_rows: int, N: int) -> _Plan:
-    column_blocks = triton.cdiv(N, BLOCK_N)
-    wanted = max(1, PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
-    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    tile = NARROW if MIN_ROWS_PER_SPLIT < num_rows <= ONE_STAGE_ROWS else WIDE
+    column_blocks = triton.cdiv(N, tile["BLOCK_N"])
+    splits = 1
+    if num_rows > ONE_STAGE_ROWS:
+        wanted = max(1, PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
+        splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(num_rows, splits)
     splits = triton.cdiv(num_rows, rows_per_split)
     kernel = _column_sum_kernel
-    return _Plan(splits, rows_per_split, kernel[column_blocks, splits], kernel[column_blocks, 1])
+    return _Plan(
+        splits, rows_per_split, kernel[column_blocks, splits], kernel[column_blocks, 1], tile
+    )  # fmt: skip
 
 
 def column_sum(x: Tensor, out: Tensor) -> Tensor:
@@ -71,12 +80,12 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
     num_rows, N = x.shape
     if num_rows == 0 or N == 0:
         return out.zero_()
-    splits, rows_per_split, launch, launch_second = _plan(gpu(x.device), num_rows, N)
+    splits, rows_per_split, launch, launch_second, tile = _plan(gpu(x.device), num_rows, N)
     first = out
     if splits > 1:
         first = x.new_empty((splits, N), dtype=torch.float32)
     with device_guard(x):
-        launch(first, x, num_rows, N, rows_per_split, x.stride(0), **_TILE)
+        launch(first, x, num_rows, N, rows_per_split, x.stride(0), **tile)
         if splits > 1:
-            launch_second(out, first, splits, N, splits, N, **_TILE)
+            launch_second(out, first, splits, N, splits, N, **tile)
     return out

@@ -10,7 +10,7 @@ def _column_sum(x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (257, 64), (1031, 129)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (257, 64), (1031, 129), (2701, 66)], ids=str)
 def test_column_sum(shape, dtype):
     x = rand(*shape, dtype=dtype, grad=False)
     assert_accurate(_column_sum, lambda x: x.sum(0), {"x": x})
