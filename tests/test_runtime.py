@@ -547,6 +547,8 @@ def test_threads_that_swap_the_same_class_get_one_class(monkeypatch):
     """Two classes of one name could not be pickled."""
     from fastvit_kernels import hosts
 
+    for cls in hosts._swapped.values():  # other tests' models keep their classes
+        monkeypatch.setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
     monkeypatch.setattr(hosts, "_swapped", {})
     make = hosts._make
 

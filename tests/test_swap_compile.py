@@ -7,7 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fastvit_kernels import attention, create_vit, linear, scaled_dot_product_attention, swap_in
+from fastvit_kernels import (
+    attention,
+    create_vit,
+    linear,
+    mlp,
+    scaled_dot_product_attention,
+    swap_in,
+)
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
 from fastvit_kernels.operators import LAUNCHERS
@@ -124,6 +131,8 @@ def _recorded_calls():
         model = torch.nn.Linear(32, 32)
         x = torch.randn(2, 5, 32, requires_grad=True)
         linear(x, model.weight, model.bias, activation="gelu", residual=x).sum().backward()
+        fc1, fc2 = (torch.randn(32, 32, dtype=torch.float16) for _ in range(2))
+        mlp(x.detach().half(), fc1, None, fc2, None)
         qkv = torch.randn(2, 5, 3, 2, 16, requires_grad=True)
         scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0)).sum().backward()
         attention(qkv, dropout_p=0.1).sum().backward()

@@ -162,7 +162,8 @@ def test_an_error_in_one_kernel_is_noticed(module, launcher, monkeypatch):
         return result * 1.01
 
     monkeypatch.setattr(file, launcher, bent)
-    errors = model_errors(model, images)
+    with Casts():  # watched calls go through the operators, where the bent one stands
+        errors = model_errors(model, images)
     assert sum(not e.passed for e in errors) > 3
 
 
