@@ -175,7 +175,7 @@ def test_ctrl_c_in_a_process(tmp_path):
         while not (tmp_path / "run" / "metrics.csv").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 130, out
