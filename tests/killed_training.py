@@ -4,8 +4,8 @@ python tests/killed_training.py FOLDER MOMENT... runs one training for each mome
 FOLDER/MOMENT and prints, for each process, how it ended. A moment is where the process kills
 itself, once for each file that it writes (checkpoint.pt, metrics.csv): "half" way through the
 bytes, "written" but not yet renamed, "renamed"; or "whenever": another process kills it after a
-random time; or "never". Each process is a fork of this one, which saves the imports and computes
-nothing itself.
+random part of the time that a whole run took; or "never", which comes first. Each process is a fork
+of this one, which saves the imports and computes nothing itself.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ def die_at(moment: str, count: int) -> None:
     checkpoint.write_atomically = counted
 
 
-def run(folder: Path, moment: str, count: int) -> int:
-    """The exit status of one process: negative where a signal ended it."""
+def run(folder: Path, moment: str, count: int, seconds: float = 0.0) -> int:
+    """The exit status of one process: negative where a signal ended it.
+
+    `seconds` is what a whole run takes, for the moment "whenever".
+    """
     started = (folder / "checkpoint.pt").exists()
     words = ["train", *(["--resume", "--no-check", "--device", "cpu"] if started else OPTIONS)]
     pid = os.fork()
@@ -102,7 +105,7 @@ def run(folder: Path, moment: str, count: int) -> int:
         finally:
             os._exit(status)
     if moment == "whenever":
-        time.sleep(random.uniform(0.05, 0.8))
+        time.sleep(random.uniform(0.1, 0.5) * seconds)
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -120,12 +123,16 @@ def main() -> None:
     )
     data.load_digits = lambda *_: few
     train._report = lambda *_: None  # the pictures take longer than the training
+    whole = 0.0
     for moment in moments:
         statuses = []
         for count in range(20):
             # Each process dies one file later than the last, so that all of them are met.
             last = moment == "never" or (moment == "whenever" and count >= 4)
-            statuses.append(run(folder / moment, "never" if last else moment, count % 4))
+            started = time.perf_counter()
+            statuses.append(run(folder / moment, "never" if last else moment, count % 4, whole))
+            if moment == "never":
+                whole = time.perf_counter() - started
             if (folder / moment / "checkpoint.pt").exists():
                 content = checkpoint.load(folder / moment / "checkpoint.pt")  # whole at any moment
                 if statuses[-1] == 0 and len(content["history"]) == EPOCHS:
