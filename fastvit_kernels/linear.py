@@ -26,11 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_kernels import gemm
+from fastvit_kernels import gemm, library_linear
 from fastvit_kernels._triton import tl, triton
 from fastvit_kernels.activation import ACTIVATIONS, check_activation
 from fastvit_kernels.arguments import (
     as_dtype,
+    autocast_dtype,
     check_shape,
     check_tensor,
     compute_dtype,
@@ -312,6 +313,7 @@ class Decision(NamedTuple):
     triton_runs: bool
     needs_gradient: bool
     direct: bool  # launchers may run instead of operators
+    by_library: bool  # library_linear.py does it all
     activation: str  # "" is none
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -423,6 +425,19 @@ def check_weight(
     return None if N > 0 and K > 0 else f"{name} is empty"
 
 
+def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls."""
+    if x.numel() == 0 or not x.is_contiguous() or autocast_dtype(x) is not None:
+        return False
+    if x.dtype.itemsize == 2 and not x.is_cuda:
+        return False  # some CPUs' 16-bit BLAS accumulates in 16 bits
+    if residual is None:
+        return True
+    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    return config.route == "library" and residual.dtype == x.dtype
+
+
 @decide_once
 def _decide(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
@@ -441,13 +456,24 @@ def _decide(
     needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
     needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
     needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
+    triton_runs = use_triton("linear", x, unsupported)
+    casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
     return Decision(
-        triton_runs=use_triton("linear", x, unsupported),
+        triton_runs=triton_runs,
         needs_gradient=needs_gradient(*inputs),
         direct=direct,
+        by_library=(
+            direct
+            and triton_runs
+            and not casts
+            and not activation
+            and layer_scale is None
+            and row_scale is None
+            and _is_by_library(x, weight, residual)
+        ),
         activation=activation or "",
         dtype=dtype,
-        casts=any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        casts=casts,
         out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dweight or needs_gram,
@@ -491,6 +517,9 @@ def linear(
     decision = _decide(x, weight, bias, activation, residual, layer_scale, row_scale)
     if not decision.triton_runs:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
+    if decision.by_library:
+        run = library_linear.apply if decision.needs_gradient else library_linear.product
+        return run(x, weight, bias, residual)
     inputs = (x, weight, bias, residual, layer_scale, row_scale)
     if not decision.needs_gradient:
         return _forward(*inputs, decision)[1]

@@ -20,6 +20,7 @@ TESTS = {  # by file of the package
     "gemm.py": ("test_gemm.py", "test_linear.py", "test_mlp.py"),
     "hosts/fused.py": ("test_swap.py",),
     "layer_norm.py": ("test_layer_norm.py",),
+    "library_linear.py": ("test_linear.py",),
     "linear.py": ("test_linear.py", "test_mlp.py"),
     "mlp.py": ("test_mlp.py",),
     "narrow_mlp.py": ("test_narrow_mlp.py",),
@@ -231,6 +232,16 @@ GEMM = [
         "gemm-group-tail", "gemm.py", "grouped_tile",
         "the last group of row blocks taken to be whole",
         "tl.minimum(num_m - first_m, GROUP_M)", "GROUP_M",
+    ),
+    Fault(
+        "library-residual", "library_linear.py", "product",
+        "the residual forgotten where the library does all",
+        "y if residual is None else y.add_(residual)", "y",
+    ),
+    Fault(
+        "library-dbias", "library_linear.py", "backward",
+        "dbias of the first row alone where the library does all",
+        "column_sum(rows, ", "column_sum(rows[:1], ",
     ),
     Fault(
         "linear-bias-twice", "linear.py", "_linear_epilogue",
