@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastvit_kernels._triton import triton
+from fastvit_kernels._triton import HAS_TRITON, triton
 from fastvit_kernels.backend import Gpu
 from fastvit_kernels.launch_configs import ConfigTable, Key, launch_plan
 
@@ -164,6 +164,11 @@ ONE_PASS_CONFIGS = [
 ]
 
 
+# Triton 3.9 holds all queries of a head in registers there: 6,424 bytes of spills a thread at
+# T = 197, the split kernels 240; with 3.6 one pass has none.
+ONE_PASS_ON_AMPERE = HAS_TRITON and triton.__version__.startswith("3.6.")
+
+
 def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     """The first row for elements of this size that is large enough, else the largest."""
     rows = [(largest, config) for (bytes_, largest), config in table.items() if bytes_ == itemsize]
@@ -204,6 +209,8 @@ def _default_one_pass(
 def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
     # Above 256 it spills on sm_80, and on sm_90 with dropout.
     longest = 320 if gpu.arch in ("sm_90", "sm_100") and mask == "none" else 256
+    if _is_ampere(gpu) and not ONE_PASS_ON_AMPERE:
+        longest = 64
     form = BwdForm(tokens <= longest)
     return form if _bwd_fits(gpu, form, dtype, D, tokens, mask, heads) else BwdForm(False)
 
