@@ -78,7 +78,7 @@ def test_what_changes_no_result_is_not_noticed():
 
 
 def test_a_package_that_cannot_be_imported_is_no_fault_noticed():
-    fault = Fault("n", "reduction.py", "", "", "BLOCK_R, BLOCK_N = 32, 128", "BLOCK_R = 32")
+    fault = Fault("n", "reduction.py", "", "", "import Any, NamedTuple", "import Any")
     assert check(fault, timeout=300).outcome == "broken"
 
 
