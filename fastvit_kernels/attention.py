@@ -46,7 +46,7 @@ from fastvit_kernels.attention_kernels.split_backward import (
 )
 from fastvit_kernels.backend import device_guard, gpu, use_triton
 from fastvit_kernels.dispatch import decide_once, direct_apply, first_order, stays_direct
-from fastvit_kernels.gemm import input_precision, library_linear, matmul
+from fastvit_kernels.gemm import input_precision, matmul, product_with_bias
 from fastvit_kernels.operators import LAUNCHERS, operator
 from fastvit_kernels.reduction import column_sum
 
@@ -281,7 +281,7 @@ def qkv_attention_fwd(
     """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
-    qkv = library_linear(x, weight, bias).view(B, T, 3, num_heads, D)
+    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
     if qkv.numel():
         q, k, v = qkv.unbind(2)

@@ -80,7 +80,7 @@ def matmul(
     return torch.addmm(bias, a, b, out=out)
 
 
-def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias, contiguous: x (..., K), weight (N, K), bias (N,) or None, one dtype."""
     if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not _autocast_enabled():
         z = F.linear(x, weight, bias)  # one call, where `out=` forms take four

@@ -172,11 +172,11 @@ def launch_linear_fwd(
         y = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
         return y, x.new_empty(y.shape) if save_z else None
     if not (activation or scaled or residual is not None):
-        return gemm.library_linear(x, weight, bias), None
+        return gemm.product_with_bias(x, weight, bias), None
     M = x.numel() // K
     config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
     if config.route == "library":
-        z = gemm.library_linear(x, weight, bias)
+        z = gemm.product_with_bias(x, weight, bias)
         if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
             return z.add_(residual), None
         y = torch.empty_like(z, dtype=out_dtype)
