@@ -61,8 +61,8 @@ else:
     assert fk.swap_in(host).level == "block"
     host(torch.randn(2, 3, 8, 8)).sum().backward()
 
-from fastvit_kernels import cli  # noqa: E402
-from fastvit_kernels.backend import INTERPRETED  # noqa: E402
+from fastvit_kernels.commands import cli  # noqa: E402
+from fastvit_kernels.runtime.backend import INTERPRETED  # noqa: E402
 
 if INTERPRETED or torch.cuda.is_available():
     assert cli.main(["check", "--only", "layer_norm_and", "--dtype", "fp32"]) == 0

@@ -21,10 +21,10 @@ from bench.providers import (
 )
 from bench.shapes import DTYPES, Shape, head_sweep, token_sweep, vits
 from fastvit_kernels import attention as attention_op
-from fastvit_kernels.attention import attention_ref
-from fastvit_kernels.attention_kernels.configs import BwdForm, bwd_launch
-from fastvit_kernels.backend import gpu
-from fastvit_kernels.launch_configs import forced
+from fastvit_kernels.ops.attention.configs import BwdForm, bwd_launch
+from fastvit_kernels.ops.attention.functions import attention_ref
+from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.configs import forced
 
 LONG_T = 1024  # above it the float64 oracle goes head by head: its scores are (B, H, T, T)
 

@@ -11,7 +11,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, ours
 from bench.shapes import Shape, vits
 from fastvit_kernels import patch_embed
-from fastvit_kernels.patch_embed import patch_embed_ref
+from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 
 
 def shapes() -> Iterator[Shape]:

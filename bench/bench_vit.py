@@ -19,7 +19,7 @@ from bench.models import WAYS, Case, Runner, Way, build
 from bench.providers import BASELINE, Provider, ours, plain
 from bench.rows import FAILED, MEMORY, OK, Row
 from bench.timer import Step
-from fastvit_kernels.accuracy import Error, measure
+from fastvit_kernels.verify.accuracy import Error, measure
 
 OP, OP_BATCH = "vit", "max_batch"
 TURN_MS = 300.0

@@ -18,7 +18,7 @@ from bench.providers import BASELINE, Function, Provider
 from bench.rows import ERROR, FAILED, MEMORY, OK, Row
 from bench.shapes import DTYPES, Shape
 from bench.timer import Roofs, Step, Timer, median_p20_p80
-from fastvit_kernels.accuracy import Error, Reference, measure
+from fastvit_kernels.verify.accuracy import Error, Reference, measure
 
 MODES = ("fwd", "bwd", "both")
 ROUNDS = 5  # how often the providers take turns

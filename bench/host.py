@@ -21,8 +21,8 @@ import fastvit_kernels as fk
 from bench.providers import BASELINE, replaced
 from bench.rows import Row
 from bench.timer import median_p20_p80
-from fastvit_kernels._triton import HAS_TRITON
-from fastvit_kernels.backend import INTERPRETED, Gpu, on_absent_gpu
+from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
+from fastvit_kernels.runtime.triton import HAS_TRITON
 
 OP = "host"
 MODES = ("fwd", "both")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_kernels import backend
-from fastvit_kernels.gemm_configs import forced_route
+from fastvit_kernels.ops.common.gemm_configs import forced_route
 
 Function = Callable[..., Tensor]
 BASELINE = "eager"

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from fastvit_kernels._triton import HAS_TRITON, triton
+from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 
 RESULTS = "results.csv"
 OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"

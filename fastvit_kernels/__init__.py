@@ -4,20 +4,21 @@ The ops are functions of tensors, the modules make up a ViT with timm's names, a
 switch says which implementation runs. Importing the package touches no device.
 """
 
-from fastvit_kernels.attention import attention, qkv_attention
-from fastvit_kernels.attention_maps import attention_maps
-from fastvit_kernels.backend import backend, get_backend, set_backend
-from fastvit_kernels.hosts.transformers import register_attention
-from fastvit_kernels.layer_norm import layer_norm, layer_norm_and_input
-from fastvit_kernels.linear import linear
-from fastvit_kernels.mlp import mlp
-from fastvit_kernels.modules import Attention, LayerNorm, Mlp, PatchEmbed
-from fastvit_kernels.patch_embed import patch_embed
-from fastvit_kernels.presets import create_vit
-from fastvit_kernels.sdpa import scaled_dot_product_attention
-from fastvit_kernels.swap import SwapReport, swap_in, swap_out
-from fastvit_kernels.vit import Block, VisionTransformer
-from fastvit_kernels.weights import WeightsReport, load_weights
+from . import _former_names as _former_names
+from .models.attention_maps import attention_maps
+from .models.modules import Attention, LayerNorm, Mlp, PatchEmbed
+from .models.presets import create_vit
+from .models.vit import Block, VisionTransformer
+from .ops.attention.functions import attention, qkv_attention
+from .ops.attention.sdpa import scaled_dot_product_attention
+from .ops.layer_norm import layer_norm, layer_norm_and_input
+from .ops.linear import linear
+from .ops.mlp import mlp
+from .ops.patch_embed.functions import patch_embed
+from .runtime.backend import backend, get_backend, set_backend
+from .swap.apply import SwapReport, swap_in, swap_out
+from .swap.hosts.transformers import register_attention
+from .weights.load import WeightsReport, load_weights
 
 __version__ = "0.1.0"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastvit_kernels.hosts.parts import activation_name
-from fastvit_kernels.layer_norm import layer_norm
-from fastvit_kernels.mlp import mlp
-from fastvit_kernels.plain import is_plain
+from .ops.layer_norm import layer_norm
+from .ops.mlp import mlp
+from .runtime.plain import is_plain
+from .swap.hosts.parts import activation_name
 
 
 class LayerNorm(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 
 from timm import layers as _layers
 
-from fastvit_kernels.hosts import swapped_class
-from fastvit_kernels.swap import swap_in
+from .swap.apply import swap_in
+from .swap.hosts import swapped_class
 
 _timm: Any = _layers  # timm.layers exports more than its types say
 LayerNorm: Any = swapped_class(_timm.LayerNorm)

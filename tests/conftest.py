@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(pool, "1")  # the suite's own processes share the cores
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import pytest
 
@@ -40,7 +40,7 @@ def _poisoned_memory():
 
 
 def pytest_addoption(parser):
-    fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
+    fuzz = parser.getgroup("fuzz", "tests/ops/test_fuzz.py")
     fuzz.addoption("--fuzz-cases", type=int, default=300, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
 

@@ -20,19 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_kernels._triton import triton
-from fastvit_kernels.accuracy import Reference
-from fastvit_kernels.attention import attention, attention_ref
-from fastvit_kernels.backend import backend
-from fastvit_kernels.commands.console import quiet_interpreter
-from fastvit_kernels.launch_configs import TABLES, Choice, forced, recording
-from fastvit_kernels.layer_norm import layer_norm_and_input
-from fastvit_kernels.linear import linear, linear_ref
-from fastvit_kernels.mlp import mlp, mlp_ref
-from fastvit_kernels.patch_embed import patch_embed, patch_embed_ref
-from fastvit_kernels.sdpa import scaled_dot_product_attention
-from fastvit_kernels.tuned_table import fields
-from fastvit_kernels.tuning import Fault, check
+from ..ops.attention.functions import attention, attention_ref
+from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.layer_norm import layer_norm_and_input
+from ..ops.linear import linear, linear_ref
+from ..ops.mlp import mlp, mlp_ref
+from ..ops.patch_embed.functions import patch_embed, patch_embed_ref
+from ..runtime.backend import backend
+from ..runtime.configs import TABLES, Choice, forced, recording
+from ..runtime.triton import triton
+from ..runtime.tuned_table import fields
+from ..tools.tuning import Fault, check
+from ..verify.accuracy import Reference
+from .console import quiet_interpreter
 
 Inputs = dict[str, Tensor | None]
 Draw = Callable[..., Tensor]  # (*shape, scale=1.0, grad=True) -> random tensor

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_kernels import (
+from .. import (
     __version__,
     attention,
     layer_norm,
@@ -35,13 +35,13 @@ from fastvit_kernels import (
     qkv_attention,
     scaled_dot_product_attention,
 )
-from fastvit_kernels._triton import HAS_TRITON, triton
-from fastvit_kernels.accuracy import Error, compare
-from fastvit_kernels.backend import INTERPRETED, backend, reason_for_torch
-from fastvit_kernels.commands import all_configs
-from fastvit_kernels.commands.console import CommandError, make_console, quiet_interpreter, require
-from fastvit_kernels.commands.reference import agreement, worst_error
-from fastvit_kernels.vit import VisionTransformer
+from ..models.vit import VisionTransformer
+from ..runtime.backend import INTERPRETED, backend, reason_for_torch
+from ..runtime.triton import HAS_TRITON, triton
+from ..verify.accuracy import Error, compare
+from . import all_configs
+from .console import CommandError, make_console, quiet_interpreter, require
+from .reference import agreement, worst_error
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fastvit_kernels.commands.console import CommandError
+from .console import CommandError
 
 FORMAT = 1
 

@@ -24,23 +24,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastvit_kernels._triton import triton
-from fastvit_kernels.aot import TARGETS, CompileError, Kernel, compile_step
-from fastvit_kernels.attention import attention
-from fastvit_kernels.attention_kernels.configs import BWD_TABLE as ATTENTION_BWD
-from fastvit_kernels.attention_kernels.configs import DKDV_TABLE as DKDV
-from fastvit_kernels.attention_kernels.configs import DQ_TABLE as DQ
-from fastvit_kernels.attention_kernels.configs import FWD_TABLE as ATTENTION_FWD
-from fastvit_kernels.attention_kernels.configs import ONE_PASS_TABLE as ONE_PASS
-from fastvit_kernels.attention_kernels.configs import BwdForm, Problem
-from fastvit_kernels.backend import gpu
-from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
-from fastvit_kernels.launch_configs import forced
-from fastvit_kernels.mlp import mlp
-from fastvit_kernels.narrow_mlp import TILES as NARROW_TILES
-from fastvit_kernels.presets import create_vit
-from fastvit_kernels.sdpa import scaled_dot_product_attention
+from ..models.presets import create_vit
+from ..ops.attention.configs import BWD_TABLE as ATTENTION_BWD
+from ..ops.attention.configs import DKDV_TABLE as DKDV
+from ..ops.attention.configs import DQ_TABLE as DQ
+from ..ops.attention.configs import FWD_TABLE as ATTENTION_FWD
+from ..ops.attention.configs import ONE_PASS_TABLE as ONE_PASS
+from ..ops.attention.configs import BwdForm, Problem
+from ..ops.attention.functions import attention
+from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.common.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
+from ..ops.mlp import mlp
+from ..ops.narrow_mlp import TILES as NARROW_TILES
+from ..runtime.backend import gpu
+from ..runtime.configs import forced
+from ..runtime.triton import triton
+from ..tools.aot import TARGETS, CompileError, Kernel, compile_step
+from .console import CommandError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

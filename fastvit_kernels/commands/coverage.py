@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels.accuracy import Error, measure
-from fastvit_kernels.backend import Backend, backend
-from fastvit_kernels.commands import zoo
-from fastvit_kernels.commands.console import CommandError, require
-from fastvit_kernels.hosts import host_path
-from fastvit_kernels.swap import SwapReport, swap_in
+from ..runtime.backend import Backend, backend
+from ..swap.apply import SwapReport, swap_in
+from ..swap.hosts import host_path
+from ..verify.accuracy import Error, measure
+from . import zoo
+from .console import CommandError, require
 
 VERIFIED = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that --verify runs
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit_kernels.commands.checkpoint import write_atomically
-from fastvit_kernels.commands.console import require
+from .checkpoint import write_atomically
+from .console import require
 
 OURS, REFERENCE = "tab:blue", "tab:orange"
 
@@ -190,7 +190,7 @@ def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
         pixels: (1, in_chans, height, width), normalized, on the model's device.
     Returns: (H, rows, columns) a layer on the CPU, and whether it is the class token's.
     """
-    from fastvit_kernels.attention_maps import attention_maps
+    from ..models.attention_maps import attention_maps
 
     from_cls = model.cls_token is not None
     with torch.no_grad():

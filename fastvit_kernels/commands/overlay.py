@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastvit_kernels.backend import backend
-from fastvit_kernels.commands import checkpoint, data, figures
-from fastvit_kernels.commands.console import CommandError, make_console, require
-from fastvit_kernels.commands.settings import Settings, named_vit
-from fastvit_kernels.vit import VisionTransformer
+from ..models.vit import VisionTransformer
+from ..runtime.backend import backend
+from . import checkpoint, data, figures
+from .console import CommandError, make_console, require
+from .settings import Settings, named_vit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _overrides(options: list[str]) -> dict[str, Any]:
 def _named_model(
     name: str, weights: Path, overrides: dict[str, Any]
 ) -> tuple[VisionTransformer, data.Normalization]:
-    from fastvit_kernels.weights import load_weights
+    from ..weights.load import load_weights
 
     try:
         model = named_vit(name, **overrides)
@@ -75,7 +75,7 @@ def _named_model(
 
 
 def _trained_model(weights: Path) -> tuple[VisionTransformer, data.Normalization]:
-    from fastvit_kernels.commands.training import build_model
+    from .training import build_model
 
     content = checkpoint.load(weights)
     model = build_model(Settings(**content["settings"]), len(content["classes"]))

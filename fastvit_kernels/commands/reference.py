@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit_kernels.accuracy import Error, compare
-from fastvit_kernels.vit import Block, VisionTransformer
+from ..models.vit import Block, VisionTransformer
+from ..verify.accuracy import Error, compare
 
 _ACTIVATIONS = {
     "gelu": F.gelu,

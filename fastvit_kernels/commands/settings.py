@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fastvit_kernels.backend import Backend
-from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.presets import create_vit
-from fastvit_kernels.vit import VisionTransformer
+from ..models.presets import create_vit
+from ..models.vit import VisionTransformer
+from ..runtime.backend import Backend
+from .console import CommandError
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)

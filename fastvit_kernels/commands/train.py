@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit_kernels import __version__
-from fastvit_kernels._triton import HAS_TRITON, triton
-from fastvit_kernels.accuracy import Error
-from fastvit_kernels.backend import INTERPRETED, Backend, backend, reason_for_torch
-from fastvit_kernels.commands import checkpoint, data, figures
-from fastvit_kernels.commands.console import CommandError, make_console, quiet_interpreter, require
-from fastvit_kernels.commands.data import Dataset
-from fastvit_kernels.commands.reference import agreement, worst_error
-from fastvit_kernels.commands.settings import Settings, add_arguments, given_options, make_settings
-from fastvit_kernels.commands.training import CHECKPOINT, METRICS, Run
+from .. import __version__
+from ..runtime.backend import INTERPRETED, Backend, backend, reason_for_torch
+from ..runtime.triton import HAS_TRITON, triton
+from ..verify.accuracy import Error
+from . import checkpoint, data, figures
+from .console import CommandError, make_console, quiet_interpreter, require
+from .data import Dataset
+from .reference import agreement, worst_error
+from .settings import Settings, add_arguments, given_options, make_settings
+from .training import CHECKPOINT, METRICS, Run
 
 __all__ = ["add_arguments", "run"]
 

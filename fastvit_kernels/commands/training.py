@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit_kernels.commands import checkpoint
-from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.data import Augmentation, Dataset, Normalization
-from fastvit_kernels.commands.reference import plain_vit
-from fastvit_kernels.commands.settings import DIGITS_VIT, Settings, named_vit
-from fastvit_kernels.vit import VisionTransformer
+from ..models.vit import VisionTransformer
+from . import checkpoint
+from .console import CommandError
+from .data import Augmentation, Dataset, Normalization
+from .reference import plain_vit
+from .settings import DIGITS_VIT, Settings, named_vit
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastvit_kernels import tuned_table, tuning
-from fastvit_kernels.backend import Gpu, backend, gpu, reason_for_torch
-from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.launch_configs import TABLES
-from fastvit_kernels.presets import create_vit
-from fastvit_kernels.tuned_table import Entry, TableError
+from ..models.presets import create_vit
+from ..runtime import tuned_table
+from ..runtime.backend import Gpu, backend, gpu, reason_for_torch
+from ..runtime.configs import TABLES
+from ..runtime.tuned_table import Entry, TableError
+from ..tools import tuning
+from .console import CommandError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -1,0 +1,1 @@
+"""The fused ops: one op, one stem."""

@@ -1,0 +1,401 @@
+"""Launch configs of the attention kernels, and everything about a launch but the pointers.
+
+Tiles are not padded where it costs. Tokens: full tiles without masks, then one tail of 16, 32 or
+64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail takes too many
+registers (wide heads, fp32), all tiles are masked. Head dim: D is cut into a power of two and a
+rest (D = 72 -> 64 + 16).
+
+A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
+of queries and keys, by its upper end; mask one of "none", "causal", "bool", "add", or with dropout
+"none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, else "few". Not yet
+measured: the compile command chose the configs, so that no default spills on sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...runtime.backend import Gpu
+from ...runtime.configs import ConfigTable, Key, launch_plan
+from ...runtime.triton import HAS_TRITON, triton
+
+MIN_TILE = 16  # the smallest operand of tl.dot
+MAX_D = 256
+MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
+TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 4096)
+MAX_ONE_PASS_D = 64
+MAX_ONE_PASS_T = 384
+MANY_HEADS = 16
+PART = 128  # queries of a one-pass program whose scores are alive together
+
+
+class FwdConfig(NamedTuple):
+    """The forward kernel: a program owns block_q queries and walks block_kv keys at a time.
+
+    `tail` is the smallest tile for the rows that full tiles leave over, in both directions. Where
+    it is as large as the tile there is no second copy of the code: all tiles check their rows.
+    """
+
+    block_q: int
+    block_kv: int
+    tail: int
+    heads: int  # a program, one after the other
+    num_warps: int
+    num_stages: int
+
+
+class SplitConfig(NamedTuple):
+    """A kernel of the split backward: rows the program owns, rows it loops over; tail as above."""
+
+    own: int
+    loop: int
+    tail: int
+    num_warps: int
+    num_stages: int
+
+
+class OnePassConfig(NamedTuple):
+    """The one-pass backward: a program owns all queries of a head, in parts (`query_parts`).
+
+    `tail` is the smallest tile for the keys that full tiles leave over, as above.
+    """
+
+    block_kv: int
+    tail: int
+    close: bool  # parts that fit T closely
+    heads: int  # a program, one after the other
+    num_warps: int
+    num_stages: int
+
+
+class BwdForm(NamedTuple):
+    """Which of the two forms of the backward runs."""
+
+    one_pass: bool
+
+
+def split_head_dim(D: int) -> tuple[int, int]:
+    """D as a power of two and a rest, 0 where padding to the next power of two costs no more."""
+    padded = max(MIN_TILE, triton.next_power_of_2(D))
+    half = padded // 2
+    if half < MIN_TILE:
+        return padded, 0
+    rest = max(MIN_TILE, triton.next_power_of_2(D - half))
+    return (half, rest) if half + rest < padded else (padded, 0)
+
+
+def tail_tile(T: int, block: int, smallest: int = MIN_TILE) -> int:
+    """Size of the tile for the T % block tokens that full tiles leave over; 0 for none."""
+    left = T % block
+    return min(block, max(smallest, triton.next_power_of_2(left))) if left else 0
+
+
+def query_parts(T: int, close: bool = False) -> tuple[int, int, int] | None:
+    """The parts in which a one-pass program holds T queries; None where it cannot.
+
+    50 -> 64; 197 -> 128 and 128, or closely 128, 64 and 16; 257 -> 128, 128 and 16. Not all parts
+    may have fewer than 64 rows, which would leave wgmma and cost more registers than they save.
+    """
+    if T <= PART:
+        return max(64, triton.next_power_of_2(T)), 0, 0
+    left = T - PART
+    if left <= 64:
+        return PART, 64, 0
+    if close and left <= 96:
+        return PART, 64, max(MIN_TILE, triton.next_power_of_2(left - 64))
+    if left <= PART:
+        return PART, PART, 0
+    if T <= MAX_ONE_PASS_T:
+        return PART, PART, max(MIN_TILE, triton.next_power_of_2(left - PART))
+    return None
+
+
+# By (bytes an element, largest padded D), first row that fits.
+FWD = {
+    (2, 64): FwdConfig(64, 64, 16, 1, 4, 3),
+    (2, 96): FwdConfig(64, 64, 16, 1, 4, 2),
+    (2, 128): FwdConfig(64, 64, 64, 1, 4, 2),
+    (2, 256): FwdConfig(64, 32, 64, 1, 8, 2),
+    (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
+    (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
+}
+# T above 1024, 16 bits, D <= 64: twice the queries and the warps.
+FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 3)
+# T <= 64: the tile is the whole head, and the next head's loads run beside its products. At D = 64
+# that takes twice the registers (157 to 78), so that half the warps fit; at D = 32 it pays.
+FWD_HEADS = FwdConfig(64, 64, 16, 4, 4, 3)
+FWD_CONFIGS = [*FWD.values(), FWD_LONG, FWD_HEADS, FwdConfig(64, 64, 16, 2, 4, 2)]
+DQ = {
+    (2, 64): SplitConfig(128, 64, 16, 8, 2),
+    (2, 128): SplitConfig(64, 64, 64, 8, 2),
+    (2, 256): SplitConfig(64, 32, 64, 8, 1),
+    (4, 64): SplitConfig(32, 32, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 256): SplitConfig(16, 16, 16, 8, 1),
+}
+# On sm_90, where fewer registers let twice the warps of (128, 64) fit: T <= 640, and above.
+DQ_HOPPER = SplitConfig(64, 64, 16, 8, 2)
+DQ_HOPPER_LONG = SplitConfig(128, 32, 16, 8, 2)
+DKDV = {
+    (2, 64): SplitConfig(128, 32, 16, 8, 2),
+    (2, 128): SplitConfig(64, 32, 64, 8, 2),
+    (2, 256): SplitConfig(64, 16, 64, 8, 1),
+    (4, 64): SplitConfig(32, 32, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 256): SplitConfig(16, 16, 16, 4, 1),
+}
+DKDV_CONFIGS = [*DKDV.values(), SplitConfig(64, 32, 16, 8, 2)]
+ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
+ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 8, 1)
+ONE_PASS_HOPPER = OnePassConfig(32, 16, False, 1, 8, 2)  # a tail would spill above T = 256
+ONE_PASS_CONFIGS = [
+    ONE_PASS,
+    ONE_PASS_FP32,
+    ONE_PASS_HOPPER,
+    OnePassConfig(32, 32, False, 1, 8, 3),
+    OnePassConfig(32, 32, True, 1, 8, 2),
+    OnePassConfig(16, 16, False, 1, 8, 2),
+    OnePassConfig(64, 64, False, 2, 8, 2),
+]
+
+
+# Triton 3.9 holds all queries of a head in registers there: 6,424 bytes of spills a thread at
+# T = 197, the split kernels 240; with 3.6 one pass has none.
+ONE_PASS_ON_AMPERE = HAS_TRITON and triton.__version__.startswith("3.6.")
+
+
+def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
+    """The first row for elements of this size that is large enough, else the largest."""
+    rows = [(largest, config) for (bytes_, largest), config in table.items() if bytes_ == itemsize]
+    return next((config for largest, config in rows if size <= largest), rows[-1][1])
+
+
+def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
+        return FWD_LONG
+    if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
+        return FWD_HEADS
+    return _row(FWD, ITEMSIZE[dtype], D)
+
+
+def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    if gpu.arch == "sm_90" and ITEMSIZE[dtype] == 2 and D <= 64 and not _has_tensor(mask):
+        return DQ_HOPPER if tokens <= 640 else DQ_HOPPER_LONG
+    return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
+
+
+def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
+
+
+def _has_tensor(mask: str) -> bool:
+    """A mask that is loaded takes registers: its tiles are those of the widest heads."""
+    return mask.startswith(("bool", "add"))
+
+
+def _default_one_pass(
+    gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> OnePassConfig:
+    if ITEMSIZE[dtype] == 4:
+        return ONE_PASS_FP32
+    return ONE_PASS_HOPPER if (gpu.arch, mask) == ("sm_90", "none") and tokens <= 256 else ONE_PASS
+
+
+def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
+    # Above 256 it spills on sm_80, and on sm_90 with dropout.
+    longest = 320 if gpu.arch in ("sm_90", "sm_100") and mask == "none" else 256
+    if _is_ampere(gpu) and not ONE_PASS_ON_AMPERE:
+        longest = 64
+    form = BwdForm(tokens <= longest)
+    return form if _bwd_fits(gpu, form, dtype, D, tokens, mask, heads) else BwdForm(False)
+
+
+def _tiles_fit(dtype: str, D: int, own: int, loop: int, num_warps: int) -> bool:
+    """Whether a tile is of the tensor cores' size, and its fp32 accumulator leaves registers."""
+    if ITEMSIZE[dtype] == 4:
+        return own * loop <= 1024 and own * D <= 32 * num_warps * 64
+    return own >= 64 and own * D <= 32 * num_warps * 96
+
+
+def _is_ampere(gpu: Gpu) -> bool:
+    """Whether its tensor cores are those of sm_80: mma, operands in registers."""
+    return gpu.arch.startswith(("sm_8", "sm_12"))
+
+
+def _buffers(gpu: Gpu, num_stages: int) -> int:
+    """Tiles of a pipelined load that are in shared memory at once."""
+    return max(1, num_stages - 1) if _is_ampere(gpu) else num_stages
+
+
+def _fwd_fits(
+    gpu: Gpu, config: FwdConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
+        return config == _default_fwd(gpu, dtype, D, tokens, mask, heads)
+    buffers = _buffers(gpu, config.num_stages)
+    q, kv = config.block_q * D, 2 * buffers * config.block_kv * D
+    if config.heads > 1:
+        q *= buffers
+    shared = (q + kv) * ITEMSIZE[dtype] + 2 * config.block_q * config.block_kv * _has_tensor(mask)
+    return (
+        shared <= gpu.shared_limit
+        and _tiles_fit(dtype, D, config.block_q, config.block_kv, config.num_warps)
+        and (config.heads == 1 or tokens <= 64)
+    )
+
+
+def _split_fits(
+    gpu: Gpu, config: SplitConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    if gpu.arch.startswith("gfx"):
+        defaults = (_default_dq, _default_dkdv)
+        return config in [f(gpu, dtype, D, tokens, mask, heads) for f in defaults]
+    loop = _buffers(gpu, config.num_stages) * config.loop
+    shared = 2 * (config.own + loop) * D * ITEMSIZE[dtype]
+    return shared <= gpu.shared_limit and _tiles_fit(
+        dtype, D, config.own, config.loop, config.num_warps
+    )
+
+
+def _one_pass_fits(
+    gpu: Gpu, config: OnePassConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    parts = query_parts(tokens)
+    if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or _has_tensor(mask):
+        return False
+    if ITEMSIZE[dtype] == 4 and (tokens > 64 or config != ONE_PASS_FP32):
+        return False
+    if config.tail < config.block_kv and _is_ampere(gpu):
+        return False  # a second copy of the body spills 672 bytes a thread on sm_80
+    # That of sm_80, the largest: q and dout twice, k and v of each stage, p and ds.
+    in_flight = 4 * sum(parts) * D * (config.num_stages if config.heads > 1 else 1)
+    shared = in_flight + 2 * config.block_kv * (config.num_stages * D + parts[0])
+    return shared * ITEMSIZE[dtype] <= gpu.shared_limit and (config.heads == 1 or tokens <= 64)
+
+
+def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
+    return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
+
+
+FWD_TABLE = ConfigTable("attention_fwd", FWD_CONFIGS, _default_fwd, _fwd_fits)
+BWD_TABLE = ConfigTable("attention_bwd", [BwdForm(True), BwdForm(False)], _default_bwd, _bwd_fits)
+ONE_PASS_TABLE = ConfigTable(
+    "attention_bwd_one_pass", ONE_PASS_CONFIGS, _default_one_pass, _one_pass_fits
+)
+DQ_TABLE = ConfigTable(
+    "attention_bwd_dq", [*DQ.values(), DQ_HOPPER, DQ_HOPPER_LONG], _default_dq, _split_fits
+)
+DKDV_TABLE = ConfigTable("attention_bwd_dkdv", DKDV_CONFIGS, _default_dkdv, _split_fits)
+
+
+class Problem(NamedTuple):
+    """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags."""
+
+    gpu: Gpu
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    T_kv: int
+    mask: str
+    dropout: bool
+    precision: str
+
+    def key(self) -> Key:
+        B, T_q, H, D = self.shape
+        tokens = next((t for t in TOKEN_BUCKETS if max(T_q, self.T_kv) <= t), TOKEN_BUCKETS[-1])
+        heads_per_sm = B * H // self.gpu.num_sms
+        heads = "many" if heads_per_sm >= MANY_HEADS else "few"
+        mask = f"{self.mask}+dropout" if self.dropout else self.mask
+        return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
+
+    def kernel_mask(self) -> str:
+        return "none" if self.mask == "causal" else self.mask
+
+    def flags(self) -> dict[str, Any]:
+        return dict(
+            D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
+            HAS_DROPOUT=self.dropout,
+        )  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """The grid, the sizes that go before the strides, and the constexprs and options."""
+
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def _block(T: int, block: int) -> int:
+    """No larger a tile than T tokens need."""
+    return min(block, max(MIN_TILE, triton.next_power_of_2(T)))
+
+
+@launch_plan
+def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
+    """The launch of the forward kernel; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *fields)
+    config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    block_d0, block_d1 = split_head_dim(D)
+    block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
+    programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
+    options = dict(
+        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
+        BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q, config.tail),
+        BLOCK_KV=block_kv, TAIL_KV=tail_tile(T_kv, block_kv, config.tail),
+        ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return Launch((programs,), (B * H, H, T_q, T_kv), options | problem.flags())
+
+
+def _split_launch(
+    problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
+) -> Launch:
+    """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
+    B, T_q, H, D = problem.shape
+    block_d0, block_d1 = split_head_dim(D)
+    options = {
+        "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
+        f"BLOCK_{own}": config.own, f"TAIL_{own}": tail_tile(T_own, config.own, config.tail),
+        f"BLOCK_{loop}": config.loop, f"TAIL_{loop}": tail_tile(T_loop, config.loop, config.tail),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    grid = (triton.cdiv(T_own, config.own) * B * H,)
+    return Launch(grid, (H, T_q, problem.T_kv), options | problem.flags())
+
+
+class BwdLaunch(NamedTuple):
+    """Either the one-pass kernel, or dq and then dk and dv."""
+
+    one_pass: Launch | None
+    split: tuple[Launch, Launch] | None
+
+
+@launch_plan
+def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
+    """The launches of the backward; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *fields)
+    key = problem.key()
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    if not BWD_TABLE.choose(problem.gpu, *key).one_pass:
+        dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
+        for_dq = _split_launch(problem, dq, "Q", "KV", T_q, T_kv)
+        return BwdLaunch(None, (for_dq, _split_launch(problem, dkdv, "KV", "Q", T_kv, T_q)))
+    config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
+    parts = query_parts(T_q, config.close)
+    assert parts is not None
+    options = dict(
+        BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
+        TAIL_KV=tail_tile(T_kv, config.block_kv, config.tail),
+        PART0=parts[0], PART1=parts[1], PART2=parts[2],
+        RAGGED_Q=sum(parts) != T_q, HEADS=config.heads,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    grid = (triton.cdiv(B * H, config.heads),)
+    return BwdLaunch(Launch(grid, (B * H, H, T_q, T_kv), options | problem.flags()), None)

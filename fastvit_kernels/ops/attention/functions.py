@@ -1,0 +1,501 @@
+"""Softmax attention over all tokens: packed QKV, QKV projection + attention, and torch's signature.
+
+    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h] . k[b,s,h]) v[b,s,h]
+
+Gradient, with p = softmax(s), delta[t] = sum_d out[t,d] dout[t,d]:
+
+    dv = p^T dout,  ds = p * (dout v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q
+
+Saved: qkv (or q, k, v), out, lse (B, H, T) fp32 in log2 units; `qkv_attention` adds x and weight.
+Precision: scores, softmax and accumulators fp32; p and ds are cast to the input dtype before their
+products. Kernels and launch configs: the other files here. Source: arXiv:2307.08691. Derivation:
+docs/attention.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import (
+    autocast_dtype,
+    check_dropout,
+    check_int,
+    check_number,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    empty_strided,
+    needs_gradient,
+)
+from ...runtime.backend import device_guard, gpu, use_triton
+from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
+from ...runtime.operator import LAUNCHERS, operator
+from ..common.gemm import input_precision, matmul, product_with_bias
+from ..common.reduction import column_sum
+from .backward_one_pass import _attention_bwd_one_pass_kernel
+from .backward_split import (
+    _attention_bwd_dkdv_kernel,
+    _attention_bwd_dq_kernel,
+)
+from .configs import (
+    MAX_D,
+    MAX_TOKEN_STRIDE,
+    bwd_launch,
+    fwd_launch,
+)
+from .forward import _attention_fwd_kernel
+
+
+def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """The specification of `attention`: torch's own, on the three views of qkv."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+    return out.transpose(1, 2)
+
+
+def qkv_attention_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The specification of `qkv_attention`: a Linear, then `attention_ref`."""
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D))
+    return attention_ref(qkv, scale, dropout_p)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One random int64 on the device, from torch's generator: a CUDA graph redraws it at replay."""
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+
+
+def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """Keep where 31 random bits are at least the first number; then scale by the second."""
+    return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
+
+
+def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """(B, H, T_q, T_kv) in any strides -> pointer and strides."""
+    if mask is None:
+        return None, (0, 0, 0, 0)
+    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), mask.stride()
+
+
+def _problem(
+    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
+) -> tuple[Any, ...]:
+    """The fields of configs.Problem."""
+    if mask is None:
+        kind = "causal" if is_causal else "none"
+    else:
+        kind = "bool" if mask.dtype is torch.bool else "add"
+    dropout, precision = seed is not None, input_precision()
+    return gpu(q.device), q.dtype, q.shape, k.shape[1], kind, dropout, precision
+
+
+def _bth(x: Tensor) -> tuple[int, ...]:
+    """Strides of a (B, T, H, D) view."""
+    return x.stride()[:3]
+
+
+def _launch_fwd(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> None:  # fmt: skip
+    launch = fwd_launch(*_problem(q, k, mask, seed, is_causal))
+    mask, mask_strides = _mask_arguments(mask)
+    with device_guard(q):
+        _attention_fwd_kernel[launch.grid](
+            out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
+            *mask_strides, scale, *_dropout_arguments(dropout_p), **launch.options,
+        )  # fmt: skip
+
+
+def _launch_bwd(
+    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
+    one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
+    strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
+    scalars = (scale, *_dropout_arguments(dropout_p))
+    if one_pass is not None:
+        with device_guard(q):
+            _attention_bwd_one_pass_kernel[one_pass.grid](
+                dq, dk, dv, dout, q, k, v, out, lse, seed, *one_pass.sizes,
+                dq.stride(1), dk.stride(1), *strides, *scalars, **one_pass.options,
+            )  # fmt: skip
+        return
+    assert split is not None
+    for_dq, for_dkdv = split
+    mask, mask_strides = _mask_arguments(mask)
+    delta = torch.empty_like(lse)
+    with device_guard(q):
+        _attention_bwd_dq_kernel[for_dq.grid](
+            dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,
+            dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
+        )  # fmt: skip
+        _attention_bwd_dkdv_kernel[for_dkdv.grid](
+            dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
+            dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_readable(strides: tuple[int, ...], token_axis: int) -> bool:
+    fits = strides[-1] == 1 and strides[token_axis] <= MAX_TOKEN_STRIDE
+    return fits and all(stride % 8 == 0 for stride in strides[:-1])
+
+
+def _readable(x: Tensor, token_axis: int = 1) -> Tensor:
+    """x itself where the kernels can address it, else a contiguous copy.
+
+    They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
+    8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
+    """
+    return x if _is_readable(x.stride(), token_axis) else x.contiguous()
+
+
+def _empty_attention_fwd(
+    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    B, T, _, H, D = qkv.shape
+    C, device = H * D, qkv.device
+    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=device)
+    return out, empty_strided((B, H, T), (H * T, T, 1), dtype=torch.float32, device=device)
+
+
+@operator(
+    "(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor, Tensor)",
+    fake=_empty_attention_fwd,
+)
+def attention_fwd(
+    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
+    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = _readable(qkv).unbind(2)
+        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+    return out, lse
+
+
+def _empty_attention_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+
+
+@operator(
+    "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor? seed, float scale, float dropout_p)"
+    " -> Tensor",
+    fake=_empty_attention_bwd,
+)
+def attention_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """dqkv (B, T, 3, H, D), contiguous."""
+    dqkv = _empty_attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = _readable(qkv).unbind(2)
+        dq, dk, dv = dqkv.unbind(2)
+        _launch_bwd(
+            dq, dk, dv, _readable(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
+        )
+    return dqkv
+
+
+class Decision(NamedTuple):
+    """What `_decide` and `_decide_qkv` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    scale: float
+    dropout_p: float
+    num_heads: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+
+
+class AttentionFunction(torch.autograd.Function):
+    """qkv -> out. Saves qkv, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, qkv, seed, decision):
+        out, lse = _forward(qkv, seed, decision)
+        ctx.save_for_backward(qkv, out, lse, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        decision = ctx.decision
+        bwd = _attention_bwd_launcher if decision.direct and stays_direct(dout) else attention_bwd
+        return bwd(dout, *ctx.saved_tensors, decision.scale, decision.dropout_p), None, None
+
+
+def _forward(qkv: Tensor, seed: Tensor | None, decision: Decision) -> tuple[Tensor, Tensor]:
+    fwd = _attention_fwd_launcher if decision.direct else attention_fwd
+    return fwd(qkv, seed, decision.scale, decision.dropout_p)
+
+
+_attention_fwd_launcher = LAUNCHERS["attention_fwd"]
+_attention_bwd_launcher = LAUNCHERS["attention_bwd"]
+_apply = direct_apply(AttentionFunction)
+
+
+def _empty_qkv_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
+    scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = x.new_empty((B, T, 3, num_heads, D))
+    return qkv, *_empty_attention_fwd(qkv, seed, scale, dropout_p)
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, int num_heads, float scale,"
+    " float dropout_p) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_qkv_attention_fwd,
+)
+def qkv_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
+    scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
+    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = qkv.unbind(2)
+        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+    return qkv, out, lse
+
+
+def _empty_qkv_projection_bwd(
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs_dx, needs_dweight, needs_dbias = needs
+    return (
+        x.new_empty(x.shape if needs_dx else (0,)),
+        x.new_empty(weight.shape if needs_dweight else (0,), dtype=weight_dtype),
+        x.new_empty(weight.shape[:1] if needs_dbias else (0,), dtype=bias_dtype),
+    )
+
+
+@operator(
+    "(Tensor dqkv, Tensor x, Tensor weight, ScalarType weight_dtype, ScalarType bias_dtype,"
+    " bool[] needs) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_qkv_projection_bwd,
+)
+def qkv_projection_bwd(
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dweight, dbias of the projection; each empty where it is not needed."""
+    needs_dx, needs_dweight, needs_dbias = needs
+    dx, dweight, dbias = _empty_qkv_projection_bwd(dqkv, x, weight, weight_dtype, bias_dtype, needs)
+    dqkv = dqkv.view(-1, weight.shape[0])
+    x = x.reshape(-1, x.shape[-1])
+    if needs_dx:
+        dx = matmul(dqkv, weight).view(dx.shape)
+    if needs_dweight:
+        dweight = matmul(dqkv.t(), x, out_dtype=weight_dtype)
+    if needs_dbias:
+        column_sum(dqkv, dbias)
+    return dx, dweight, dbias
+
+
+class QkvAttentionFunction(torch.autograd.Function):
+    """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, seed, decision):
+        x, weight, qkv, out, lse = _forward_qkv(x, weight, bias, seed, decision)
+        ctx.save_for_backward(x, weight, qkv, out, lse, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        x, weight, qkv, out, lse, seed = ctx.saved_tensors
+        decision = ctx.decision
+        bwd, projection_bwd = attention_bwd, qkv_projection_bwd
+        if decision.direct and stays_direct(dout):
+            bwd, projection_bwd = _attention_bwd_launcher, LAUNCHERS["qkv_projection_bwd"]
+        dqkv = bwd(dout, qkv, out, lse, seed, decision.scale, decision.dropout_p)
+        needs = list(ctx.needs_input_grad[:3])
+        dx, dweight, dbias = projection_bwd(
+            dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, needs
+        )
+        return (
+            dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
+            None, None,
+        )  # fmt: skip
+
+
+def _forward_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, decision: Decision
+) -> tuple[Tensor, ...]:
+    """x and weight in the compute dtype, qkv, out, lse."""
+    if decision.casts:
+        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
+        bias = None if bias is None else bias.to(decision.dtype)
+    fwd = LAUNCHERS["qkv_attention_fwd"] if decision.direct else qkv_attention_fwd
+    qkv, out, lse = fwd(
+        x, weight, bias, seed, decision.num_heads, decision.scale, decision.dropout_p
+    )
+    return x, weight, qkv, out, lse
+
+
+_apply_qkv = direct_apply(QkvAttentionFunction)
+
+
+def check_head_dim(op: str, D: int) -> None:
+    """Raise ValueError unless D is a multiple of 8 from 8 to 256."""
+    if D > MAX_D:
+        raise ValueError(f"{op}: D must be at most {MAX_D}, got {D}")
+    if D % 8 or D == 0:
+        raise ValueError(f"{op}: D must be a multiple of 8, got {D}")
+
+
+def default_scale(D: int) -> float:
+    """D**-0.5, as torch's own."""
+    return float(D) ** -0.5
+
+
+def unsupported_scale(scale: float) -> str | None:
+    """The kernels take the maximum of the unscaled scores, so that scale must be positive."""
+    return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
+
+
+@decide_once
+def _decide(qkv: Tensor, scale: float | None, dropout_p: float, direct: bool) -> Decision:
+    """Check the arguments of `attention`; what runs, and how."""
+    check_tensor("attention", "qkv", qkv, ndim=5)
+    if qkv.shape[2] != 3:
+        raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
+    check_head_dim("attention", qkv.shape[4])
+    check_dropout("attention", dropout_p)
+    scale = default_scale(qkv.shape[4]) if scale is None else scale
+    check_number("attention", "scale", scale)
+    dtype = autocast_dtype(qkv) or qkv.dtype
+    return Decision(
+        use_triton("attention", qkv, unsupported_scale(scale)), needs_gradient(qkv), direct,
+        dtype, qkv.dtype != dtype, scale, dropout_p, qkv.shape[3], dtype, dtype,
+    )  # fmt: skip
+
+
+@decide_once
+def _decide_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
+    dropout_p: float, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments of `qkv_attention`; what runs, and how."""
+    op = "qkv_attention"
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    rows = weight.shape[0]
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    D = rows // (3 * num_heads)
+    check_head_dim(op, D)
+    check_dropout(op, dropout_p)
+    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
+    scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
+    return Decision(
+        use_triton(op, x, unsupported_scale(scale)), needs_gradient(x, weight, bias), direct,
+        dtype, any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        scale, dropout_p, num_heads, weight.dtype, weight.dtype if bias is None else bias.dtype,
+    )  # fmt: skip
+
+
+def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """Bidirectional softmax attention on packed QKV.
+
+    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h].k[b,s,h]) v[b,s,h]
+
+    Args:
+        qkv: (B, T, 3, H, D), fp16, bf16 or fp32, read by its strides (a last axis that is not
+            contiguous is copied). D a multiple of 8 up to 256. Under autocast, autocast's dtype.
+        scale: multiplies the scores, dimensionless. Default D**-0.5.
+        dropout_p: probability of dropping a softmax probability; the rest is divided by
+            1 - dropout_p. The mask comes from torch's generator on qkv's device.
+    Returns:
+        (B, T, H, D), contiguous, dtype of qkv.
+    Precision: scores, softmax and accumulators fp32; P is cast to qkv.dtype before P V.
+    Saved: qkv, out, lse (B, H, T) fp32, log2 units.
+    Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
+    Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
+    """
+    decision = _decide(qkv, scale, dropout_p)
+    if not decision.triton_runs:
+        return attention_ref(qkv, scale, dropout_p)
+    if decision.casts:
+        qkv = qkv.to(decision.dtype)
+    seed = draw_seed(qkv.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward(qkv, seed, decision)[0]
+    apply = _apply if decision.direct else AttentionFunction.apply
+    return apply(qkv, seed, decision)
+
+
+def qkv_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """QKV projection and bidirectional softmax attention as one Function.
+
+    qkv = x weight^T + bias, its columns ordered (3, H, D);  out = attention(qkv)
+
+    Args:
+        x: (B, T, C), fp16, bf16 or fp32. Under autocast computed in autocast's dtype.
+        weight: (3 * H * D, C), rows [q; k; v], as timm's `qkv` and torch's `in_proj_weight`.
+        bias: (3 * H * D,) or None.
+        num_heads: H; D = weight.shape[0] / (3 H) is a multiple of 8 up to 256.
+        scale, dropout_p: as for `attention`.
+    Returns:
+        (B, T, H, D), contiguous, in the compute dtype.
+    Precision: as `attention`; dweight and dbias are summed in fp32 and written in the dtype of the
+        parameter.
+    Saved: x, weight, qkv, out, lse.
+    Raises: ValueError, such as "qkv_attention: weight must have 3 * H * D rows with H = 12, got
+        1000"; TypeError where dtypes differ outside autocast.
+    Specification: qkv_attention_ref. Derivation: docs/attention.md.
+    """
+    decision = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
+    if not decision.triton_runs:
+        return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
+    seed = draw_seed(x.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward_qkv(x, weight, bias, seed, decision)[3]
+    apply = _apply_qkv if decision.direct else QkvAttentionFunction.apply
+    return apply(x, weight, bias, seed, decision)

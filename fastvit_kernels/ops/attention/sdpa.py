@@ -1,0 +1,291 @@
+"""`scaled_dot_product_attention` with torch's signature, on the kernels of attention.py.
+
+Queries, keys and values come as (B, H, T, D) in any strides, of different lengths, with a boolean
+or additive mask that broadcasts, causal or not. What the kernels cannot do takes torch's own path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import (
+    FLOATS,
+    as_dtype,
+    autocast_dtype,
+    check_device,
+    check_flags,
+    check_number,
+    check_probability,
+    needs_gradient,
+)
+from ...runtime.backend import use_triton
+from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
+from ...runtime.operator import LAUNCHERS, operator
+from .functions import (
+    MAX_D,
+    _launch_bwd,
+    _launch_fwd,
+    _readable,
+    default_scale,
+    draw_seed,
+    unsupported_scale,
+)
+
+
+def _empty_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, H, T_q, D = q.shape
+    out = q.new_empty((B, T_q, H, D)).transpose(1, 2)
+    return out, q.new_empty((B, H, T_q), dtype=torch.float32)
+
+
+@operator(
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
+    " bool is_causal) -> (Tensor, Tensor)",
+    fake=_empty_fwd,
+)
+def sdpa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
+    out, lse = _empty_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
+    if out.numel():
+        q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
+        _launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
+    return out, lse
+
+
+def _empty_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B, H, T_q, D = q.shape
+    T_kv = k.shape[2]
+    dq = q.new_empty((B, T_q, H, D)).transpose(1, 2)
+    dk = k.new_empty((B, T_kv, H, D)).transpose(1, 2)
+    return dq, dk, torch.empty_like(dk)
+
+
+@operator(
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
+    " Tensor? seed, float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def sdpa_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
+    dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
+    if out.numel():
+        dout, q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        _launch_bwd(
+            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
+            out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    dtype: torch.dtype  # to compute in
+    scale: float
+    dropout_p: float
+    is_causal: bool
+
+
+class SdpaFunction(torch.autograd.Function):
+    """q, k, v -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, seed, decision):
+        out, lse = _forward(q, k, v, mask, seed, decision)
+        ctx.save_for_backward(q, k, v, out, lse, mask, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        decision = ctx.decision
+        bwd = LAUNCHERS["sdpa_bwd"] if decision.direct and stays_direct(dout) else sdpa_bwd
+        dq, dk, dv = bwd(
+            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, decision.is_causal
+        )
+        return dq, dk, dv, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, decision: Decision
+) -> tuple[Tensor, Tensor]:
+    fwd = LAUNCHERS["sdpa_fwd"] if decision.direct else sdpa_fwd
+    return fwd(q, k, v, mask, seed, decision.scale, decision.dropout_p, decision.is_causal)
+
+
+_apply = direct_apply(SdpaFunction)
+
+
+OP = "scaled_dot_product_attention"
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise unless dtypes, devices and layouts are such that torch at least can compute."""
+    tensors = {"query": q, "key": k, "value": v}
+    if mask is not None:
+        tensors["attn_mask"] = mask
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{OP}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.layout not in (torch.strided, torch.jagged):
+            raise TypeError(f"{OP}: {name} must be dense or nested, got layout {x.layout}")
+        nested = q.is_nested and x is not mask
+        if x.is_nested != nested:
+            kind = "a nested tensor, as query is" if nested else "dense"
+            raise TypeError(f"{OP}: {name} must be {kind}, got layout {x.layout}")
+        if x.dtype not in FLOATS and not (x is mask and x.dtype is torch.bool):
+            kinds = "floating point or bool" if x is mask else "floating point of 16, 32 or 64 bits"
+            raise TypeError(f"{OP}: {name} must be {kinds}, got {x.dtype}")
+        check_device(OP, name, x, q)
+        if x is not mask and x.dtype != q.dtype and autocast_dtype(q) is None:
+            raise TypeError(f"{OP}: {name} must have the dtype of query, {q.dtype}, got {x.dtype}")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise unless query (..., T_q, D), key (..., T_kv, D) and value (..., T_kv, D_v) agree."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 2:
+            raise ValueError(f"{OP}: {name} must have axes (..., T, D), got {tuple(x.shape)}")
+    for name, x in (("key", k), ("value", v)):
+        pairs = zip(reversed(x.shape[:-2]), reversed(q.shape[:-2]), strict=False)
+        if not all(m == n or m == 1 or n == 1 for m, n in pairs):
+            raise ValueError(
+                f"{OP}: {name} must have the batch and heads of query, {tuple(q.shape[:-2])}, "
+                f"got {tuple(x.shape[:-2])}"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{OP}: key must have the D of query, {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"{OP}: value must have the T of key, {k.shape[-2]}, got {v.shape[-2]}")
+    if mask is None:
+        return
+    wanted = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+    if mask.ndim > len(wanted) or not all(m in (1, n) for m, n in pairs):
+        raise ValueError(
+            f"{OP}: attn_mask must broadcast to {tuple(wanted)}, got shape {tuple(mask.shape)}"
+        )
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None,
+) -> None:  # fmt: skip
+    """Raise on what neither the kernels nor torch can compute."""
+    _check_tensors(q, k, v, mask)
+    check_probability(OP, "dropout_p", dropout_p)
+    check_flags(OP, is_causal=is_causal)
+    if scale is not None:
+        check_number(OP, "scale", scale)
+    if is_causal and mask is not None:
+        raise ValueError(f"{OP}: attn_mask must be None where is_causal is True, got both")
+    if not q.is_nested:
+        _check_shapes(q, k, v, mask)
+
+
+def _unsupported(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> str | None:
+    """What torch's function can do and the kernels cannot, or None."""
+    if q.is_nested:
+        return "query, key and value are nested tensors"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return "query, key and value must be (B, H, T, D)"
+    if not q.dtype == k.dtype == v.dtype and autocast_dtype(q) is None:
+        return "query, key and value differ in dtype"
+    B, H, _, D = q.shape
+    if k.shape != v.shape or k.shape[:2] != (B, H) or k.shape[3] != D:
+        return "query, key and value differ in batch, heads or head dim"
+    if D % 8 or not 8 <= D <= MAX_D:
+        return f"D must be a multiple of 8 up to {MAX_D}, got {D}"
+    if k.shape[2] == 0:
+        return "there are no keys"
+    if not 0 <= dropout_p < 1:
+        return f"dropout_p must be in [0, 1), got {dropout_p}"
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "attn_mask needs a gradient"
+    return None
+
+
+@decide_once
+def _decide(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
+    scale_ = 0.0
+    if unsupported is None:
+        scale_ = default_scale(query.shape[-1]) if scale is None else scale
+        unsupported = unsupported_scale(scale_)
+    return Decision(
+        use_triton(OP, query, unsupported), needs_gradient(query, key, value), direct,
+        autocast_dtype(query) or query.dtype, scale_, dropout_p, is_causal,
+    )  # fmt: skip
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Drop-in for torch.nn.functional.scaled_dot_product_attention.
+
+    Args:
+        query: (B, H, T_q, D), fp16, bf16 or fp32, any strides (a last axis that is not contiguous
+            is copied).
+        key, value: (B, H, T_kv, D).
+        attn_mask: broadcasts to (B, H, T_q, T_kv); boolean (True is seen) or added to the scores.
+            A query that sees no key gives zeros, as in torch.
+        dropout_p: as for `attention`. Note that, as in torch, it applies whatever the mode is.
+        is_causal: query i sees keys 0..i.
+        scale: multiplies the scores, dimensionless. Default D**-0.5.
+    Returns:
+        (B, H, T_q, D), dtype of query, laid out as (B, T_q, H, D).
+    Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
+    Saved: query, key, value, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
+    Raises: ValueError, such as "scaled_dot_product_attention: key must have the D of query, 64, got
+        32"; TypeError. Whatever the kernels cannot do and torch can (a mask that needs a gradient,
+        D not a multiple of 8, other ranks, nested tensors) takes torch's path.
+    Specification: torch.nn.functional.scaled_dot_product_attention.
+    """
+    if isinstance(scale, Tensor):
+        scale = float(scale)  # torch takes one too
+    decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if not decision.triton_runs:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )
+    q, k, v = (as_dtype(x, decision.dtype) for x in (query, key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+    seed = draw_seed(q.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward(q, k, v, attn_mask, seed, decision)[0]
+    apply = _apply if decision.direct else SdpaFunction.apply
+    return apply(q, k, v, attn_mask, seed, decision)

@@ -1,0 +1,1 @@
+"""What several ops share on the GPU."""

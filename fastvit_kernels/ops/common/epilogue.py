@@ -1,0 +1,322 @@
+"""What may follow a matrix product, forward and backward: the elementwise side of linear and mlp.
+
+    y = residual + row_scale[sample] * layer_scale[n] * act(z)
+
+    d = row_scale * dy,   dz = layer_scale * d * act'(z),   dlayer_scale = sum_m d * act(z)
+
+`finish_tile` ends a Triton GEMM; the kernels here end a library's product. Both do the same
+arithmetic, in fp32. Column sums leave a kernel as fp32 partials, one row a split of M, and are
+finished by `column_sum` in a fixed order. No atomics. Derivation: docs/linear.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.arguments import (
+    Layout,
+    as_rows,
+    contiguous,
+    empty_strided,
+    layout,
+    rows_and_stride,
+)
+from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.configs import launch_plan
+from ...runtime.triton import tl, triton
+from .activation import activate, activate_and_derivative
+from .gemm import matmul
+from .reduction import column_sum
+
+# Tile of (rows, columns), warps. Not yet measured.
+BLOCK_R, BLOCK_N, NUM_WARPS = 16, 128, 4
+_TILE = dict(BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N, num_warps=NUM_WARPS)
+WEIGHT_BLOCK_N, WEIGHT_BLOCK_K = 4, 512
+BWD_PROGRAMS_PER_SM = 8
+MIN_ROWS_PER_SPLIT = 64
+
+
+@triton.jit
+def finish_tile(
+    y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored."""
+    mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    y = activate(z, ACTIVATION)
+    if HAS_LAYER_SCALE:
+        y *= tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if HAS_ROW_SCALE:
+        row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
+        y *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + offs_m[:, None] * stride_residual_m + offs_n[None, :]
+        y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _epilogue_fwd_kernel(
+    y_ptr, z_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    z_ptrs = z_ptr + offs_m[:, None] * N + offs_n[None, :]
+    z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
+    finish_tile(
+        y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _epilogue_bwd_kernel(
+    dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
+    M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n,
+    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr, SUM_DLAYER_SCALE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # Program (n, s) walks the rows of split s; partial[s] = [sum dz (N)] [sum d * act(z) (N)].
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    first = tl.program_id(1).to(tl.int64) * rows_per_split
+    last = tl.minimum(first + rows_per_split, M)
+    sum_dz = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    sum_dlayer_scale = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    if HAS_LAYER_SCALE:
+        layer_scale = tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    for row in range(first, last, BLOCK_R):
+        offs_m = row + tl.arange(0, BLOCK_R).to(tl.int64)
+        mask_m = offs_m < last
+        mask = mask_m[:, None] & mask_n[None, :]
+        dy_ptrs = dy_ptr + offs_m[:, None] * stride_dy_m + offs_n[None, :] * stride_dy_n
+        dz = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        offs = offs_m[:, None] * N + offs_n[None, :]
+        if HAS_ROW_SCALE:
+            row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
+            dz *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            act, derivative = activate_and_derivative(z, ACTIVATION)
+            if WRITE_ACT:
+                tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
+            if SUM_DLAYER_SCALE:
+                sum_dlayer_scale += dz * act
+        if HAS_LAYER_SCALE:
+            dz *= layer_scale[None, :]
+        if ACTIVATION != "":
+            dz *= derivative
+        tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if SUM_DZ:
+            sum_dz += dz
+    partial_ptrs = partial_ptr + tl.program_id(1).to(tl.int64) * width + offs_n
+    if SUM_DZ:
+        tl.store(partial_ptrs, tl.sum(sum_dz, axis=0), mask=mask_n)
+        partial_ptrs += N
+    if SUM_DLAYER_SCALE:
+        tl.store(partial_ptrs, tl.sum(sum_dlayer_scale, axis=0), mask=mask_n)
+
+
+@triton.jit
+def _weight_bwd_kernel(
+    dweight_ptr, dbias_ptr, dlayer_scale_ptr, gram_ptr, g_ptr, weight_ptr, bias_ptr,
+    layer_scale_ptr, N, K, stride_weight_n, stride_weight_k,
+    NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, NEEDS_DLAYER_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # dW = layer_scale G,   db = layer_scale g,   dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    layer_scale = tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    dot = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if NEEDS_DWEIGHT or NEEDS_DLAYER_SCALE:
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            offs_k = k * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+            mask = mask_n[:, None] & (offs_k < K)[None, :]
+            offs = offs_n[:, None] * K + offs_k[None, :]
+            gram = tl.load(gram_ptr + offs, mask=mask, other=0.0)
+            if NEEDS_DWEIGHT:
+                dweight = layer_scale[:, None] * gram
+                tl.store(dweight_ptr + offs, dweight.to(dweight_ptr.dtype.element_ty), mask=mask)
+            if NEEDS_DLAYER_SCALE:
+                weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+                weight_ptrs += offs_k[None, :] * stride_weight_k
+                dot += gram * tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if NEEDS_DBIAS:
+        dbias = layer_scale * tl.load(g_ptr + offs_n, mask=mask_n, other=0.0)
+        tl.store(dbias_ptr + offs_n, dbias.to(dbias_ptr.dtype.element_ty), mask=mask_n)
+    if NEEDS_DLAYER_SCALE:
+        dlayer_scale = tl.sum(dot, axis=1)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+            dlayer_scale += bias * tl.load(g_ptr + offs_n, mask=mask_n, other=0.0)
+        dlayer_scale = dlayer_scale.to(dlayer_scale_ptr.dtype.element_ty)
+        tl.store(dlayer_scale_ptr + offs_n, dlayer_scale, mask=mask_n)
+
+
+def epilogue_arguments(
+    M: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, bool]]:
+    """What finish_tile wants: (pointers), (rows_per_sample, stride_residual_m), flags."""
+    rows_per_sample, stride_residual_m = 1, 0
+    if row_scale is not None:
+        rows_per_sample = M // row_scale.numel()
+    if residual is not None:
+        residual, stride_residual_m = rows_and_stride(residual)
+    flags = _flags(layer_scale is not None, row_scale is not None, residual is not None)
+    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    return pointers, (rows_per_sample, stride_residual_m), flags
+
+
+@functools.cache
+def _flags(has_layer_scale: bool, has_row_scale: bool, has_residual: bool) -> dict[str, bool]:
+    return dict(
+        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale, HAS_RESIDUAL=has_residual
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fwd_launch(M: int, N: int) -> Any:
+    return _epilogue_fwd_kernel[triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)]
+
+
+def apply_epilogue(
+    y: Tensor, z: Tensor, activation: str,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write residual + row_scale * layer_scale * act(z) into y; y and z (..., N) contiguous."""
+    N = z.shape[-1]
+    M = z.numel() // N
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    with device_guard(z):
+        _fwd_launch(M, N)(y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags, **_TILE)
+    return y
+
+
+class _BwdPlan(NamedTuple):
+    launch: Any  # the kernel on its grid
+    rows_per_split: int
+    dz: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(gpu: Gpu, M: int, N: int, sums: int) -> _BwdPlan:
+    column_blocks = triton.cdiv(N, BLOCK_N)
+    wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
+    splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(M, splits)
+    splits = triton.cdiv(M, rows_per_split)
+    return _BwdPlan(
+        _epilogue_bwd_kernel[column_blocks, splits], rows_per_split,
+        layout((M, N)), layout((splits, N * sums)),
+    )  # fmt: skip
+
+
+def backward_epilogue(
+    dy: Tensor, z: Tensor | None, activation: str, dtype: torch.dtype,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, *,
+    act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The pass over (M, N) that leads from dy to dz.
+
+    Args:
+        dy: (M, N), any strides. z: (M, N) contiguous; None without an activation.
+        dtype: of dz.
+        act: (M, N) contiguous; act(z) is written into it where it is not None.
+        sum_dz, sum_dlayer_scale: which column sums are wanted.
+    Returns: dz (M, N), and partials (splits, N or 2 N) fp32 whose column sums are sum_m dz and
+        sum_m row_scale * dy * act(z), side by side, of those that are wanted.
+    """
+    M, N = dy.shape
+    device = dy.device
+    launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
+        gpu(device), M, N, sum_dz + sum_dlayer_scale
+    )
+    dz = empty_strided(*dz_layout, dtype=dtype, device=device)
+    partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    rows_per_sample = 1 if row_scale is None else M // row_scale.numel()
+    with device_guard(dy):
+        launch(
+            dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
+            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(),
+            ACTIVATION=activation, HAS_LAYER_SCALE=layer_scale is not None,
+            HAS_ROW_SCALE=row_scale is not None, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
+            SUM_DLAYER_SCALE=sum_dlayer_scale, **_TILE,
+        )  # fmt: skip
+    return dz, partial
+
+
+def scaled_rows(
+    dy: Tensor, row_scale: Tensor | None, dtype: torch.dtype, needs_sum: bool
+) -> tuple[Tensor, Tensor]:
+    """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can."""
+    if row_scale is None and dy.dtype == dtype:
+        rows = as_rows(dy)
+        return rows, rows
+    return backward_epilogue(dy, None, "", dtype, None, row_scale, sum_dz=needs_sum)
+
+
+def input_gradient_operands(
+    d: Tensor, weight: Tensor, layer_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(a, b) with a b = (d * layer_scale) W, the small factor scaled rather than the large one."""
+    if layer_scale is None:
+        return d, weight
+    if d.dtype == torch.float16:
+        # A layer scale of 1e-5 would push W below fp16's range; d carries the loss scale.
+        return backward_epilogue(d, None, "", d.dtype, layer_scale)[0], weight
+    scaled = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return d, torch.mul(weight, layer_scale[:, None], out=scaled)
+
+
+def weight_gradients(
+    d: Tensor, sums: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    layer_scale: Tensor | None, dweight: Tensor, dbias: Tensor, dlayer_scale: Tensor,
+) -> None:  # fmt: skip
+    """Gradients of y = layer_scale * (x W^T + b) from d, written into those that are not empty.
+
+    Args:
+        d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d.
+        weight: (N, K), any strides, and bias: (N,) are read for dlayer_scale alone.
+    """
+    needs_dweight, needs_dbias = dweight.numel() > 0, dbias.numel() > 0
+    needs_dlayer_scale = dlayer_scale.numel() > 0
+    if layer_scale is None:
+        if needs_dweight and x is not None:
+            matmul(d.t(), x, out=dweight)
+        if needs_dbias:
+            column_sum(sums, dbias)
+        return
+    has_bias = bias is not None
+    N = d.shape[1]
+    K, gram, g = 0, None, None
+    if (needs_dweight or needs_dlayer_scale) and x is not None:
+        K, gram = x.shape[1], matmul(d.t(), x, out_dtype=torch.float32)
+    if needs_dbias or (needs_dlayer_scale and has_bias):
+        g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
+    strides = (0, 0) if weight is None else weight.stride()
+    with device_guard(d):
+        _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
+            dweight, dbias, dlayer_scale, gram, g, weight,
+            None if bias is None else bias.contiguous(), layer_scale.contiguous(),
+            N, K, *strides,
+            NEEDS_DWEIGHT=needs_dweight, NEEDS_DBIAS=needs_dbias,
+            NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
+            BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
+        )  # fmt: skip

@@ -1,0 +1,234 @@
+"""Matrix products that ops share: the vendor's library, and the main loop of the Triton GEMMs.
+
+    out = a b [+ bias]        a (M, K), b (K, N), any strides; out (M, N) contiguous
+
+A product with nothing around it is cuBLAS's (on CPU, BLAS's): `matmul`. A Triton GEMM is there for
+its epilogue. Its kernel takes `tile_operands` once, then for each of its tiles `grouped_tile`,
+`tile_product` and the epilogue, which may halve the tile with `column_halves`; `tile_plan` and
+`tile_launch` start it. Which config a product takes is decided in gemm_configs.py.
+Precision: fp32 accumulators. Each element is summed over K by one program, in order: no atomics.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...runtime.backend import INTERPRETED, Gpu, gpu
+from ...runtime.configs import launch_plan
+from ...runtime.triton import tl, triton
+from .gemm_configs import GemmConfig
+
+_autocast_enabled = torch._C._is_any_autocast_enabled
+
+GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
+
+
+def input_precision() -> Literal["ieee", "tf32"]:
+    """How tl.dot multiplies fp32 tiles: by torch's own switch. 16-bit tiles do not look at it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _upcast_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    a, b = a.float(), b.float()
+    product = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    if bias is None:
+        torch.mm(a, b, out=product)
+    else:
+        torch.addmm(bias.float(), a, b, out=product)
+    return out.copy_(product)
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The plain product a b + bias.
+
+    The `out=` forms are used because torch.autocast leaves them alone: the fp32 product of a
+    backward that runs inside an autocast region stays an fp32 product.
+
+    Args:
+        a, b: (M, K) and (K, N) of one dtype, any strides.
+        out_dtype: dtype of the result; a.dtype by default, fp32 also where a and b have 16 bits.
+        bias: (N,), dtype of a, or None.
+        out: (M, N), written whole; allocated where None. Its dtype is then the result's.
+    Returns: (M, N).
+    Precision: fp32 accumulators. With a 16-bit a and an fp32 result nothing is rounded between.
+    """
+    if out is None:
+        shape = (a.shape[0], b.shape[1])
+        out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+    if out.dtype != a.dtype:
+        if a.is_cuda and out.dtype == torch.float32:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+            return out if bias is None else out.add_(bias)
+        return _upcast_product(out, a, b, bias)
+    if a.dtype.itemsize == 2 and not a.is_cuda:
+        return _upcast_product(out, a, b, bias)  # some CPUs' 16-bit BLAS accumulates in 16 bits
+    if bias is None:
+        return torch.mm(a, b, out=out)
+    return torch.addmm(bias, a, b, out=out)
+
+
+def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias, contiguous: x (..., K), weight (N, K), bias (N,) or None, one dtype."""
+    if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not _autocast_enabled():
+        z = F.linear(x, weight, bias)  # one call, where `out=` forms take four
+        return z if z.is_contiguous() else z.contiguous()
+    (N, K), shape = weight.shape, x.shape[:-1]
+    return matmul(x.reshape(shape.numel(), K), weight.t(), bias=bias).view(*shape, N)
+
+
+def _readable_by_tma(x: Tensor, contiguous: int) -> bool:
+    """Whether x (2 axes) has rows along axis `contiguous` that lie 16-byte multiples apart."""
+    size, step = x.dtype.itemsize, x.stride(1 - contiguous)
+    if x.stride(contiguous) != 1 or step < x.shape[contiguous] or step * size % 16:
+        return False
+    address = x.storage_offset() * size if isinstance(x, FakeTensor) else x.data_ptr()
+    return address % 16 == 0
+
+
+class TilePlan(NamedTuple):
+    programs: int
+    options: dict[str, Any]  # constexprs and launch options
+
+
+@launch_plan
+def _tile_plan(
+    gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, b_k_last: bool, precision: str
+) -> TilePlan:
+    programs = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    persistent = config.programs_per_sm > 0
+    if persistent:
+        programs = min(programs, config.programs_per_sm * gpu.num_sms)
+    tma = config.descriptors
+    return TilePlan(programs, dict(
+        PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
+        FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize, SUBTILES=config.subtiles,
+        EVEN_N=tma or N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
+        INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
+    ))  # fmt: skip
+
+
+def tile_plan(config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False) -> TilePlan:
+    """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
+
+    A config with descriptors takes pointers where an operand's strides or address forbid TMA.
+    """
+    k_axis = 1 if transposed else 0
+    b_k_last = b.stride(k_axis) == 1
+    if config.descriptors:
+        contiguous = k_axis if b_k_last else 1 - k_axis
+        if not (_readable_by_tma(a, 1) and _readable_by_tma(b, contiguous)):
+            config = config.with_pointers()
+    (M, K), N = a.shape, b.shape[1 - k_axis]
+    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, input_precision())
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")  # torch aligns to 512 bytes
+
+
+def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> None:
+    """Launch a kernel as planned, on the current device.
+
+    A kernel that builds descriptors writes them into memory that Triton asks of the allocator of
+    the current context. Ours is set in a copy of that context: the user's own stays what it was,
+    and a thread that has none, such as autograd's, is served.
+    """
+    launch = kernel[(plan.programs,)]
+    if plan.options["DESCRIPTORS"] and not INTERPRETED:
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _scratch)
+        context.run(launch, *arguments, **flags, **plan.options)
+    else:
+        launch(*arguments, **flags, **plan.options)
+
+
+@triton.jit
+def grouped_tile(
+    tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):  # fmt: skip
+    """(pid_m, pid_n) of a tile; GROUP_M row blocks are walked column by column."""
+    num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first_m = tile // (GROUP_M * num_n) * GROUP_M
+    group_m = tl.minimum(num_m - first_m, GROUP_M)
+    rest = tile % (GROUP_M * num_n)
+    return first_m + rest % group_m, rest // group_m
+
+
+@triton.jit
+def tile_operands(
+    a_ptr, b_ptr, M, N, K, stride_a_m, stride_b_k, stride_b_n,
+    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """a and b as tile_product reads them: TMA descriptors, or the pointers as they are."""
+    if DESCRIPTORS:
+        a = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_a_m, 1], [BLOCK_M, BLOCK_K])
+        if B_K_LAST:
+            b = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b_n, 1], [BLOCK_N, BLOCK_K])
+        else:
+            b = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b_k, 1], [BLOCK_K, BLOCK_N])
+        return a, b
+    else:
+        return a_ptr, b_ptr
+
+
+@triton.jit
+def tile_product(
+    a, b, pid_m, pid_n, M, N, K, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) fp32 tile (pid_m, pid_n) of a b, from tile_operands.
+
+    Rows past M repeat the last one, or are 0: the caller masks them where it stores or sums.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if DESCRIPTORS:
+        row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            a_tile = a.load([row, k * BLOCK_K])
+            b_tile = b.load([column, k * BLOCK_K]).T if B_K_LAST else b.load([k * BLOCK_K, column])
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+    else:
+        offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
+        mask_n = offs_n < N
+        a_ptrs = a + tl.minimum(offs_m, M - 1)[:, None] * stride_a_m + offs_k[None, :] * stride_a_k
+        b_ptrs = b + offs_k[:, None] * stride_b_k + offs_n[None, :] * stride_b_n
+        step = tl.full((), BLOCK_K, tl.int64)
+        for k in range(tl.cdiv(K, BLOCK_K)):
+            mask_k = offs_k < K - k * BLOCK_K
+            a_tile = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=mask_k[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                b_tile = tl.load(b_ptrs)
+            elif EVEN_K:
+                b_tile = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
+            else:
+                b_tile = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+            a_ptrs += step * stride_a_k
+            b_ptrs += step * stride_b_k
+    return acc
+
+
+@triton.jit
+def column_halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile's columns; each thread keeps its elements."""
+    halves = tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    return tl.split(halves)

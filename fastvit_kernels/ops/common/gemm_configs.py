@@ -1,0 +1,173 @@
+"""Who multiplies where an epilogue follows, and with which tile: the configs of the Triton GEMMs.
+
+The "library" route is the vendor's product and one elementwise kernel, the "triton" route one GEMM
+with the epilogue inside. A choice depends on (M bucket, N, K, dtype): M rounded up to a power of
+two, the dtype by its short name; what the epilogue does is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.backend import Gpu
+from ...runtime.configs import ConfigTable, forced
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class GemmConfig(NamedTuple):
+    """How a product with an epilogue is made. With the library's route the rest says nothing."""
+
+    route: str  # "library" or "triton"
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+    num_warps: int = 4
+    num_stages: int = 1
+    programs_per_sm: int = 0  # of a persistent kernel; 0: one program a tile
+    subtiles: int = 1  # parts in which the epilogue takes the columns of a tile
+    descriptors: bool = False  # operands come by TMA
+    flatten: bool = False  # one loop over tiles and K: the next tile's loads pass this epilogue
+    warp_specialize: bool = False
+
+    def with_pointers(self) -> GemmConfig:
+        """The same tile where TMA cannot read an operand, and so nothing can be specialised."""
+        many = self.block_m * self.block_n >= 128 * 128
+        return self._replace(
+            descriptors=False, flatten=False, warp_specialize=False,
+            num_warps=8 if many else self.num_warps, subtiles=max(self.subtiles, 2 if many else 1),
+        )  # fmt: skip
+
+    def shared(self, itemsize: int) -> int:
+        """An upper bound of the bytes of shared memory; the epilogue's reuse the operands' where
+        no load runs ahead of it."""
+        operands = (self.block_m + self.block_n) * self.block_k * self.num_stages * itemsize
+        ahead = self.flatten or self.warp_specialize
+        staged = self.block_m * self.block_n * 4 // self.subtiles if ahead else 0
+        return operands + staged + (1024 if self.descriptors else 0)
+
+
+# Without subtiles an exact erf spills at 128 x 256, and its derivative beside a rebuilt activation
+# at 128 x 128; with these nothing in the gate does: docs/linear.md. Not yet measured.
+LIBRARY = GemmConfig("library")
+TILE = GemmConfig("triton", 128, 128, 64, 8, 3, subtiles=2)
+NARROW = GemmConfig("triton", 128, 64, 64, 8, 3)
+SMALL = GemmConfig("triton", 64, 64, 64, 4, 3)  # where the others leave SMs idle
+PERSISTENT = TILE._replace(programs_per_sm=1)
+FLAT = PERSISTENT._replace(flatten=True)
+WIDE = GemmConfig("triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8)
+TMA = PERSISTENT._replace(descriptors=True)
+WIDE_TMA = WIDE._replace(descriptors=True)
+# What triton 3.6 specialises: on sm_90 4 warps, two nested loops, whole tiles; on sm_100 one loop.
+HOPPER_WS = GemmConfig(
+    "triton", 128, 128, 64, 4, 3, programs_per_sm=1, descriptors=True, warp_specialize=True
+)
+BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
+TILE_64K = TILE._replace(num_stages=2)  # gfx942 has 64 KB
+TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
+SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
+
+SHARED_BY_BOTH = (
+    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, WIDE, TMA, WIDE_TMA, TILE_64K, TILE_FP32,
+    SMALL_FP32,
+)  # fmt: skip
+TMA_ARCHS = ("sm_90", "sm_100")
+
+# Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
+# saves one pass over (M, N), which weighs less as K grows. Others: the library. Not yet measured.
+TRITON_MAX_K = {"sm_80": 1024, "sm_86": 1024, "sm_89": 1024, "sm_90": 1024}
+
+# Width C -> the configs of fc1 (4C, C), of proj (C, C), of fc2 (C, 4C), each (N, K).
+_SM_80 = {
+    192: (PERSISTENT, NARROW, NARROW),  # ViT-Ti
+    384: (PERSISTENT, PERSISTENT, LIBRARY),  # ViT-S
+    768: (PERSISTENT, PERSISTENT, LIBRARY),  # ViT-B
+    1024: (PERSISTENT, PERSISTENT, LIBRARY),  # ViT-L
+    1280: (LIBRARY, LIBRARY, LIBRARY),  # ViT-H
+}
+_SM_90 = {
+    192: (WIDE, NARROW, NARROW),
+    384: (WIDE, PERSISTENT, LIBRARY),
+    768: (WIDE, WIDE, LIBRARY),
+    1024: (WIDE, WIDE, LIBRARY),
+    1280: (LIBRARY, LIBRARY, LIBRARY),
+}
+# (arch, M bucket, N, K, dtype) -> (config, its measurement or "default": not yet measured).
+# M: 64 and 256 images of 197 tokens. TMA, flat loops and specialised warps wait for a measurement
+# and for proof on a GPU: compilers before 3.7.1 leave out fences beside asynchronous copies
+# (triton #9610), and fail an assertion on warp-specialised loops that they do not understand.
+SHIPPED: dict[tuple[str, int, int, int, str], tuple[GemmConfig, str]] = {
+    (arch, M, N, K, "bf16"): (config, "default")
+    for arch, widths in (("sm_80", _SM_80), ("sm_90", _SM_90))
+    for M in (16384, 65536)
+    for C, configs in widths.items()
+    for (N, K), config in zip(((4 * C, C), (C, C), (C, 4 * C)), configs, strict=True)
+}
+
+
+def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, str]:
+    """The key of a product in the tables."""
+    return 1 << (M - 1).bit_length(), N, K, DTYPE_NAMES[dtype]
+
+
+def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
+    """The rule for a product that takes the Triton GEMM and is not in SHIPPED."""
+    large = TILE_FP32 if dtype == "fp32" else TILE
+    tiles = -(-M // large.block_m) * -(-N // large.block_n)
+    if tiles < gpu.num_sms:
+        return SMALL_FP32 if dtype == "fp32" else SMALL
+    if dtype == "fp32":
+        return TILE_FP32
+    if gpu.arch.startswith("gfx"):
+        return TILE_64K
+    if 0 < N % 128 <= 64:
+        return NARROW  # a last column of 128 would be half empty
+    wide = gpu.arch == "sm_90" and N % WIDE.block_n == 0 and tiles >= 4 * gpu.num_sms
+    return WIDE if wide else PERSISTENT
+
+
+def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
+    if (entry := SHIPPED.get((gpu.arch, M, N, K, dtype))) is not None:
+        return entry[0]
+    if dtype == "fp32" or TRITON_MAX_K.get(gpu.arch, 0) < K:
+        return LIBRARY
+    return triton_tile(gpu, M, N, K, dtype)
+
+
+def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
+    if config.route == "library" or gpu.arch == "cpu":
+        return True
+    if (dtype == "fp32") != (config.block_k == 32):
+        return False
+    if (config.descriptors or config.block_n > 128) and gpu.arch not in TMA_ARCHS:
+        return False
+    if config == TILE_64K and not gpu.arch.startswith("gfx"):
+        return False
+    if config.warp_specialize and gpu.arch != ("sm_100" if config.flatten else "sm_90"):
+        return False
+    return config.shared(4 if dtype == "fp32" else 2) <= gpu.shared_limit
+
+
+FWD_CONFIGS = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, HOPPER_WS, BLACKWELL_WS), _default, _fits)
+# Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
+HIDDEN_CONFIGS = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _default, _fits)
+
+
+@contextmanager
+def forced_route(route: str) -> Iterator[None]:
+    """Inside, every product with an epilogue takes this route: for tests and benchmarks."""
+    rule = triton_tile if route == "triton" else lambda *_: LIBRARY
+    tables = (FWD_CONFIGS, HIDDEN_CONFIGS)
+    former = [table.default for table in tables]
+    with forced(FWD_CONFIGS.name, None), forced(HIDDEN_CONFIGS.name, None):
+        try:
+            for table in tables:
+                table.default = rule
+            yield
+        finally:
+            for table, default in zip(tables, former, strict=True):
+                table.default = default

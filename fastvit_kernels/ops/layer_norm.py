@@ -1,0 +1,498 @@
+"""LayerNorm over the last axis, and its variant that hands its input on.
+
+    y = (x - mean) * rstd * weight + bias,   mean = sum(x) / C,   rstd = (var + eps)**-0.5
+
+With xhat = (x - mean) * rstd and g = dy * weight:
+
+    dx      = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))  [+ dresidual]
+    dweight = sum_rows dy * xhat,   dbias = sum_rows dy
+
+Saved: x, and mean and rstd in one fp32 tensor (2, ...).
+Precision: fp32 statistics, the variance about the mean, never E[x^2] - mean^2; fp32 partials for
+dweight and dbias, one row a program, summed in a fixed order by a second kernel. No atomics.
+Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.arguments import (
+    Layout,
+    autocast_dtype,
+    check_dtype,
+    check_eps,
+    check_shape,
+    check_tensor,
+    contiguous,
+    empty_strided,
+    layout,
+    needs_gradient,
+    row_stride,
+    rows_and_stride,
+)
+from ..runtime.backend import Gpu, device_guard, gpu, use_triton
+from ..runtime.configs import ConfigTable, launch_plan
+from ..runtime.dispatch import (
+    decide_once,
+    direct_apply,
+    first_order,
+    stays_direct,
+)
+from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.triton import tl, triton
+from .common.reduction import column_sum
+
+MAX_C = 65536  # one row is held in the registers of one program
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The specification of `layer_norm`: torch's own, in x.dtype, then one cast."""
+    weight = None if weight is None else weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
+
+
+class NormConfig(NamedTuple):
+    """BLOCK_ROWS rows a program takes at once, and its warps."""
+
+    block_rows: int
+    num_warps: int
+
+
+# Small rows share a program, so that every warp has full vector loads. Key: BLOCK_C. Not yet
+# measured.
+FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
+BWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (2, 4), 1024: (2, 8), 2048: (1, 8)}
+LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
+CONFIGS = [NormConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16)]
+BWD_PROGRAMS_PER_SM = 8
+
+
+def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
+    """Whether a thread holds at most 64 elements of a row block, and at least one vector."""
+    elements = config.block_rows * block_c // (32 * config.num_warps)
+    return 4 <= elements <= 64 or (block_c > 2048 and config == LARGE_CONFIG)
+
+
+FWD_CONFIGS = ConfigTable(
+    "layer_norm_fwd",
+    [*CONFIGS, LARGE_CONFIG],
+    lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
+    _fits,
+)
+BWD_CONFIGS = ConfigTable(
+    "layer_norm_bwd",
+    [*CONFIGS, LARGE_CONFIG],
+    lambda gpu, block_c: NormConfig(*BWD_ROWS.get(block_c, LARGE_CONFIG)),
+    _fits,
+)
+
+
+@triton.jit
+def _layer_norm_fwd_kernel(
+    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr,
+    num_rows, C, stride_x_row, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_STATS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid_rows = tl.program_id(0).to(tl.int64)
+    offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_row, mask_c = offs_row < num_rows, offs_c < C
+    mask = mask_row[:, None] & mask_c[None, :]
+
+    x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=1) / C
+    # Again about it: what rounding leaves of a constant row's mean would pass for a variance.
+    mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / C
+    centered = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)
+    y = centered * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+
+    if SAVE_STATS:  # [mean (rows) | rstd (rows)]
+        tl.store(stats_ptr + offs_row, mean, mask=mask_row)
+        tl.store(stats_ptr + num_rows + offs_row, rstd, mask=mask_row)
+    y_ptrs = y_ptr + offs_row[:, None] * C + offs_c[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_bwd_kernel(
+    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr,
+    num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
+    HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DPARAMS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of dweight and dbias.
+    pid = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+
+    for row in range(pid * BLOCK_ROWS, num_rows, tl.num_programs(0) * BLOCK_ROWS):
+        offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        mask_row = offs_row < num_rows
+        mask = mask_row[:, None] & mask_c[None, :]
+        x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
+        dy_ptrs = dy_ptr + offs_row[:, None] * stride_dy_row + offs_c[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(stats_ptr + offs_row, mask=mask_row, other=0.0)
+        rstd = tl.load(stats_ptr + num_rows + offs_row, mask=mask_row, other=0.0)
+
+        xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
+        g = dy * weight if HAS_WEIGHT else dy
+        mean_g = tl.sum(g, axis=1) / C
+        mean_g_xhat = tl.sum(g * xhat, axis=1) / C
+        dx = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
+        if HAS_DRESIDUAL:
+            dresidual_ptrs = dresidual_ptr + offs_row[:, None] * stride_dresidual_row
+            dx += tl.load(dresidual_ptrs + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
+        dx_ptrs = dx_ptr + offs_row[:, None] * C + offs_c[None, :]
+        tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DPARAMS:
+            dweight += dy * xhat
+            dbias += dy
+
+    if NEEDS_DPARAMS:  # partial[p] = [dweight (C) | dbias (C)]
+        partial_ptrs = partial_ptr + pid * 2 * C + offs_c
+        tl.store(partial_ptrs, tl.sum(dweight, axis=0), mask=mask_c)
+        tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
+
+
+def _block_c(C: int) -> int:
+    return max(64, triton.next_power_of_2(C))
+
+
+class FwdPlan(NamedTuple):
+    """All that a forward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int, int, float]  # rows, C, row stride of x, eps
+    options: dict[str, Any]
+    y: Layout
+    stats: Layout
+    copies_x: bool  # its rows are no view
+
+
+@launch_plan
+def _fwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool, has_bias: bool,
+    eps: float, save_stats: bool,
+) -> FwdPlan:  # fmt: skip
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    stride = row_stride(shape, strides)
+    block_c = _block_c(C)
+    config = FWD_CONFIGS.choose(gpu, block_c)
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    return FwdPlan(
+        launch=_layer_norm_fwd_kernel[grid] if num_rows * C else None,
+        sizes=(num_rows, C, C if stride is None else stride, eps),
+        options=dict(
+            HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        y=layout(shape),
+        stats=layout((2, *shape[:-1]) if save_stats else (0,)),
+        copies_x=stride is None,
+    )  # fmt: skip
+
+
+def _launch_fwd(
+    plan: FwdPlan, out_dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    launch, sizes, options, y_layout, stats_layout, copies_x = plan
+    device = x.device
+    y = empty_strided(*y_layout, dtype=out_dtype, device=device)
+    stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
+    if launch is not None:
+        if copies_x:
+            x = x.contiguous()
+        with device_guard(x):
+            launch(y, stats, x, contiguous(weight), contiguous(bias), *sizes, **options)
+    return y, stats
+
+
+def _empty_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
+
+
+@operator(
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool save_stats)"
+    " -> (Tensor, Tensor)",
+    fake=_empty_fwd,
+)
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
+    plan = _fwd_plan(
+        gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats
+    )
+    return _launch_fwd(plan, out_dtype, x, weight, bias)
+
+
+class BwdPlan(NamedTuple):
+    """All that a backward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int]  # rows, C
+    options: dict[str, Any]
+    dx: Layout
+    dparams: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, has_dresidual: bool, needs_dparams: bool
+) -> BwdPlan:
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = _block_c(C)
+    config = BWD_CONFIGS.choose(gpu, block_c)
+    programs = min(
+        triton.cdiv(num_rows, config.block_rows), BWD_PROGRAMS_PER_SM * gpu.num_sms
+    )  # fmt: skip
+    return BwdPlan(
+        launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
+        sizes=(num_rows, C),
+        options=dict(
+            HAS_WEIGHT=has_weight, HAS_DRESIDUAL=has_dresidual, NEEDS_DPARAMS=needs_dparams,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        dx=layout(shape),
+        dparams=layout((2, C if needs_dparams else 0)),
+        partial=layout((programs, 2 * C)),
+    )  # fmt: skip
+
+
+def _empty_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dparams_shape = (2, x.shape[-1] if needs_dparams else 0)
+    return x.new_empty(x.shape), x.new_empty(dparams_shape, dtype=param_dtype)
+
+
+@operator(
+    "(Tensor dy, Tensor? dresidual, Tensor x, Tensor? weight, Tensor stats,"
+    " ScalarType param_dtype, bool needs_dparams) -> (Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def layer_norm_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
+    device = x.device
+    launch, sizes, options, dx_layout, dparams_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, dresidual is not None, needs_dparams
+    )
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    dparams = empty_strided(*dparams_layout, dtype=param_dtype, device=device)
+    if launch is None:
+        return dx, dparams.zero_()
+    x, stride_x_row = rows_and_stride(x)
+    dy, stride_dy_row = rows_and_stride(dy)
+    stride_dresidual_row, partial = 0, None
+    if dresidual is not None:
+        dresidual, stride_dresidual_row = rows_and_stride(dresidual)
+    if needs_dparams:
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    with device_guard(x):
+        launch(
+            dx, partial, dy, dresidual, x, contiguous(weight), stats, *sizes,
+            stride_dy_row, stride_dresidual_row, stride_x_row, **options,
+        )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, dparams)
+    return dx, dparams
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """(x, weight, bias) -> y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, decision):
+        y, stats = _forward(x, weight, bias, decision)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.decision = decision
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return _backward(ctx, dy, None)
+
+
+class LayerNormAndInputFunction(torch.autograd.Function):
+    """(x, weight, bias) -> (y, x): the second output is x itself, handed on to the residual.
+
+    Its gradient arrives beside dy and is added inside the backward kernel, where autograd would
+    launch an add over (rows, C) of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, decision):
+        y, stats = _forward(x, weight, bias, decision)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.decision = decision
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, dresidual):
+        if dy is None:
+            return dresidual, None, None, None
+        return _backward(ctx, dy, dresidual)
+
+
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call. `plan` is None where operators must run."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    eps: float
+    out_dtype: torch.dtype
+    param_dtype: torch.dtype
+    plan: FwdPlan | None
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, decision: Decision
+) -> tuple[Tensor, Tensor]:
+    _, needs_gradient, eps, out_dtype, _, plan = decision
+    if plan is not None:
+        return _launch_fwd(plan, out_dtype, x, weight, bias)
+    return layer_norm_fwd(x, weight, bias, eps, out_dtype, needs_gradient)
+
+
+def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, stats = ctx.saved_tensors
+    _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+    needs_dparams = needs_dweight or needs_dbias
+    decision = ctx.decision
+    bwd = layer_norm_bwd
+    if decision.plan is not None and stays_direct(dy):
+        bwd = LAUNCHERS["layer_norm_bwd"]
+    dx, dparams = bwd(dy, dresidual, x, weight, stats, decision.param_dtype, needs_dparams)
+    if not needs_dparams:
+        return dx, None, None, None
+    dweight, dbias = dparams.unbind(0)
+    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None
+
+
+@decide_once
+def _decide(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype | None, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+    C = x.shape[-1]
+    check_shape(op, "weight", weight, (C,), like=x)
+    check_shape(op, "bias", bias, (C,), like=x)
+    check_eps(op, eps)
+    check_dtype(op, "out_dtype", out_dtype)
+    unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
+    if out_dtype is None:
+        out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
+    param = weight if weight is not None else bias
+    triton_runs = use_triton("layer_norm", x, unsupported)
+    needs = needs_gradient(x, weight, bias)
+    plan = None
+    if direct and triton_runs:
+        plan = _fwd_plan(
+            gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, needs
+        )
+    return Decision(
+        triton_runs, needs, eps, out_dtype, torch.float32 if param is None else param.dtype, plan
+    )
+
+
+_apply = direct_apply(LayerNormFunction)
+_apply_and_input = direct_apply(LayerNormAndInputFunction)
+
+
+def layer_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm that hands its input on: returns (`layer_norm(x, ...)`, x).
+
+    For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
+    gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
+    """
+    decision = _decide("layer_norm_and_input", x, weight, bias, eps, out_dtype)
+    if not decision.triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype), x
+    if not decision.needs_gradient:
+        return _forward(x, weight, bias, decision)[0], x
+    apply = LayerNormAndInputFunction.apply if decision.plan is None else _apply_and_input
+    return apply(x, weight, bias, decision)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LayerNorm over the last axis.
+
+    y = (x - mean(x)) * (var(x) + eps)**-0.5 * weight + bias
+
+    Args:
+        x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
+        weight, bias: (C,), any of these dtypes, or None for 1 and 0.
+        eps: added to the variance, in squared units of x. timm and torchvision 1e-6, HF ViT 1e-12.
+        out_dtype: dtype of the result. Default x.dtype; fp32 under autocast, as torch's own.
+    Returns:
+        (..., C) in out_dtype.
+    Precision: statistics, sums and dweight/dbias partials fp32, whatever the dtypes.
+    Saved: x, and mean and rstd (fp32, (2, *x.shape[:-1])); nothing where no gradient is wanted.
+    Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
+    Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
+    """
+    decision = _decide("layer_norm", x, weight, bias, eps, out_dtype)
+    if not decision.triton_runs:
+        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype)
+    if not decision.needs_gradient:
+        return _forward(x, weight, bias, decision)[0]
+    apply = LayerNormFunction.apply if decision.plan is None else _apply
+    return apply(x, weight, bias, decision)

@@ -1,0 +1,528 @@
+"""Linear layer with everything that may follow it in one epilogue.
+
+    z = x W^T + b,   a = act(z),   y = residual + row_scale[sample] * layer_scale[n] * a
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    with act      dz = layer_scale * d * act'(z),   dlayer_scale = sum d * a
+                  dx = dz W,   dW = dz^T x,   db = sum dz
+    without       G = d^T x,   g = sum d,   both fp32
+                  dx = d (layer_scale * W),   dW = layer_scale * G,   db = layer_scale * g
+                  dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
+    dresidual = dy
+
+Saved: x, W, and z where there is an activation; without one nothing of size (M, N) is needed.
+Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
+what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
+Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
+inside; gemm_configs.py decides. Derivation: docs/linear.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.arguments import (
+    as_dtype,
+    autocast_dtype,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    contiguous,
+    needs_gradient,
+)
+from ..runtime.backend import device_guard, gpu, use_triton
+from ..runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
+from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.triton import tl, triton
+from . import library_linear
+from .common import gemm
+from .common.activation import ACTIVATIONS, check_activation
+from .common.epilogue import (
+    apply_epilogue,
+    backward_epilogue,
+    epilogue_arguments,
+    finish_tile,
+    input_gradient_operands,
+    scaled_rows,
+    weight_gradients,
+)
+from .common.gemm import (
+    column_halves,
+    grouped_tile,
+    tile_launch,
+    tile_operands,
+    tile_plan,
+    tile_product,
+)
+from .common.gemm_configs import FWD_CONFIGS, gemm_key
+from .common.reduction import column_sum
+
+
+def linear_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """The specification of `linear`: torch's own operations, one after the other."""
+    y = F.linear(x, weight, bias)
+    out_dtype = y.dtype if residual is None else torch.promote_types(y.dtype, residual.dtype)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if layer_scale is not None:
+        y = y * layer_scale
+    if row_scale is not None:
+        y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
+    if residual is not None:
+        y = residual + y
+    return y.to(out_dtype)
+
+
+@triton.jit
+def _linear_epilogue(
+    y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    first_m, first_n, M, N, rows_per_sample, stride_residual_m,
+    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
+    if SUBTILES > 1:
+        left, right = column_halves(z, BLOCK_M, BLOCK_N)
+        _linear_epilogue(
+            y_ptr, z_ptr, left, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            first_m, first_n, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        _linear_epilogue(
+            y_ptr, z_ptr, right, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            first_m, first_n + BLOCK_N // 2, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            z_low = z.to(x_ptr.dtype.element_ty)
+            if SAVE_Z:
+                mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+                tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
+            z = z_low.to(tl.float32)  # act reads the bits that are saved
+        finish_tile(
+            y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _linear_fwd_kernel(
+    y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    M, N, K, rows_per_sample,
+    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m,
+    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    x, weight = tile_operands(
+        x_ptr, weight_ptr, M, N, K, stride_x_m, stride_weight_k, stride_weight_n,
+        DESCRIPTORS, B_K_LAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if PERSISTENT:
+        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        z = tile_product(
+            x, weight, pid_m, pid_n, M, N, K,
+            stride_x_m, stride_x_k, stride_weight_k, stride_weight_n,
+            DESCRIPTORS, B_K_LAST, EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        _linear_epilogue(
+            y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+            pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N,
+            M, N, rows_per_sample, stride_residual_m,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            SUBTILES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+def launch_linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y, and z where it is saved; the arguments of `linear_fwd`."""
+    scaled = layer_scale is not None or row_scale is not None
+    N, K = weight.shape
+    if x.numel() == 0:
+        y = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
+        return y, x.new_empty(y.shape) if save_z else None
+    if not (activation or scaled or residual is not None):
+        return gemm.product_with_bias(x, weight, bias), None
+    M = x.numel() // K
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    if config.route == "library":
+        z = gemm.product_with_bias(x, weight, bias)
+        if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
+            return z.add_(residual), None
+        y = torch.empty_like(z, dtype=out_dtype)
+        apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
+        return y, z if save_z else None
+    rows = x.reshape(M, K)
+    y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
+    z = torch.empty_like(y, dtype=x.dtype) if save_z else None
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    with device_guard(x):
+        tile_launch(
+            tile_plan(config, rows, weight, transposed=True), _linear_fwd_kernel,
+            y, z, rows, weight, contiguous(bias), *pointers, M, N, K, sizes[0],
+            *rows.stride(), *weight.stride(), sizes[1],
+            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
+        )  # fmt: skip
+    return y, z
+
+
+def _empty_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (*x.shape[:-1], weight.shape[0])
+    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    z_shape = shape if save_z and activation else (0,)
+    return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? layer_scale,"
+    " Tensor? row_scale, str activation, ScalarType out_dtype, bool save_z) -> (Tensor, Tensor)",
+    fake=_empty_fwd,
+)
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    out_dtype: torch.dtype, save_z: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
+
+    x, weight and bias share one dtype; activation "" is none. Without z the second result is empty.
+    """
+    save_z = save_z and activation != ""
+    y, z = launch_linear_fwd(
+        x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, save_z
+    )
+    return y, x.new_empty(y.shape if save_z else (0,)) if z is None else z
+
+
+def empty_gradients(
+    device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype | None]
+) -> tuple[Tensor, ...]:
+    """An uninitialised tensor for each (shape, dtype), without elements where dtype is None."""
+    return tuple(
+        torch.empty(shape if dtype else (0,), dtype=dtype or torch.float32, device=device)
+        for shape, dtype in wanted
+    )
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    N = dy.shape[-1]
+    return empty_gradients(
+        dy.device,
+        ((*dy.shape[:-1], 0 if weight is None else weight.shape[1]), dx_dtype),
+        ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
+        ((N,), dbias_dtype),
+        ((N,), dlayer_scale_dtype),
+    )
+
+
+@operator(
+    "(Tensor dy, Tensor? x, Tensor? weight, Tensor? bias, Tensor? z, Tensor? layer_scale,"
+    " Tensor? row_scale, str activation, ScalarType dtype, ScalarType? dx_dtype,"
+    " ScalarType? dweight_dtype, ScalarType? dbias_dtype, ScalarType? dlayer_scale_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def linear_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
+
+    x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
+    wanted gradient reads it.
+    """
+    grads = _empty_bwd(
+        dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype,
+        dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype,
+    )  # fmt: skip
+    dx, dweight, dbias, dlayer_scale = grads
+    if dy.numel() == 0:
+        return tuple(grad.zero_() for grad in grads)
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    dy_rows = dy.reshape(M, N)
+    x_rows = None if x is None else x.reshape(M, x.shape[-1])
+    if activation:
+        assert z is not None
+        dz, partial = backward_epilogue(
+            dy_rows, z.view(M, N), activation, dtype, layer_scale, row_scale,
+            sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
+        )  # fmt: skip
+        if dbias_dtype is not None:
+            column_sum(partial[:, :N], dbias)
+        if dlayer_scale_dtype is not None:
+            column_sum(partial[:, -N:], dlayer_scale)
+        if dweight_dtype is not None and x_rows is not None:
+            gemm.matmul(dz.t(), x_rows, out=dweight)
+        if dx_dtype is not None and weight is not None:
+            gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
+    else:
+        needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
+        d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g)
+        weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
+        if dx_dtype is not None and weight is not None:
+            operands = input_gradient_operands(d, weight, layer_scale)
+            gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
+    return grads
+
+
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    by_library: bool  # library_linear.py does it all
+    activation: str  # "" is none
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of x, weight, bias, residual, layer_scale
+    saves_x: bool
+    saves_weight: bool
+    saves_bias: bool
+    saves_z: bool
+    saves_scales: bool
+
+
+class LinearFunction(torch.autograd.Function):
+    """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, decision):
+        (x, weight, bias), y, z = _forward(
+            x, weight, bias, residual, layer_scale, row_scale, decision
+        )
+        ctx.save_for_backward(
+            x if decision.saves_x else None,
+            weight if decision.saves_weight else None,
+            bias if decision.saves_bias else None,
+            z if decision.saves_z else None,
+            layer_scale if decision.saves_scales else None,
+            row_scale if decision.saves_scales else None,
+        )
+        ctx.decision = decision
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        decision = ctx.decision
+        dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = (
+            dtype if needed else None
+            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        )
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
+        wanted = (dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype)
+        if not any(wanted):
+            return None, None, None, dresidual, None, None, None
+        bwd = LAUNCHERS["linear_bwd"] if decision.direct and stays_direct(dy) else linear_bwd
+        dx, dweight, dbias, dlayer_scale = bwd(
+            dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted
+        )
+        return (
+            dx if dx_dtype else None,
+            dweight if dweight_dtype else None,
+            dbias if dbias_dtype else None,
+            dresidual,
+            dlayer_scale if dlayer_scale_dtype else None,
+            None,
+            None,
+        )
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, decision: Decision,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor | None]:  # fmt: skip
+    """(x, weight, bias) in the compute dtype, y, z."""
+    if decision.casts:
+        dtype = decision.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    fwd = launch_linear_fwd if decision.direct else linear_fwd
+    y, z = fwd(
+        x, weight, bias, residual, layer_scale, row_scale,
+        decision.activation, decision.out_dtype, decision.saves_z,
+    )  # fmt: skip
+    return (x, weight, bias), y, z
+
+
+_apply = direct_apply(LinearFunction)
+
+
+def check_epilogue(
+    op: str, x: Tensor, N: int, residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
+    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
+    check_shape(op, "layer_scale", layer_scale, (N,), like=x)
+    if row_scale is None:
+        return None
+    if x.ndim < 2:
+        raise ValueError(f"{op}: row_scale needs x of shape (B, ..., K), got {tuple(x.shape)}")
+    check_shape(op, "row_scale", row_scale, (x.shape[0],), like=x)
+    return "row_scale requires a gradient" if row_scale.requires_grad else None
+
+
+def check_input(op: str, x: Tensor) -> None:
+    """Raise unless x is a dense floating-point tensor with at least one axis."""
+    check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+
+
+def check_weight(
+    op: str, name: str, weight: Tensor, bias: Tensor | None, K: int, like: Tensor
+) -> str | None:
+    """Raise unless weight is (N, K) and bias (N,) or None; return what the kernels cannot do."""
+    check_tensor(op, name, weight, ndim=2)
+    N = weight.shape[0]
+    check_shape(op, name, weight, (N, K), like)
+    check_shape(op, name.replace("weight", "bias"), bias, (N,), like)
+    return None if N > 0 and K > 0 else f"{name} is empty"
+
+
+def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls."""
+    if x.numel() == 0 or not x.is_contiguous() or autocast_dtype(x) is not None:
+        return False
+    if x.dtype.itemsize == 2 and not x.is_cuda:
+        return False  # some CPUs' 16-bit BLAS accumulates in 16 bits
+    if residual is None:
+        return True
+    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    return config.route == "library" and residual.dtype == x.dtype
+
+
+@decide_once
+def _decide(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    check_input("linear", x)
+    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
+    check_activation("linear", activation)
+    unsupported = (
+        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
+        or unsupported
+    )
+    dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
+    inputs = (x, weight, bias, residual, layer_scale)
+    needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
+    needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
+    needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
+    triton_runs = use_triton("linear", x, unsupported)
+    casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
+    return Decision(
+        triton_runs=triton_runs,
+        needs_gradient=needs_gradient(*inputs),
+        direct=direct,
+        by_library=(
+            direct
+            and triton_runs
+            and not casts
+            and not activation
+            and layer_scale is None
+            and row_scale is None
+            and _is_by_library(x, weight, residual)
+        ),
+        activation=activation or "",
+        dtype=dtype,
+        casts=casts,
+        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dweight or needs_gram,
+        saves_weight=needs_dx or needs_gram,
+        saves_bias=needs_gram,
+        saves_z=bool(activation) and needs_dz,
+        saves_scales=needs_dz,
+    )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """Linear layer with a fused epilogue.
+
+    y = residual + row_scale[sample] * layer_scale * act(x weight^T + bias)
+
+    Args:
+        x: (B, ..., K), fp16, bf16 or fp32, any strides; (K,) too where there is no row_scale.
+        weight: (N, K), any strides. bias: (N,) or None. Both in x.dtype unless under autocast.
+        activation: None, "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        residual: (B, ..., N), any floating dtype, added last.
+        layer_scale: (N,), any floating dtype.
+        row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
+            requires a gradient takes the PyTorch path.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators and epilogue; act reads x weight^T + bias rounded to the compute
+        dtype. dweight, dbias and dlayer_scale accumulate in fp32, each in its parameter's dtype.
+    Saved: x and weight in the compute dtype; with an activation its input (B, ..., N) as well.
+    Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
+    Specification: linear_ref. Derivation: docs/linear.md.
+    """
+    decision = _decide(x, weight, bias, activation, residual, layer_scale, row_scale)
+    if not decision.triton_runs:
+        return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
+    if decision.by_library:
+        run = library_linear.apply if decision.needs_gradient else library_linear.product
+        return run(x, weight, bias, residual)
+    inputs = (x, weight, bias, residual, layer_scale, row_scale)
+    if not decision.needs_gradient:
+        return _forward(*inputs, decision)[1]
+    apply = _apply if decision.direct else LinearFunction.apply
+    return apply(*inputs, decision)

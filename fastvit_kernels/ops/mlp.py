@@ -1,0 +1,440 @@
+"""MLP of a ViT block: fc1 with its activation in one epilogue, fc2 with what follows in another.
+
+    z = x W1^T + b1,   a = act(z),   y = residual + row_scale[sample] * layer_scale * (a W2^T + b2)
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    dz = d (layer_scale * W2) * act'(z),   db1 = sum dz,   dW1 = dz^T x,   dx = dz W1
+    G = d^T a,   g = sum d:   dW2 = layer_scale * G,   db2 = layer_scale * g
+    dlayer_scale[n] = W2[n] . G[n] + b2[n] g[n],   dresidual = dy
+
+Saved: x, z, a, W1, W2. With recompute a is not saved: the pass that reads z for act'(z) writes
+act(z) again, from the same bits, so every gradient keeps its bits.
+Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
+Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
+epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
+kernel, narrow_mlp.py. Derivation: docs/mlp.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.arguments import as_dtype, check_flags, compute_dtype, needs_gradient
+from ..runtime.backend import gpu, use_triton
+from ..runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
+from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.triton import tl, triton
+from .common import gemm
+from .common.activation import activate_and_derivative, check_activation
+from .common.epilogue import (
+    apply_epilogue,
+    backward_epilogue,
+    input_gradient_operands,
+    scaled_rows,
+    weight_gradients,
+)
+from .common.gemm import (
+    column_halves,
+    grouped_tile,
+    tile_launch,
+    tile_operands,
+    tile_plan,
+    tile_product,
+)
+from .common.gemm_configs import HIDDEN_CONFIGS, gemm_key
+from .common.reduction import column_sum
+from .linear import (
+    check_epilogue,
+    check_input,
+    check_weight,
+    empty_gradients,
+    launch_linear_fwd,
+    linear_fwd,
+    linear_ref,
+)
+from .narrow_mlp import is_narrow, narrow_mlp_fwd
+
+
+def mlp_ref(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: str = "gelu",
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """The specification of `mlp`: two of `linear_ref`."""
+    hidden = linear_ref(x, fc1_weight, fc1_bias, activation)
+    return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
+
+
+@triton.jit
+def _hidden_epilogue(
+    dz_ptr, act_ptr, partial_ptr, dact, z_ptr, first_m, first_f, M, F,
+    ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """From the tile of dact at (first_m, first_f) to dz, act and the sums of dz over its rows."""
+    if SUBTILES > 1:
+        left, right = column_halves(dact, BLOCK_M, BLOCK_N)
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr, left, z_ptr, first_m, first_f, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr, right, z_ptr, first_m, first_f + BLOCK_N // 2, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        offs_m, offs_f = first_m + tl.arange(0, BLOCK_M), first_f + tl.arange(0, BLOCK_N)
+        mask_f = offs_f < F
+        mask = (offs_m < M)[:, None] & mask_f[None, :]
+        offs = offs_m[:, None] * F + offs_f[None, :]
+        z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        act, derivative = activate_and_derivative(z, ACTIVATION)
+        if WRITE_ACT:
+            tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
+        dz = dact * derivative
+        tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if SUM_DZ:
+            partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
+            tl.store(partial_ptr + offs_f, partial, mask=mask_f)
+
+
+@triton.jit
+def _mlp_bwd_hidden_kernel(
+    dz_ptr, act_ptr, partial_ptr, d_ptr, weight_ptr, z_ptr,
+    M, F, N, stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
+    ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    # dz (M, F) = d (M, N) W2 (N, F) * act'(z); partial[pid_m] = sum of dz over the tile's rows.
+    d, weight = tile_operands(
+        d_ptr, weight_ptr, M, F, N, stride_d_m, stride_weight_n, stride_weight_f,
+        DESCRIPTORS, B_K_LAST, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if PERSISTENT:
+        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N), tl.num_programs(0)
+    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+        pid_m, pid_f = grouped_tile(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
+        dact = tile_product(
+            d, weight, pid_m, pid_f, M, F, N,
+            stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
+            DESCRIPTORS, B_K_LAST, EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        _hidden_epilogue(
+            dz_ptr, act_ptr, partial_ptr + pid_m.to(tl.int64) * F, dact, z_ptr,
+            pid_m.to(tl.int64) * BLOCK_M, pid_f.to(tl.int64) * BLOCK_N, M, F,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+def _hidden_gradient(
+    d: Tensor, weight: Tensor, layer_scale: Tensor | None, z: Tensor, act: Tensor | None,
+    activation: str, sum_dz: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dz = d (layer_scale * W2) * act'(z), (M, F), and partials whose column sums are db1.
+
+    d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None.
+    """
+    a, b = input_gradient_operands(d, weight, layer_scale)
+    (M, F), N = z.shape, d.shape[1]
+    config = HIDDEN_CONFIGS.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
+    if config.route == "library":
+        dact = gemm.matmul(a, b)
+        return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
+    dz = torch.empty_like(z)
+    partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
+    partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
+    with torch.cuda.device_of(z):
+        tile_launch(
+            tile_plan(config, a, b), _mlp_bwd_hidden_kernel,
+            dz, act, partial, a, b, z, M, F, N, *a.stride(), *b.stride(),
+            ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
+        )  # fmt: skip
+    return dz, partial
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    N = dy.shape[-1]
+    hidden = z if z is not None else act
+    F = 0 if hidden is None else hidden.shape[-1]
+    return empty_gradients(
+        dy.device,
+        ((*dy.shape[:-1], 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((F, 0 if x is None else x.shape[-1]), dfc1_weight_dtype),
+        ((F,), dfc1_bias_dtype),
+        ((N, F), dfc2_weight_dtype),
+        ((N,), dfc2_bias_dtype),
+        ((N,), dlayer_scale_dtype),
+    )
+
+
+@operator(
+    "(Tensor dy, Tensor? x, Tensor? fc1_weight, Tensor? fc2_weight, Tensor? fc2_bias, Tensor? z,"
+    " Tensor? act, Tensor? layer_scale, Tensor? row_scale, str activation, ScalarType dtype,"
+    " ScalarType? dx_dtype, ScalarType? dfc1_weight_dtype, ScalarType? dfc1_bias_dtype,"
+    " ScalarType? dfc2_weight_dtype, ScalarType? dfc2_bias_dtype, ScalarType? dlayer_scale_dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_empty_bwd,
+)
+def mlp_bwd(
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
+
+    Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
+    dtype; each may be None where no wanted gradient reads it, act also where z can rebuild it.
+    """
+    grads = _empty_bwd(
+        dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
+        dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
+        dlayer_scale_dtype,
+    )  # fmt: skip
+    if dy.numel() == 0:
+        return tuple(grad.zero_() for grad in grads)
+    dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    needs_g = dfc2_bias_dtype is not None or (
+        dlayer_scale_dtype is not None and fc2_bias is not None
+    )
+    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g)
+    z_rows = None if z is None else z.view(M, -1)
+    act_rows = None if act is None else act.view(M, -1)
+    rebuilt = None
+    if act_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
+        assert z_rows is not None
+        act_rows = rebuilt = torch.empty_like(z_rows)
+    if dx_dtype is not None or dfc1_weight_dtype is not None or dfc1_bias_dtype is not None:
+        assert z_rows is not None and fc2_weight is not None
+        dz, partial = _hidden_gradient(
+            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, dfc1_bias_dtype is not None
+        )
+        if dfc1_bias_dtype is not None:
+            column_sum(partial, dfc1_bias)
+        if dfc1_weight_dtype is not None and x is not None:
+            gemm.matmul(dz.t(), x.reshape(M, x.shape[-1]), out=dfc1_weight)
+        if dx_dtype is not None and fc1_weight is not None:
+            gemm.matmul(dz, fc1_weight, out=dx.view(M, fc1_weight.shape[1]))
+    elif rebuilt is not None and z_rows is not None:
+        apply_epilogue(rebuilt, z_rows, activation)
+    weight_gradients(
+        d, sums, act_rows, fc2_weight, fc2_bias, layer_scale, dfc2_weight, dfc2_bias, dlayer_scale
+    )
+    return grads
+
+
+class Decision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    triton_runs: bool
+    needs_gradient: bool
+    direct: bool  # launchers may run instead of operators
+    narrow: bool  # one kernel, where no gradient is needed
+    activation: str
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of the first seven inputs, in mlp's order
+    saves_x: bool
+    saves_fc1_weight: bool
+    saves_fc2_weight: bool
+    saves_fc2_bias: bool
+    saves_z: bool
+    saves_act: bool
+
+
+class MlpFunction(torch.autograd.Function):
+    """Two `linear_fwd` forward, one `mlp_bwd` backward; recompute drops act(z) in between."""
+
+    @staticmethod
+    def forward(
+        ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
+        decision,
+    ):  # fmt: skip
+        operands = _operands(decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
+        y, z, act = _forward(operands, residual, layer_scale, row_scale, decision)
+        x, fc1_weight, _, fc2_weight, fc2_bias = operands
+        ctx.save_for_backward(
+            x if decision.saves_x else None,
+            fc1_weight if decision.saves_fc1_weight else None,
+            fc2_weight if decision.saves_fc2_weight else None,
+            fc2_bias if decision.saves_fc2_bias else None,
+            z if decision.saves_z else None,
+            act if decision.saves_act else None,
+            layer_scale,
+            row_scale,
+        )
+        ctx.decision = decision
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        decision = ctx.decision
+        *wanted, dresidual_dtype, dlayer_scale_dtype = (
+            dtype if needed else None
+            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        )
+        wanted.append(dlayer_scale_dtype)
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if any(wanted):
+            bwd = LAUNCHERS["mlp_bwd"] if decision.direct and stays_direct(dy) else mlp_bwd
+            computed = bwd(dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted)
+            grads = [g if dtype else None for g, dtype in zip(computed, wanted, strict=True)]
+        *dproducts, dlayer_scale = grads
+        return *dproducts, dresidual, dlayer_scale, None, None
+
+
+_apply = direct_apply(MlpFunction)
+
+
+def _operands(decision: Decision, *operands: Tensor | None) -> Sequence[Any]:
+    """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias in the compute dtype."""
+    if not decision.casts:
+        return operands
+    return [None if t is None else t.to(decision.dtype) for t in operands]
+
+
+def _forward(
+    operands: Sequence[Any], residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, decision: Decision,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """y, z and act(z) from operands in the compute dtype."""
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
+    fwd = launch_linear_fwd if decision.direct else linear_fwd
+    act, z = fwd(
+        x, fc1_weight, fc1_bias, None, None, None,
+        decision.activation, decision.dtype, decision.saves_z,
+    )  # fmt: skip
+    y, _ = fwd(
+        act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", decision.out_dtype, False
+    )
+    return y, z, act
+
+
+@decide_once
+def _decide(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, activation: str, recompute: bool, direct: bool,
+) -> Decision:  # fmt: skip
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    check_input("mlp", x)
+    check_activation("mlp", activation)
+    if activation is None:
+        raise ValueError("mlp: activation must not be None; use linear twice")
+    check_flags("mlp", recompute=recompute)
+    reasons = [
+        check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
+        check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),
+        check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
+    ]
+    dtype = compute_dtype(
+        "mlp", x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight, fc2_bias=fc2_bias,
+    )  # fmt: skip
+    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
+    needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight, _, _, needs_dlayer_scale = map(
+        needs_gradient, inputs
+    )
+    needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
+    needs_act = needs_dfc2_weight or needs_dlayer_scale
+    return Decision(
+        triton_runs=use_triton("mlp", x, next(filter(None, reasons), None)),
+        needs_gradient=needs_gradient(*inputs),
+        direct=direct,
+        narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]),
+        activation=activation,
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
+        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dfc1_weight,
+        saves_fc1_weight=needs_dx,
+        saves_fc2_weight=needs_dz or needs_dlayer_scale,
+        saves_fc2_bias=needs_dlayer_scale,
+        saves_z=needs_dz or (needs_act and recompute),
+        saves_act=needs_act and not recompute,
+    )
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    activation: str = "gelu",
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """The MLP of a ViT block with all that follows it.
+
+    y = residual + row_scale[sample] * layer_scale * (act(x W1^T + b1) W2^T + b2)
+
+    Args:
+        x: (B, ..., C), fp16, bf16 or fp32, any strides.
+        fc1_weight: (F, C), fc1_bias: (F,) or None, fc2_weight: (N, F), fc2_bias: (N,) or None; any
+            strides, in x.dtype unless under autocast.
+        activation: "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        residual: (B, ..., N), any floating dtype, added last.
+        layer_scale: (N,), any floating dtype.
+        row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
+            requires a gradient takes the PyTorch path.
+        recompute: save the pre-activation alone and rebuild the activation in the backward. The
+            gradients have the same bits. Without effect on the PyTorch path.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators and epilogues; the pre-activation and the activation are rounded to
+        the compute dtype. Parameter gradients accumulate in fp32, each in its parameter's dtype.
+    Saved: x and both weights in the compute dtype, the pre-activation (B, ..., F), and unless
+        recompute the activation (B, ..., F).
+    Raises: ValueError, such as "mlp: fc2_weight must have shape (768, 3072), got (3072, 768)";
+        TypeError.
+    Specification: mlp_ref. Derivation: docs/mlp.md.
+    """
+    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
+    decision = _decide(*inputs, activation, recompute)
+    if not decision.triton_runs:
+        return mlp_ref(
+            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation,
+            residual, layer_scale, row_scale,
+        )  # fmt: skip
+    if not decision.needs_gradient:
+        operands = _operands(decision, *inputs[:5])
+        if decision.narrow:
+            narrow = LAUNCHERS["narrow_mlp_fwd"] if decision.direct else narrow_mlp_fwd
+            return narrow(*operands, *inputs[5:], activation, decision.out_dtype)
+        return _forward(operands, *inputs[5:], decision)[0]
+    apply = _apply if decision.direct else MlpFunction.apply
+    return apply(*inputs, decision)

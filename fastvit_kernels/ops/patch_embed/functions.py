@@ -1,0 +1,410 @@
+"""Patch embedding: images to tokens by an implicit GEMM, prefix tokens and positions with it.
+
+    patch   out[b, n+p, c] = sum_k pixel[b, p, k] weight[c, k] + bias[c] [+ pos[p or n+p, c]]
+    prefix  out[b, t, c]   = prefix[t, c] [+ pos[t, c]],   t < n
+
+k = (channel, row, column) runs over the pixels of one patch, p = (patch row, patch column) over the
+patches of one image, and pixel[b, p, k] is read where it lies: there is no unfolded copy.
+
+    dweight[c, k]      = sum_{b,p} dout[b, n+p, c] pixel[b, p, k]
+    dimages[b, (p, k)] = sum_c dout[b, n+p, c] weight[c, k]        a pixel lies in one patch only
+    dtoken[t, c]       = sum_b dout[b, t, c],   dprefix = dtoken[:n],   dpos = dtoken[n: or 0:]
+    dbias[c]           = sum_p dtoken[n+p, c]
+
+Saved: images where weight needs a gradient, weight where images do.
+Precision: pixels, weight and dout are cast to the compute dtype at the load; fp32 accumulators, and
+bias, prefix and position are added in fp32 before the one rounding to the result's dtype. dweight
+in fp32 partials, one a row range, summed in a fixed order. No atomics.
+Kernels: kernels.py. Source: arXiv:2010.11929, section 3.1. Derivation:
+docs/patch_embed.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import check_device, check_shape, check_tensor, compute_dtype
+from ...runtime.backend import KERNEL_DTYPES, device_guard, gpu, num_sms, use_triton
+from ...runtime.dispatch import first_order
+from ...runtime.operator import operator
+from ...runtime.triton import triton
+from ..common.gemm import input_precision
+from ..common.reduction import column_sum
+from .kernels import (
+    BWD_IMAGES_CONFIGS,
+    BWD_WEIGHT_CONFIGS,
+    BWD_WEIGHT_PROGRAMS_PER_SM,
+    FWD_CONFIGS,
+    MIN_ROWS_PER_SPLIT,
+    STAGE_BYTES,
+    TL_DTYPES,
+    _patch_embed_bwd_images_kernel,
+    _patch_embed_bwd_weight_kernel,
+    _patch_embed_fwd_kernel,
+)
+
+
+def patch_embed_ref(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    prefix_tokens: Tensor | None = None,
+    pos_embed: Tensor | None = None,
+) -> Tensor:
+    """The specification of `patch_embed`: conv, cat, add."""
+    x = F.conv2d(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+    num_patches = x.shape[1]
+    if pos_embed is not None and pos_embed.shape[-2] == num_patches:
+        x, pos_embed = x + pos_embed, None
+    if prefix_tokens is not None:
+        prefix_tokens = prefix_tokens.expand(x.shape[0], -1, -1)
+        x = torch.cat([prefix_tokens.to(torch.promote_types(x.dtype, prefix_tokens.dtype)), x], 1)
+    return x if pos_embed is None else x + pos_embed
+
+
+def _alignment(images: Tensor, patch_w: int) -> int:
+    """A power of two that divides the offset of every run of pixels; 1 where there are no runs."""
+    if images.stride(3) != 1:
+        return 1
+    return math.gcd(16, patch_w, *images.stride()[:3])
+
+
+def _block(largest: int, size: int) -> int:
+    """The tile side for an axis: a power of two, at least the 16 that tl.dot needs."""
+    return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+def _depth(largest: int, size: int, bytes_per_step: int) -> int:
+    """The tile side along the summed axis: a stage of both operands within STAGE_BYTES."""
+    while largest * bytes_per_step > STAGE_BYTES:
+        largest //= 2
+    return _block(largest, size)
+
+
+def _grid(images: Tensor, patch: tuple[int, int]) -> tuple[int, int]:
+    return images.shape[2] // patch[0], images.shape[3] // patch[1]
+
+
+def _rows(x: Tensor | None, C: int) -> Tensor | None:
+    return None if x is None else x.reshape(-1, C).contiguous()
+
+
+def _empty_fwd(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    C, _, patch_h, patch_w = weight.shape
+    grid_h, grid_w = _grid(images, (patch_h, patch_w))
+    num_prefix = 0 if prefix_tokens is None else prefix_tokens.shape[-2]
+    shape = (images.shape[0], num_prefix + grid_h * grid_w, C)
+    return torch.empty(shape, dtype=out_dtype, device=images.device)
+
+
+@operator(
+    "(Tensor images, Tensor weight, Tensor? bias, Tensor? prefix_tokens, Tensor? pos_embed,"
+    " ScalarType out_dtype) -> Tensor",
+    fake=_empty_fwd,
+)
+def patch_embed_fwd(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """images by any strides -> tokens (B, T, C) in out_dtype, computed in weight's dtype."""
+    out = _empty_fwd(images, weight, bias, prefix_tokens, pos_embed, out_dtype)
+    if out.numel() == 0:
+        return out
+    B, T, C = out.shape
+    _, channels, patch_h, patch_w = weight.shape
+    weight = weight.reshape(C, -1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
+    block_m, block_n, block_k, num_warps, num_stages = FWD_CONFIGS.choose(
+        gpu(images.device), weight.itemsize
+    )
+    block_m, block_n = _block(block_m, B * T), _block(block_n, C)
+    K = weight.shape[1]
+    largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
+    bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
+    block_k = _depth(largest_k, K, bytes_per_step)
+    with device_guard(images):
+        _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
+            out, images, weight, bias, prefix, pos, B * T, T, C,
+            0 if prefix is None else prefix.shape[0], 0 if pos is None else T - pos.shape[0],
+            images.shape[3] // patch_w, *images.stride(),
+            CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
+            ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
+            HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
+            INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _empty_bwd_weight(
+    dout: Tensor, images: Tensor, patch_h: int, patch_w: int, compute_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    shape = (dout.shape[2], images.shape[1], patch_h, patch_w)
+    return torch.empty(shape, dtype=weight_dtype, device=dout.device)
+
+
+@operator(
+    "(Tensor dout, Tensor images, int patch_h, int patch_w, ScalarType compute_dtype,"
+    " ScalarType weight_dtype) -> Tensor",
+    fake=_empty_bwd_weight,
+)
+def patch_embed_bwd_weight(
+    dout: Tensor, images: Tensor, patch_h: int, patch_w: int, compute_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dout (B, T, C) -> dweight (C, Cin, patch_h, patch_w) in weight_dtype."""
+    dweight = _empty_bwd_weight(dout, images, patch_h, patch_w, compute_dtype, weight_dtype)
+    if dout.numel() == 0:
+        return dweight.zero_()
+    dout = dout.contiguous()
+    B, T, C = dout.shape
+    grid_h, grid_w = _grid(images, (patch_h, patch_w))
+    num_patches, K = grid_h * grid_w, dweight[0].numel()
+    num_rows = B * num_patches
+    block_m, block_n, block_k, num_warps, num_stages = BWD_WEIGHT_CONFIGS.choose(
+        gpu(dout.device), compute_dtype.itemsize
+    )
+    block_n, block_k = _block(block_n, C), _block(block_k, K)
+    bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
+    block_m = _depth(block_m, num_rows, bytes_per_step)
+    tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
+    wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * num_sms(dout.device) // tiles)
+    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
+    splits = triton.cdiv(num_rows, rows_per_split)
+    partial = dweight
+    if splits > 1:
+        partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
+    with device_guard(dout):
+        _patch_embed_bwd_weight_kernel[(tiles, splits)](
+            partial, dout, images, num_rows, rows_per_split, C, T - num_patches, *images.stride(),
+            CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
+            NUM_PATCHES=num_patches, GRID_W=grid_w, ALIGN=_alignment(images, patch_w),
+            PIXELS_LEFT=images.dtype == compute_dtype,
+            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=input_precision(),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    if splits > 1:
+        column_sum(partial, dweight.view(-1))
+    return dweight
+
+
+def _empty_bwd_tokens(
+    dout: Tensor, num_prefix: int, num_pos: int, bias_dtype: torch.dtype | None,
+    prefix_dtype: torch.dtype | None, pos_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    C, device = dout.shape[2], dout.device
+    return (
+        torch.empty(0 if bias_dtype is None else C, dtype=bias_dtype, device=device),
+        torch.empty(
+            (0 if prefix_dtype is None else num_prefix, C), dtype=prefix_dtype, device=device
+        ),
+        torch.empty((0 if pos_dtype is None else num_pos, C), dtype=pos_dtype, device=device),
+    )
+
+
+@operator(
+    "(Tensor dout, int num_prefix, int num_pos, ScalarType? bias_dtype, ScalarType? prefix_dtype,"
+    " ScalarType? pos_dtype) -> (Tensor, Tensor, Tensor)",
+    fake=_empty_bwd_tokens,
+)
+def patch_embed_bwd_tokens(
+    dout: Tensor, num_prefix: int, num_pos: int, bias_dtype: torch.dtype | None,
+    prefix_dtype: torch.dtype | None, pos_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; empty where that is None."""
+    grads = _empty_bwd_tokens(dout, num_prefix, num_pos, bias_dtype, prefix_dtype, pos_dtype)
+    dbias, dprefix, dpos = grads
+    B, T, C = dout.shape
+    dtoken = torch.empty((T, C), dtype=torch.float32, device=dout.device)
+    column_sum(dout.reshape(B, T * C).contiguous(), dtoken.view(-1))
+    if bias_dtype is not None:
+        column_sum(dtoken[num_prefix:], dbias)
+    # Copies, never views: two parameters' .grad must not share memory.
+    if prefix_dtype is not None:
+        dprefix.copy_(dtoken[:num_prefix])
+    if pos_dtype is not None:
+        dpos.copy_(dtoken[T - num_pos :])
+    return grads
+
+
+def _empty_bwd_images(
+    dout: Tensor, weight: Tensor, height: int, width: int, images_dtype: torch.dtype
+) -> Tensor:
+    shape = (dout.shape[0], weight.shape[1], height, width)
+    return torch.empty(shape, dtype=images_dtype, device=dout.device)
+
+
+@operator(
+    "(Tensor dout, Tensor weight, int height, int width, ScalarType images_dtype) -> Tensor",
+    fake=_empty_bwd_images,
+)
+def patch_embed_bwd_images(
+    dout: Tensor, weight: Tensor, height: int, width: int, images_dtype: torch.dtype
+) -> Tensor:
+    """dout (B, T, C) -> dimages (B, Cin, height, width), computed in weight's dtype."""
+    dimages = _empty_bwd_images(dout, weight, height, width, images_dtype)
+    if dout.numel() == 0:
+        return dimages.zero_()
+    dout = dout.contiguous()
+    B, T, C = dout.shape
+    _, channels, patch_h, patch_w = weight.shape
+    weight = weight.reshape(C, -1).contiguous()
+    grid_h, grid_w = _grid(dimages, (patch_h, patch_w))
+    num_patches, K = grid_h * grid_w, weight.shape[1]
+    block_m, block_n, block_k, num_warps, num_stages = BWD_IMAGES_CONFIGS.choose(
+        gpu(dout.device), weight.itemsize
+    )
+    block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
+    block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
+    with device_guard(dout):
+        _patch_embed_bwd_images_kernel[
+            (triton.cdiv(B * num_patches, block_m) * triton.cdiv(K, block_k),)
+        ](
+            dimages, dout, weight, B * num_patches, num_patches, C, T - num_patches, grid_w,
+            *dimages.stride()[:3],
+            CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
+            ALIGN=_alignment(dimages, patch_w), INPUT_PRECISION=input_precision(),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    return dimages
+
+
+class PatchEmbedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, compute_dtype, out_dtype):
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(images if needs[1] else None, weight if needs[0] else None)
+        params = (bias, prefix_tokens, pos_embed)
+        ctx.shapes = [None if x is None else x.shape for x in params]
+        ctx.dtypes = [x.dtype if need else None for x, need in zip(params, needs[2:5], strict=True)]
+        ctx.images_shape, ctx.images_dtype = images.shape, images.dtype
+        ctx.patch, ctx.weight_dtype = weight.shape[2:], weight.dtype
+        ctx.compute_dtype = compute_dtype
+        weight = weight.to(compute_dtype)
+        return patch_embed_fwd(images, weight, bias, prefix_tokens, pos_embed, out_dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        images, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grads = [None] * 7
+        if needs[0]:
+            height, width = ctx.images_shape[2:]
+            grads[0] = patch_embed_bwd_images(
+                dout, weight.to(ctx.compute_dtype), height, width, ctx.images_dtype
+            )
+        if needs[1]:
+            grads[1] = patch_embed_bwd_weight(
+                dout, images, *ctx.patch, ctx.compute_dtype, ctx.weight_dtype
+            )
+        if any(needs[2:5]):
+            num_prefix, num_pos = (0 if s is None else s[-2] for s in ctx.shapes[1:])
+            tokens = patch_embed_bwd_tokens(dout, num_prefix, num_pos, *ctx.dtypes)
+            for i, (grad, shape) in enumerate(zip(tokens, ctx.shapes, strict=True), start=2):
+                grads[i] = grad.view(shape) if needs[i] else None
+        return tuple(grads)
+
+
+def _check(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Raise on bad arguments; return what the kernels cannot do, if anything."""
+    op = "patch_embed"
+    check_tensor(op, "images", images, ndim=4)
+    check_tensor(op, "weight", weight, ndim=4)
+    check_device(op, "weight", weight, images)
+    C, channels, patch_h, patch_w = weight.shape
+    _, images_channels, height, width = images.shape
+    if images_channels != channels:
+        raise ValueError(
+            f"{op}: images must have the {channels} channels of weight, got {images_channels}"
+        )
+    if not weight.numel():
+        raise ValueError(f"{op}: weight must not be empty, got shape {tuple(weight.shape)}")
+    if height % patch_h or width % patch_w or not height or not width:
+        raise ValueError(
+            f"{op}: height and width of images must be positive multiples of the patch "
+            f"({patch_h}, {patch_w}), got ({height}, {width})"
+        )
+    check_shape(op, "bias", bias, (C,), like=images)
+    num_patches = height // patch_h * (width // patch_w)
+    num_prefix = 0
+    if prefix_tokens is not None:
+        _check_tokens(op, "prefix_tokens", prefix_tokens, C, images)
+        num_prefix = prefix_tokens.shape[-2]
+    if pos_embed is not None:
+        _check_tokens(op, "pos_embed", pos_embed, C, images)
+        if pos_embed.shape[-2] not in (num_patches, num_patches + num_prefix):
+            raise ValueError(
+                f"{op}: pos_embed must have {num_patches} rows (patches) or "
+                f"{num_patches + num_prefix} (prefix tokens and patches), "
+                f"got shape {tuple(pos_embed.shape)}"
+            )
+    tensors = (images, weight, bias, prefix_tokens, pos_embed)
+    dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in KERNEL_DTYPES]
+    return f"there is no kernel for {dtypes[0]}" if dtypes else None
+
+
+def _check_tokens(op: str, name: str, x: Tensor, C: int, images: Tensor) -> None:
+    """Check that x is (rows, C) or (1, rows, C), on the device of images."""
+    check_tensor(op, name, x)
+    if x.ndim not in (2, 3) or x.shape[-1] != C or x.shape[:-2] not in ((), (1,)):
+        raise ValueError(
+            f"{op}: {name} must have shape (1, rows, {C}) or (rows, {C}), got {tuple(x.shape)}"
+        )
+    check_device(op, name, x, images)
+
+
+def patch_embed(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    prefix_tokens: Tensor | None = None,
+    pos_embed: Tensor | None = None,
+) -> Tensor:
+    """Images to tokens: the patch convolution, prefix tokens before it, positions added.
+
+    out[b, n+p] = weight . pixels[b, p] + bias + pos,   out[b, t] = prefix[t] + pos[t] for t < n
+
+    Args:
+        images: (B, Cin, height, width), fp16, bf16 or fp32, any strides, read in place.
+        weight: (C, Cin, patch height, patch width), as Conv2d's with stride = kernel size.
+        bias: (C,) or None.
+        prefix_tokens: (1, n, C) or (n, C), class token then registers, or None for n = 0.
+        pos_embed: (1, L, C) or (L, C) or None. L = patches: added to the patches alone (timm's
+            no_embed_class). L = n + patches: added to all tokens.
+    Returns:
+        (B, n + patches, C). Its dtype is the compute dtype (autocast's, else that of images)
+        promoted with those of prefix_tokens and pos_embed, as torch's cat and add promote.
+    Precision: fp32 accumulators and epilogue, one rounding at the store; fp32 matmuls follow
+        torch.get_float32_matmul_precision(). Gradients accumulate in fp32.
+    Saved: images where weight needs a gradient, weight where images do.
+    Raises: ValueError, such as "patch_embed: height and width of images must be positive multiples
+        of the patch (16, 16), got (225, 224)"; TypeError.
+    Source: arXiv:2010.11929. Specification: patch_embed_ref. Derivation: docs/patch_embed.md.
+    """
+    unsupported = _check(images, weight, bias, prefix_tokens, pos_embed)
+    dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
+    if not use_triton("patch_embed", images, unsupported):
+        return patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed)
+    out_dtype = dtype
+    for tokens in (prefix_tokens, pos_embed):
+        out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
+    return PatchEmbedFunction.apply(
+        images, weight, bias, prefix_tokens, pos_embed, dtype, out_dtype
+    )

@@ -1,0 +1,1 @@
+"""What a call crosses before its kernel."""

@@ -1,0 +1,207 @@
+"""Which implementation runs: the Triton kernels or the PyTorch specification, and why.
+
+auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch
+triton  Triton; a RuntimeError says why where it cannot
+torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
+
+The start value is the environment variable FASTVIT_KERNELS_BACKEND, "auto" where it is unset.
+The switch is process-wide: it is read at every call, and torch.compile guards on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .triton import HAS_TRITON, triton
+
+Backend = Literal["auto", "triton", "torch"]
+
+# Read when triton decorates the kernels, hence at import: setting the variable later has no effect.
+INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _checked(name: str) -> Backend:
+    if not isinstance(name, str) or name not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {name!r}")
+    return name  # type: ignore[return-value]
+
+
+_backend: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+
+
+def get_backend() -> Backend:
+    """The backend in force: "auto", "triton" or "torch"."""
+    return _backend
+
+
+def set_backend(name: Backend) -> None:
+    """Choose the implementation of every op from now on, in the whole process.
+
+    Args:
+        name: "auto", "triton" or "torch", as the module docstring says.
+    Raises: ValueError for any other name.
+    """
+    global _backend
+    _backend = _checked(name)
+    _number_state()
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Context manager: `set_backend(name)` inside, the former backend again afterwards."""
+    former = get_backend()
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(former)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a launcher may ask of a GPU. `arch` is "sm_90", "gfx942", ..., "cpu"."""
+
+    arch: str
+    num_sms: int
+    shared_limit: int  # bytes of shared memory a block may ask for
+    name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
+
+    def __hash__(self) -> int:  # launches look plans up by it
+        return hash(self.arch)
+
+
+_absent_gpu: Gpu | None = None
+
+_states: dict[tuple[Backend, Gpu | None], int] = {}
+_NO_GUARD = nullcontext()
+
+
+def _number_state() -> None:
+    global _state
+    _state = _states.setdefault((_backend, _absent_gpu), len(_states))
+
+
+_number_state()
+
+
+def state() -> int:
+    """A number for what the choice of implementation depends on besides a call's arguments."""
+    return _state
+
+
+@contextmanager
+def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
+    """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
+    global _absent_gpu
+    former, _absent_gpu = _absent_gpu, gpu
+    _number_state()
+    try:
+        yield
+    finally:
+        _absent_gpu = former
+        _number_state()
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu("cpu", num_sms=2, shared_limit=2**20)  # the interpreter's
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        arch, shared = properties.gcnArchName.split(":")[0], properties.shared_memory_per_block
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+        shared = properties.shared_memory_per_block_optin
+    return Gpu(arch, properties.multi_processor_count, shared, properties.name)
+
+
+def gpu(device: torch.device) -> Gpu:
+    """The GPU of a device, or the absent one that kernels are being compiled for."""
+    return _absent_gpu or _gpu(device)
+
+
+def device_guard(x: Tensor) -> Any:
+    """Context in which a kernel may be launched on x: Triton launches on the current device."""
+    return torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a small stand-in for the interpreter's CPU."""
+    return gpu(device).num_sms
+
+
+@functools.lru_cache(maxsize=64)
+def _capability_reason(device: torch.device) -> str | None:
+    arch = _gpu(device).arch
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"{device} is {arch}, and the kernels need sm_80"
+    return None
+
+
+def _device_reason(x: Tensor) -> str | None:
+    """Why no Triton kernel can run on x's device, or None."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if _absent_gpu is not None:
+        return None
+    if x.is_cuda:
+        return "TRITON_INTERPRET=1 is set" if INTERPRETED else _capability_reason(x.device)
+    if x.device.type == "cpu":
+        return None if INTERPRETED else "the tensor is on the CPU"
+    return f"the tensor is on device {x.device}"
+
+
+def _transform_reason() -> str | None:
+    """The transform that is at work and needs rules the kernels do not have, or None."""
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
+        return "a torch.func transform is active (grad, vmap, jvp, ...)"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return None
+
+
+def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
+    """Why a call on x takes the PyTorch path, or None where the Triton kernel runs.
+
+    Args:
+        x: the op's first tensor.
+        unsupported: what the op itself cannot do in a kernel, None where it can.
+    """
+    if _backend == "torch":
+        return "the backend is 'torch'"
+    if x.dtype not in KERNEL_DTYPES:
+        unsupported = f"there is no kernel for {x.dtype}"
+    return _device_reason(x) or unsupported or _transform_reason()
+
+
+def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
+    """Decide which implementation of `op` runs on x, and say so where the answer may surprise.
+
+    Raises: RuntimeError where the backend is "triton" and the kernel cannot run.
+    Warns: once for each op and reason, where x is on a GPU and yet takes the PyTorch path.
+    """
+    reason = reason_for_torch(x, unsupported)
+    if reason is None:
+        return True
+    if _backend == "triton":
+        raise RuntimeError(f"{op}: the backend is 'triton', but {reason}")
+    if x.is_cuda and _backend == "auto" and not torch.compiler.is_compiling():
+        _say_once(op, reason)
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_once(op: str, reason: str) -> None:
+    warnings.warn(f"fastvit_kernels.{op} takes the PyTorch path: {reason}", stacklevel=4)

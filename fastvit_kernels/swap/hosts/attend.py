@@ -1,0 +1,52 @@
+"""The three ways into attention that the hosts' modules take; each gives (B, T, H, D).
+
+Head dims and dropouts that the packed ops refuse go through scaled_dot_product_attention, which
+has torch's path for them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...ops.attention.functions import MAX_D, attention, qkv_attention
+from ...ops.attention.sdpa import scaled_dot_product_attention
+from ...ops.linear import linear
+
+
+def _packable(D: int, dropout_p: float) -> bool:
+    return D % 8 == 0 and D <= MAX_D and dropout_p < 1
+
+
+def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, 3HD) -> q, k, v, views (B, H, T, D)"""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """q, k, v, each (B, H, T, D), with an additive or boolean mask."""
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    return out.transpose(1, 2)
+
+
+def attend_packed(
+    qkv: Tensor, num_heads: int, *, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """qkv (B, T, 3HD), columns ordered (3, H, D)."""
+    if _packable(qkv.shape[-1] // (3 * num_heads), dropout_p):
+        qkv = qkv.unflatten(-1, (3, num_heads, -1))
+        return attention(qkv, scale=scale, dropout_p=dropout_p)
+    return attend(*unpack(qkv, num_heads), dropout_p=dropout_p, scale=scale)
+
+
+def attend_weights(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *, dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """x (B, T, C), weight (3HD, C)."""
+    if _packable(weight.shape[0] // (3 * num_heads), dropout_p):
+        return qkv_attention(x, weight, bias, num_heads=num_heads, scale=scale, dropout_p=dropout_p)
+    return attend_packed(linear(x, weight, bias), num_heads, dropout_p=dropout_p, scale=scale)

@@ -1,0 +1,1 @@
+"""For people who tune and cross-compile."""

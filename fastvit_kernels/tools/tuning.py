@@ -1,0 +1,323 @@
+"""Measures the shipped launch configs at the shapes of a step; one that is wrong cannot win.
+
+1. The step runs once, and each call of a public function is noted: shapes, strides, dtypes, which
+   inputs want a gradient, autocast.
+2. Each noted call is replayed on random inputs. The operators in it take the decisions that are to
+   be tuned, at the very keys of the step.
+3. Every config that fits a key is forced. The replay must keep the 2x rule for the output and every
+   gradient, twice with equal bits, outputs poisoned; only then are its operators timed.
+4. Timings of a config and of the default alternate. The default stays unless the other is better
+   by more than MIN_GAIN and more than the spread of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime.backend import backend, gpu
+from ..runtime.configs import TABLES, Choice, forced, install, recording
+from ..runtime.operator import LAUNCHERS
+from ..runtime.tuned_table import Journal
+from ..verify.accuracy import Reference
+from .replay import Call, Replay, noting
+
+ROUNDS = 7  # of a config and the default in turn
+MIN_GAIN = 0.02
+
+Timer = Callable[[Callable[[], object]], float]  # -> microseconds of one call
+
+
+def gpu_microseconds(function: Callable[[], object]) -> float:
+    """Median of a burst of calls by CUDA events, the L2 cache flushed before each."""
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(function, warmup=2, rep=10, return_mode="median")
+    return 1000.0 * milliseconds
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch.empty gives NaN: what no kernel wrote cannot be a former right result."""
+    former = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(former[0], warn_only=former[1])
+        torch.utils.deterministic.fill_uninitialized_memory = former[2]  # pyright: ignore
+
+
+def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+class Fault(AssertionError):
+    """What a function does wrong: one line."""
+
+
+def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
+    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit.
+
+    Returns: the largest error as a share of its limit, over the outputs and every gradient.
+    Raises: Fault, also where the function raises.
+    """
+    try:
+        with poisoned():
+            outputs, grads = reference.run(function)
+            for _ in range(repeats - 1):
+                outputs2, grads2 = reference.run(function)
+                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
+                    if _bits_differ(a, b):
+                        raise Fault(f"two runs give different bits in output {i}")
+                for name, a in grads.items():
+                    if _bits_differ(a, grads2[name]):
+                        raise Fault(f"two runs give different bits in d{name}")
+        errors = reference.judge(outputs, grads)
+    except Fault:
+        raise
+    except Exception as error:  # a launch that fails, a shape that is wrong
+        text = str(error).strip().split("\n")[0]
+        raise Fault(f"{type(error).__name__}: {text}") from error
+    for error in errors:
+        if not error.passed:
+            raise Fault(str(error))
+    shares = [e.max / e.limit_max for e in errors if e.limit_max]
+    return max([*shares, *(e.rms / e.limit_rms for e in errors if e.limit_rms)], default=0.0)
+
+
+class Unusable(RuntimeError):
+    """A config that left the GPU in a state in which nothing runs any more."""
+
+
+def _check_device(device: torch.device, table: str, config: Any) -> None:
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise Unusable(f"{table} {config}: {str(error).splitlines()[0]}") from error
+
+
+class OperatorCall(NamedTuple):
+    """One launcher's call in a replay, and the decisions that it took."""
+
+    launcher: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    choices: tuple[Choice, ...]
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self.launcher(*self.arguments)
+
+
+class _NoteOperators(TorchDispatchMode):
+    """Where a dispatch mode looks on, calls go through the registered operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[OperatorCall] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "fastvit_kernels":
+            return func(*args, **(kwargs or {}))
+        with recording() as choices:
+            result = func(*args, **(kwargs or {}))
+        launcher = functools.partial(LAUNCHERS[func._opname], **(kwargs or {}))
+        self.calls.append(OperatorCall(launcher, args, tuple(choices)))
+        return result
+
+
+def operator_calls(replay: Replay) -> list[OperatorCall]:
+    """The operators that a replay calls, in order, those of its backward too."""
+    with _NoteOperators() as mode:
+        replay.run()
+    return mode.calls
+
+
+class Weighted(NamedTuple):
+    """A noted call and how often the step makes it."""
+
+    call: Call
+    count: int
+
+
+@dataclass
+class Decision:
+    """What was found for one decision."""
+
+    choice: Choice
+    default: Any
+    winner: Any
+    default_us: float  # all its operators in one step
+    winner_us: float
+    tried: int = 0
+    refused: list[tuple[Any, str]] = field(default_factory=list)  # config, why
+    complete: bool = True  # False where the time was over before every config was tried
+    unchecked: str = ""  # why there is no float64 reference to check with
+
+
+def _deciding(replays: Sequence[tuple[Replay, int]], choice: Choice) -> list[Any]:
+    """[(operator call, count)] of those that take this decision."""
+    return [
+        (call, count)
+        for replay, count in replays
+        for call in operator_calls(replay)
+        if any(c.table == choice.table and c.key == choice.key for c in call.choices)
+    ]
+
+
+def _step_us(table: str, config: Any, calls: list[Any], timer: Timer) -> float:
+    with forced(table, config):
+        return sum(count * timer(call) for call, count in calls)
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """From the 20th to the 80th percentile, as a share of the median."""
+    cuts = quantiles(samples, n=5)
+    return (cuts[-1] - cuts[0]) / median(samples)
+
+
+def beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
+    """Whether rounds of a candidate are faster than the default's by more than the noise."""
+    gain = 1.0 - median(candidate) / median(default)
+    return gain > max(MIN_GAIN, _spread(candidate), _spread(default))
+
+
+def decide(
+    choice: Choice,
+    calls: Sequence[Weighted],
+    device: torch.device,
+    timer: Timer,
+    deadline: float,
+    journal: Journal,
+) -> Decision:
+    """Check and time every config that fits this decision.
+
+    A default that is itself wrong here loses to the fastest config that is right.
+    """
+    table = TABLES[choice.table]
+    default, *others = table.candidates(choice.gpu, *choice.key)
+    replays = [(Replay(call, device), count) for call, count in calls]
+    found = Decision(choice, default, default, 0.0, 0.0)
+    try:
+        references = [replay.reference for replay, _ in replays]
+    except torch.OutOfMemoryError as error:
+        found.unchecked = str(error).split(". ")[0]
+        return found
+
+    def refused(config: Any) -> bool:
+        if journal.is_fatal(choice.table, config):
+            found.refused.append((config, "it ended the process of a former run"))
+            return True
+        journal.trying(choice.table, config)
+        with forced(choice.table, config):
+            for reference, (replay, _) in zip(references, replays, strict=True):
+                try:
+                    check(reference, replay.function)
+                except Fault as fault:
+                    _check_device(device, choice.table, config)
+                    found.refused.append((config, f"{replay.call}: {fault}"))
+                    return True
+        return False
+
+    default_is_wrong = refused(default)
+    with forced(choice.table, default):
+        default_calls = _deciding(replays, choice)
+    found.default_us = _step_us(choice.table, default, default_calls, timer)
+    found.winner_us = found.default_us
+    best = None
+    for config in others:
+        if time.monotonic() > deadline:
+            found.complete = False
+            break
+        found.tried += 1
+        if refused(config):
+            continue
+        with forced(choice.table, config):
+            config_calls = _deciding(replays, choice)
+        rounds = [
+            (
+                _step_us(choice.table, config, config_calls, timer),
+                _step_us(choice.table, default, default_calls, timer),
+            )
+            for _ in range(ROUNDS)
+        ]
+        ours, defaults = zip(*rounds, strict=True)
+        ratio = median(ours) / median(defaults)
+        if (default_is_wrong or beats(ours, defaults)) and (best is None or ratio < best):
+            best = ratio
+            found.winner = config
+            found.default_us, found.winner_us = median(defaults), median(ours)
+    return found
+
+
+def tune(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    timer: Timer = gpu_microseconds,
+    seconds: float = float("inf"),
+) -> Iterator[Decision]:
+    """Tune every decision that a step takes, those that take the most time first.
+
+    Args:
+        step: runs the model once on `device`, forward alone or backward too.
+        timer: microseconds of one call.
+        seconds: after these no further config is tried; a Decision says where that cut it short.
+    Yields: one Decision for each (table, key) that has more than one config.
+    """
+    deadline = time.monotonic() + seconds
+    here = gpu(device)
+    journal = Journal(here)
+    install(here, {})  # the shipped defaults are what a tuned config must beat
+    try:
+        with backend("triton"):
+            with noting() as noted:
+                step()
+            decisions: dict[Choice, list[Weighted]] = {}
+            share: dict[Choice, float] = {}
+            for call, count in noted.items():
+                replay = Replay(call, device)
+                for operator in operator_calls(replay):
+                    open_choices = [
+                        c for c in operator.choices
+                        if len(TABLES[c.table].candidates(c.gpu, *c.key)) > 1
+                    ]  # fmt: skip
+                    us = count * timer(operator) if open_choices else 0.0
+                    for choice in open_choices:
+                        weighted = decisions.setdefault(choice, [])
+                        if not any(w.call == call for w in weighted):
+                            weighted.append(Weighted(call, count))
+                        share[choice] = share.get(choice, 0.0) + us
+                del replay
+            for choice in sorted(decisions, key=lambda c: -share[c]):
+                if time.monotonic() > deadline:
+                    default = TABLES[choice.table].default(choice.gpu, *choice.key)
+                    us = share[choice]
+                    yield Decision(choice, default, default, us, us, complete=False)
+                else:
+                    found = decide(choice, decisions[choice], device, timer, deadline, journal)
+                    journal.survived()
+                    yield found
+    except (Exception, KeyboardInterrupt, GeneratorExit) as error:
+        if not isinstance(error, Unusable):
+            journal.survived()
+        raise
+    finally:
+        install(here, None)

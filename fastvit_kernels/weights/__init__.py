@@ -1,0 +1,1 @@
+"""Checkpoints of every family: names, file formats, loading."""

@@ -1,0 +1,84 @@
+import json
+
+import pytest
+import torch
+from numerics import DEVICE
+
+from fastvit_kernels.commands import check, cli
+from fastvit_kernels.runtime.backend import get_backend
+
+pytest.importorskip("rich")
+
+OPS = {
+    "layer_norm", "layer_norm_and_input", "linear", "attention", "qkv_attention",
+    "scaled_dot_product_attention", "mlp", "patch_embed", "VisionTransformer",
+}  # fmt: skip
+
+
+def test_every_op_has_a_case():
+    assert {name.split(",")[0] for name in check.CASES} == OPS
+
+
+@pytest.mark.parametrize("name", check.CASES)
+def test_case_passes_and_has_gradients(name):
+    (result,) = check.run_cases(DEVICE, ["fp32"], [name])
+    assert result.passed, [str(e) for e in result.errors] + [result.failure]
+    names = [e.name for e in result.errors]
+    assert any(n.startswith("d") for n in names) and any(not n.startswith("d") for n in names)
+    assert get_backend() == "auto"
+
+
+def _wrong_value(op):
+    return lambda *args, **kwargs: op(*args, **kwargs) * 1.001
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 1.01
+
+
+def _wrong_gradient(op):
+    return lambda *args, **kwargs: _WrongGradient.apply(op(*args, **kwargs))
+
+
+def _raises(op):
+    def broken(*args, **kwargs):
+        raise RuntimeError("out of shared memory")
+
+    return broken
+
+
+@pytest.mark.parametrize("breakage", [_wrong_value, _wrong_gradient, _raises])
+def test_check_notices_a_broken_kernel(monkeypatch, capsys, breakage):
+    words = ["check", "--only", "patch_embed", "--dtype", "fp32"]
+    monkeypatch.setattr(check, "patch_embed", breakage(check.patch_embed))
+    assert cli.main(words) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "0 of 1 cases passed" in out
+    assert cli.main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+def test_check_prints_a_table_and_json(capsys):
+    words = ["check", "--only", "layer_norm_and"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "layer_norm_and_input" in out and "PyTorch's" in out and "fp16" in out
+    assert ("bf16" in out.split("bf16 needs")[0]) == torch.cuda.is_available()
+
+    assert cli.main([*words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["passed"] is True and content["versions"]["torch"] == torch.__version__
+    tensors = content["cases"][0]["tensors"]
+    assert [t["name"] for t in tensors] == ["out0", "out1", "dx", "dweight", "dbias"]
+    assert all(t["max"] <= t["limit_max"] for t in tensors)
+
+
+def test_check_rejects_an_unknown_case(capsys):
+    assert cli.main(["check", "--only", "convolution"]) == 2
+    assert "convolution: no case" in capsys.readouterr().err

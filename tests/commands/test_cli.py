@@ -1,0 +1,151 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_data import Image
+
+from fastvit_kernels.commands import cli, console
+
+pytest.importorskip("rich")
+
+
+def command(*words, cwd, **variables):
+    """`python -m fastvit_kernels` in a process of its own, without the tests' variable."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= variables
+    return subprocess.run(
+        [sys.executable, "-m", "fastvit_kernels", *words],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+def test_a_plain_command_turns_the_interpreter_on_by_itself(tmp_path):
+    done = command("check", "--only", "layer_norm_and", "--dtype", "fp32", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["interpreted"] is True
+    assert "TRITON_INTERPRET" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+def test_a_value_that_the_user_has_set_is_left_alone(tmp_path):
+    done = command("check", cwd=tmp_path, TRITON_INTERPRET="0")
+    assert done.returncode == 2
+    assert "the kernels cannot run here: the tensor is on the CPU" in done.stderr
+
+
+def test_importing_the_package_sets_no_variable(tmp_path):
+    program = "import os, fastvit_kernels.cli; print(os.environ.get('TRITON_INTERPRET'))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.stdout.strip() == "None", done.stderr
+
+
+def test_calls_from_python_never_replace_the_process(monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("execve")
+
+    monkeypatch.setattr(os, "execve", refuse)
+    monkeypatch.setattr(cli, "needs_interpreter", lambda _: True)
+    words = ["check", "--only", "layer_norm_and", "--dtype", "fp32"]
+    assert cli.main(words) == 0
+    assert "1 of 1 cases passed" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["fastvit-kernels", *words])
+    with pytest.raises(AssertionError, match="execve"):
+        cli.main()
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"fastvit-kernels {name}" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_unknown_command_is_a_users_mistake(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["polish"])
+    assert stop.value.code == 2
+    assert "polish" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_extra(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["train", "--out", str(tmp_path / "run")]) == 2
+    assert 'pip install "fastvit-kernels[train]"' in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_path):
+    (tmp_path / "needs_another.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        console.require("needs_another", "needs_another")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "photo.jpg"
+    Image.radial_gradient("L").convert("RGB").save(path)
+    return path
+
+
+@pytest.mark.parametrize("global_pool", ["token", "avg"])
+def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, global_pool, capsys):
+    from fastvit_kernels import create_vit
+
+    options = dict(depth=2, embed_dim=48, num_heads=3, global_pool=global_pool)
+    if global_pool == "avg":
+        options["class_token"] = False
+    model = create_vit("vit_tiny_patch32_224", **options)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth")]
+    words += ["--model", "vit_tiny_patch32_224", "--out", str(tmp_path / "out")]
+    for name, value in options.items():
+        words += ["--option", f"{name}={value}"]
+    assert cli.main(words) == 0, capsys.readouterr().err
+    files = sorted((tmp_path / "out").iterdir())
+    assert [f.name for f in files] == ["photo-layer00.png", "photo-layer01.png"]
+    for file in files:
+        with Image.open(file) as image:
+            assert image.width > 700 and image.height > 250
+            assert len(image.convert("RGB").getcolors(1 << 24)) > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["photo.jpg", "--weights", "absent.pth"], "there is no file absent.pth"),
+        (["photo.jpg", "--weights", "photo.jpg"], "other weights need --model"),
+        (["photo.jpg", "--weights", "bad.pth", "--model", "vit_mnist"], "bad.pth"),
+        (["photo.jpg", "--weights", "bad.pth", "--model", "resnet50"], "unknown model"),
+        (["absent.png", "--weights", "good.pth", "--model", "vit_mnist"], "absent.png cannot be"),
+        (["photo.jpg", "--weights", "good.pth", "--option", "depth"], "NAME=VALUE"),
+    ],
+)
+def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, capsys):
+    from fastvit_kernels import create_vit
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": torch.ones(1)}, "bad.pth")
+    torch.save(create_vit("vit_mnist").state_dict(), "good.pth")
+    assert cli.main(["attention-maps", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "attention-maps").exists()

@@ -1,0 +1,145 @@
+"""Long training: the curves of swapped models, memory, and runs that are killed and resumed.
+
+The 500 steps over five seeds are `python tests/support/long_run.py`; here are a few of them through
+the kernels in the interpreter, and all of them on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.commands import checkpoint
+
+pytest.importorskip("timm")
+pytest.importorskip("sklearn")
+
+import long_run
+
+PROGRAMS, PACKAGE = Path(__file__).parent.parent / "support", Path(fk.__file__).parent
+FEW = 8
+SEEDS = 5
+
+
+@pytest.mark.parametrize("precision", long_run.PRECISIONS)
+def test_a_few_steps_through_the_kernels(precision):
+    """At every step nearer to the host's loss than another seed's would be; memory stays."""
+    size = replace(long_run.SIZES["tiny"], batch=4)
+    hosts = [
+        long_run.train(long_run.build(size, seed), size, seed, precision, FEW, evaluate=False)
+        for seed in range(SEEDS)
+    ]
+    swapped = long_run.build(size, 0)
+    assert fk.swap_in(swapped).level == "block"
+    with fk.backend("triton"):
+        outcome = long_run.train(swapped, size, 0, precision, FEW, evaluate=False)
+    assert outcome.tensors_grown == 0
+    for step, loss in enumerate(outcome.losses):
+        at_this_step = [host.losses[step] for host in hosts]
+        limit = 1e-4 if precision == "fp32" else long_run.spread(at_this_step) / 4
+        assert abs(loss - at_this_step[0]) <= limit, f"step {step}: {loss}, {at_this_step}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", long_run.PRECISIONS)
+def test_five_hundred_steps(precision):
+    size, hosts, swaps = long_run.SIZES["digits"], [], []
+    for seed in range(SEEDS):
+        host, swapped = long_run.pair(size, seed, precision, 500, "auto")
+        hosts.append(host.accuracy)
+        swaps.append(swapped.accuracy)
+        assert swapped.tensors_grown == 0 and swapped.bytes_grown <= 2**20
+    difference = abs(sum(hosts) - sum(swaps)) / SEEDS
+    assert difference <= max(long_run.spread(hosts), long_run.spread(swaps)), (hosts, swaps)
+
+
+def test_the_command_of_the_long_run():
+    words = ["--steps", "4", "--seeds", "2", "--size", "tiny", "--backend", "torch"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAMS / "long_run.py"), *words],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("| fp32", "| bf16"))]
+    assert len(rows) == 4
+    assert "fp32: mean" in done.stdout and "spread over 2 seeds" in done.stdout
+
+
+def test_steps_leave_nothing_in_the_memory_of_python():
+    """What the package's own lines hold after 15 steps is what they held after 5."""
+
+    def steps(count):
+        for _ in range(count):
+            qkv = rand(1, 3, 3, 1, 8)
+            y = fk.layer_norm(fk.attention(qkv, dropout_p=0.1))
+            torch.autograd.grad(y.square().sum(), qkv)
+        gc.collect()
+        ours = tracemalloc.Filter(True, str(PACKAGE / "*"))
+        trace = tracemalloc.take_snapshot().filter_traces([ours])
+        return sum(s.size for s in trace.statistics("filename"))
+
+    tracemalloc.start()
+    try:
+        first, second = steps(5), steps(10)
+    finally:
+        tracemalloc.stop()
+    assert second - first < 2000, f"{second - first} bytes in 10 steps"
+
+
+def _state(folder):
+    content = checkpoint.load(folder / "checkpoint.pt")
+    times = ("seconds", "images_per_s")
+    history = [{k: v for k, v in row.items() if k not in times} for row in content["history"]]
+    tensors = [*content["model"].values(), content["rng"]["torch"]]
+    for state in content["optimizer"]["state"].values():
+        tensors += state.values()
+    return history, tensors
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_a_run_that_is_killed_resumes_from_a_whole_checkpoint(tmp_path):
+    """kill -9 half way through a file, before and after its renaming, and at any other moment."""
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    moments = ("never", "half", "written", "renamed", "whenever")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "killed_training.py"), str(tmp_path), *moments],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    endings = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert endings["never"] == ["0"]
+    history, tensors = _state(tmp_path / "never")
+    metrics = (tmp_path / "never" / "metrics.csv").read_text().splitlines()
+    for moment in moments[1:]:
+        log = (tmp_path / f"{moment}.log").read_text()
+        assert endings[moment][-1] == "0", log
+        kills = endings[moment].count("-9")
+        assert kills >= (1 if moment == "whenever" else 3), f"{moment}: {endings[moment]}\n{log}"
+        resumed_history, resumed = _state(tmp_path / moment)
+        assert resumed_history == history
+        assert len(resumed) == len(tensors)
+        assert all(torch.equal(a, b) for a, b in zip(resumed, tensors, strict=True)), moment
+        lines = (tmp_path / moment / "metrics.csv").read_text().splitlines()
+        assert len(lines) == len(metrics), f"{moment}: metrics.csv has {len(lines)} lines"
+        # A line ends in the epoch's duration and holds its images/s: times, which differ.
+        assert [line.split(",")[:3] for line in lines] == [m.split(",")[:3] for m in metrics]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the outcome's bytes are those of the GPU there")
+def test_the_long_run_measures_this_process():
+    assert long_run.used_bytes() == 0 or long_run.used_bytes() > 2**20
+    kept = [torch.zeros(3)]
+    before = long_run.live_tensors()
+    kept.append(torch.zeros(3))
+    assert long_run.live_tensors() == before + 1

@@ -1,0 +1,58 @@
+"""Pickles that 0.1.0 wrote, from before the package had rooms, still load."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fastvit_kernels as fk
+from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
+
+FORMER = {
+    b"fastvit_kernels.models.": b"fastvit_kernels.",
+    b"fastvit_kernels.swap.apply": b"fastvit_kernels.swap",
+    b"fastvit_kernels.swap.hosts.": b"fastvit_kernels.hosts.",
+}
+
+
+def as_before(content):
+    """The bytes that 0.1.0 would have written; protocol 2 has no lengths before names."""
+    written = pickle.dumps(content, protocol=2)
+    for now, then in FORMER.items():
+        written = written.replace(b"c" + now, b"c" + then)
+    return written
+
+
+def own():
+    return fk.create_vit("vit_mnist", depth=1)
+
+
+def encoder_layer():
+    return nn.TransformerEncoderLayer(64, 2, 128, 0.0, "gelu", batch_first=True, norm_first=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        own,
+        encoder_layer,
+        lambda: timm_small("vit_tiny_patch16_224")[0],
+        lambda: torchvision_small()[0],
+        lambda: hf_small(next(iter(HF_MODELS)))[0],
+    ],
+    ids=["own", "torch.nn", "timm", "torchvision", "transformers"],
+)
+def test_a_pickle_of_0_1_0_loads(make):
+    try:
+        model = make()
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    report = fk.swap_in(model)
+    written = as_before((model, report))
+    assert b"cfastvit_kernels.models" not in written and b"swap.hosts" not in written
+    loaded, loaded_report = pickle.loads(written)
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+    assert str(loaded_report) == str(report)
+    for (name, p), (_, q) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(p, q), name

@@ -1,0 +1,500 @@
+import argparse
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from timm.layers.pos_embed import resample_abs_pos_embed
+from torchvision.models import VisionTransformer as TorchvisionViT
+
+from fastvit_kernels import VisionTransformer, backend, load_weights
+from fastvit_kernels.weights.names import to_timm
+
+C, DEPTH, HEADS, CLASSES = 32, 2, 2, 5
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend():
+    """What is loaded does not depend on the kernels, and PyTorch is faster than the interpreter."""
+    with backend("torch"):
+        yield
+
+
+def _vit(seed=1, **overrides) -> Any:
+    torch.manual_seed(seed)
+    arguments = dict(
+        img_size=32, patch_size=8, num_classes=CLASSES, embed_dim=C, depth=DEPTH, num_heads=HEADS
+    )
+    model = VisionTransformer(**{**arguments, **overrides}).eval()
+    with torch.no_grad():  # no parameter at a value that a constant could hide
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model
+
+
+def _randomised(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def _timm(**overrides) -> Any:
+    arguments = dict(
+        img_size=32, patch_size=8, num_classes=CLASSES, embed_dim=C, depth=DEPTH, num_heads=HEADS
+    )
+    return _randomised(timm.models.VisionTransformer(**{**arguments, **overrides}))
+
+
+def _hf_config(cls: Any = transformers.ViTConfig, **overrides) -> Any:
+    arguments = dict(
+        image_size=32, patch_size=8, hidden_size=C, num_hidden_layers=DEPTH,
+        num_attention_heads=HEADS, num_labels=CLASSES,
+    )  # fmt: skip
+    if cls is transformers.ViTConfig:
+        arguments["intermediate_size"] = 4 * C
+    return cls(**{**arguments, **overrides})
+
+
+def _hf():
+    return _randomised(transformers.ViTForImageClassification(_hf_config()))
+
+
+OLD_NAMES = (
+    (r"\blayers\.(\d+)\.", r"encoder.layer.\1."),
+    (r"attention\.q_proj", "attention.attention.query"),
+    (r"attention\.k_proj", "attention.attention.key"),
+    (r"attention\.v_proj", "attention.attention.value"),
+    (r"attention\.o_proj", "attention.output.dense"),
+    (r"mlp\.fc1", "intermediate.dense"),
+    (r"mlp\.fc2", "output.dense"),
+)
+
+
+def _with_old_names(state_dict):
+    """A state dict of transformers >= 5.9 under the names it had before."""
+    renamed = {}
+    for name, x in state_dict.items():
+        for new, old in OLD_NAMES:
+            name = re.sub(new, old, name)
+        renamed[name] = x
+    return renamed
+
+
+def _npz(model, prefix="", big_vision=False, stacked=False):
+    """Our model as Flax would have saved it."""
+    attention, mlp, norm2 = (0, 0, 1) if big_vision else (1, 3, 2)
+    D = model.blocks[0].attn.head_dim
+    arrays = {"cls": model.cls_token}
+    position = "pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"
+    arrays[position] = model.pos_embed
+    arrays["embedding/kernel"] = model.patch_embed.proj.weight.permute(2, 3, 1, 0)
+    arrays["embedding/bias"] = model.patch_embed.proj.bias
+
+    def dense(name, linear):
+        arrays[f"{name}/kernel"], arrays[f"{name}/bias"] = linear.weight.t(), linear.bias
+
+    def layer_norm(name, norm):
+        arrays[f"{name}/scale"], arrays[f"{name}/bias"] = norm.weight, norm.bias
+
+    for i, block in enumerate(model.blocks):
+        at = f"Transformer/encoderblock_{i}"
+        layer_norm(f"{at}/LayerNorm_0", block.norm1)
+        layer_norm(f"{at}/LayerNorm_{norm2}", block.norm2)
+        mha = f"{at}/MultiHeadDotProductAttention_{attention}"
+        weights, biases = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)
+        for part, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+            arrays[f"{mha}/{part}/kernel"] = weight.t().unflatten(1, (HEADS, D))
+            arrays[f"{mha}/{part}/bias"] = bias.unflatten(0, (HEADS, D))
+        arrays[f"{mha}/out/kernel"] = block.attn.proj.weight.t().unflatten(0, (HEADS, D))
+        arrays[f"{mha}/out/bias"] = block.attn.proj.bias
+        dense(f"{at}/MlpBlock_{mlp}/Dense_0", block.mlp.fc1)
+        dense(f"{at}/MlpBlock_{mlp}/Dense_1", block.mlp.fc2)
+    layer_norm("Transformer/encoder_norm", model.norm)
+    dense("head", model.head)
+    if len(model.pre_logits):
+        dense("pre_logits", model.pre_logits.fc)
+    arrays = {name: x.detach().numpy().copy() for name, x in arrays.items()}
+    if stacked:
+        first = [name for name in arrays if "encoderblock_0/" in name]
+        for name in first:
+            layers = [arrays.pop(name.replace("_0/", f"_{i}/", 1)) for i in range(DEPTH)]
+            arrays[name.replace("encoderblock_0/", "encoderblock/")] = np.stack(layers)
+    return {prefix + name: x for name, x in arrays.items()}
+
+
+def _images(*shape):
+    return torch.randn(*(shape or (2, 3, 32, 32)), generator=torch.Generator().manual_seed(0))
+
+
+def _assert_complete(report):
+    assert not report.missing and not report.unexpected and not report.resized, str(report)
+
+
+def _assert_equal_models(a, b):
+    for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_timm():
+    source, model = _timm(), _vit()
+    report = load_weights(model, source.state_dict())
+    _assert_complete(report)
+    assert report.family == "timm"
+    torch.testing.assert_close(model(_images()), source(_images()))
+
+
+@pytest.mark.parametrize("representation_size", [None, 16])
+def test_torchvision(representation_size):
+    source = TorchvisionViT(
+        image_size=32, patch_size=8, num_layers=DEPTH, num_heads=HEADS, hidden_dim=C,
+        mlp_dim=4 * C, num_classes=CLASSES, representation_size=representation_size,
+    )  # fmt: skip
+    source = _randomised(source)
+    model = _vit(representation_size=representation_size)
+    report = load_weights(model, source.state_dict())
+    _assert_complete(report)
+    assert report.family == "torchvision"
+    torch.testing.assert_close(model(_images()), source(_images()))
+
+
+def test_torchvision_old_mlp_names():
+    source = TorchvisionViT(32, 8, DEPTH, HEADS, C, 4 * C, num_classes=CLASSES).state_dict()
+    old = {
+        re.sub(r"mlp\.(0|3)\.", lambda m: f"mlp.linear_{1 + int(m[1]) // 3}.", name): x
+        for name, x in source.items()
+    }
+    assert old.keys() != source.keys()
+    new_model, old_model = _vit(seed=1), _vit(seed=2)
+    _assert_complete(load_weights(new_model, source))
+    _assert_complete(load_weights(old_model, old))
+    _assert_equal_models(new_model, old_model)
+
+
+@pytest.mark.parametrize("generation", ["new", "old"])
+@pytest.mark.parametrize("prefix", ["vit.", ""])
+def test_transformers(generation, prefix):
+    source = _hf()
+    state_dict = source.state_dict()
+    if generation == "old":
+        state_dict = _with_old_names(state_dict)
+    state_dict = {name.replace("vit.", prefix): x for name, x in state_dict.items()}
+    model = _vit(norm_eps=1e-12)
+    report = load_weights(model, state_dict)
+    _assert_complete(report)
+    assert report.family == "transformers"
+    torch.testing.assert_close(model(_images()), source(_images()).logits)
+
+
+def test_transformers_base_model_with_pooler():
+    source = _randomised(transformers.ViTModel(_hf_config(pooler_output_size=C)))
+    model = _vit(norm_eps=1e-12, representation_size=C, num_classes=0)
+    _assert_complete(load_weights(model, source.state_dict()))
+    torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
+
+
+def test_transformers_deit_distillation_token_is_a_register():
+    config = _hf_config(transformers.DeiTConfig, intermediate_size=4 * C)
+    source = _randomised(transformers.DeiTForImageClassification(config))
+    model = _vit(norm_eps=1e-12, reg_tokens=1)
+    _assert_complete(load_weights(model, source.state_dict()))
+    torch.testing.assert_close(model(_images()), source(_images()).logits)
+
+
+def test_transformers_dinov2_layer_scale():
+    source = _randomised(transformers.Dinov2Model(_hf_config(transformers.Dinov2Config)))
+    model = _vit(init_values=1.0, num_classes=0)
+    report = load_weights(model, source.state_dict())
+    assert not report.missing
+    assert report.unexpected == ("embeddings.mask_token",)
+    torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
+
+
+def test_transformers_dinov2_registers_have_no_positions():
+    config = _hf_config(transformers.Dinov2WithRegistersConfig, num_register_tokens=4)
+    source = _randomised(transformers.Dinov2WithRegistersModel(config))
+    model = _vit(init_values=1.0, num_classes=0, reg_tokens=4, no_embed_class=True)
+    report = load_weights(model, source.state_dict())
+    assert not report.missing
+    assert report.resized == {"pos_embed": ((1, 17, C), (1, 16, C))}
+    torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
+    with pytest.raises(ValueError, match="create the model with no_embed_class=True"):
+        load_weights(_vit(init_values=1.0, num_classes=0, reg_tokens=4), source.state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "opt/target/", "params/", "params/img/"])
+@pytest.mark.parametrize("layout", ["paper", "big_vision", "stacked"])
+def test_jax(tmp_path, prefix, layout):
+    source, model = _vit(seed=1), _vit(seed=2)
+    arrays = _npz(source, prefix, big_vision=layout != "paper", stacked=layout == "stacked")
+    np.savez(tmp_path / "vit.npz", **arrays)
+    report = load_weights(model, tmp_path / "vit.npz")
+    _assert_complete(report)
+    assert report.family == "jax"
+    _assert_equal_models(model, source)
+
+
+def test_jax_as_timm_reads_it(tmp_path):
+    np.savez(tmp_path / "vit.npz", **_npz(_vit(seed=5)))
+    model, source = _vit(), _timm()
+    source.load_pretrained(str(tmp_path / "vit.npz"))
+    load_weights(model, tmp_path / "vit.npz")
+    torch.testing.assert_close(model(_images()), source(_images()))
+
+
+def test_jax_pre_logits_and_bfloat16():
+    source, model = _vit(seed=1, representation_size=16), _vit(seed=2, representation_size=16)
+    arrays = {
+        name: torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view("V2")
+        for name, x in _npz(source).items()
+    }
+    _assert_complete(load_weights(model, arrays))
+    _assert_equal_models(model, source.bfloat16().float())
+
+
+def test_jax_patches_as_a_matrix():
+    source, model = _vit(seed=1), _vit(seed=2)
+    arrays = _npz(source)
+    arrays["embedding/kernel"] = arrays["embedding/kernel"].reshape(-1, C)
+    _assert_complete(load_weights(model, arrays))
+    _assert_equal_models(model, source)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors"])
+def test_files(tmp_path, suffix):
+    source, model, path = _vit(seed=1), _vit(seed=2), tmp_path / f"vit{suffix}"
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(source.state_dict(), path)
+    else:
+        torch.save({"model": source.state_dict(), "epoch": 3}, path)
+    _assert_complete(load_weights(model, str(path)))
+    _assert_equal_models(model, source)
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "module.", "model of state_dict"])
+def test_wrappers(wrapper):
+    source, model = _vit(seed=1), _vit(seed=2)
+    state_dict = source.state_dict()
+    if wrapper == "module.":
+        state_dict = {f"module._orig_mod.{name}": x for name, x in state_dict.items()}
+    else:
+        for key in wrapper.split(" of "):
+            state_dict = {key: state_dict, "epoch": 7}
+    _assert_complete(load_weights(model, state_dict))
+    _assert_equal_models(model, source)
+
+
+def test_dtype_is_kept():
+    model = _vit().bfloat16()
+    load_weights(model, _timm().double().state_dict())
+    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+    torch.testing.assert_close(model.norm.weight, _timm().norm.weight.bfloat16())
+
+
+def test_report_names_what_is_missing_and_unexpected():
+    state_dict = _timm(depth=11).state_dict()
+    del state_dict["blocks.0.norm1.bias"]
+    before = _vit(depth=1)
+    model = _vit(depth=1, init_values=0.1)
+    kept = model.blocks[0].norm1.bias.clone()
+    report = load_weights(model, {**state_dict, "mask_token": torch.zeros(1, C)})
+    assert report.missing == ("blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "blocks.0.norm1.bias")
+    assert "mask_token" in report.unexpected and "blocks.10.mlp.fc2.bias" in report.unexpected
+    assert report.unexpected.index("blocks.2.norm1.bias") < report.unexpected.index(
+        "blocks.10.norm1.bias"
+    )
+    assert set(report.loaded) | set(report.missing) == {n for n, _ in model.named_parameters()}
+    assert torch.equal(model.blocks[0].norm1.bias, kept)
+    assert before.blocks[0].norm1.bias.shape == kept.shape
+    text = str(report)
+    assert "timm" in text and "missing (3): blocks.0.ls1.gamma" in text and "resized: none" in text
+
+
+@pytest.mark.parametrize("img_size", [64, (16, 48), (8, 8)], ids=str)
+def test_positions_are_resized_as_timm_does(img_size):
+    source = _timm()
+    model = _vit(img_size=img_size)
+    report = load_weights(model, source.state_dict())
+    grid = model.patch_embed.grid_size
+    expected = resample_abs_pos_embed(source.pos_embed, list(grid), num_prefix_tokens=1)
+    torch.testing.assert_close(model.pos_embed, expected)
+    assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
+    assert report.resized == {"pos_embed": ((1, 17, C), (1, 1 + math.prod(grid), C))}
+    assert f"pos_embed (1, 17, {C}) -> (1, {1 + math.prod(grid)}, {C})" in str(report)
+
+
+def test_positions_of_prefix_tokens_are_kept():
+    source = _timm(reg_tokens=4)
+    model = _vit(img_size=48, reg_tokens=4)
+    load_weights(model, source.state_dict())
+    expected = resample_abs_pos_embed(source.pos_embed, [6, 6], num_prefix_tokens=5)
+    torch.testing.assert_close(model.pos_embed, expected)
+
+
+def test_positions_of_a_grid_that_is_not_square():
+    source = _vit(seed=2, img_size=(16, 64))  # 2 x 8 patches
+    same, other = _vit(img_size=(16, 64)), _vit(img_size=(32, 48))
+    _assert_complete(load_weights(same, source.state_dict()))
+    _assert_equal_models(same, source)
+    load_weights(other, source.state_dict(), grid_size=(2, 8))
+    expected = resample_abs_pos_embed(
+        source.pos_embed, [4, 6], old_size=[2, 8], num_prefix_tokens=1
+    )
+    torch.testing.assert_close(other.pos_embed, expected)
+    with pytest.raises(ValueError, match="or the grid given as grid_size, got grid_size=None"):
+        load_weights(_vit(), _vit(img_size=(16, 48)).state_dict())
+
+
+def test_positions_without_and_with_the_class_token_are_one_function():
+    with_class, without = _vit(), _vit(seed=2, no_embed_class=True)
+    load_weights(without, with_class.state_dict())
+    torch.testing.assert_close(without(_images()), with_class(_images()))
+    back = _vit(seed=3)
+    load_weights(back, without.state_dict())
+    assert back.pos_embed[:, 0].eq(0).all()
+    torch.testing.assert_close(back(_images()), with_class(_images()))
+
+
+def test_patches_as_a_matrix():
+    source, model = _vit(seed=1, in_chans=1), _vit(seed=2, in_chans=1)
+    state_dict = source.state_dict()
+    state_dict["patch_embed.proj.weight"] = state_dict["patch_embed.proj.weight"].flatten(1)
+    report = load_weights(model, state_dict)
+    _assert_equal_models(model, source)
+    assert report.resized == {"patch_embed.proj.weight": ((C, 64), (C, 1, 8, 8))}
+
+
+def test_norm_is_not_read_as_fc_norm():
+    model = _vit(global_pool="avg")
+    report = load_weights(model, _timm().state_dict())
+    assert report.missing == ("fc_norm.bias", "fc_norm.weight")
+    assert report.unexpected == ("norm.bias", "norm.weight")
+
+
+def test_old_timm_pre_logits():
+    model, source = _vit(representation_size=16), _vit(seed=2, representation_size=16)
+    assert "pre_logits.fc.weight" in source.state_dict()
+    _assert_complete(load_weights(model, source.state_dict()))
+    _assert_equal_models(model, source)
+
+
+def test_gradients_convert_like_weights():
+    source = _hf()
+    source(_images()).logits.square().sum().backward()
+    family, grads = to_timm({name: p.grad for name, p in source.named_parameters()})
+    assert family == "transformers"
+    assert grads.keys() == _vit().state_dict().keys()
+
+
+def _changed(name, change):
+    def make():
+        state_dict = _timm().state_dict()
+        state_dict[name] = change(state_dict[name])
+        return state_dict
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (
+            ValueError,
+            r"head.weight must have shape \(5, 32\), got \(7, 32\); create the model with "
+            r"num_classes=7, or drop the keys of the head",
+            lambda: _timm(num_classes=7).state_dict(),
+        ),
+        (
+            ValueError,
+            r"blocks.1.mlp.fc1.weight must have shape \(128, 32\), got \(128, 31\)",
+            _changed("blocks.1.mlp.fc1.weight", lambda x: x[:, 1:]),
+        ),
+        (
+            ValueError,
+            r"patch_embed.proj.weight must have shape \(32, 3, 8, 8\), got \(32, 3, 4, 4\)",
+            _changed("patch_embed.proj.weight", lambda x: x[:, :, :4, :4]),
+        ),
+        (
+            ValueError,
+            r"patch_embed.proj.weight is a matrix \(32, 192\).*permute\(0, 3, 1, 2\)",
+            _changed("patch_embed.proj.weight", lambda x: x.flatten(1)),
+        ),
+        (
+            ValueError,
+            r"norm.weight must be floating point, got torch.int64",
+            _changed("norm.weight", lambda x: x.long()),
+        ),
+        (
+            ValueError,
+            r"pos_embed must have shape \(1, 17, 32\), got \(17, 32\)",
+            _changed("pos_embed", lambda x: x[0]),
+        ),
+        (
+            ValueError,
+            r"blocks.0.attn.k.weight must have the columns of blocks.0.attn.q.weight",
+            lambda: {
+                name: x[:, 1:] if name.endswith("0.attention.k_proj.weight") else x
+                for name, x in _hf().state_dict().items()
+            },
+        ),
+        (
+            ValueError,
+            "two keys of the source mean 'norm.weight'",
+            lambda: {"norm.weight": torch.ones(C), "module.norm.weight": torch.ones(C)},
+        ),
+        (ValueError, "no key of the source is a ViT's", lambda: {"conv1.weight": torch.ones(1)}),
+        (ValueError, "no key of the source is a ViT's", dict),
+        (TypeError, "'norm.weight' must be a tensor", lambda: {"norm.weight": [1.0]}),
+        (TypeError, "'cls_token' must hold numbers", lambda: {"cls_token": np.array(["a"])}),
+        (TypeError, "source must be a path or hold a mapping", lambda: [torch.ones(1)]),
+    ],
+)
+def test_rejects_and_leaves_the_model_as_it_was(error, message, make):
+    model = _vit()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        load_weights(model, make())
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+def test_rejects_another_model():
+    with pytest.raises(TypeError, match="VisionTransformer, got Linear"):
+        load_weights(torch.nn.Linear(2, 2), {})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", "truncated"], ids=str)
+def test_corrupt_files(tmp_path, suffix, content):
+    path = tmp_path / f"vit{suffix}"
+    if content == "truncated":
+        state_dict = _vit().state_dict()
+        if suffix == ".npz":
+            np.savez(path, **{name: x.numpy() for name, x in state_dict.items()})
+        elif suffix == ".pth":
+            torch.save(state_dict, path)
+        else:
+            pytest.importorskip("safetensors.torch").save_file(state_dict, path)
+        content = path.read_bytes()[: path.stat().st_size // 2]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"cannot read .*vit\{suffix}: "):
+        load_weights(_vit(), path)
+
+
+def test_files_that_would_run_code(tmp_path):
+    path = tmp_path / "vit.pth"
+    torch.save({"model": _vit().state_dict(), "args": argparse.Namespace(lr=1)}, path)
+    with pytest.raises(ValueError, match="weights_only=False"):
+        load_weights(_vit(), path)
+
+
+def test_files_that_are_not_there_or_unknown(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*vit\.pth"):
+        load_weights(_vit(), tmp_path / "vit.pth")
+    (tmp_path / "vit.onnx").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"must end in \.pth, \.pt, \.bin, \.safetensors or \.npz"):
+        load_weights(_vit(), tmp_path / "vit.onnx")

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from numerics import DEVICE, assert_accurate
+
+from fastvit_kernels.ops.common.activation import (
+    ACTIVATIONS,
+    activate_and_derivative,
+    check_activation,
+)
+from fastvit_kernels.runtime.triton import tl, triton
+
+# numpy, which runs the kernels where there is no GPU, announces every infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@triton.jit
+def _kernel(a_ptr, derivative_ptr, z_ptr, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    z = tl.load(z_ptr + offs, mask=mask, other=0.0)
+    a, derivative = activate_and_derivative(z, ACTIVATION)
+    tl.store(a_ptr + offs, a, mask=mask)
+    tl.store(derivative_ptr + offs, derivative, mask=mask)
+
+
+def _value_and_derivative(z, activation):
+    a, derivative = torch.empty_like(z), torch.empty_like(z)
+    grid = (triton.cdiv(z.numel(), 256),)
+    _kernel[grid](a, derivative, z, z.numel(), ACTIVATION=activation, BLOCK=256)
+    return a, derivative
+
+
+def _torch_value_and_derivative(z, activation):
+    z = z.detach().requires_grad_()
+    a = ACTIVATIONS[activation](z) if activation else z.clone()
+    return a.detach(), torch.autograd.grad(a.sum(), z)[0]
+
+
+@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("reach", [1.0, 6.0, 30.0])
+def test_activation_value_and_derivative(activation, reach):
+    z = torch.linspace(-reach, reach, 1001, device=DEVICE)
+    assert_accurate(
+        lambda z: _value_and_derivative(z, activation),
+        lambda z: _torch_value_and_derivative(z, activation),
+        {"z": z},
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_extremes(activation):
+    """Far out an activation is z or 0 and its derivative 1 or 0, never NaN."""
+    z = torch.tensor([0.0, 1e3, 1e4, 1e13, 1e20, 3e38], device=DEVICE)
+    a, derivative = _value_and_derivative(torch.cat([z, -z]), activation)
+    assert torch.allclose(a, torch.cat([z, torch.zeros_like(z)]))
+    half = torch.tensor([0.5], device=DEVICE)
+    ones, zeros = torch.ones_like(z[1:]), torch.zeros_like(z[1:])
+    assert torch.allclose(derivative, torch.cat([half, ones, half, zeros]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_keeps_nan(activation):
+    z = torch.full((3,), float("nan"), device=DEVICE)
+    assert all(result.isnan().all() for result in _value_and_derivative(z, activation))
+
+
+def test_activation_rejects():
+    check_activation("linear", None)
+    with pytest.raises(ValueError, match=r"linear: activation must be None or one .* got 'relu'"):
+        check_activation("linear", "relu")

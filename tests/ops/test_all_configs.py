@@ -1,0 +1,156 @@
+"""Every launch config that ships, forced, by the 2x rule and bit for bit: `check --all-configs`.
+
+Without a GPU each config runs in one case, twice; which one goes round from config to config. On a
+GPU each runs in every case that it fits, at real sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from numerics import DEVICE
+
+import fastvit_kernels as fk
+from fastvit_kernels.commands import all_configs, cli
+from fastvit_kernels.commands.check import DTYPES, Draw
+from fastvit_kernels.runtime import configs as launch_configs
+from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.configs import TABLES, ConfigTable
+
+pytest.importorskip("rich")
+
+SHIPPED = [(table.name, config) for table in TABLES.values() for config in table.configs]
+
+
+def _id(value):
+    if isinstance(value, str):
+        return value
+    short = {"num_warps": "w", "num_stages": "s"}
+    parts = []
+    for name, number in value._asdict().items():
+        if number is True:
+            parts.append(name)
+        elif number is not False and number != 0:
+            parts.append(f"{short.get(name, name + '=')}{number}")
+    return "-".join(parts) or "none"
+
+
+@functools.cache
+def _reached(dtype, large):
+    """How the cases of a dtype reach each table; made once, with their references."""
+    return all_configs.reach(all_configs.cases(Draw(DEVICE, DTYPES[dtype]), large=large))[0]
+
+
+def _runs(table, config, dtype, large):
+    return [r for r in _reached(dtype, large) if r.table == table and r.fits(config)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test below runs it at real sizes")
+@pytest.mark.parametrize(("table", "config"), SHIPPED, ids=_id)
+def test_config_in_the_interpreter(table, config):
+    index = SHIPPED.index((table, config))
+    dtypes = ("fp32", "fp16") if index % 2 else ("fp16", "fp32")
+    runs = next(filter(None, (_runs(table, config, dtype, False) for dtype in dtypes)), [])
+    assert runs, "no case forces this config: give commands/all_configs.py one"
+    run = all_configs.run_config(runs[index % min(len(runs), 4)], config)
+    assert run.fault is None, run.case
+    assert 0 < run.share <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("table", "config"), SHIPPED, ids=_id)
+def test_config_on_the_gpu(table, config, dtype):
+    runs = _runs(table, config, dtype, True)
+    if not runs:
+        pytest.skip("it does not fit this GPU or dtype")
+    results = [all_configs.run_config(reached, config, repeats=3) for reached in runs]
+    faults = [f"{run.case}: {run.fault}" for run in results if run.fault is not None]
+    assert not faults, "\n".join(faults)
+
+
+class Config(NamedTuple):
+    kind: str
+
+
+RIGHT, WRONG, HIDDEN, UNFIT = Config("right"), Config("wrong"), Config("hidden"), Config("unfit")
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """An op with two tables: the second is asked only where the first says "hidden"."""
+    monkeypatch.setattr(launch_configs, "TABLES", tables := {})
+    monkeypatch.setattr(all_configs, "TABLES", tables)
+    monkeypatch.setattr(launch_configs, "_on_change", [])
+    here = gpu(torch.device("cpu"))
+    route = ConfigTable(
+        "route", [RIGHT, HIDDEN, UNFIT], lambda *_: RIGHT, lambda gpu, c, size: c is not UNFIT
+    )
+    tile = ConfigTable("tile", [RIGHT, WRONG], lambda *_: RIGHT)
+
+    def double(x):
+        factor = 2.0
+        if route.choose(here, len(x)) is HIDDEN and tile.choose(here, len(x)) is WRONG:
+            factor = 2.01
+        return x * factor
+
+    def make():
+        return {"x": torch.arange(1.0, 9.0, requires_grad=True)}
+
+    return all_configs.Case("double", double, lambda x: x * 2.0, make)
+
+
+def test_a_wrong_config_behind_another_route_is_found(planted):
+    runs = list(all_configs.run_all([planted]))
+    found = {(run.table, run.config): run.fault for run in runs}
+    # UNFIT is not run; the tables are both reached
+    assert set(found) == {
+        ("route", RIGHT), ("route", HIDDEN), ("tile", RIGHT), ("tile", WRONG)
+    }  # fmt: skip
+    assert "out: max" in found["tile", WRONG]
+    assert [fault for fault in found.values() if fault] == [found["tile", WRONG]]
+    assert not all_configs.passed(runs)
+    assert all_configs.passed([r for r in runs if r.fault is None])
+
+
+def test_a_table_that_no_case_reaches_fails(planted):
+    ConfigTable("asleep", [RIGHT], lambda *_: RIGHT)
+    runs = [run for run in all_configs.run_all([planted]) if run.fault is None]
+    assert not all_configs.passed(runs)
+    assert ("asleep", "1", "0", "0", "0.00", "not reached") in all_configs._rows(runs)
+
+
+def test_a_case_that_raises_fails_and_the_others_run(planted):
+    def broken(x):
+        raise RuntimeError("no such stride")
+
+    case = all_configs.Case("broken", broken, broken, planted.make)
+    runs = list(all_configs.run_all([case, planted]))
+    (fault,) = [run for run in runs if run.case == "broken"]
+    assert fault.fault == "RuntimeError: no such stride" and len(runs) == 5
+    assert "no such stride" in all_configs.as_json(runs, "here")
+
+
+def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
+    monkeypatch.setattr(all_configs, "cases", lambda draw, large: [planted])
+    words = ["check", "--all-configs", "--dtype", "fp32", "--device", "cpu"]
+    assert cli.main(words) == 1
+    out = capsys.readouterr().out
+    assert "4 of 5 configs of 2 tables fit here and ran" in out
+    assert "FAILED tile [kind=wrong], double, fp32: out: max" in out
+    assert cli.main([*words, "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["passed"] is False and len(content["runs"]) == 4
+    assert {run["table"] for run in content["runs"]} == {"route", "tile"}
+
+
+def test_launches_are_left_out_and_come_back():
+    x, weight = torch.randn(2, 40, device=DEVICE), torch.ones(40, device=DEVICE)
+    with fk.backend("triton"), all_configs.launches_left_out():
+        assert fk.layer_norm(x, weight).isnan().all()  # torch.empty is poisoned
+    with fk.backend("triton"):
+        assert fk.layer_norm(x, weight).isfinite().all()

@@ -1,0 +1,361 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.attention import functions as attention_functions
+from fastvit_kernels.ops.attention.configs import (
+    BwdForm,
+    bwd_launch,
+    split_head_dim,
+    tail_tile,
+)
+from fastvit_kernels.ops.attention.functions import (
+    attention,
+    attention_ref,
+    qkv_attention,
+    qkv_attention_ref,
+)
+from fastvit_kernels.runtime.backend import Gpu, gpu, on_absent_gpu
+from fastvit_kernels.runtime.configs import forced
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _qkv(B, T, H, D, dtype, scale=1.0):
+    return {"qkv": rand(B, T, 3, H, D, dtype=dtype, scale=scale)}
+
+
+def _takes_one_pass(B, T, H, D, dtype):
+    problem = (gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
+    return bwd_launch(*problem).one_pass is not None
+
+
+@pytest.mark.parametrize("T", [1, 5, 50, 196, 197, 257, 577], ids=lambda t: f"T{t}")
+def test_attention_tokens(T):
+    assert_accurate(attention, attention_ref, _qkv(1, T, 2 if T < 500 else 1, 64, bf16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("D", [8, 32, 64, 72, 80, 96, 104, 128], ids=lambda d: f"D{d}")
+def test_attention_head_dims(D, dtype):
+    assert_accurate(attention, attention_ref, _qkv(1, 53, 2, D, dtype))
+
+
+@pytest.mark.parametrize("D", [72, 128, 256], ids=lambda d: f"D{d}")
+def test_attention_long_wide(D):
+    assert_accurate(attention, attention_ref, _qkv(1, 257, 1, D, fp16))
+
+
+@pytest.mark.parametrize("T", [65, 129, 193, 256], ids=lambda t: f"T{t}")
+def test_attention_one_pass_parts(T):
+    assert _takes_one_pass(2, T, 1, 64, fp16)
+    assert_accurate(attention, attention_ref, _qkv(2, T, 1, 64, fp16))
+
+
+def test_attention_split_backward_tails():
+    """16-bit, D <= 64 and T > 256: the only backward with a separate tail of 16."""
+    assert not _takes_one_pass(1, 273, 1, 32, bf16)
+    assert_accurate(attention, attention_ref, _qkv(1, 273, 1, 32, bf16))
+
+
+def test_attention_split_backward_in_fp32():
+    assert not _takes_one_pass(1, 150, 1, 64, fp32)
+    assert_accurate(attention, attention_ref, _qkv(1, 150, 1, 64, fp32))
+
+
+def test_attention_without_room_for_one_pass():
+    """A GPU with little shared memory takes the split backward, with the same gradients."""
+    small = Gpu("cpu", num_sms=2, shared_limit=64 * 1024)
+    with on_absent_gpu(small):
+        assert not _takes_one_pass(1, 197, 2, 64, bf16)
+    with forced("attention_bwd", BwdForm(one_pass=False)):
+        assert_accurate(attention, attention_ref, _qkv(1, 197, 2, 64, bf16))
+
+
+def test_attention_scale():
+    assert_accurate(
+        lambda qkv: attention(qkv, scale=0.3),
+        lambda qkv: attention_ref(qkv, scale=0.3),
+        _qkv(1, 37, 2, 32, fp32),
+    )
+
+
+def test_attention_layouts():
+    B, T, H, D = 2, 21, 2, 32
+    per_head = rand(B, T, H, 3, D, grad=False).transpose(2, 3)  # interleaved as some fused QKVs are
+    sliced = rand(B, T + 3, 3, H, 2 * D, grad=False)[:, 1:-2, :, :, D:]
+    expanded = rand(1, T, 3, H, D, grad=False).expand(B, T, 3, H, D)
+    transposed = rand(B, T, 3, D, H, grad=False).transpose(3, 4)  # last axis not contiguous
+    stepped = rand(B, T, 3, H, 8 * D, grad=False)[..., ::8]  # nor here, all strides multiples of 8
+    for qkv in (per_head, sliced, expanded, transposed, stepped):
+        assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
+
+
+def test_attention_expanded_gradient():
+    inputs = _qkv(2, 21, 2, 32, fp32)
+    for size in (32, 1):  # of one element: all strides 0, as out.sum() gives
+        upstream = torch.randn(size, device=DEVICE).expand(2, 21, 2, 32)
+        assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
+
+
+def test_attention_large_strides():
+    """Offsets between samples pass 2^31 elements; the storage is small because it overlaps."""
+    T, H, D = 3, 1, 16
+    storage = rand(T * 3 * H * D, grad=False)
+    stride_b = 2**31 + 64
+    fake_batch = torch.as_strided(storage, (1, T, 3, H, D), (stride_b, 3 * H * D, H * D, D, 1))
+    assert_accurate(attention, attention_ref, {"qkv": fake_batch.requires_grad_()})
+
+
+@pytest.mark.parametrize("scale", [30.0, 1e-6], ids=["large_scores", "tiny_scores"])
+def test_attention_extremes(scale):
+    assert_accurate(attention, attention_ref, _qkv(1, 70, 1, 64, fp32, scale))
+
+
+def test_attention_peaked_scores_stay_finite():
+    qkv = rand(1, 50, 3, 1, 64, scale=40.0)
+    out = attention(qkv)
+    (dqkv,) = torch.autograd.grad(out.square().sum(), qkv)
+    assert out.isfinite().all()
+    assert dqkv.isfinite().all()
+
+
+def test_attention_spreads_nan_within_its_head_only():
+    qkv = rand(1, 20, 3, 2, 32, grad=False)
+    qkv[0, 3, 0, 1, 5] = float("nan")
+    bad = attention(qkv).isnan().any(-1)
+    assert bad[0, 3, 1]
+    assert bad.sum() == 1
+
+
+def test_attention_empty_batch():
+    qkv = rand(0, 7, 3, 2, 32)
+    attention(qkv).sum().backward()
+    assert qkv.grad is not None
+    assert qkv.grad.shape == qkv.shape
+
+
+@pytest.mark.parametrize(("T", "dtype"), [(197, bf16), (300, fp16)], ids=str)
+def test_attention_is_deterministic(T, dtype):
+    def gradient():
+        qkv = rand(1, T, 3, 2, 64, dtype=dtype)
+        return torch.autograd.grad(attention(qkv).float().square().sum(), qkv)[0]
+
+    assert torch.equal(gradient(), gradient())
+
+
+def test_attention_saves_no_score_matrix():
+    saved = []
+    qkv = rand(1, 300, 3, 1, 16)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.numel()) or x, lambda x: x
+    ):
+        attention(qkv)
+    assert max(saved) == qkv.numel()
+    assert sum(saved) < 300 * 300
+
+
+def philox_keep(seed: int, B: int, H: int, T_q: int, T_kv: int, dropout_p: float) -> np.ndarray:
+    """(B, H, T_q, T_kv): what the kernels keep, by Philox 4x32-10 (Salmon et al., SC 2011)."""
+    key_index, query_index, head = np.broadcast_arrays(
+        np.arange(T_kv, dtype=np.uint64)[None, None, :],
+        np.arange(T_q, dtype=np.uint64)[None, :, None],
+        np.arange(B * H, dtype=np.uint64)[:, None, None],
+    )
+    c0, c1, c2, c3 = key_index, query_index, head, np.zeros_like(head)
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (product1 >> np.uint64(32)) ^ c1 ^ k0,
+            product1 & low,
+            (product0 >> np.uint64(32)) ^ c3 ^ k1,
+            product0 & low,
+        )
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    keep = (c0 >> np.uint64(1)) >= int(dropout_p * 2**31)
+    return keep.reshape(B, H, T_q, T_kv)
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype"), [(50, fp32), (150, fp16), (150, fp32)], ids=["one_part", "two_parts", "split"]
+)
+def test_attention_dropout(T, dtype, monkeypatch):
+    """Forward and gradients against the explicit formula with the mask rebuilt by Philox."""
+    B, H, D, p, seed = 2, 2, 32, 0.3, 0x1234_5678_9ABC
+    monkeypatch.setattr(
+        attention_functions, "draw_seed", lambda device: torch.tensor([seed], device=device)
+    )
+    keep = torch.from_numpy(philox_keep(seed, B, H, T, T, p)).to(DEVICE)
+    assert abs(keep.float().mean().item() - (1 - p)) < 0.02
+
+    def reference(qkv):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        probabilities = ((q @ k.mT) * D**-0.5).softmax(-1) * keep / (1 - p)
+        return (probabilities @ v).transpose(1, 2)
+
+    assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, dtype))
+
+
+def test_attention_dropout_draws_anew_and_follows_the_generator():
+    qkv = rand(1, 40, 3, 2, 32, grad=False)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return attention(qkv, dropout_p=0.5), attention(qkv, dropout_p=0.5)
+
+    first, second = run(3)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, run(3)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_qkv_attention(dtype, bias):
+    C, H, D = 48, 2, 32
+    inputs = {
+        "x": rand(2, 19, C, dtype=dtype),
+        "weight": rand(3 * H * D, C, dtype=dtype, scale=C**-0.5, seed=1),
+        "bias": rand(3 * H * D, dtype=dtype, seed=2) if bias else None,
+    }
+    assert_accurate(
+        lambda **kw: qkv_attention(**kw, num_heads=H),
+        lambda **kw: qkv_attention_ref(**kw, num_heads=H),
+        inputs,
+    )
+
+
+def test_qkv_attention_saves_x_qkv_out_lse():
+    saved = []
+    B, T, C, H, D = 1, 40, 32, 2, 16
+    x, weight = rand(B, T, C), rand(3 * H * D, C, seed=1)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.shape) or x, lambda x: x
+    ):
+        qkv_attention(x, weight, num_heads=H)
+    assert sorted(saved) == sorted(
+        [(B, T, C), (3 * H * D, C), (B, T, 3, H, D), (B, T, H, D), (B, H, T)]
+    )
+
+
+def test_qkv_attention_frozen_weight_gets_no_gradient():
+    x, weight = rand(1, 9, 32), rand(96, 32, seed=1, grad=False)
+    qkv_attention(x, weight, num_heads=2).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16], ids=dtype_id)
+def test_qkv_attention_autocast(dtype):
+    """fp32 parameters under autocast, with torch's own ops under the same autocast beside."""
+    C, H, D = 64, 2, 32
+    inputs: dict[str, Any] = {
+        "x": rand(2, 30, C),
+        "weight": rand(3 * H * D, C, scale=C**-0.5, seed=1),
+        "bias": rand(3 * H * D, seed=2),
+    }
+
+    def under_autocast(function):
+        def run(**tensors):
+            exact = tensors["x"].dtype == torch.float64
+            with torch.autocast(DEVICE.type, dtype=dtype, enabled=not exact):
+                return function(**tensors, num_heads=H)
+
+        return run
+
+    errors = assert_accurate(
+        under_autocast(qkv_attention), under_autocast(qkv_attention_ref), inputs, dtype=dtype
+    )
+    assert len(errors) == 4
+    with torch.autocast(DEVICE.type, dtype=dtype):
+        out = qkv_attention(**inputs, num_heads=H)
+    assert out.dtype == dtype
+    assert torch.autograd.grad(out.float().sum(), inputs["weight"])[0].dtype == fp32
+
+
+def test_split_head_dim_never_pads_more_than_needed():
+    table = {8: (16, 0), 24: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16)}
+    table |= {88: (64, 32), 96: (64, 32), 104: (128, 0), 128: (128, 0), 136: (128, 16)}
+    assert {D: split_head_dim(D) for D in table} == table
+    for D in range(8, 257, 8):
+        first, rest = split_head_dim(D)
+        assert first + rest >= D
+        assert D <= 16 or first + rest <= D * 4 / 3 + 1e-9, D
+
+
+def test_tail_tile():
+    assert [tail_tile(T, 64) for T in (64, 65, 80, 81, 96, 97, 197, 257)] == [
+        0, 16, 16, 32, 32, 64, 16, 16,
+    ]  # fmt: skip
+
+
+def test_operators_pass_opcheck():
+    qkv = rand(1, 20, 3, 2, 32)
+    ops = torch.ops.fastvit_kernels
+    out, lse = ops.attention_fwd(qkv.detach(), None, 0.2, 0.0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.attention_fwd, (qkv.detach(), None, 0.2, 0.0), test_utils=checks)
+    backward = (out, qkv.detach(), out, lse, None, 0.2, 0.0)
+    torch.library.opcheck(ops.attention_bwd, backward, test_utils=checks)
+    x, weight = rand(1, 20, 32, grad=False), rand(96, 32, grad=False)
+    projection = (x, weight, None, None, 1, 0.2, 0.0)
+    torch.library.opcheck(ops.qkv_attention_fwd, projection, test_utils=checks)
+    dqkv = rand(1, 20, 3, 1, 32, grad=False)
+    for needs in ([True, True, True], [True, False, False]):
+        arguments = (dqkv, x, weight, fp32, fp32, needs)
+        torch.library.opcheck(ops.qkv_projection_bwd, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "qkv must be a Tensor, got NoneType", lambda: attention(None)),  # type: ignore[arg-type]
+        (ValueError, "qkv must have 5 axes", lambda: attention(rand(2, 3, 4))),
+        (ValueError, r"must be \(B, T, 3, H, D\)", lambda: attention(rand(1, 4, 2, 1, 16))),
+        (ValueError, "D must be at most 256, got 320", lambda: attention(rand(1, 4, 3, 1, 320))),
+        (ValueError, "D must be a multiple of 8, got 20", lambda: attention(rand(1, 4, 3, 1, 20))),
+        (
+            ValueError,
+            r"dropout_p must be in \[0, 1\), got 1.0",
+            lambda: attention(rand(1, 4, 3, 1, 16), dropout_p=1.0),
+        ),
+        (
+            ValueError,
+            "3 \\* H \\* D rows with H = 5, got 96",
+            lambda: qkv_attention(rand(1, 4, 32), rand(96, 32), num_heads=5),
+        ),
+        (
+            ValueError,
+            r"weight must have shape \(96, 32\), got \(96, 16\)",
+            lambda: qkv_attention(rand(1, 4, 32), rand(96, 16), num_heads=2),
+        ),
+        (
+            TypeError,
+            "weight must have the dtype of x",
+            lambda: qkv_attention(rand(1, 4, 32), rand(96, 32, dtype=fp16), num_heads=2),
+        ),
+    ],
+)
+def test_attention_rejects(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_attention_negative_scale_takes_the_torch_path():
+    qkv = rand(1, 9, 3, 1, 16)
+    torch.testing.assert_close(attention(qkv, scale=-0.5), attention_ref(qkv, scale=-0.5))
+
+
+def test_attention_agrees_with_a_plain_loop():
+    """One row computed by hand, so that the specification itself is checked."""
+    qkv = rand(1, 6, 3, 1, 8, grad=False)
+    q, k, v = qkv[0, :, :, 0].unbind(1)
+    scores = [float(q[2] @ k[s]) / math.sqrt(8) for s in range(6)]
+    weights = F.softmax(torch.tensor(scores), dim=0).to(DEVICE)
+    torch.testing.assert_close(attention(qkv)[0, 2, 0], (weights[:, None] * v).sum(0))

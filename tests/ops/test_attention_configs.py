@@ -1,0 +1,168 @@
+"""Attention under each launch config that ships: the 2x rule, equal bits twice, no wasted tiles."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from numerics import DEVICE, assert_accurate, rand
+
+from fastvit_kernels.ops.attention.configs import (
+    BWD_TABLE,
+    DKDV_TABLE,
+    DQ_TABLE,
+    FWD_TABLE,
+    ONE_PASS_TABLE,
+    BwdForm,
+    Problem,
+    bwd_launch,
+    fwd_launch,
+    query_parts,
+)
+from fastvit_kernels.ops.attention.functions import attention, attention_ref
+from fastvit_kernels.runtime.backend import Gpu, gpu
+from fastvit_kernels.runtime.configs import ConfigTable, forced
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+TABLES = (FWD_TABLE, ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE)
+H100 = Gpu("sm_90", 132, 227 * 1024)
+A100 = Gpu("sm_80", 108, 163 * 1024)
+
+
+def _problem(B: int, T: int, H: int, D: int, dtype: torch.dtype, on: Gpu | None = None) -> Problem:
+    return Problem(on or gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
+
+
+def _forced(stack: ExitStack, table: ConfigTable[Any], config: Any) -> None:
+    stack.enter_context(forced(table.name, config))
+    if table in (ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
+        stack.enter_context(forced(BWD_TABLE.name, BwdForm(one_pass=table is ONE_PASS_TABLE)))
+
+
+def _example(table: ConfigTable[Any], config: Any) -> tuple[int, int, int, int, torch.dtype]:
+    """The smallest problem for which the config fits; the last group of heads is not full."""
+    T, H = 83, 2
+    if getattr(config, "heads", 1) > 1 or config[0] < 64:
+        T, H = 37, 3
+    if table is ONE_PASS_TABLE and config.close:
+        T = 197  # parts of 128, 64 and 16
+    for D in (32, 72, 128, 256):
+        for dtype in (bf16, fp32):
+            problem = _problem(1, T, H, D, dtype)
+            if table.fits(problem.gpu, config, *problem.key()):
+                return 1, T, H, D, dtype
+    raise AssertionError(f"{table.name}: {config} fits nowhere")
+
+
+CONFIGS = [
+    pytest.param(table, config, id=f"{table.name}-{'-'.join(map(str, config))}")
+    for table in TABLES
+    for config in table.configs
+]
+
+
+@pytest.mark.parametrize(("table", "config"), CONFIGS)
+def test_attention_under_every_config(table, config):
+    B, T, H, D, dtype = _example(table, config)
+    inputs = {"qkv": rand(B, T, H, 3, D, dtype=dtype, grad=False).transpose(2, 3).requires_grad_()}
+    with ExitStack() as stack:
+        _forced(stack, table, config)
+        assert table.choose(gpu(DEVICE), *_problem(B, T, H, D, dtype).key()) == config
+        assert_accurate(attention, attention_ref, inputs)
+
+        def bits() -> tuple[torch.Tensor, ...]:
+            qkv = inputs["qkv"]
+            out = attention(qkv)
+            return out, torch.autograd.grad(out.float().square().sum(), qkv)[0]
+
+        assert all(torch.equal(a, b) for a, b in zip(bits(), bits(), strict=True))
+
+
+@pytest.mark.parametrize("table", [FWD_TABLE, ONE_PASS_TABLE], ids=lambda table: table.name)
+def test_attention_several_heads_a_program(table):
+    """Each head its own numbers, dropout's too: seven heads by two or four, of two samples."""
+    config = next(c for c in table.configs if c.heads > 1)
+    assert 7 % config.heads
+    qkv = rand(7, 20, 3, 1, 32, dtype=bf16)
+    apart = qkv.detach().permute(3, 1, 2, 0, 4).contiguous().requires_grad_()  # (1, T, 3, 7, D)
+    upstream = rand(7, 20, 1, 32, dtype=bf16, seed=1, grad=False)
+
+    def run(x, upstream):
+        torch.manual_seed(0)
+        out = attention(x, dropout_p=0.3)
+        return out, torch.autograd.grad(out, x, upstream)[0]
+
+    one_by_one = run(qkv, upstream)
+    with ExitStack() as stack:
+        _forced(stack, table, config)
+        together = run(qkv, upstream)
+        as_heads = run(apart, upstream.permute(2, 1, 0, 3))
+    for a, b, c in zip(one_by_one, together, as_heads, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c.transpose(0, -2))
+
+
+@pytest.mark.parametrize("T", [257, 280, 321], ids=lambda t: f"T{t}")
+def test_attention_one_pass_in_three_parts(T):
+    """What sm_90 takes above 256 queries: parts of 128, 128 and 16, 32 or 128."""
+    parts = query_parts(T)
+    assert parts is not None and parts[2] in (16, 32, 128)
+    with forced(BWD_TABLE.name, BwdForm(one_pass=True)):
+        assert bwd_launch(*_problem(1, T, 1, 16, bf16)).one_pass is not None
+        assert_accurate(attention, attention_ref, {"qkv": rand(1, T, 3, 1, 16, dtype=bf16)})
+
+
+def test_query_parts_hold_all_queries():
+    for T in range(1, 385):
+        for close in (False, True):
+            parts = query_parts(T, close)
+            assert parts is not None and sum(parts) >= T and parts[0] >= 64
+            assert all(p == 0 or (p >= 16 and p & (p - 1) == 0) for p in parts)
+    assert [query_parts(T) for T in (50, 197, 257, 385)] == [
+        (64, 0, 0), (128, 128, 0), (128, 128, 16), None,
+    ]  # fmt: skip
+    assert query_parts(197, close=True) == (128, 64, 16)
+
+
+def _columns(options: dict[str, Any], axis: str, T: int) -> int:
+    """Tokens that the tiles of a loop over `axis` cover."""
+    block, tail = options[f"BLOCK_{axis}"], options[f"TAIL_{axis}"]
+    return -(-T // block) * block if tail in (0, block) else T // block * block + tail
+
+
+@pytest.mark.parametrize("T", [197, 257, 577, 785, 1025, 1370], ids=lambda t: f"T{t}")
+@pytest.mark.parametrize("on", [A100, H100], ids=lambda on: on.arch)
+def test_attention_wastes_no_tail_tile(on, T):
+    problem = _problem(64, T, 12, 64, bf16, on)
+    one_pass, split = bwd_launch(*problem)
+    walked = [_columns(fwd_launch(*problem).options, "KV", T)]
+    if split is not None:
+        walked += [_columns(x.options, a, T) for x, a in zip(split, ("KV", "Q"), strict=True)]
+    elif one_pass.options["TAIL_KV"] < one_pass.options["BLOCK_KV"]:
+        walked += [_columns(one_pass.options, "KV", T)]
+    else:  # a second copy of the loop's body would spill: docs/attention.md
+        assert _columns(one_pass.options, "KV", T) - T < 32
+    assert all(0 <= columns - T < 16 for columns in walked), walked
+    longest = 272 if on is H100 else 256
+    assert (one_pass is None) == (longest < T)
+
+
+def test_attention_launches_are_planned_once():
+    fwd_launch.cache_clear()
+    qkv = rand(1, 9, 3, 1, 16, grad=False)
+    for _ in range(3):
+        attention(qkv)
+    info = fwd_launch.cache_info()
+    assert (info.misses, info.hits) == (1, 2)
+    with forced(FWD_TABLE.name, FWD_TABLE.configs[-1]):
+        assert fwd_launch.cache_info().currsize == 0
+
+
+def test_backward_on_tensor_cores_takes_eight_warps():
+    """Several products at 64-wide tiles with four warps are reported wrong: triton #11366."""
+    for table in (ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
+        for config in table.configs:
+            on_tensor_cores = table is ONE_PASS_TABLE or config.own >= 64
+            assert config.num_warps == 8 or not on_tensor_cores, (table.name, config)

@@ -1,0 +1,393 @@
+"""Numbers and addresses at the edge, beyond the `_extremes` of each op's own tests.
+
+What is not finite must come out where the specification has it. That is the specification in
+float64 with torch's MATH attention: torch's fp32 gelu on a CPU gives NaN at +inf, where its own
+float64 and CUDA give +inf, and its flash attention on a CPU loses NaN, differently in each dtype.
+"""
+
+import mmap
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastvit_kernels import (
+    attention,
+    backend,
+    layer_norm,
+    layer_norm_and_input,
+    linear,
+    mlp,
+    patch_embed,
+    qkv_attention,
+    scaled_dot_product_attention,
+)
+from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.layer_norm import layer_norm_ref
+from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.mlp import mlp_ref
+from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+inf, nan = float("inf"), float("nan")
+
+# numpy, which runs the kernels where there is no GPU, announces every infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+def _leaf(x: Tensor, dtype: torch.dtype = fp32) -> Tensor:
+    return x.detach().to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("C", [97, 768], ids=lambda c: f"C{c}")
+def test_layer_norm_large_mean(C, dtype):
+    """Mean 1e4, variance 1e-4: fewer than ten fp32 numbers hold such a row, in 16 bits one."""
+    x = rand(5, C, grad=False) * 1e-2 + 1e4
+    inputs = {"x": _leaf(x, dtype), "weight": rand(C, dtype=dtype, seed=1)}
+    assert_accurate(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("value", [0.1, -7.7, 1e4 + 0.3], ids=str)
+def test_layer_norm_constant_rows_give_the_bias(value, dtype):
+    """Exactly: the rounding of a mean must not pass for a variance. So dx is rstd (g - mean g)."""
+    x = torch.full((4, 768), value, device=DEVICE)
+    inputs = {
+        "x": _leaf(x, dtype),
+        "weight": rand(768, dtype=dtype),
+        "bias": rand(768, dtype=dtype),
+    }
+    assert layer_norm(**inputs).equal(inputs["bias"].expand(4, 768))
+    assert_accurate(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("T", [20, 140], ids=lambda t: f"T{t}")
+def test_attention_scores_of_1e4(T, dtype):
+    qkv = rand(1, T, 3, 1, 32, grad=False)
+    qkv[:, :, :2] *= (1e4 * 32**0.5 / (qkv[0, :, 0, 0] @ qkv[0, :, 1, 0].mT).abs().max()) ** 0.5
+    scores = qkv[0, :, 0, 0] @ qkv[0, :, 1, 0].mT * 32**-0.5
+    assert scores.max() > 9e3 or scores.min() < -9e3
+    assert_accurate(attention, attention_ref, {"qkv": _leaf(qkv, dtype)})
+
+
+def _patches() -> dict[str, Tensor]:
+    return {
+        "images": rand(2, 3, 8, 12),
+        "weight": rand(20, 3, 4, 4, seed=1),
+        "bias": rand(20, seed=2),
+        "prefix_tokens": rand(1, 2, 20, seed=3),
+        "pos_embed": rand(1, 8, 20, seed=4),
+    }
+
+
+def _linear_inputs() -> dict[str, Tensor]:
+    return {
+        "x": rand(4, 3, 24),
+        "weight": rand(20, 24, seed=1),
+        "bias": rand(20, seed=2),
+        "residual": rand(4, 3, 20, seed=3),
+        "layer_scale": rand(20, seed=4),
+    }
+
+
+def _mlp_inputs() -> dict[str, Tensor]:
+    return {
+        "x": rand(4, 3, 24),
+        "fc1_weight": rand(28, 24, seed=1),
+        "fc1_bias": rand(28, seed=2),
+        "fc2_weight": rand(20, 28, seed=3),
+        "fc2_bias": rand(20, seed=4),
+    }
+
+
+def _heads(T: int, D: int = 32) -> dict[str, Tensor]:
+    names = ("query", "key", "value")
+    return {name: rand(1, 2, T, D, seed=i) for i, name in enumerate(names)}
+
+
+OPS: dict[str, tuple[Any, Any, Any]] = {
+    "layer_norm": (
+        layer_norm,
+        layer_norm_ref,
+        lambda: {"x": rand(5, 64), "weight": rand(64, seed=1), "bias": rand(64, seed=2)},
+    ),
+    "linear": (linear, linear_ref, _linear_inputs),
+    "mlp": (mlp, mlp_ref, _mlp_inputs),
+    "patch_embed": (patch_embed, patch_embed_ref, _patches),
+    "sdpa": (scaled_dot_product_attention, F.scaled_dot_product_attention, lambda: _heads(20)),
+    "sdpa_split": (
+        scaled_dot_product_attention,
+        F.scaled_dot_product_attention,
+        lambda: _heads(70, 16),
+    ),
+    "sdpa_causal": (
+        partial(scaled_dot_product_attention, is_causal=True),
+        partial(F.scaled_dot_product_attention, is_causal=True),
+        lambda: _heads(20),
+    ),
+}
+for _activation in ("gelu", "gelu_tanh", "quick_gelu", "silu"):
+    OPS[f"linear_{_activation}"] = (
+        partial(linear, activation=_activation),
+        partial(linear_ref, activation=_activation),
+        _linear_inputs,
+    )
+CASES = [(op, name) for op, (_, _, inputs) in OPS.items() for name in (*inputs(), "upstream")]
+CASES.remove(("sdpa_causal", "key"))  # a test of its own
+
+
+def _results(function, inputs: dict[str, Tensor], upstream: Tensor, dtype) -> dict[str, Tensor]:
+    leaves = {name: _leaf(x, dtype) for name, x in inputs.items()}
+    out = function(**leaves)
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(out.dtype))
+    return {"out": out, **{f"d{name}": g for name, g in zip(leaves, grads, strict=True)}}
+
+
+def _reached(actual: Tensor, expected: Tensor) -> Tensor:
+    """Where one is finite and the other is not."""
+    return actual.isfinite() != expected.isfinite()
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16], ids=dtype_id)
+@pytest.mark.parametrize(("op", "name"), CASES, ids=lambda x: str(x))
+def test_what_is_not_finite_spreads_as_in_the_specification(op, name, dtype):
+    """Positions in the output and all gradients; in the output NaN and the sign of inf too.
+
+    Gradients are sums, which the kernels take in another order: where inf meets -inf on the way of
+    one and not of the other, the one has NaN and the other inf. In the output that holds for an
+    activation that is 0 in the input dtype and not in float64, before an infinite weight.
+    """
+    function, reference, make = OPS[op]
+    for value in (nan, inf, -inf):
+        inputs = {n: x.detach().to(dtype) for n, x in make().items()}
+        with torch.no_grad(), backend("torch"):
+            upstream = torch.randn_like(function(**inputs))
+        changed = {**inputs, "upstream": upstream}[name].view(-1)
+        changed[3 * 32 + 5 if op.startswith("sdpa") else 7] = value
+        with backend("triton"):
+            actual = _results(function, inputs, upstream, dtype)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = _results(reference, inputs, upstream, torch.float64)
+            low = reference(**inputs).double()
+        assert any(not x.isfinite().all() for x in expected.values())
+        if (op, name) == ("patch_embed", "weight"):  # docs/numerics.md: the one exception
+            wrong = _reached(actual["out"], expected["out"]).nonzero()
+            assert set(map(tuple, wrong.tolist())) == {(b, t, 0) for b in (0, 1) for t in (0, 1)}
+            actual["out"] = torch.cat([low[:, :2], actual["out"][:, 2:].double()], 1)
+        for tensor, x in actual.items():
+            assert not _reached(x, expected[tensor]).any(), (value, tensor)
+        out, wanted = actual["out"].double(), expected["out"]
+        assert (_same(out, wanted) | _same(out, low) | wanted.isfinite()).all(), value
+
+
+@pytest.mark.parametrize("value", [nan, inf], ids=str)
+def test_causal_queries_do_not_see_a_later_key(value):
+    """torch's MATH adds -inf to its NaN score, and so gives NaN to the queries before it too."""
+    heads = {name: x.detach().abs() for name, x in _heads(20).items()}
+    heads["key"][0, 1, 6, 3] = value
+    with backend("triton"):
+        out = scaled_dot_product_attention(**heads, is_causal=True)
+    assert out[0, 0].isfinite().all() and out[0, 1, :6].isfinite().all()
+    assert out[0, 1, 6:].isnan().all()
+
+
+def test_scores_that_are_all_minus_infinity_give_nan():
+    """The kernels look for rows without a key only under a mask; torch gives 0. docs/numerics.md"""
+    heads = {name: x.detach().abs() for name, x in _heads(1).items()}
+    heads["key"][0, 1, 0, 3] = -inf
+    out = scaled_dot_product_attention(**heads)
+    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
+    mask = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+    assert scaled_dot_product_attention(**heads, attn_mask=mask)[0, 1].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("T", [20, 70], ids=lambda t: f"T{t}")
+def test_fully_masked_rows_are_zeros_as_in_torch(T, kind, dtype):
+    seen = rand(T, T + 3, grad=False, seed=8) > 0
+    seen[3] = seen[T - 1] = False
+    mask: Tensor = seen
+    if kind == "additive":
+        mask = torch.zeros(seen.shape, device=DEVICE).masked_fill(~seen, -inf)
+    heads = {
+        "query": rand(1, 2, T, 32),
+        "key": rand(1, 2, T + 3, 32),
+        "value": rand(1, 2, T + 3, 32),
+    }
+    inputs = {name: _leaf(x, dtype) for name, x in heads.items()}
+
+    def reference(query, key, value):
+        cast = mask if kind == "bool" else mask.to(query.dtype)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, cast)
+
+    with backend("triton"):
+        assert_accurate(partial(scaled_dot_product_attention, attn_mask=mask), reference, inputs)
+        out = scaled_dot_product_attention(**inputs, attn_mask=mask)
+        (dquery,) = torch.autograd.grad(out, inputs["query"], torch.ones_like(out))
+    for x in (out, dquery):
+        assert x[:, :, [3, T - 1]].eq(0).all() and x.isfinite().all()
+
+
+SUBNORMAL = {fp32: 1e-40, fp16: 1e-6, bf16: 1e-39}  # times normal numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    "op", ["layer_norm", "linear", "linear_gelu", "mlp", "patch_embed", "sdpa"]
+)
+def test_subnormal_inputs_are_not_flushed(op, dtype):
+    function, reference, make = OPS[op]
+    first = "value" if op == "sdpa" else "images" if op == "patch_embed" else "x"
+    wanted = {first, "weight", "fc1_weight", "fc2_weight", "query", "key"}
+    inputs = {name: _leaf(x, dtype) for name, x in make().items() if name in wanted}
+    if op == "mlp":
+        inputs.update(fc1_bias=None, fc2_bias=None)
+    inputs[first] = _leaf(inputs[first] * SUBNORMAL[dtype], dtype)
+    if op == "layer_norm":  # eps keeps a subnormal row subnormal
+        function, reference = partial(layer_norm, eps=1.0), partial(layer_norm_ref, eps=1.0)
+    assert 0 < inputs[first].abs().max() < torch.finfo(dtype).tiny * (20 if dtype == fp16 else 1)
+    with backend("triton"):
+        out = function(**inputs)
+        assert out.ne(0).float().mean() > 0.5
+        assert_accurate(function, reference, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_subnormal_gradients_are_not_flushed(dtype):
+    inputs = {"x": rand(5, 64, dtype=dtype), "weight": rand(48, 64, dtype=dtype, scale=0.125)}
+    upstream = (rand(5, 48, grad=False, seed=3) * SUBNORMAL[dtype]).to(dtype)
+    for activation in (None, "gelu"):
+        call, reference = (
+            partial(linear, activation=activation),
+            partial(linear_ref, activation=activation),
+        )
+        assert_accurate(call, reference, inputs, upstream=[upstream])
+        (dx,) = torch.autograd.grad(call(**inputs), [inputs["x"]], [upstream])
+        assert dx.ne(0).float().mean() > 0.5
+
+
+def test_qkv_attention_empty_batch():
+    x, weight, bias = rand(0, 7, 24), rand(96, 24, seed=1), rand(96, seed=2)
+    out = qkv_attention(x, weight, bias, num_heads=2)
+    assert out.shape == (0, 7, 2, 16)
+    out.sum().backward()
+    for leaf in (x, weight, bias):
+        assert leaf.grad is not None and leaf.grad.shape == leaf.shape and leaf.grad.eq(0).all()
+
+
+FAR = 2**30 + 8  # elements between three neighbours: the stride fits in 32 bits, the offset not
+
+
+def _far(x: Tensor, axis: int = 0) -> Tensor:
+    """x with a stride of FAR along an axis of three: memory that nobody touches costs nothing."""
+    assert x.shape[axis] == 3
+    strides = list(x.detach().contiguous().stride())
+    strides[axis] = FAR
+    size = 2 * FAR + x.numel()
+    try:
+        if x.is_cuda:
+            flat = torch.empty(size, dtype=x.dtype, device=x.device)
+        else:
+            flat = torch.frombuffer(mmap.mmap(-1, size * x.itemsize), dtype=x.dtype)
+    except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        pytest.skip(f"no {size * x.itemsize / 1e9:.1f} GB of address space: {error}")
+    flat = flat.as_strided(x.shape, strides)
+    with torch.no_grad():
+        flat.copy_(x)
+    return flat.requires_grad_(x.requires_grad)
+
+
+def test_layer_norm_addresses_past_2_31():
+    x, upstream = rand(3, 64, dtype=fp16), rand(3, 64, dtype=fp16, seed=5, grad=False)
+    inputs = {"x": _far(x), "weight": rand(64, dtype=fp16, seed=1)}
+    assert_accurate(layer_norm, layer_norm_ref, inputs, upstream=[_far(upstream)])
+
+
+def test_layer_norm_and_input_addresses_past_2_31():
+    upstream = [_far(rand(3, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
+    assert_accurate(
+        layer_norm_and_input,
+        lambda x: (layer_norm_ref(x), x.view_as(x)),
+        {"x": _far(rand(3, 64, dtype=fp16))},
+        upstream=upstream,
+    )
+
+
+@pytest.mark.parametrize("route", ["library", "triton"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_linear_addresses_past_2_31(activation, route):
+    inputs = {
+        "x": _far(rand(3, 24, dtype=fp16)),
+        "weight": rand(40, 24, dtype=fp16, scale=0.2),
+        "residual": _far(rand(3, 40, dtype=fp16, seed=3)),
+        "layer_scale": rand(40, dtype=fp16),
+    }
+    upstream = [_far(rand(3, 40, dtype=fp16, seed=6, grad=False))]
+    call, reference = (partial(f, activation=activation) for f in (linear, linear_ref))
+    with forced_route(route):
+        assert_accurate(call, reference, inputs, upstream=upstream)
+
+
+def test_linear_weight_addresses_past_2_31():
+    """dlayer_scale reads the weight once more, by its strides."""
+    inputs = {
+        "x": rand(5, 24, dtype=fp16),
+        "weight": _far(rand(3, 24, dtype=fp16, scale=0.2)),
+        "layer_scale": rand(3, dtype=fp16),
+    }
+    with forced_route("triton"):
+        assert_accurate(linear, linear_ref, inputs)
+
+
+@pytest.mark.parametrize("T", [20, 70], ids=["one_pass", "split"])
+def test_attention_addresses_past_2_31(T):
+    dtype = fp16 if T == 20 else fp32
+    inputs = {"qkv": _far(rand(3, T, 3, 1, 16, dtype=dtype))}
+    upstream = _far(rand(3, T, 1, 16, dtype=dtype, seed=5, grad=False))
+    assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "heads"])
+def test_sdpa_addresses_past_2_31(axis):
+    """Queries, keys, values and the mask, whose samples or heads lie far apart."""
+    shape, mask_shape = [1, 1, 20, 16], [1, 1, 20, 20]
+    shape[axis] = mask_shape[axis] = 3
+    names = ("query", "key", "value")
+    inputs = {n: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, n in enumerate(names)}
+    mask = _far(rand(*mask_shape, dtype=fp16, seed=7, grad=False), axis)
+
+    def reference(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, mask.to(query.dtype))
+
+    with backend("triton"):
+        assert_accurate(partial(scaled_dot_product_attention, attn_mask=mask), reference, inputs)
+
+
+def test_qkv_attention_and_mlp_address_past_2_31():
+    x = _far(rand(3, 3, 24, dtype=fp16))
+    weight = rand(48, 24, dtype=fp16, seed=1, scale=0.2)
+    heads = dict(num_heads=1)
+    assert_accurate(
+        partial(qkv_attention, **heads),
+        partial(qkv_attention_ref, **heads),
+        {"x": x, "weight": weight},
+        upstream=[_far(rand(3, 3, 1, 16, dtype=fp16, seed=5, grad=False))],
+    )
+    parameters = {"fc1_weight": weight, "fc1_bias": None, "fc2_bias": None}
+    parameters["fc2_weight"] = rand(24, 48, dtype=fp16, seed=2, scale=0.2)
+    upstream = _far(rand(3, 3, 24, dtype=fp16, seed=5, grad=False))
+    assert_accurate(mlp, mlp_ref, {"x": x, "residual": x, **parameters}, upstream=[upstream])

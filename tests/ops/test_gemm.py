@@ -1,0 +1,220 @@
+"""Every config of the Triton GEMMs through linear and mlp; how one is chosen and launched."""
+
+import contextvars
+import itertools
+
+import pytest
+import torch
+from numerics import DEVICE, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.common import gemm
+from fastvit_kernels.ops.common.gemm_configs import (
+    FWD_CONFIGS,
+    HIDDEN_CONFIGS,
+    HOPPER_WS,
+    LIBRARY,
+    PERSISTENT,
+    SHIPPED,
+    SMALL,
+    TMA,
+    WIDE,
+    WIDE_TMA,
+    forced_route,
+    gemm_key,
+)
+from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.runtime.backend import Gpu
+from fastvit_kernels.runtime.backend import gpu as gpu_of
+from fastvit_kernels.runtime.configs import forced
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools.aot import TARGETS
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+TABLES = (FWD_CONFIGS, HIDDEN_CONFIGS)
+TRITON = {table.name: [c for c in table.configs if c.route == "triton"] for table in TABLES}
+GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
+
+
+def _id(config):
+    marks = zip(("tma", "flat", "ws"), config[8:], strict=True)
+    words = [f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}"]
+    words += [f"s{config.num_stages}", f"p{config.programs_per_sm}", f"t{config.subtiles}"]
+    return "-".join(words + [mark for mark, on in marks if on])
+
+
+def _skip_what_does_not_fit(table, config, M, N, K, dtype):
+    if not table.fits(gpu_of(DEVICE), config, *gemm_key(M, N, K, dtype)):
+        pytest.skip("does not run on this GPU")
+
+
+def _check_twice(function, reference, inputs):
+    """The 2x rule, and the same bits from a second run."""
+    assert_accurate(function, reference, inputs)
+    leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
+    runs = []
+    for _ in range(2):
+        y = function(**inputs)
+        upstream = rand(*y.shape, dtype=y.dtype, seed=9, grad=False)
+        runs.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def _linear_inputs(M, K, N, dtype, aligned):
+    """Where not aligned: rows that TMA cannot read, and a transposed weight."""
+    columns = K if aligned else 2 * K + 1
+    weight = rand(N, K, dtype=dtype, seed=1, scale=K**-0.5, grad=False)
+    return {
+        "x": rand(M, columns, dtype=dtype, grad=False)[:, :K].requires_grad_(),
+        "weight": (weight if aligned else weight.t().contiguous().t()).requires_grad_(),
+        "bias": rand(N, dtype=dtype, seed=2),
+        "residual": rand(M, N, seed=3),
+        "layer_scale": rand(N, seed=4),
+    }
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "strided"])
+@pytest.mark.parametrize("config", TRITON["linear_fwd"], ids=_id)
+def test_gemm_configs_of_linear(config, aligned):
+    dtype = fp32 if config.block_k == 32 else bf16
+    M, K, N = config.block_m + 3, config.block_k + 8, config.block_n + 24
+    _skip_what_does_not_fit(FWD_CONFIGS, config, M, N, K, dtype)
+    inputs = _linear_inputs(M, K, N, dtype, aligned)
+    with forced("linear_fwd", config):
+        _check_twice(
+            lambda **kw: linear(**kw, activation="gelu"),
+            lambda **kw: linear_ref(**kw, activation="gelu"),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("config", TRITON["mlp_bwd_hidden"], ids=_id)
+def test_gemm_configs_of_mlp(config, recompute):
+    dtype = fp32 if config.block_k == 32 else fp16
+    M, C, F, N = config.block_m + 3, 24, config.block_n + 24, config.block_k + 8
+    _skip_what_does_not_fit(HIDDEN_CONFIGS, config, M, F, N, dtype)
+    inputs = {
+        "x": rand(M, C, dtype=dtype),
+        "fc1_weight": rand(F, C, dtype=dtype, seed=1, scale=C**-0.5),
+        "fc1_bias": rand(F, dtype=dtype, seed=2),
+        "fc2_weight": rand(N, F, dtype=dtype, seed=3, scale=F**-0.5),
+        "fc2_bias": rand(N, dtype=dtype, seed=4),
+        "layer_scale": rand(N, dtype=dtype, seed=5),
+    }
+    if recompute:  # an fc2 weight whose columns are contiguous
+        weight = inputs["fc2_weight"].detach()
+        inputs["fc2_weight"] = weight.t().contiguous().t().requires_grad_()
+    with forced("mlp_bwd_hidden", config):
+        _check_twice(lambda **kw: mlp(**kw, recompute=recompute), mlp_ref, inputs)
+
+
+@pytest.mark.parametrize("config", [PERSISTENT, TMA], ids=_id)
+@pytest.mark.parametrize("K", [1, 63, 64, 65, 129])
+def test_gemm_tails_of_k(config, K):
+    with forced("linear_fwd", config):
+        assert_accurate(
+            lambda **kw: linear(**kw, activation="silu"),
+            lambda **kw: linear_ref(**kw, activation="silu"),
+            {"x": rand(5, K), "weight": rand(9, K, seed=1)},
+        )
+
+
+def test_gemm_walks_groups_of_row_blocks():
+    """More row blocks than GROUP_M, a last group that is not full, several column blocks."""
+    M, K, N = SMALL.block_m * (gemm.GROUP_M + 2) + 5, 16, 3 * SMALL.block_n - 7
+    for config in (SMALL, SMALL._replace(programs_per_sm=2)):
+        with forced("linear_fwd", config):
+            x, weight = rand(M, K, grad=False), rand(N, K, seed=1, grad=False)
+            y = linear(x, weight, activation="silu")
+        torch.testing.assert_close(y, linear_ref(x, weight, activation="silu"))
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp32], ids=dtype_id)
+def test_gemm_descriptors_need_aligned_rows(dtype):
+    step = 16 // dtype.itemsize
+    a, b = rand(64, 4 * step, dtype=dtype, grad=False), rand(4 * step, 32, dtype=dtype, grad=False)
+    weight = b.t().contiguous()
+    wide = rand(64, 4 * step + 1, dtype=dtype, grad=False)
+    base = rand(64 * 4 * step + 1, dtype=dtype, grad=False)
+
+    def by_tma(a, b, transposed=False):
+        options = gemm.tile_plan(TMA, a, b, transposed=transposed).options
+        return options["DESCRIPTORS"], options["B_K_LAST"]
+
+    assert by_tma(a, b) == (True, False)
+    assert by_tma(a, weight.t()) == by_tma(a, weight, transposed=True) == (True, True)
+    assert by_tma(a, b.t(), transposed=True) == (True, False)
+    for other in (
+        wide[:, :-1],  # rows that are no multiple of 16 bytes apart
+        base[1:].view(a.shape),  # an address that is none of 16
+        a.t().contiguous().t(),  # columns contiguous
+        a[:1].expand(64, -1),  # a row stride of 0
+    ):
+        assert by_tma(other, b) == (False, False)
+
+
+def test_gemm_pointers_take_the_place_of_descriptors():
+    x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
+    for config in (TMA, WIDE_TMA, HOPPER_WS):
+        options = gemm.tile_plan(config, x, weight, transposed=True).options
+        assert not (options["DESCRIPTORS"] or options["WARP_SPECIALIZE"] or options["FLATTEN"])
+        assert options["num_warps"] == 8 and options["BLOCK_N"] == config.block_n
+        assert options["SUBTILES"] >= 2
+
+
+def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
+    """During a launch with descriptors Triton finds our allocator, afterwards the user's again."""
+    allocation = pytest.importorskip("triton.runtime._allocation")
+    monkeypatch.setattr(gemm, "INTERPRETED", False)
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: seen.append(allocation._allocator.get())
+
+    def users(size, alignment, stream):
+        raise AssertionError
+
+    a, b = rand(64, 64, dtype=bf16, grad=False), rand(64, 64, dtype=bf16, grad=False)
+
+    def in_a_context_of_its_own():
+        triton.set_allocator(users)
+        gemm.tile_launch(gemm.tile_plan(TMA, a, b), Kernel())
+        gemm.tile_launch(gemm.tile_plan(PERSISTENT, a, b), Kernel())
+
+    context = contextvars.copy_context()
+    context.run(in_a_context_of_its_own)
+    assert seen == [gemm._scratch, users]
+    assert context[allocation._allocator] is users
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
+def test_gemm_rule_gives_configs_that_ship_and_fit(gpu):
+    keys = itertools.product((1, 256, 16384, 131072), (1, 192, 768, 3072), (64, 768))
+    for table, key, dtype in itertools.product(TABLES, keys, ("bf16", "fp32")):
+        with forced_route("triton"):
+            config = table.choose(gpu, *key, dtype)
+        assert config.route == "triton" and config in table.configs
+        assert table.fits(gpu, config, *key, dtype)
+
+
+def test_gemm_defaults():
+    on = {gpu.arch: gpu for gpu in GPUS}
+    choose = FWD_CONFIGS.choose
+    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE
+    assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
+    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == WIDE
+    assert choose(on["sm_90"], 256, 768, 192, "bf16") == SMALL
+    assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    for arch in ("sm_100", "sm_120", "gfx942"):
+        assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
+    assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY
+
+
+def test_gemm_shipped_entries_say_where_they_come_from():
+    archs = {gpu.arch: gpu for gpu in GPUS}
+    for (arch, *key), (config, source) in SHIPPED.items():
+        assert source, key
+        assert config in FWD_CONFIGS.configs and FWD_CONFIGS.fits(archs[arch], config, *key)
+        assert config in HIDDEN_CONFIGS.configs

@@ -1,0 +1,254 @@
+import pytest
+import torch
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.common.activation import ACTIVATIONS
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.runtime.backend import backend
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, FULL = (), ("residual", "layer_scale", "row_scale")
+
+# numpy, which runs the kernels where there is no GPU, announces every infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@pytest.fixture(params=["library", "triton"])
+def route(request):
+    with forced_route(request.param):
+        yield request.param
+
+
+def _inputs(rows=(3, 9), C=65, F=41, N=33, dtype=fp32, bias=True, epilogue=FULL, side_dtype=None):
+    side_dtype = side_dtype or dtype
+    inputs = {
+        "x": rand(*rows, C, dtype=dtype),
+        "fc1_weight": rand(F, C, dtype=dtype, seed=1, scale=C**-0.5),
+        "fc1_bias": rand(F, dtype=dtype, seed=2) if bias else None,
+        "fc2_weight": rand(N, F, dtype=dtype, seed=3, scale=F**-0.5),
+        "fc2_bias": rand(N, dtype=dtype, seed=4) if bias else None,
+    }
+    if "residual" in epilogue:
+        inputs["residual"] = rand(*rows, N, dtype=side_dtype, seed=5)
+    if "layer_scale" in epilogue:
+        inputs["layer_scale"] = rand(N, dtype=side_dtype, seed=6)
+    if "row_scale" in epilogue:
+        keep = torch.arange(rows[0], device=DEVICE) % 3 != 1
+        inputs["row_scale"] = (keep / 0.7).to(side_dtype)
+    return inputs
+
+
+def _check(inputs, activation="gelu", recompute=False, **options):
+    return assert_accurate(
+        lambda **kw: mlp(**kw, activation=activation, recompute=recompute),
+        lambda **kw: mlp_ref(**kw, activation=activation),
+        inputs,
+        **options,
+    )
+
+
+def _leaves(inputs):
+    return {k: x for k, x in inputs.items() if x is not None and x.requires_grad}
+
+
+def _gradients(inputs, activation="gelu", recompute=False):
+    y = mlp(**inputs, activation=activation, recompute=recompute)
+    upstream = rand(*y.shape, dtype=y.dtype, seed=9, grad=False)
+    leaves = _leaves(inputs)
+    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), upstream), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("epilogue", [PLAIN, FULL], ids=["plain", "full"])
+def test_mlp_backward(route, epilogue, activation, dtype):
+    _check(_inputs(dtype=dtype, epilogue=epilogue), activation)
+
+
+@pytest.mark.parametrize("epilogue", [("residual",), ("layer_scale",), ("row_scale",)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["b", "no_b"])
+def test_mlp_parts(route, bias, epilogue):
+    _check(_inputs(bias=bias, epilogue=epilogue))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_mlp_recompute_keeps_every_bit(route, activation, dtype):
+    inputs = _inputs(dtype=dtype)
+    stored, rebuilt = (_gradients(inputs, activation, recompute) for recompute in (False, True))
+    for name in stored:
+        assert torch.equal(stored[name], rebuilt[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(
+    ("M", "C", "F", "N"),
+    [(1, 65, 41, 34), (1, 1, 1, 1), (300, 48, 200, 40), (5, 64, 128, 64)],
+    ids=str,
+)
+def test_mlp_sizes(route, M, C, F, N, dtype):
+    _check(_inputs((M,), C, F, N, dtype), recompute=True)
+
+
+def test_mlp_layouts(route):
+    B, T, C, F, N = 3, 5, 40, 48, 24
+    base = _inputs((B, T), C, F, N)
+    strided = {
+        "x": rand(B, 2 * T, 2 * C, grad=False)[:, ::2, C:],
+        "fc1_weight": rand(C, F, grad=False, seed=1).t(),
+        "fc1_bias": rand(2 * F, grad=False, seed=2)[::2],
+        "fc2_weight": rand(F, N, grad=False, seed=3).t(),
+        "fc2_bias": rand(1, grad=False, seed=4).expand(N),
+        "residual": rand(B, N, T, grad=False, seed=5).transpose(1, 2),
+        "layer_scale": rand(N, 2, grad=False, seed=6)[:, 1],
+        "row_scale": rand(B, 2, grad=False, seed=7)[:, 1],
+    }
+    for name, x in strided.items():
+        _check({**base, name: x.requires_grad_(name != "row_scale")})
+
+
+@pytest.mark.parametrize("epilogue", [PLAIN, FULL], ids=["plain", "full"])
+def test_mlp_expanded_gradient(route, epilogue):
+    inputs = _inputs((4, 6), 40, 48, 24, epilogue=epilogue)
+    one, row = torch.randn((), device=DEVICE), torch.randn(24, device=DEVICE)
+    strided = torch.randn(24, 6, 4, device=DEVICE).permute(2, 1, 0)
+    for upstream in (one.expand(4, 6, 24), row.expand(4, 6, 24), strided):
+        _check(inputs, upstream=[upstream])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_mlp_extremes(route, activation, dtype):
+    """|z| up to 1e4; the upstream gradient is small enough for dfc2_weight to stay within fp16."""
+    inputs = _inputs((2, 8), 48, 40, 24, dtype)
+    with torch.no_grad():
+        inputs["x"] *= 2.5e3
+    upstream = rand(2, 8, 24, dtype=dtype, seed=9, scale=0.01, grad=False)
+    errors = _check(inputs, activation, upstream=[upstream])
+    assert all(e.max < float("inf") for e in errors)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_empty_batch(recompute):
+    inputs = _inputs((0, 7), 16, 32, 24, epilogue=("residual", "layer_scale"))
+    inputs["row_scale"] = torch.ones(0, device=DEVICE)
+    gradients = _gradients(inputs, recompute=recompute)
+    assert mlp(**inputs).shape == (0, 7, 24)
+    for name, gradient in gradients.items():
+        assert gradient.shape == inputs[name].shape and gradient.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "epilogue", [PLAIN, ("residual",), FULL], ids=["plain", "residual", "full"]
+)
+@pytest.mark.parametrize("x_dtype", [fp32, bf16], ids=dtype_id)
+def test_mlp_autocast(route, x_dtype, epilogue):
+    """fp32 parameters under bf16 autocast: torch's dtypes, and the 2x rule against torch there."""
+    inputs = _inputs((3, 20), 96, 128, 72, epilogue=epilogue)
+    inputs["x"] = inputs["x"].detach().to(x_dtype).requires_grad_()
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        _check(inputs, dtype=bf16)
+        y = mlp(**inputs)
+    assert y.dtype == (fp32 if "residual" in epilogue else bf16)
+    leaves = list(_leaves(inputs).values())
+    gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert [g.dtype for g in gradients] == [x.dtype for x in leaves]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_frozen_inputs(route, recompute):
+    """Each gradient alone has the bits that it has among all, and the others stay away."""
+    inputs = _inputs()
+    together = _gradients(inputs)
+    for name in together:
+        alone = {k: x.detach().requires_grad_(k == name) for k, x in inputs.items()}
+        gradients = _gradients(alone, recompute=recompute)
+        assert list(gradients) == [name] and torch.equal(gradients[name], together[name]), name
+
+
+def test_mlp_is_deterministic(route):
+    inputs = _inputs((300,), 24, 40, 16)
+    first, second = _gradients(inputs), _gradients(inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _saved_shapes(function):
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: shapes.append(tuple(x.shape)), lambda x: x
+    ):
+        function()
+    return sorted(shapes)
+
+
+def test_mlp_saves_what_it_says():
+    M, C, F, N = 12, 40, 56, 24
+    inputs = _inputs((M,), C, F, N, epilogue=("residual",))
+    products = [(M, C), (F, C), (N, F)]
+    assert _saved_shapes(lambda: mlp(**inputs)) == sorted([*products, (M, F), (M, F)])
+    rebuilt = _saved_shapes(lambda: mlp(**inputs, recompute=True))
+    assert rebuilt == sorted([*products, (M, F)])
+    only_x = {k: x.detach().requires_grad_(k == "x") for k, x in inputs.items()}
+    assert _saved_shapes(lambda: mlp(**only_x)) == sorted([(F, C), (N, F), (M, F)])
+    only_fc2 = {k: x.detach().requires_grad_(k == "fc2_weight") for k, x in inputs.items()}
+    assert _saved_shapes(lambda: mlp(**only_fc2)) == [(M, F)]
+    with torch.no_grad():
+        assert _saved_shapes(lambda: mlp(**inputs)) == []
+
+
+def test_mlp_row_scale_with_gradient_takes_the_torch_path():
+    inputs = _inputs()
+    inputs["row_scale"].requires_grad_()
+    _check(inputs)
+    with backend("triton"), pytest.raises(RuntimeError, match="row_scale requires a gradient"):
+        mlp(**inputs)
+
+
+def test_mlp_operator_passes_opcheck(route):
+    inputs = {k: x.detach() for k, x in _inputs((2, 5), 24, 40, 16, bf16).items()}
+    dy, hidden = torch.randn_like(inputs["residual"]), rand(2, 5, 40, dtype=bf16, grad=False)
+    operator = torch.ops.fastvit_kernels.mlp_bwd.default
+    weights = (inputs["fc1_weight"], inputs["fc2_weight"], inputs["fc2_bias"])
+    scales = (inputs["layer_scale"], inputs["row_scale"], "gelu", bf16)
+    for act in (hidden, None):
+        tensors = (dy, inputs["x"], *weights, hidden, act, *scales)
+        torch.library.opcheck(operator, (*tensors, fp32, fp32, bf16, bf16, fp32, fp32))
+    torch.library.opcheck(operator, (*tensors, None, None, None, fp32, None, None))
+
+
+def test_mlp_compiles_without_graph_breaks():
+    inputs = _inputs((2, 5), 24, 40, 16)
+    compiled = torch.compile(lambda kw: mlp(**kw), fullgraph=True, backend="aot_eager")
+    y, expected = compiled(inputs), mlp(**inputs)
+    leaves, upstream = list(_leaves(inputs).values()), rand(*y.shape, seed=9, grad=False)
+    assert torch.equal(y, expected)
+    for a, b in zip(
+        torch.autograd.grad(y, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "x must be a Tensor, got list", dict(x=[1.0])),
+        (ValueError, r"fc1_weight must have shape \(6, 8\)", dict(fc1_weight=rand(6, 7))),
+        (ValueError, r"fc1_bias must have shape \(6,\), got \(4,\)", dict(fc1_bias=rand(4))),
+        (ValueError, r"fc2_weight must have shape \(4, 6\)", dict(fc2_weight=rand(4, 8))),
+        (ValueError, r"fc2_bias must have shape \(4,\), got \(6,\)", dict(fc2_bias=rand(6))),
+        (TypeError, "fc2_weight must have the dtype", dict(fc2_weight=rand(4, 6, dtype=bf16))),
+        (ValueError, "activation must be None or one of", dict(activation="relu")),
+        (ValueError, "activation must not be None", dict(activation=None)),
+        (ValueError, r"residual must have shape \(2, 3, 4\)", dict(residual=rand(2, 3, 8))),
+        (ValueError, r"layer_scale must have shape \(4,\)", dict(layer_scale=rand(8))),
+        (ValueError, r"row_scale must have shape \(2,\)", dict(row_scale=rand(3))),
+    ],
+)
+def test_mlp_rejects(error, message, arguments):
+    base = {"x": rand(2, 3, 8), "fc1_weight": rand(6, 8), "fc1_bias": None,
+            "fc2_weight": rand(4, 6), "fc2_bias": None}  # fmt: skip
+    with pytest.raises(error, match=f"mlp: .*{message}"):
+        mlp(**{**base, **arguments})

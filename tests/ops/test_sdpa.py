@@ -1,0 +1,163 @@
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels import backend, scaled_dot_product_attention
+from fastvit_kernels.ops.attention.configs import BwdForm
+from fastvit_kernels.runtime.backend import reason_for_torch
+from fastvit_kernels.runtime.configs import forced
+
+
+def _heads(
+    B: int, H: int, T_q: int, T_kv: int, D: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    return {
+        "query": rand(B, H, T_q, D, dtype=dtype),
+        "key": rand(B, H, T_kv, D, dtype=dtype, seed=1),
+        "value": rand(B, H, T_kv, D, dtype=dtype, seed=2),
+    }
+
+
+def _check(inputs, **options):
+    def reference(query, key, value):
+        cast: dict[str, Any] = dict(options)
+        mask = cast.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            cast["attn_mask"] = mask.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, **cast)
+
+    with backend("triton"):  # the PyTorch path must not stand in for the kernel
+        assert_accurate(partial(scaled_dot_product_attention, **options), reference, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("lengths", [(37, 37), (5, 70), (70, 5), (1, 33), (33, 2)], ids=str)
+def test_sdpa_lengths(lengths, dtype):
+    T_q, T_kv = lengths
+    _check(_heads(2, 2, T_q, T_kv, 32, dtype))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (20, 50), (50, 20), (130, 130)], ids=str)
+def test_sdpa_causal(lengths):
+    T_q, T_kv = lengths
+    _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
+
+
+@pytest.mark.parametrize("T", [150, 300], ids=["two_parts", "split"])
+def test_sdpa_causal_long(T):
+    _check(_heads(1, 1, T, T, 64, torch.float16), is_causal=True)
+
+
+def test_sdpa_causal_in_three_parts():
+    """What sm_90 takes above 256 queries: positions of the parts of 128, 128 and 16."""
+    with forced("attention_bwd", BwdForm(one_pass=True)):
+        _check(_heads(1, 1, 270, 270, 16, torch.bfloat16), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 20, 36), (1, 1, 20, 36), (2, 1, 1, 36), (20, 36)], ids=str
+)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_sdpa_masks(shape, kind):
+    mask = rand(*shape, seed=5, grad=False)
+    mask = mask > -0.5 if kind == "bool" else mask
+    _check(_heads(2, 3, 20, 36, 32), attn_mask=mask)
+
+
+def test_sdpa_long_mask_in_the_split_backward():
+    _check(_heads(1, 1, 150, 90, 64), attn_mask=rand(150, 90, seed=5, grad=False) > 0)
+
+
+def test_sdpa_fully_masked_rows_give_zeros():
+    mask = torch.ones(10, 40, dtype=torch.bool, device=DEVICE)
+    mask[3] = False
+    inputs = _heads(1, 2, 10, 40, 32)
+    _check(inputs, attn_mask=mask)
+    assert scaled_dot_product_attention(**inputs, attn_mask=mask)[:, :, 3].eq(0).all()
+
+
+def test_sdpa_additive_mask_with_infinities():
+    mask = torch.zeros(10, 40, device=DEVICE)
+    mask[:, 30:] = float("-inf")
+    mask[:, :4] = float("-inf")
+    _check(_heads(1, 2, 10, 40, 32), attn_mask=mask)
+
+
+def test_sdpa_layouts():
+    B, H, T, D = 2, 2, 23, 32
+    q = rand(B, T, H, D, grad=False).transpose(1, 2)
+    k = rand(B, H, D, T, grad=False, seed=1).transpose(2, 3)
+    v = rand(B, H, 2 * T, D, grad=False, seed=2)[:, :, ::2]
+    _check({"query": q.requires_grad_(), "key": k.requires_grad_(), "value": v.requires_grad_()})
+
+
+def test_sdpa_odd_strides_are_copied():
+    """The kernels are promised strides that are multiples of 8."""
+    wide = rand(2, 2, 11, 32 + 3, grad=False)
+    q, k, v = (wide[..., i : i + 32].requires_grad_() for i in range(3))
+    _check({"query": q, "key": k, "value": v})
+
+
+def test_sdpa_scale():
+    _check(_heads(1, 1, 9, 9, 16), scale=0.7)
+
+
+def test_sdpa_output_joins_heads_without_a_copy():
+    out = scaled_dot_product_attention(**_heads(2, 3, 8, 8, 16))
+    assert out.shape == (2, 3, 8, 16)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_sdpa_empty_batch():
+    inputs = _heads(0, 2, 5, 5, 16)
+    out = scaled_dot_product_attention(**inputs)
+    out.sum().backward()
+    assert out.shape == (0, 2, 5, 16)
+
+
+def test_sdpa_mask_gradient_takes_the_torch_path():
+    inputs, mask = _heads(1, 1, 6, 6, 16), rand(6, 6, seed=4)
+    with backend("triton"), pytest.raises(RuntimeError, match="attn_mask needs a gradient"):
+        scaled_dot_product_attention(**inputs, attn_mask=mask)
+    ours = scaled_dot_product_attention(**inputs, attn_mask=mask)
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(**inputs, attn_mask=mask))
+    assert torch.autograd.grad(ours.sum(), mask)[0].shape == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (lambda: _heads(1, 1, 6, 6, 20), "D must be a multiple of 8"),
+        (lambda: {n: x[0] for n, x in _heads(1, 2, 6, 6, 16).items()}, r"must be \(B, H, T, D\)"),
+    ],
+)
+def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):
+    tensors = inputs()
+    with backend("triton"), pytest.raises(RuntimeError, match=reason):
+        scaled_dot_product_attention(**tensors)
+    expected = F.scaled_dot_product_attention(**tensors)
+    torch.testing.assert_close(scaled_dot_product_attention(**tensors), expected)
+
+
+def test_sdpa_rejects_what_torch_rejects():
+    with pytest.raises(ValueError, match="key must have the D of query, 16, got 24"):
+        scaled_dot_product_attention(rand(1, 1, 4, 16), rand(1, 1, 4, 24), rand(1, 1, 4, 16))
+
+
+def test_kernels_run_here():
+    assert reason_for_torch(rand(1)) is None
+
+
+def test_operators_pass_opcheck():
+    q, k, v = (x.detach() for x in _heads(1, 2, 9, 12, 16).values())
+    mask = (rand(1, 2, 9, 12, grad=False) > 0).to(DEVICE)
+    ops, checks = torch.ops.fastvit_kernels, ("test_schema", "test_faketensor")
+    forward = (q, k, v, mask, None, 0.2, 0.0, False)
+    torch.library.opcheck(ops.sdpa_fwd, forward, test_utils=checks)
+    out, lse = ops.sdpa_fwd(*forward)
+    backward = (out, q, k, v, out, lse, mask, None, 0.2, 0.0, False)
+    torch.library.opcheck(ops.sdpa_bwd, backward, test_utils=checks)

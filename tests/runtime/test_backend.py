@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.runtime.backend import get_backend, reason_for_torch, use_triton
+
+
+def test_backend_is_auto_at_first_and_restored_after_a_block():
+    assert get_backend() == "auto"
+    with pytest.raises(KeyError), fk.backend("torch"):  # noqa: PT012
+        assert get_backend() == "torch"
+        raise KeyError
+    assert get_backend() == "auto"
+
+
+def test_backend_rejects_an_unknown_name():
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        fk.set_backend("cuda")  # type: ignore[arg-type]
+    assert get_backend() == "auto"
+
+
+def test_torch_backend_runs_no_kernel():
+    x = rand(2, 8)
+    with fk.backend("torch"):
+        assert reason_for_torch(x) == "the backend is 'torch'"
+        assert "LayerNormFunction" not in str(fk.layer_norm(x).grad_fn)
+    assert "LayerNormFunction" in str(fk.layer_norm(x).grad_fn)
+
+
+def test_triton_backend_says_why_it_cannot():
+    x = torch.ones(2, 8, dtype=torch.float64, device=DEVICE)
+    with fk.backend("triton"), pytest.raises(RuntimeError, match=r"layer_norm.*torch.float64"):
+        fk.layer_norm(x)
+
+
+def test_float64_takes_the_torch_path():
+    x = torch.randn(2, 8, dtype=torch.float64, device=DEVICE)
+    assert not use_triton("test_float64", x)
+    torch.testing.assert_close(fk.layer_norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))
+
+
+def test_importing_touches_no_device_and_needs_no_interpreter():
+    program = (
+        "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
+        "import torch, fastvit_kernels as fk\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "x = torch.randn(2, 8, requires_grad=True)\n"
+        "fk.layer_norm(x).sum().backward()\n"
+        "print(fk.backend.__name__, fk.get_backend())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["backend", "auto"]
+
+
+def test_the_package_works_where_triton_is_missing():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fastvit_kernels as fk\n"
+        "model = fk.create_vit('vit_mnist', depth=1, embed_dim=16)\n"
+        "model(torch.randn(1, 1, 28, 28)).sum().backward()\n"
+        "try:\n"
+        "    with fk.backend('triton'): fk.layer_norm(torch.ones(2, 8))\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "triton is not installed" in done.stdout
+
+
+def test_the_environment_variable_is_read(monkeypatch):
+    monkeypatch.setenv("FASTVIT_KERNELS_BACKEND", "tpu")
+    program = "import fastvit_kernels"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "backend must be one of" in done.stderr
+
+
+def test_the_first_change_of_backend_is_seen_by_calls_of_a_known_kind():
+    """What an op remembers of a kind of call is remembered for one backend."""
+    program = (
+        "import torch, fastvit_kernels as fk\n"
+        "x = torch.randn(2, 8, requires_grad=True)\n"
+        "print(fk.layer_norm(x).grad_fn.name())\n"
+        "fk.set_backend('torch')\n"
+        "print(fk.layer_norm(x).grad_fn.name())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    first, second = done.stdout.split()
+    if DEVICE.type == "cpu":
+        assert "LayerNormFunction" in first, "no kernel ran"
+    assert second == "NativeLayerNormBackward0", done.stdout + done.stderr

@@ -1,0 +1,509 @@
+"""The small faults that mutate.py plants, one at a time, and the tests that must notice each.
+
+A fault replaces `old`, which occurs once in the function `within` (in the whole file where that is
+empty), by `new`. Keep `old` short: it must survive changes around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ATTENTION = ("ops/test_attention.py", "ops/test_sdpa.py")
+TESTS = {  # by file of the package
+    "ops/common/activation.py": ("ops/test_activation.py", "ops/test_linear.py"),
+    "ops/attention/forward.py": ATTENTION,
+    "ops/attention/backward_one_pass.py": ATTENTION,
+    "ops/attention/backward_split.py": ATTENTION,
+    "ops/attention/tiles.py": ATTENTION,
+    "ops/attention/functions.py": ATTENTION,
+    "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
+    "swap/hosts/fused.py": ("swap/test_swap.py",),
+    "ops/layer_norm.py": ("ops/test_layer_norm.py",),
+    "ops/library_linear.py": ("ops/test_linear.py",),
+    "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "ops/mlp.py": ("ops/test_mlp.py",),
+    "ops/narrow_mlp.py": ("ops/test_narrow_mlp.py",),
+    "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
+    "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py",),
+    "ops/common/reduction.py": ("ops/test_reduction.py",),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    id: str
+    file: str  # in fastvit_kernels/
+    within: str
+    what: str
+    old: str
+    new: str
+    only: tuple[str, ...] = ()  # tests other than those of the file
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return self.only or TESTS[self.file]
+
+
+LAYER_NORM = [
+    Fault(
+        "norm-mean-mask", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "the mask of columns past C dropped from the mean",
+        "tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1)",
+        "tl.sum(x - mean[:, None], axis=1)",
+    ),
+    Fault(
+        "norm-variance-mask", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "the mask of columns past C dropped from the variance",
+        "centered = tl.where(mask, x - mean[:, None], 0.0)",
+        "centered = x - mean[:, None]",
+    ),
+    Fault(
+        "norm-variance-of-squares", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "variance as E[x^2] - mean^2",
+        "tl.sum(centered * centered, axis=1) / C",
+        "tl.maximum(tl.sum(x * x, axis=1) / C - mean * mean, 0.0)",
+    ),
+    Fault(
+        "norm-eps-outside", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "eps added outside the root",
+        "tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)",
+        "1.0 / (tl.sqrt(tl.sum(centered * centered, axis=1) / C) + eps)",
+    ),
+    Fault(
+        "norm-variance-unbiased", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "variance divided by C - 1",
+        "axis=1) / C + eps)", "axis=1) / (C - 1) + eps)",
+    ),
+    Fault(
+        "norm-rstd-bf16", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "the saved rstd rounded to bf16",
+        "num_rows + offs_row, rstd,", "num_rows + offs_row, rstd.to(tl.bfloat16),",
+    ),
+    Fault(
+        "norm-dx-sign", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "sign of the xhat term of dx",
+        "- xhat * mean_g_xhat", "+ xhat * mean_g_xhat",
+    ),
+    Fault(
+        "norm-stale-mean", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "backward reads the mean of the block's first row for all its rows",
+        "mean = tl.load(stats_ptr + offs_row,", "mean = tl.load(stats_ptr + row + offs_row * 0,",
+    ),
+    Fault(
+        "norm-dresidual-stride", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "the residual's gradient read by the row stride of dy",
+        "offs_row[:, None] * stride_dresidual_row", "offs_row[:, None] * stride_dy_row",
+    ),
+    Fault(
+        "norm-dweight-overwritten", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "dweight of a program's last row block alone",
+        "dweight += dy * xhat", "dweight = dy * xhat",
+    ),
+    Fault(
+        "norm-row-tail", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "off by one: the row past the last is read and written",
+        "mask_row = offs_row < num_rows", "mask_row = offs_row <= num_rows",
+        only=("ops/test_fuzz.py::test_fuzz",),
+    ),
+    Fault(
+        "norm-int32-offsets", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
+        "offsets of rows in 32 bits",
+        "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
+        only=("ops/test_extremes.py::test_layer_norm_addresses_past_2_31",),
+    ),
+]  # fmt: skip
+
+REDUCTION = [
+    Fault(
+        "sum-overwritten", "ops/common/reduction.py", "_column_sum_kernel",
+        "the accumulator set instead of added to",
+        "acc += tl.load", "acc = tl.load",
+    ),
+    Fault(
+        "sum-bf16", "ops/common/reduction.py", "_column_sum_kernel",
+        "the accumulator cast to the result's type before the last sum",
+        "tl.sum(acc, axis=0)", "tl.sum(acc.to(out_ptr.dtype.element_ty), axis=0)",
+    ),
+    Fault(
+        "sum-partial-missing", "ops/common/reduction.py", "column_sum",
+        "the last partial not summed",
+        "launch_second(out, first, splits,", "launch_second(out, first, splits - 1,",
+    ),
+    Fault(
+        "sum-row-stride", "ops/common/reduction.py", "column_sum",
+        "rows taken to be contiguous",
+        "rows_per_split, x.stride(0),", "rows_per_split, N,",
+    ),
+]  # fmt: skip
+
+ACTIVATION = [
+    Fault(
+        "gelu-value-tanh", "ops/common/activation.py", "activate",
+        "exact GELU computed as the tanh kind, forward",
+        "return z * _normal_cdf(z)", "return z * _sigmoid(2.0 * _tanh_argument(z))",
+        only=("ops/test_linear.py",),
+    ),
+    Fault(
+        "gelu-slope-tanh", "ops/common/activation.py", "activate_and_derivative",
+        "dGELU of the tanh kind under the exact GELU",
+        "return z * cdf, cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)",
+        "s, slope = _sigmoid_and_slope(2.0 * _tanh_argument(z))\n"
+        "        return z * cdf, s + slope * 1.5957691216 * (1.0 + 0.134145 * z * z) * z",
+    ),
+    Fault(
+        "quick-gelu-slope", "ops/common/activation.py", "activate_and_derivative",
+        "the factor 1.702 forgotten in the slope of quick GELU",
+        "slope * 1.702 * z", "slope * z",
+    ),
+]  # fmt: skip
+
+EPILOGUE = [
+    Fault(
+        "epilogue-drop-path-sample", "ops/common/epilogue.py", "finish_tile",
+        "every sample takes the DropPath factor of the first",
+        "offs_m // rows_per_sample", "offs_m // rows_per_sample * 0",
+    ),
+    Fault(
+        "epilogue-residual-stride", "ops/common/epilogue.py", "finish_tile",
+        "rows of the residual taken to be contiguous",
+        "offs_m[:, None] * stride_residual_m", "offs_m[:, None] * N",
+    ),
+    Fault(
+        "epilogue-layer-scale", "ops/common/epilogue.py", "_epilogue_bwd_kernel",
+        "layer scale forgotten on the way back",
+        "dz *= layer_scale[None, :]", "dz *= 1.0",
+    ),
+    Fault(
+        "epilogue-dlayer-scale", "ops/common/epilogue.py", "_epilogue_bwd_kernel",
+        "gradient of layer scale from z instead of act(z)",
+        "sum_dlayer_scale += dz * act", "sum_dlayer_scale += dz * z",
+    ),
+    Fault(
+        "epilogue-partials-overlap", "ops/common/epilogue.py", "_epilogue_bwd_kernel",
+        "partials of layer scale written over those of the bias",
+        "partial_ptrs += N", "partial_ptrs += 0",
+    ),
+    Fault(
+        "epilogue-split-tail", "ops/common/epilogue.py", "_epilogue_bwd_kernel",
+        "rows past a split's end summed there too",
+        "mask_m = offs_m < last", "mask_m = offs_m < M",
+    ),
+    Fault(
+        "epilogue-dweight-scale", "ops/common/epilogue.py", "_weight_bwd_kernel",
+        "layer scale forgotten in dweight",
+        "dweight = layer_scale[:, None] * gram", "dweight = gram",
+    ),
+    Fault(
+        "epilogue-dlayer-scale-bias", "ops/common/epilogue.py", "_weight_bwd_kernel",
+        "the bias forgotten in the gradient of layer scale",
+        "dlayer_scale += bias * tl.load", "dlayer_scale += 0.0 * bias * tl.load",
+    ),
+    Fault(
+        "epilogue-fp16-underflow", "ops/common/epilogue.py", "input_gradient_operands",
+        "weight times a small layer scale, in fp16",
+        "if d.dtype == torch.float16:", "if d.dtype == torch.float64:",
+    ),
+    Fault(
+        "epilogue-gram-rounded", "ops/common/epilogue.py", "weight_gradients",
+        "the product for dweight and layer scale rounded to 16 bits on its way",
+        "matmul(d.t(), x, out_dtype=torch.float32)", "matmul(d.t(), x).float()",
+    ),
+]  # fmt: skip
+
+GEMM = [
+    Fault(
+        "gemm-accumulator", "ops/common/gemm.py", "tile_product",
+        "of the steps over K the last alone",
+        "acc, input_precision=INPUT_PRECISION)\n            a_ptrs",
+        "input_precision=INPUT_PRECISION)\n            a_ptrs",
+    ),
+    Fault(
+        "gemm-k-tail", "ops/common/gemm.py", "tile_product",
+        "the last step over K reads the start of the next rows",
+        "offs_k < K - k * BLOCK_K", "offs_k < K",
+    ),
+    Fault(
+        "gemm-descriptor-step", "ops/common/gemm.py", "tile_product",
+        "with descriptors, the first tile of a at every step over K",
+        "a.load([row, k * BLOCK_K])", "a.load([row, 0])",
+    ),
+    Fault(
+        "gemm-group-tail", "ops/common/gemm.py", "grouped_tile",
+        "the last group of row blocks taken to be whole",
+        "tl.minimum(num_m - first_m, GROUP_M)", "GROUP_M",
+    ),
+    Fault(
+        "library-residual", "ops/library_linear.py", "product",
+        "the residual forgotten where the library does all",
+        "y if residual is None else y.add_(residual)", "y",
+    ),
+    Fault(
+        "library-dbias", "ops/library_linear.py", "backward",
+        "dbias of the first row alone where the library does all",
+        "column_sum(rows, ", "column_sum(rows[:1], ",
+    ),
+    Fault(
+        "linear-bias-twice", "ops/linear.py", "_linear_epilogue",
+        "the bias added twice",
+        "z += tl.load(bias_ptr", "z += 2.0 * tl.load(bias_ptr",
+    ),
+    Fault(
+        "linear-unrounded-z", "ops/linear.py", "_linear_epilogue",
+        "the activation reads other bits than those that are saved",
+        "z = z_low.to(tl.float32)", "z = z.to(tl.float32)",
+    ),
+    Fault(
+        "linear-subtile", "ops/linear.py", "_linear_epilogue",
+        "the right half of a tile stored at the columns of the left",
+        "first_n + BLOCK_N // 2", "first_n",
+    ),
+    Fault(
+        "mlp-hidden-tail", "ops/mlp.py", "_hidden_epilogue",
+        "rows past the last counted in dbias",
+        "tl.where(mask, dz, 0.0)", "dz",
+    ),
+    Fault(
+        "mlp-partial-row", "ops/mlp.py", "_mlp_bwd_hidden_kernel",
+        "all row blocks write their partial sums into one row",
+        "partial_ptr + pid_m.to(tl.int64) * F", "partial_ptr",
+    ),
+    Fault(
+        "mlp-slope", "ops/mlp.py", "_hidden_epilogue",
+        "the gradient multiplied by act(z), not its slope",
+        "dz = dact * derivative", "dz = dact * act",
+    ),
+    Fault(
+        "narrow-before-first", "ops/narrow_mlp.py", "_narrow_mlp_fwd_kernel",
+        "before the first step, weights are read that lie before the tensor",
+        "tl.where(first_f > 0, F, -BLOCK_F)", "F",
+    ),
+    Fault(
+        "narrow-padded-act", "ops/narrow_mlp.py", "_narrow_mlp_fwd_kernel",
+        "hidden units past F not set to zero, so that infinity becomes NaN",
+        "act = tl.where((offs_before < F)[:, None], act, 0.0)", "act = act",
+    ),
+]  # fmt: skip
+
+FORWARD = [
+    Fault(
+        "attention-rescale", "ops/attention/forward.py", "_attend",
+        "the accumulator not rescaled to the new maximum",
+        "acc0 *= rescale[:, None]", "acc0 *= 1.0",
+    ),
+    Fault(
+        "attention-scale", "ops/attention/forward.py", "_attend",
+        "softmax to the base 2 instead of e",
+        "scale * 1.4426950408889634", "scale",
+    ),
+    Fault(
+        "attention-rounded-sum", "ops/attention/forward.py", "_attend",
+        "the softmax's sum over bf16 probabilities",
+        "new_sum = tl.sum(p, axis=1)", "new_sum = tl.sum(p.to(tl.bfloat16).to(tl.float32), axis=1)",
+    ),
+    Fault(
+        "attention-lse-base", "ops/attention/forward.py", "_fwd_query_tile",
+        "lse saved with a natural logarithm beside a maximum to the base 2",
+        "row_max + tl.log2(row_sum)", "row_max + tl.log(row_sum)",
+    ),
+    Fault(
+        "attention-keep-scale", "ops/attention/forward.py", "_fwd_query_tile",
+        "dropout without the factor 1 / keep",
+        "factor *= keep_scale", "factor *= 1.0",
+        only=("ops/test_attention.py::test_attention_dropout",),
+    ),
+    Fault(
+        "attention-no-key-lse", "ops/attention/forward.py", "_fwd_query_tile",
+        "lse of a query that sees no key left at -inf",
+        'lse = tl.where(row_sum == 0.0, float("inf"), lse)', "lse = lse",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "attention-head", "ops/attention/forward.py", "_fwd_head",
+        "every head reads the values of the first",
+        "v_ptr = head_ptr(v_ptr, b, h,", "v_ptr = head_ptr(v_ptr, b, 0,",
+    ),
+    Fault(
+        "attention-causal-end", "ops/attention/forward.py", "_fwd_query_tile",
+        "causal: the tile of keys on the diagonal skipped",
+        "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
+        only=("ops/test_sdpa.py",),
+    ),
+]  # fmt: skip
+
+TILES = [
+    Fault(
+        "tiles-key-tail", "ops/attention/tiles.py", "mask_scores",
+        "off by one: the key past the last is seen",
+        's = tl.where(kv_index < T_kv, s, float("-inf"))',
+        's = tl.where(kv_index <= T_kv, s, float("-inf"))',
+    ),
+    Fault(
+        "tiles-causal", "ops/attention/tiles.py", "mask_scores",
+        "causal: a query does not see its own key",
+        "kv_index <= q_index", "kv_index < q_index",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "tiles-additive-mask", "ops/attention/tiles.py", "mask_scores",
+        "the additive mask multiplied by scale",
+        ".to(tl.float32) / scale", ".to(tl.float32)",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "tiles-column-mask", "ops/attention/tiles.py", "load_part",
+        "columns past D loaded from the next head",
+        "mask=(offs_t[:, None] < T) & (offs_d[None, :] < D)", "mask=offs_t[:, None] < T",
+    ),
+    Fault(
+        "tiles-second-columns", "ops/attention/tiles.py", "product_over_d",
+        "of a head in two column parts the second alone",
+        "tl.dot(a1, tl.trans(b1), x,", "tl.dot(a1, tl.trans(b1),",
+    ),
+    Fault(
+        "tiles-delta", "ops/attention/tiles.py", "softmax_grad",
+        "delta forgotten in ds",
+        "return p, p * (dp - delta)", "return p, p * dp",
+    ),
+    Fault(
+        "tiles-dropout-redrawn", "ops/attention/tiles.py", "softmax_grad",
+        "backward redraws the dropout mask transposed",
+        "dropout_keep(seed_ptr, head, q_index, kv_index,",
+        "dropout_keep(seed_ptr, head, kv_index, q_index,",
+        only=("ops/test_attention.py::test_attention_dropout",),
+    ),
+    Fault(
+        "tiles-dropout-heads", "ops/attention/tiles.py", "dropout_keep",
+        "one dropout mask for all heads",
+        "head.to(tl.int32) + zero", "zero",
+        only=("ops/test_attention.py::test_attention_dropout",),
+    ),
+]  # fmt: skip
+
+BACKWARD = [
+    Fault(
+        "one-pass-dk-scale", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
+        "scale forgotten in dk",
+        "(dk_t * scale)", "(dk_t * 1.0)",
+    ),
+    Fault(
+        "one-pass-dq-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
+        "scale forgotten in the second part of dq",
+        "dq1 * scale", "dq1",
+    ),
+    Fault(
+        "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
+        "the third part of the queries takes the positions of the second",
+        "k, v, PART0 + PART1, kv_index", "k, v, PART0, kv_index",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "one-pass-dq-accumulator", "ops/attention/backward_one_pass.py", "_one_pass_part",
+        "dq of the last key tile alone",
+        "dq = tl.dot(ds, k, dq,", "dq = tl.dot(ds, k,",
+    ),
+    Fault(
+        "one-pass-store-mask", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
+        "dk and dv stored past the last key",
+        "< D) & (kv_index < T_kv)", "< D) & (kv_index >= 0)",
+        only=("ops/test_fuzz.py::test_fuzz[attention-0]",),
+    ),
+    Fault(
+        "dq-causal-end", "ops/attention/backward_split.py", "_dq_query_tile",
+        "causal: the tile of keys on the diagonal skipped in dq",
+        "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "dkdv-causal-start", "ops/attention/backward_split.py", "_dkdv_key_tile",
+        "causal: the tile of queries on the diagonal skipped in dk and dv",
+        "start_kv // BLOCK_Q * BLOCK_Q", "(start_kv // BLOCK_Q + 1) * BLOCK_Q",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "dkdv-delta-head", "ops/attention/backward_split.py", "_attention_bwd_dkdv_kernel",
+        "every sample reads delta of the first",
+        "delta_ptr += head * T_q", "delta_ptr += h * T_q",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "dkdv-mask-head", "ops/attention/backward_split.py", "_attention_bwd_dkdv_kernel",
+        "every head reads the mask of the first",
+        "h * stride_mask_h", "0 * stride_mask_h",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "dkdv-dk-of-p", "ops/attention/backward_split.py", "_dkdv_step",
+        "p instead of ds in the gradient of k",
+        "accumulate(dk0, dk1, ds_t", "accumulate(dk0, dk1, p_t",
+    ),
+    Fault(
+        "attention-last-axis", "ops/attention/functions.py", "_is_readable",
+        "a last axis that is not contiguous taken to be",
+        "strides[-1] == 1 and", "",
+    ),
+]  # fmt: skip
+
+PATCH_EMBED = [
+    Fault(
+        "patch-bias-on-prefix", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "the bias added to prefix tokens too",
+        "acc = tl.where(is_patch[None, :], bias[:, None], acc)", "acc += bias[:, None]",
+    ),
+    Fault(
+        "patch-position-start", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "positions of patches alone read as those of all tokens",
+        "pos_ptr + offs_token - pos_start * C", "pos_ptr + offs_token",
+    ),
+    Fault(
+        "patch-pixel-row", "ops/patch_embed/kernels.py", "_pixel_offset",
+        "patch height and width taken to be equal",
+        "offs_k // PATCH_W % PATCH_H", "offs_k // PATCH_W % PATCH_W",
+    ),
+    Fault(
+        "patch-dweight-prefix", "ops/patch_embed/kernels.py", "_patch_embed_bwd_weight_kernel",
+        "dweight from gradients that are one sample's prefix too early",
+        "(b + 1) * num_prefix", "b * num_prefix",
+    ),
+    Fault(
+        "patch-split", "ops/patch_embed/kernels.py", "_patch_embed_bwd_weight_kernel",
+        "all row ranges write one partial",
+        "dweight_ptr += split * C * K", "dweight_ptr += 0",
+    ),
+    Fault(
+        "patch-dpos", "ops/patch_embed/functions.py", "patch_embed_bwd_tokens",
+        "dpos of patches alone taken from the first tokens",
+        "dtoken[T - num_pos :]", "dtoken[:num_pos]",
+    ),
+    Fault(
+        "patch-partials-rounded", "ops/patch_embed/functions.py", "patch_embed_bwd_weight",
+        "partials of dweight in the compute dtype",
+        "(splits, C * K), dtype=torch.float32", "(splits, C * K), dtype=compute_dtype",
+    ),
+]  # fmt: skip
+
+HOSTS = [
+    Fault(
+        "swap-drop-path-keep", "swap/hosts/fused.py", "row_scale",
+        "DropPath without the factor 1 / keep",
+        "return scale.div_(keep) if", "return scale if",
+        only=("swap/test_swap.py::test_timm_randomness_is_the_hosts",),
+    ),
+    Fault(
+        "swap-layer-scale", "swap/hosts/fused.py", "add_body",
+        "the branch's layer scale not handed on",
+        "body.branch(y, x, gamma, rows,", "body.branch(y, x, None, rows,",
+        only=("swap/test_swap.py::test_swap_gives_the_same_step",),
+    ),
+    Fault(
+        "swap-eps", "swap/hosts/fused.py", "and_input",
+        "eps of the host's norm ignored",
+        "self.bias, self.eps,", "self.bias, 1e-2,",
+        only=("swap/test_swap.py::test_swap_gives_the_same_step",),
+    ),
+]  # fmt: skip
+
+FAULTS: list[Fault] = [
+    *LAYER_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *FORWARD, *TILES, *BACKWARD,
+    *PATCH_EMBED, *HOSTS,
+]  # fmt: skip

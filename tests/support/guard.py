@@ -1,0 +1,169 @@
+"""Guard pages: known bits on both sides of every tensor, so that a stray access is seen.
+
+Inside `guard_pages()` every tensor that the package or torch allocates lies in a larger buffer and
+starts as NaN, and `place` moves the inputs of a call into such buffers. A store outside a tensor
+changes a guard, which `check` compares byte for byte; a load outside one brings NaN (of integers,
+a large number) into the result. Masked elements are never accessed, on a GPU or in the interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fastvit_kernels.runtime import dispatch
+from fastvit_kernels.runtime import operator as operators
+
+GUARD_BYTES = 64 * 1024  # wider than a tile, so that a tile that starts inside ends in the guard
+ALIGNMENT = 16
+
+# Every word is a NaN read as fp16, bf16, fp32 (twice the word) or fp64 (four times), and neighbours
+# in time have different ones: a NaN that was read from one guard and stored in another is seen.
+WORDS = [sign | low for low in range(0x7FF1, 0x8000) for sign in (0, 0x8000)]
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    raw: Tensor  # uint8: guard, tensor, guard
+    word: int
+    end: int  # of the tensor, in bytes from the start of raw
+    description: str
+    snapshot: Tensor | None  # of raw, where the tensor too must keep its bits
+
+
+def _fill(raw: Tensor, word: int) -> None:
+    raw.view(torch.int16).fill_(word - 0x10000 if word & 0x8000 else word)
+
+
+def _extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to one past the last, of strides that are not negative."""
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+class GuardPages(TorchDispatchMode):
+    """The mode; use `guard_pages`, which also checks at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guarded = 0
+        self._buffers: list[_Buffer] = []
+        self._words = itertools.cycle(WORDS)
+        self._where = "torch"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "fastvit_kernels":
+            # A mode is off inside its own handler, and the launcher's allocations are wanted too.
+            former, self._where = self._where, func.name()
+            try:
+                with self:
+                    return operators.LAUNCHERS[func.name().split("::")[1]](*args, **kwargs)
+            finally:
+                self._where = former
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return out
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor) and x.layout is torch.strided
+        }
+        fill = "empty" in func.name()
+
+        def guard(x: Tensor) -> Tensor:
+            if x.layout is not torch.strided or x.untyped_storage().data_ptr() in known:
+                return x
+            return self._house(x, f"{func.name()} in {self._where}", copy=not fill)
+
+        return tree_map_only(Tensor, guard, out)
+
+    def _house(self, x: Tensor, description: str, *, copy: bool, keep: bool = False) -> Tensor:
+        """x by its own size and strides in a guarded buffer; what no element covers is NaN."""
+        if x.numel() == 0:
+            return x
+        extent = _extent(x.shape, x.stride())
+        end = GUARD_BYTES + extent * x.itemsize
+        total = -(-(end + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
+        raw = torch.empty(total, dtype=torch.uint8, device=x.device)
+        word = next(self._words)
+        _fill(raw, word)
+        flat = raw.view(x.dtype)
+        offset = GUARD_BYTES // x.itemsize
+        housed = flat.as_strided(x.shape, x.stride(), offset)
+        if copy and torch._debug_has_internal_overlap(x) == 0:
+            housed.copy_(x)
+        elif copy:  # copy_ refuses elements that share memory
+            index = (
+                torch.arange(extent, device=x.device).as_strided(x.shape, x.stride()).reshape(-1)
+            )
+            flat[offset : offset + extent][index] = x.reshape(-1)
+        description = f"{x.dtype} {tuple(x.shape)}, {description}"
+        snapshot = raw.clone() if keep else None
+        self._buffers.append(_Buffer(raw, word, end, description, snapshot))
+        self.guarded += 1
+        return housed
+
+    def place(self, x: Tensor, name: str = "input") -> Tensor:
+        """x by its own size and strides in a guarded buffer whose every bit `check` compares."""
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            housed = self._house(x.detach(), name, copy=True, keep=True)
+        return housed.detach().requires_grad_(x.requires_grad)
+
+    def check(self) -> None:
+        """Raise AssertionError where a guard, or any bit of a placed tensor, has changed."""
+        with torch._C._DisableTorchDispatch():
+            faults = [fault for b in self._buffers for fault in _faults(b)]
+        if faults:
+            raise AssertionError("memory outside a tensor was written:\n  " + "\n  ".join(faults))
+
+
+def _faults(buffer: _Buffer) -> list[str]:
+    raw, end = buffer.raw, buffer.end
+    if buffer.snapshot is not None:
+        expected = buffer.snapshot
+    else:
+        expected = torch.empty_like(raw)
+        _fill(expected, buffer.word)
+    parts = {"before": slice(0, GUARD_BYTES), "after": slice(end, None)}
+    if buffer.snapshot is not None:
+        parts["inside"] = slice(GUARD_BYTES, end)
+    faults = []
+    for where, part in parts.items():
+        if torch.equal(raw[part], expected[part]):
+            continue
+        changed = (raw[part] != expected[part]).nonzero().flatten() + (part.start or 0)
+        first, last = int(changed[0]) - GUARD_BYTES, int(changed[-1]) - GUARD_BYTES
+        faults.append(f"{where} {buffer.description}: bytes {first} to {last}")
+    return faults
+
+
+@contextmanager
+def unwatched(is_direct: bool = True) -> Iterator[None]:
+    """Inside, calls go past torch's dispatcher, as a user's do, though a guard looks on."""
+    modes = dispatch._modes
+    if is_direct:
+        dispatch._modes = lambda: 0
+    try:
+        yield
+    finally:
+        dispatch._modes = modes
+
+
+@contextmanager
+def guard_pages() -> Iterator[GuardPages]:
+    """Inside, new tensors lie between guards; at the end all guards are checked.
+
+    Allocations are seen below autograd (backward included), whichever function of torch makes them
+    and whether or not the launcher is called through its operator.
+    """
+    guard = GuardPages()
+    with guard:
+        yield guard
+    guard.check()

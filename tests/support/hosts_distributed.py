@@ -1,0 +1,137 @@
+"""Two gloo processes on the CPU train a swapped model; run by tests/swap/test_swap_distributed.py.
+
+python hosts_distributed.py RANK WORLD OUT: the losses of STEPS steps for each of KINDS.
+The global batch is the same whatever WORLD is.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+KINDS = ("ddp", "fsdp2", "fsdp2_checkpoint", "fsdp2_mixed_checkpoint")
+STEPS, BATCH = 4, 4
+
+
+def build() -> Any:
+    import timm
+
+    from fastvit_kernels import swap_in
+    from fastvit_kernels.commands.coverage import randomize
+
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_base_patch14_dinov2", img_size=28, embed_dim=32, depth=2, num_heads=2, num_classes=7
+    )
+    randomize(model)
+    assert swap_in(model).level == "block"
+    return model
+
+
+def wrap(model: Any, kind: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if "checkpoint" in kind:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+            apply_activation_checkpointing,
+        )
+
+        block = type(model.blocks[0])
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, block))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if "mixed" in kind:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(BATCH, 3, 28, 28, generator=generator)
+    return images, torch.randint(0, 7, (BATCH,), generator=generator)
+
+
+def train(model: nn.Module, rank: int, world: int) -> list[float]:
+    images, labels = batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    share = BATCH // world
+    mine = slice(rank * share, (rank + 1) * share)
+    losses = []
+    for _ in range(STEPS):
+        loss = nn.functional.cross_entropy(model(images[mine]).float(), labels[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+def mixed_losses(model: nn.Module) -> list[float]:
+    """What FSDP2's mixed precision does, in one process: bf16 forward, fp32 gradients and step."""
+    images, labels = batch()
+    low = copy.deepcopy(model).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for p, q in zip(low.parameters(), model.parameters(), strict=True):
+                p.copy_(q)
+        halves, total = [], 0.0
+        for half in (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)):
+            low.zero_grad()
+            logits = low(images[half].bfloat16()).float()
+            loss = nn.functional.cross_entropy(logits, labels[half])
+            loss.backward()
+            total += loss.item() / 2
+            halves.append([p.grad.float() for p in low.parameters()])
+        for p, first, second in zip(model.parameters(), *halves, strict=True):
+            p.grad = (first + second) / 2
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def run(kind: str, rank: int, world: int) -> list[float]:
+    from fastvit_kernels import set_backend
+
+    # The interpreter is slow: the wrappers see the same modules whichever backend runs.
+    set_backend("auto" if kind == "ddp" else "torch")
+    model = build()
+    if world > 1:
+        return train(wrap(model, kind), rank, world)
+    return mixed_losses(model) if "mixed" in kind else train(model, 0, 1)
+
+
+def main() -> None:
+    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.path.insert(0, os.path.dirname(__file__))
+    from fastvit_kernels.commands.zoo import define_torchvision_operators
+
+    define_torchvision_operators()
+    torch.set_num_threads(1)
+    if world > 1:
+        meeting = f"file://{out}.meeting"  # a file, because a free port may be taken meanwhile
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    losses = {kind: run(kind, rank, world) for kind in KINDS}
+    if world > 1:
+        dist.destroy_process_group()
+    if rank == 0:
+        torch.save(losses, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`train`, killed with SIGKILL while it writes its checkpoint and resumed until it is done.
+
+python tests/support/killed_training.py FOLDER MOMENT... runs one training for each moment into
+FOLDER/MOMENT and prints, for each process, how it ended. A moment is where the process kills
+itself, once for each file that it writes (checkpoint.pt, metrics.csv): "half" way through the
+bytes, "written" but not yet renamed, "renamed"; or "whenever": another process kills it after a
+random part of the time that a whole run took; or "never", which comes first. Each process is a fork
+of this one, which saves the imports and computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import matplotlib.figure
+import rich.box
+import rich.progress
+import rich.table
+import torch
+import torch._dynamo  # the first step of an optimizer asks for it
+
+from fastvit_kernels.commands import checkpoint, cli, data, train
+from fastvit_kernels.commands.settings import DIGITS_VIT
+
+__all__ = ["matplotlib", "rich"]  # imported for the forks
+EPOCHS = 3
+OPTIONS = ["--epochs", str(EPOCHS), "--batch-size", "64", "--no-check", "--device", "cpu"]
+OPTIONS += ["--drop-path", "0.3", "--backend", "torch"]
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _HalfFile:
+    """A file of which half of what is written arrives, and then the process is gone."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+
+    def write(self, content: Any) -> int:
+        self.file.write(bytes(content)[: max(1, len(content) // 2)])
+        self.file.flush()
+        kill_me()
+        return 0
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def die_at(moment: str, count: int) -> None:
+    """Kill this process at the given moment of its count-th file (0 is the first)."""
+    write_atomically, replace = checkpoint.write_atomically, os.replace
+    files = 0
+
+    def counted(path: Path, write: Callable[[Any], object]) -> None:
+        nonlocal files
+        mine, files = files == count, files + 1
+
+        def replace_or_die(source: Any, target: Any) -> None:
+            if moment == "written":
+                kill_me()
+            replace(source, target)
+            if moment == "renamed":
+                kill_me()
+
+        if not mine:
+            return write_atomically(path, write)
+        if moment == "half":
+            return write_atomically(path, lambda file: write(_HalfFile(file)))
+        checkpoint.os.replace = replace_or_die
+        try:
+            return write_atomically(path, write)
+        finally:
+            checkpoint.os.replace = replace
+
+    checkpoint.write_atomically = counted
+
+
+def run(folder: Path, moment: str, count: int, seconds: float = 0.0) -> int:
+    """The exit status of one process: negative where a signal ended it.
+
+    `seconds` is what a whole run takes, for the moment "whenever".
+    """
+    started = (folder / "checkpoint.pt").exists()
+    words = ["train", *(["--resume", "--no-check", "--device", "cpu"] if started else OPTIONS)]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            output = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if moment in ("half", "written", "renamed"):
+                die_at(moment, count)
+            status = cli.main([*words, "--out", str(folder)])
+        finally:
+            os._exit(status)
+    if moment == "whenever":
+        time.sleep(random.uniform(0.1, 0.5) * seconds)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> None:
+    folder, moments = Path(sys.argv[1]), sys.argv[2:]
+    random.seed(0)
+    torch.set_num_threads(1)
+    DIGITS_VIT["depth"] = 2
+    full = data.load_digits(8, 0.2, 0)
+    few = data.Dataset(
+        data.Split(full.train.images[:200], full.train.labels[:200]),
+        data.Split(full.held_out.images[:40], full.held_out.labels[:40]),
+        full.classes,
+    )
+    data.load_digits = lambda *_: few
+    train._report = lambda *_: None  # the pictures take longer than the training
+    whole = 0.0
+    for moment in moments:
+        statuses = []
+        for count in range(20):
+            # Each process dies one file later than the last, so that all of them are met.
+            last = moment == "never" or (moment == "whenever" and count >= 4)
+            started = time.perf_counter()
+            statuses.append(run(folder / moment, "never" if last else moment, count % 4, whole))
+            if moment == "never":
+                whole = time.perf_counter() - started
+            if (folder / moment / "checkpoint.pt").exists():
+                content = checkpoint.load(folder / moment / "checkpoint.pt")  # whole at any moment
+                if statuses[-1] == 0 and len(content["history"]) == EPOCHS:
+                    break
+        print(moment, *statuses, flush=True)
+
+
+if __name__ == "__main__":
+    main()

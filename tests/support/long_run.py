@@ -1,0 +1,236 @@
+"""Long training of a timm ViT on handwritten digits, swapped beside unswapped from the same seed.
+
+python tests/support/long_run.py [--steps 500] [--seeds 5] [--size digits] [--backend torch]
+
+prints the held-out accuracy of both for each seed and precision, their mean difference, the
+run-to-run spread (largest less smallest over the seeds) and the growth of memory. Exit status 1
+where the difference is more than the spread. The swapped run takes the path that the machine has:
+kernels on a GPU; PyTorch on a CPU, or kernels in Triton's interpreter (seconds a step) where
+TRITON_INTERPRET=1 is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HELD_OUT = 360  # of 1797 images
+WARM = 0.1  # of the steps: what is allocated once is allocated by then
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Size:
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    batch: int
+    lr: float
+
+
+SIZES = {
+    "digits": Size(patch=2, width=64, depth=4, heads=4, batch=64, lr=2e-3),
+    "tiny": Size(patch=4, width=32, depth=1, heads=1, batch=8, lr=4e-3),  # for the interpreter
+}
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    accuracy: float
+    seconds: float
+    tensors_grown: int  # live tensors at the end less those after the warm-up
+    bytes_grown: int  # the process's resident memory, or the GPU's allocated memory
+
+
+def build(size: Size, seed: int) -> nn.Module:
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(seed)
+    model = VisionTransformer(
+        img_size=8, patch_size=size.patch, in_chans=1, num_classes=10, embed_dim=size.width,
+        depth=size.depth, num_heads=size.heads, mlp_ratio=2,
+    )  # fmt: skip
+    for module in model.modules():  # timm's 0.02 starves so narrow a model
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+    nn.init.trunc_normal_(model.pos_embed, std=0.3)
+    return model.to(DEVICE)
+
+
+def images_and_labels() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 8 - 1
+    return images.to(DEVICE), torch.tensor(digits.target)[order].to(DEVICE)
+
+
+def batches(size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Shuffled batches without end: a function of the seed alone."""
+    images, labels = images_and_labels()
+    images, labels = images[HELD_OUT:], labels[HELD_OUT:]
+    for epoch in itertools.count():
+        generator = torch.Generator().manual_seed(1000 * seed + epoch)
+        order = torch.randperm(len(labels), generator=generator).to(DEVICE)
+        for index in order.split(size.batch):
+            if len(index) == size.batch:
+                yield images[index], labels[index]
+
+
+def precision_context(precision: str) -> Any:
+    return torch.autocast(DEVICE.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+
+def used_bytes() -> int:
+    """Allocated on the GPU, or resident in this process where /proc says it, else 0."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.memory_allocated()
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@torch.no_grad()
+def held_out_accuracy(model: nn.Module, precision: str) -> float:
+    images, labels = images_and_labels()
+    with precision_context(precision):
+        logits = model.eval()(images[:HELD_OUT])
+    return (logits.argmax(1) == labels[:HELD_OUT]).float().mean().item()
+
+
+def train(
+    model: nn.Module, size: Size, seed: int, precision: str, steps: int,
+    evaluate: bool = True,
+) -> Outcome:  # fmt: skip
+    """AdamW with a linear warm-up and decay; the same arithmetic whatever the model is."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, weight_decay=0.05)
+    warm = max(1, int(WARM * steps))
+    losses: list[Tensor] = []
+    memory: list[tuple[int, int]] = []
+    started = time.perf_counter()
+    model.train()
+    for step, (images, labels) in enumerate(itertools.islice(batches(size, seed), steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = size.lr * min((step + 1) / warm, (steps - step) / (steps - warm))
+        with precision_context(precision):
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+        del logits, loss
+        if step + 1 in (warm, steps):
+            memory.append((live_tensors() - len(losses), used_bytes()))
+    (tensors, used), (last_tensors, last_used) = memory[0], memory[-1]
+    accuracy = held_out_accuracy(model, precision) if evaluate else float("nan")
+    seconds = time.perf_counter() - started
+    return Outcome(
+        [loss.item() for loss in losses],
+        accuracy,
+        seconds,
+        last_tensors - tensors,
+        last_used - used,
+    )
+
+
+def pair(size: Size, seed: int, precision: str, steps: int, backend: Any) -> tuple[Outcome, ...]:
+    """The host's model as it is, and swapped, from the same weights and batches."""
+    import fastvit_kernels as fk
+
+    host = train(build(size, seed), size, seed, precision, steps)
+    swapped = build(size, seed)
+    assert fk.swap_in(swapped).level == "block"
+    with fk.backend(backend):
+        return host, train(swapped, size, seed, precision, steps)
+
+
+def spread(values: list[float]) -> float:
+    return max(values) - min(values)
+
+
+def _path(backend: Any) -> str:
+    import fastvit_kernels as fk
+    from fastvit_kernels.runtime.backend import INTERPRETED, reason_for_torch
+
+    with fk.backend(backend):
+        reason = reason_for_torch(torch.empty(1, device=DEVICE))
+    if reason is not None:
+        return f"the PyTorch path ({reason})"
+    return "the kernels, in Triton's interpreter" if INTERPRETED else "the kernels"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--size", choices=SIZES, default="digits")
+    parser.add_argument("--precision", choices=PRECISIONS, nargs="+", default=PRECISIONS)
+    parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
+    words = parser.parse_args()
+    size, failed = SIZES[words.size], 0
+    path = _path(words.backend)
+    print(f"{words.steps} steps, {size}, swapped on {path}, torch {torch.__version__}", flush=True)
+    print("| precision | seed | host | swapped | last losses | seconds | tensors | MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for precision in words.precision:
+        hosts, swaps = [], []
+        for seed in range(words.seeds):
+            host, swapped = pair(size, seed, precision, words.steps, words.backend)
+            hosts.append(host.accuracy)
+            swaps.append(swapped.accuracy)
+            last = [sum(o.losses[-20:]) / len(o.losses[-20:]) for o in (host, swapped)]
+            print(
+                f"| {precision} | {seed} | {100 * host.accuracy:.2f} % "
+                f"| {100 * swapped.accuracy:.2f} % | {last[0]:.4f}, {last[1]:.4f} "
+                f"| {host.seconds:.0f}, {swapped.seconds:.0f} "
+                f"| {host.tensors_grown}, {swapped.tensors_grown} "
+                f"| {host.bytes_grown / 2**20:.1f}, {swapped.bytes_grown / 2**20:.1f} |",
+                flush=True,
+            )
+        difference = sum(swaps) / len(swaps) - sum(hosts) / len(hosts)
+        limit = max(spread(hosts), spread(swaps))
+        print(
+            f"{precision}: mean {100 * sum(hosts) / len(hosts):.2f} % and swapped "
+            f"{100 * sum(swaps) / len(swaps):.2f} %, difference {100 * difference:+.2f} points; "
+            f"spread over {words.seeds} seeds {100 * spread(hosts):.2f} and swapped "
+            f"{100 * spread(swaps):.2f} points"
+        )
+        failed |= words.seeds > 1 and abs(difference) > limit
+    return int(failed)
+
+
+if __name__ == "__main__":
+    from fastvit_kernels.commands.zoo import define_torchvision_operators
+
+    define_torchvision_operators()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreter import mend_bf16
+
+        mend_bf16()
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Plants small faults in the package, one at a time, and says which test notices each.
+
+python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--markdown FILE] [--list]
+
+A fault is planted in a copy of the package and its tests in a temporary folder; the working tree is
+only read, whenever the run ends. The tests of the fault run there until the first failure. Every
+test that noticed something then runs without a fault and must pass. Exit status: 0 where all faults
+were noticed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
+NOTICED = ("noticed", "timeout", "crash")
+
+# Runs pytest on the copy and writes down what started and what failed, which a killed process too
+# leaves behind. An installed package must not stand in for the copy.
+RUNNER = """
+import importlib.util, json, pathlib, sys
+root, *arguments = sys.argv[1:]
+found = importlib.util.find_spec("fastvit_kernels").origin
+assert pathlib.Path(found).is_relative_to(root), f"{found} is not in {root}"
+import pytest
+log = open(f"{root}/log.jsonl", "w", buffering=1)
+class Log:
+    def pytest_runtest_logstart(self, nodeid):
+        print(json.dumps({"started": nodeid}), file=log)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            print(json.dumps({"failed": report.nodeid}), file=log)
+sys.exit(pytest.main(arguments, plugins=[Log()]))
+"""
+
+
+class CannotPlant(ValueError):
+    """The fault does not fit the source as it is now."""
+
+
+def _segment(source: str, function: str) -> tuple[int, int]:
+    """Where the text of the function, or method, begins and ends."""
+    lines = source.splitlines(keepends=True)
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
+    if len(nodes) != 1:
+        raise CannotPlant(f"there are {len(nodes)} functions {function}, wanted 1")
+    first, last = nodes[0].lineno - 1, nodes[0].end_lineno
+    return len("".join(lines[:first])), len("".join(lines[:last]))
+
+
+def plant(fault: Fault, source: str) -> str:
+    """The source with the fault in it."""
+    begin, end = _segment(source, fault.within) if fault.within else (0, len(source))
+    segment = source[begin:end]
+    if segment.count(fault.old) != 1:
+        raise CannotPlant(
+            f"{fault.id}: the old text must occur once in {fault.within or fault.file}, "
+            f"it occurs {segment.count(fault.old)} times: {fault.old!r}"
+        )
+    planted = source[:begin] + segment.replace(fault.old, fault.new) + source[end:]
+    if ast.dump(ast.parse(planted)) == ast.dump(ast.parse(source)):
+        raise CannotPlant(f"{fault.id}: the new text changes nothing: {fault.new!r}")
+    return planted
+
+
+def package_file(fault: Fault, root: Path = ROOT) -> Path:
+    return root / "fastvit_kernels" / fault.file
+
+
+@contextmanager
+def project_copy() -> Iterator[Path]:
+    """A temporary folder with the package, its tests and pytest's settings."""
+    with tempfile.TemporaryDirectory(prefix="fastvit-mutate-") as folder:
+        root = Path(folder).resolve()
+        ignore = shutil.ignore_patterns("__pycache__", ".*")
+        for name in ("fastvit_kernels", "tests"):
+            shutil.copytree(ROOT / name, root / name, ignore=ignore)
+        shutil.copy(ROOT / "pyproject.toml", root)
+        yield root
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+
+
+@dataclass(frozen=True)
+class Run:
+    """How pytest ended: its exit status, None after a timeout; the tests that began and failed."""
+
+    status: int | None
+    started: list[str]
+    failed: list[str]
+    output: str
+
+
+def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -> Run:
+    """Run the tests (names under tests/) of the copy at root."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", RUNNER, str(root), "-q", "--tb=short", "--color=no"]
+    command += ["-p", "no:cacheprovider", *options, *(f"tests/{test}" for test in tests)]
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    _running.add(process)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        output, status = process.communicate()[0], None
+    finally:
+        _running.discard(process)
+    log = root / "log.jsonl"
+    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    started = [e["started"] for e in entries if "started" in e]
+    failed = [e["failed"] for e in entries if "failed" in e]
+    return Run(status, started, failed, output)
+
+
+@dataclass(frozen=True)
+class Result:
+    fault: Fault
+    outcome: str  # noticed, timeout, crash; not noticed; broken: no test could run
+    test: str  # that noticed
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.fault.id}: {self.outcome}{f' by {self.test}' if self.test else ''}"
+
+
+def check(fault: Fault, timeout: float) -> Result:
+    """Plant one fault in a copy and run its tests there."""
+    with project_copy() as root:
+        path = package_file(fault, root)
+        path.write_text(plant(fault, path.read_text()))
+        run = run_tests(root, fault.tests, timeout, "-x")
+    if run.failed:
+        return Result(fault, "noticed", run.failed[0], run.output)
+    if run.status == 0:
+        return Result(fault, "not noticed", "", run.output)
+    if run.started and (run.status is None or run.status < 0):
+        outcome = "timeout" if run.status is None else "crash"
+        return Result(fault, outcome, run.started[-1], run.output)
+    return Result(fault, "broken", "", run.output)
+
+
+def fails_without_a_fault(tests: Sequence[str], timeout: float) -> list[str]:
+    """Those of the tests that fail on the package as it is."""
+    with project_copy() as root:
+        names = sorted({test.removeprefix("tests/") for test in tests})
+        run = run_tests(root, names, timeout)
+    if run.failed or run.status == 0:
+        return run.failed
+    return [f"pytest ended with {run.status}:\n{run.output}"]
+
+
+def _row(result: Result) -> str:
+    fault, how = result.fault, "" if result.outcome == "noticed" else f" ({result.outcome})"
+    file, _, test = result.test.removeprefix("tests/").partition("::")
+    by = f"{file}: `{test.replace('|', ' ')}`{how}" if test else f"**{result.outcome}**"
+    return f"| {fault.id} | {fault.file} | {fault.what} | {by} |"
+
+
+def rows(text: str) -> dict[str, str]:
+    """The table's rows between the markers, by fault."""
+    part = re.search(f"{re.escape(BEGIN)}(.*){re.escape(END)}", text, re.DOTALL)
+    lines = re.findall(r"^\| ([\w-]+) (\|.*\|)$", part[1] if part else "", re.MULTILINE)
+    return {id: f"| {id} {rest}" for id, rest in lines if id != "fault" and "-" * 3 not in id}
+
+
+def table(text: str, results: Iterable[Result]) -> str:
+    """text with a new table between its markers; rows of faults that did not run stay."""
+    known = rows(text) | {result.fault.id: _row(result) for result in results}
+    known = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
+    noticed = sum("| **" not in row for row in known.values())
+    lines = [
+        BEGIN,
+        f"{len(known)} faults planted, {noticed} noticed.",
+        "",
+        "| fault | file | what is wrong | the first test that notices |",
+        "| --- | --- | --- | --- |",
+        *known.values(),
+        END,
+    ]
+    block = "\n".join(lines)
+    if BEGIN not in text:
+        return f"{text}{block}\n"
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="ID", help="these faults; a prefix* is a group"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a fault's tests")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--list", action="store_true", help="list the faults, plant none")
+    parser.add_argument("--verbose", action="store_true", help="what pytest said of each fault")
+    words = parser.parse_args(arguments)
+
+    faults = FAULTS
+    if words.only:
+        unknown = [w for w in words.only if not any(fnmatch(f.id, w) for f in FAULTS)]
+        if unknown:
+            parser.error(f"no such fault: {', '.join(unknown)}")
+        faults = [f for f in FAULTS if any(fnmatch(f.id, w) for w in words.only)]
+    problems = []
+    for fault in faults:
+        try:
+            plant(fault, package_file(fault).read_text())
+        except CannotPlant as error:
+            problems.append(str(error))
+    if words.list:
+        for fault in faults:
+            print(f"{fault.id:28} {fault.file:40} {fault.what}")
+        print(f"{len(faults)} faults")
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
+    if words.list:
+        return 0
+
+    results: list[Result] = []
+    with ThreadPoolExecutor(words.jobs) as pool:
+        try:
+            for result in pool.map(lambda fault: check(fault, words.timeout), faults):
+                results.append(result)
+                print(result, flush=True)
+                if words.verbose or result.outcome not in NOTICED:
+                    print(result.output, flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(_running):
+                _kill(process)
+            raise
+    noticed = [r for r in results if r.outcome in NOTICED]
+    wrong = fails_without_a_fault([r.test for r in noticed], words.timeout) if noticed else []
+    for test in wrong:
+        print(f"fails without a fault too: {test}")
+    print(f"{len(results)} faults planted, {len(noticed)} noticed")
+    if words.markdown is not None:
+        text = words.markdown.read_text() if words.markdown.exists() else ""
+        words.markdown.write_text(table(text, results))
+    return int(bool(wrong) or len(noticed) < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

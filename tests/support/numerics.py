@@ -1,0 +1,31 @@
+"""What the tests share: the 2x rule, random inputs, readable ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastvit_kernels.verify.accuracy import Error, assert_accurate, compare
+
+__all__ = ["DEVICE", "DTYPES", "Error", "assert_accurate", "compare", "dtype_id", "rand"]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return _SHORT[dtype]
+
+
+def rand(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    scale: float = 1.0,
+    grad: bool = True,
+) -> Tensor:
+    """Normal numbers times scale on the test device; the same at every run."""
+    generator = torch.Generator().manual_seed(seed * 7919 + sum(shape) + len(shape))
+    x = torch.randn(*shape, generator=generator) * scale
+    return x.to(DEVICE, dtype).requires_grad_(grad)

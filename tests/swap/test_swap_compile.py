@@ -1,0 +1,153 @@
+"""Compilers over swapped models: one graph, equal to eager, any batch size; export; operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from fastvit_kernels import (
+    attention,
+    create_vit,
+    linear,
+    mlp,
+    scaled_dot_product_attention,
+    swap_in,
+)
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
+from fastvit_kernels.runtime.operator import LAUNCHERS
+
+pytest.importorskip("timm")
+pytest.importorskip("transformers")
+VisionTransformer = pytest.importorskip("torchvision").models.VisionTransformer
+
+NAMES = ("vit_base_patch14_dinov2", "torchvision", "dinov2")
+
+
+def swapped(name):
+    """A swapped model of one block: dynamo and the interpreter are slow."""
+    torch.manual_seed(0)
+    if name == "torchvision":
+        model = VisionTransformer(32, 16, 1, 2, 32, 64, num_classes=7)
+        inputs = torch.randn(2, 3, 32, 32)
+    elif name in HF_MODELS:
+        model, inputs = hf_small(name, num_hidden_layers=1)
+    else:
+        model, inputs = timm_small(name, depth=1)
+    randomize(model)
+    assert swap_in(model).level == "block"
+    return model, inputs
+
+
+def step(model, call, inputs):
+    model.zero_grad()
+    y = call(**inputs).last_hidden_state if isinstance(inputs, dict) else call(inputs)
+    y.square().mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"out": y.detach(), **grads}
+
+
+def assert_same(actual, wanted, rtol=1e-5, atol=1e-6):
+    for name, value in wanted.items():
+        torch.testing.assert_close(actual[name], value, rtol=rtol, atol=atol, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)  # inductor asserts on poisoned memory
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fullgraph_is_equal_to_eager(name):
+    model, inputs = swapped(name)
+    wanted = step(model, model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(step(model, compiled, inputs), wanted)
+
+
+def test_fullgraph_with_inductor():
+    model, inputs = swapped("vit_base_patch14_dinov2")
+    wanted = step(model, model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="inductor")
+    assert_same(step(model, compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_sizes_share_a_graph():
+    model, images = swapped("vit_base_patch14_dinov2")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for batch in (2, 3, 5):
+        step(model, compiled, torch.randn(batch, *images.shape[1:]))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 2, "the first size, and one graph for all others"
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch14_dinov2", "torchvision", "vit"])
+def test_export_of_the_forward(name):
+    model, inputs = swapped(name)
+    model.eval()
+    kwargs = inputs if isinstance(inputs, dict) else {}
+    args = () if kwargs else (inputs,)
+    with torch.no_grad():
+        wanted = model(*args, **kwargs)
+        exported = torch.export.export(model, args, kwargs)
+        got = exported.module()(*args, **kwargs)
+    if kwargs:
+        wanted, got = wanted.last_hidden_state, got.last_hidden_state
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert any(target.startswith("fastvit_kernels.") for target in targets), targets
+
+
+def _detached(x):
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of the first call of each of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastvit_kernels":
+            self.calls.setdefault(func, tree_map(_detached, (args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _recorded_calls():
+    with Recorder() as recorder:
+        for name in ("vit_base_patch14_dinov2", "vit_base_patch16_rope_224"):
+            model, images = swapped(name)
+            model(images.requires_grad_()).square().mean().backward()
+        model = create_vit("vit_mnist", img_size=6, depth=1)
+        model(torch.randn(2, 1, 6, 6, requires_grad=True)).square().mean().backward()
+        model = torch.nn.Linear(32, 32)
+        x = torch.randn(2, 5, 32, requires_grad=True)
+        linear(x, model.weight, model.bias, activation="gelu", residual=x).sum().backward()
+        fc1, fc2 = (torch.randn(32, 32, dtype=torch.float16) for _ in range(2))
+        mlp(x.detach().half(), fc1, None, fc2, None)
+        qkv = torch.randn(2, 5, 3, 2, 16, requires_grad=True)
+        scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0)).sum().backward()
+        attention(qkv, dropout_p=0.1).sum().backward()
+        attention(torch.randn(1, 300, 3, 1, 16, requires_grad=True)).sum().backward()
+    return recorder.calls
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return _recorded_calls()
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHERS))
+def test_opcheck(name, calls):
+    op = getattr(torch.ops.fastvit_kernels, name).default
+    assert op in calls, f"no call of {name} was recorded"
+    args, kwargs = calls[op]
+    torch.library.opcheck(op, args, kwargs)

@@ -1,0 +1,176 @@
+"""Whole swapped models beside their hosts, through the kernels and PyTorch, by the 2x rule."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.coverage import model_errors, randomize
+from fastvit_kernels.commands.zoo import (
+    HF_MODELS,
+    hf_small,
+    timm_names,
+    timm_small,
+    torchvision_small,
+)
+
+timm = pytest.importorskip("timm")
+pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
+
+# One name for each structure among timm's `vit_*`, and for each family that is swapped by parts.
+# `fastvit-kernels coverage --verify` runs every name; docs/coverage.md has its result.
+STRUCTURES = {
+    "vit_tiny_patch16_224": "block",
+    "vit_base_patch14_dinov2": "block",  # LayerScale
+    "vit_giant_patch14_reg4_dinov2": "block",  # gated MLP, registers
+    "vit_base_patch16_clip_quickgelu_224": "block",
+    "vit_base_patch16_siglip_224": "block",  # attention pooling
+    "vit_base_patch16_rpn_224": "block",  # norms after the branches
+    "vit_base_patch16_xp_224": "block",  # parallel branches, RMSNorm
+    "vit_pwee_patch16_reg1_gap_256": "block",  # parallel branches, qk_norm
+    "vit_base_patch16_18x2_224": "block",  # two branches side by side
+    "vit_dpwee_patch16_reg1_gap_256": "parts",  # differential attention
+    "vit_base_patch16_rope_224": "block",
+    "vit_7b_patch16_dinov3": "block",  # RoPE, SwiGLU
+    "vit_base_patch16_sapiens2": "block",  # grouped key and value heads
+    "vit_relpos_base_patch16_224": "block",  # relative position bias
+    "deit_tiny_distilled_patch16_224": "block",
+    "beit_base_patch16_224": "block",
+    "eva02_tiny_patch14_224": "block",
+    "swin_tiny_patch4_window7_224": "parts",
+}  # fmt: skip
+
+
+def small(name):
+    torch.manual_seed(0)
+    if name == "torchvision":
+        model, inputs = torchvision_small()
+    elif name in HF_MODELS:
+        model, inputs = hf_small(name)
+    else:
+        model, inputs = timm_small(name)
+    return randomize(model).eval(), inputs
+
+
+def assert_swapped_is_accurate(name, **kwargs):
+    reports = []
+    model, inputs = small(name)
+    errors = model_errors(model, inputs, swap=lambda m: reports.append(swap_in(m)), **kwargs)
+    failed = [str(e) for e in errors if not e.passed]
+    assert not failed, "\n".join(failed)
+    return reports[0]
+
+
+@pytest.mark.parametrize("name", [*STRUCTURES, "torchvision", *HF_MODELS])
+def test_models_through_pytorch(name):
+    with backend("torch"):
+        report = assert_swapped_is_accurate(name)
+    assert report.level == STRUCTURES.get(name, "parts" if name == "beit" else "block")
+
+
+KERNEL_RUNS = (
+    "vit_tiny_patch16_224", "vit_base_patch14_dinov2", "vit_base_patch16_xp_224",
+    "vit_base_patch16_rope_224", "beit_base_patch16_224", "swin_tiny_patch4_window7_224",
+    "torchvision", "vit", "dinov2_with_registers", "siglip", "clip", "dinov3_vit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNEL_RUNS)
+def test_models_through_the_kernels(name):
+    assert_swapped_is_accurate(name)
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch14_dinov2", "torchvision", "dinov2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_models_under_autocast(name, dtype):
+    """fp32 parameters, the host under the same autocast as the yardstick."""
+    assert_swapped_is_accurate(name, autocast=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_stay_fp32_under_autocast_with_a_grad_scaler(dtype):
+    model, images = small("vit_tiny_patch16_224")
+    swap_in(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = copy.deepcopy(model.state_dict())
+    with torch.autocast("cpu", dtype):
+        loss = model(images).float().square().mean()
+    scaler.scale(loss).backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**11
+    assert not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of tensors of activations, (B, T, ...)."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        cast = func is torch.ops.aten._to_copy.default and "dtype" in (kwargs or {})
+        if cast and args[0].ndim >= 3 and args[0].dtype is not kwargs["dtype"]:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_block_casts_no_activation_under_autocast():
+    model, _ = small("vit_tiny_patch16_224")
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    counts = {}
+    for kind in ("host", "swapped"):
+        if kind == "swapped":
+            swap_in(model)
+        with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
+            y = model.blocks[0](x)
+            y.square().mean().backward()
+        counts[kind] = casts.count
+    assert counts["host"] > 0
+    assert counts["swapped"] == 0, counts
+
+
+@pytest.mark.parametrize(
+    ("module", "launcher"),
+    [
+        ("layer_norm", "layer_norm_fwd"),
+        ("layer_norm", "layer_norm_bwd"),
+        ("attention.functions", "qkv_attention_fwd"),
+        ("attention.functions", "attention_bwd"),
+    ],
+)
+def test_an_error_in_one_kernel_is_noticed(module, launcher, monkeypatch):
+    """The tests above can fail: a kernel's result is bent by 1%, and the 2x rule breaks."""
+    model, images = small("vit_tiny_patch16_224")
+    file = importlib.import_module(f"fastvit_kernels.ops.{module}")
+    original = getattr(file, launcher)
+
+    def bent(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if isinstance(result, tuple):
+            return tuple(r * 1.01 for r in result)
+        return result * 1.01
+
+    monkeypatch.setattr(file, launcher, bent)
+    with Casts():  # watched calls go through the operators, where the bent one stands
+        errors = model_errors(model, images)
+    assert sum(not e.passed for e in errors) > 3
+
+
+def test_timm_lists_its_vits_at_block_level():
+    """At least 150 of timm's `vit_*` are understood as blocks, counted at their own sizes."""
+    from fastvit_kernels.commands.zoo import timm_meta
+
+    names = timm_names("vit_")[::25]
+    levels = Counter(swap_in(timm_meta(name)).level for name in names)
+    assert levels["block"] / len(names) > 0.9, levels

@@ -1,0 +1,184 @@
+"""The compile command and its gate. Kernels compile in a subprocess: here they are interpreted."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fastvit_kernels.commands.compile import broken_rules, compare, read_page, resources_page, worst
+from fastvit_kernels.tools.aot import TARGETS, Kernel, _warps_per_sm
+
+KERNEL = Kernel(
+    kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
+    spills=0, shared=98304, shared_limit=TARGETS["sm_90"].shared_limit, warps_per_sm=16,
+    tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async", seconds=0.5, key="k",
+)  # fmt: skip
+
+
+def _run(*words: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+STEP = """
+import json, torch
+from fastvit_kernels.tools.aot import TARGETS, compile_step
+from fastvit_kernels.ops.layer_norm import layer_norm
+
+def step(offset=0, C=64, N=16):
+    x = torch.empty(N * C + offset, dtype=torch.bfloat16)[offset:].view(N, C).requires_grad_()
+    weight = torch.empty(C, requires_grad=True)
+    layer_norm(x, weight).backward(torch.empty(N, C, dtype=torch.bfloat16))
+
+steps = {
+    "plain": step, "again": step, "misaligned": lambda: step(offset=1), "narrow": lambda: step(C=63)
+}
+kernels = {name: compile_step(f, TARGETS["sm_90"]) for name, f in steps.items()}
+print(json.dumps({name: [k.as_dict() for k in listed] for name, listed in kernels.items()}))
+"""
+
+
+def test_aot_compiles_what_a_step_launches():
+    result = _run("-c", STEP)
+    assert result.returncode == 0, result.stderr
+    steps = json.loads(result.stdout)
+    assert [k["kernel"] for k in steps["plain"]] == [
+        "layer_norm_fwd", "layer_norm_bwd", "column_sum",
+    ]  # fmt: skip
+    for kernel in steps["plain"]:
+        assert 16 <= kernel["registers"] <= 255 and kernel["arch"] == "sm_90"
+        assert 0 < kernel["shared"] <= kernel["shared_limit"]
+    keys = {name: [k["key"] for k in kernels] for name, kernels in steps.items()}
+    assert keys["again"] == keys["plain"]
+    # Triton specialises on 16-byte alignment and on divisibility by 16, so these are other kernels.
+    assert not {*keys["misaligned"][:2]} & {*keys["plain"]}
+    assert not {*keys["narrow"]} & {*keys["plain"], *keys["misaligned"]}
+
+
+# Triton's own launch path, unpatched, on real tensors, up to the launch itself.
+LAUNCHES = """
+import types
+import torch
+import torch.nn.functional as F
+from triton import knobs
+from triton.runtime.driver import driver
+from fastvit_kernels.tools.aot import TARGETS, compile_step
+from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
+from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.models.presets import create_vit
+
+target = TARGETS["sm_90"]
+
+class Driver:
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": target.shared_limit},
+        load_binary=lambda *arguments: (1, 1, 0, 0, 1024),
+    )
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(target.triton_target)
+
+step = model_step("vit_mnist", 2, "bf16", train=True, overrides={"depth": 1})
+ahead = {kernel.key for kernel in compile_step(step, target)}
+launched = set()
+knobs.runtime.kernel_load_start_hook = lambda *arguments: launched.add(arguments[-1])
+driver.set_active(Driver())
+gpu = Gpu(target.name, target.num_sms, target.shared_limit)
+with on_absent_gpu(gpu), backend("triton"):
+    vit = create_vit("vit_mnist", depth=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(vit(torch.rand(2, 1, 28, 28)), torch.zeros(2, dtype=torch.long))
+    loss.backward()
+assert len(launched) > 8, launched
+assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
+"""
+
+
+def test_aot_cache_keys_are_those_of_launches():
+    result = _run("-c", LAUNCHES)
+    assert result.returncode == 0, result.stderr
+
+
+def test_compile_command_gives_the_kernels_of_a_model():
+    command = ("-m", "fastvit_kernels", "compile", "--model", "vit_mnist", "--batch", "2", "--json")
+    result = _run(*command)
+    assert result.returncode == 0, result.stderr
+    kernels = json.loads(result.stdout)
+    names = {k["kernel"] for k in kernels}
+    assert "layer_norm_fwd" in names and not any("bwd" in name for name in names)
+    assert all("wgmma" in k["tensor_cores"] for k in kernels if k["needs_tensor_cores"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--model", "vit_giant"), "unknown model 'vit_giant'"), ((), "TRITON_INTERPRET is set")],
+    ids=["model", "interpreter"],
+)
+def test_compile_command_rejects(words, message):
+    result = _run("-m", "fastvit_kernels", "compile", *words, interpret=not words)
+    assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shared=232449), "232449 bytes of shared memory, a block has 232448"),
+        (dict(spills=8), "spills 8 bytes"),
+        (dict(tensor_cores="mma"), "without wgmma"),
+        (dict(arch="sm_80", tensor_cores="mma"), None),
+        (dict(arch="sm_120", spills=8), None),  # reported in the table, not refused
+        (dict(tensor_cores="", needs_tensor_cores=False), None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_gate_rules(change, message):
+    problems = broken_rules([replace(KERNEL, **change)])
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
+
+
+def test_gate_compares_with_the_table():
+    small = replace(KERNEL, config="BLOCK_M=64 w4 s3")
+    page = resources_page([KERNEL, small, replace(KERNEL, arch="sm_100")])
+    assert compare([KERNEL, small], page) == ([], [])
+    planted = page.replace("| 128 | 0 | 98304 |", "| 126 | 0 | 98304 |", 1)
+    regressions, remarks = compare([KERNEL, small], planted)
+    assert regressions == ["sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]: registers 126 -> 128"]
+    assert remarks == []
+    better, gone = replace(KERNEL, registers=96), "no longer compiled: sm_90 linear_fwd BLOCK_M=64"
+    regressions, remarks = compare([better], page)
+    assert regressions == [] and "registers 128 -> 96" in remarks[0] and gone in remarks[1]
+    regressions, remarks = compare([KERNEL, small], page.replace("with triton 3", "with triton 2"))
+    assert regressions == [] and "not compared" in remarks[0]
+    with pytest.raises(ValueError, match="which triton"):
+        read_page("# another page\n")
+
+
+def test_table_row_is_the_worst_of_its_specialisations():
+    other = replace(KERNEL, registers=160, shared=64, warps_per_sm=8, key="other")
+    (row,) = worst([KERNEL, other]).values()
+    assert (row.registers, row.shared, row.warps_per_sm) == (160, 98304, 8)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "warps"),
+    [
+        (255, 0, 8, 8),  # 255 registers are allocated as 256: 65536 / 256 threads
+        (128, 0, 4, 16),
+        (32, 0, 4, 64),
+        (32, 0, 1, 32),  # by blocks
+        (32, 113 * 1024, 4, 8),  # two blocks of 113 + 1 KB in 228
+        (32, 114 * 1024, 4, 4),
+    ],
+)
+def test_warps_per_sm(registers, shared, num_warps, warps):
+    assert _warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps
