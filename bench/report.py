@@ -194,9 +194,11 @@ To measure on a GPU of your own, in ten minutes:
 """
 
 _EMPTY_LOG = """
-Predictions are written before the run that decides them, outcomes after it.
+## Predictions and outcomes
 
-| prediction | why | outcome |
+A prediction goes in before the run that decides it, the outcome after it. New rows go at the end.
+
+| change | prediction (model) | outcome |
 | --- | --- | --- |
 """
 
@@ -218,7 +220,7 @@ def docs(results: Sequence[tuple[str, Sequence[Row]]], former: str) -> str:
     log = _EMPTY_LOG
     if LOG_START in former and LOG_END in former:
         log = former.split(LOG_START, 1)[1].split(LOG_END, 1)[0]
-    return "\n".join([*text, "## Predictions and outcomes", "", LOG_START + log + LOG_END, ""])
+    return "\n".join([*text, LOG_START + log + LOG_END, ""])
 
 
 def write_docs(path: Path = DOCS, committed: Path = COMMITTED) -> None:
