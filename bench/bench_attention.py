@@ -21,8 +21,9 @@ from bench.providers import (
 )
 from bench.shapes import DTYPES, Shape, head_sweep, token_sweep, vits
 from fastvit_kernels import attention as attention_op
-from fastvit_kernels.ops.attention.configs import BwdForm, bwd_launch
+from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention_ref
+from fastvit_kernels.ops.attention.launch import bwd_launch
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
 

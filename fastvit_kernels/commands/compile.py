@@ -30,8 +30,9 @@ from ..ops.attention.configs import DKDV_TABLE as DKDV
 from ..ops.attention.configs import DQ_TABLE as DQ
 from ..ops.attention.configs import FWD_TABLE as ATTENTION_FWD
 from ..ops.attention.configs import ONE_PASS_TABLE as ONE_PASS
-from ..ops.attention.configs import BwdForm, Problem
+from ..ops.attention.configs import BwdForm
 from ..ops.attention.functions import attention
+from ..ops.attention.launch import Problem
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
 from ..ops.mlp import mlp

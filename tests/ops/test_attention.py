@@ -8,18 +8,14 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
 from fastvit_kernels.ops.attention import functions as attention_functions
-from fastvit_kernels.ops.attention.configs import (
-    BwdForm,
-    bwd_launch,
-    split_head_dim,
-    tail_tile,
-)
+from fastvit_kernels.ops.attention.configs import BwdForm, split_head_dim, tail_tile
 from fastvit_kernels.ops.attention.functions import (
     attention,
     attention_ref,
     qkv_attention,
     qkv_attention_ref,
 )
+from fastvit_kernels.ops.attention.launch import bwd_launch
 from fastvit_kernels.runtime.backend import Gpu, gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 

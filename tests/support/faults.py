@@ -16,6 +16,7 @@ TESTS = {  # by file of the package
     "ops/attention/backward_split.py": ATTENTION,
     "ops/attention/tiles.py": ATTENTION,
     "ops/attention/functions.py": ATTENTION,
+    "ops/attention/launch.py": ATTENTION,
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
     "swap/hosts/fused.py": ("swap/test_swap.py",),
@@ -438,7 +439,7 @@ BACKWARD = [
         "accumulate(dk0, dk1, ds_t", "accumulate(dk0, dk1, p_t",
     ),
     Fault(
-        "attention-last-axis", "ops/attention/functions.py", "_is_readable",
+        "attention-last-axis", "ops/attention/launch.py", "_is_readable",
         "a last axis that is not contiguous taken to be",
         "strides[-1] == 1 and", "",
     ),

@@ -14,8 +14,7 @@ docs/attention.md.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,23 +31,13 @@ from ...runtime.arguments import (
     empty_strided,
     needs_gradient,
 )
-from ...runtime.backend import device_guard, gpu, use_triton
+from ...runtime.backend import use_triton
 from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
 from ...runtime.operator import LAUNCHERS, operator
-from ..common.gemm import input_precision, matmul, product_with_bias
+from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
-from .backward_one_pass import _attention_bwd_one_pass_kernel
-from .backward_split import (
-    _attention_bwd_dkdv_kernel,
-    _attention_bwd_dq_kernel,
-)
-from .configs import (
-    MAX_D,
-    MAX_TOKEN_STRIDE,
-    bwd_launch,
-    fwd_launch,
-)
-from .forward import _attention_fwd_kernel
+from .configs import MAX_D
+from .launch import launch_bwd, launch_fwd, readable
 
 
 def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
@@ -77,94 +66,6 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
-def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """Keep where 31 random bits are at least the first number; then scale by the second."""
-    return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
-
-
-def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
-    """(B, H, T_q, T_kv) in any strides -> pointer and strides."""
-    if mask is None:
-        return None, (0, 0, 0, 0)
-    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), mask.stride()
-
-
-def _problem(
-    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
-) -> tuple[Any, ...]:
-    """The fields of configs.Problem."""
-    if mask is None:
-        kind = "causal" if is_causal else "none"
-    else:
-        kind = "bool" if mask.dtype is torch.bool else "add"
-    dropout, precision = seed is not None, input_precision()
-    return gpu(q.device), q.dtype, q.shape, k.shape[1], kind, dropout, precision
-
-
-def _bth(x: Tensor) -> tuple[int, ...]:
-    """Strides of a (B, T, H, D) view."""
-    return x.stride()[:3]
-
-
-def _launch_fwd(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
-) -> None:  # fmt: skip
-    launch = fwd_launch(*_problem(q, k, mask, seed, is_causal))
-    mask, mask_strides = _mask_arguments(mask)
-    with device_guard(q):
-        _attention_fwd_kernel[launch.grid](
-            out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
-            *mask_strides, scale, *_dropout_arguments(dropout_p), **launch.options,
-        )  # fmt: skip
-
-
-def _launch_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool,
-) -> None:  # fmt: skip
-    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
-    one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
-    strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
-    scalars = (scale, *_dropout_arguments(dropout_p))
-    if one_pass is not None:
-        with device_guard(q):
-            _attention_bwd_one_pass_kernel[one_pass.grid](
-                dq, dk, dv, dout, q, k, v, out, lse, seed, *one_pass.sizes,
-                dq.stride(1), dk.stride(1), *strides, *scalars, **one_pass.options,
-            )  # fmt: skip
-        return
-    assert split is not None
-    for_dq, for_dkdv = split
-    mask, mask_strides = _mask_arguments(mask)
-    delta = torch.empty_like(lse)
-    with device_guard(q):
-        _attention_bwd_dq_kernel[for_dq.grid](
-            dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,
-            dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
-        )  # fmt: skip
-        _attention_bwd_dkdv_kernel[for_dkdv.grid](
-            dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
-            dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
-        )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_readable(strides: tuple[int, ...], token_axis: int) -> bool:
-    fits = strides[-1] == 1 and strides[token_axis] <= MAX_TOKEN_STRIDE
-    return fits and all(stride % 8 == 0 for stride in strides[:-1])
-
-
-def _readable(x: Tensor, token_axis: int = 1) -> Tensor:
-    """x itself where the kernels can address it, else a contiguous copy.
-
-    They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
-    8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
-    """
-    return x if _is_readable(x.stride(), token_axis) else x.contiguous()
-
-
 def _empty_attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
@@ -184,8 +85,8 @@ def attention_fwd(
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
     out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
     if qkv.numel():
-        q, k, v = _readable(qkv).unbind(2)
-        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+        q, k, v = readable(qkv).unbind(2)
+        launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
     return out, lse
 
 
@@ -208,10 +109,10 @@ def attention_bwd(
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = _empty_attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p)
     if qkv.numel():
-        q, k, v = _readable(qkv).unbind(2)
+        q, k, v = readable(qkv).unbind(2)
         dq, dk, dv = dqkv.unbind(2)
-        _launch_bwd(
-            dq, dk, dv, _readable(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
+        launch_bwd(
+            dq, dk, dv, readable(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
         )
     return dqkv
 
@@ -285,7 +186,7 @@ def qkv_attention_fwd(
     out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
-        _launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+        launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
     return qkv, out, lse
 
 

@@ -25,15 +25,9 @@ from ...runtime.arguments import (
 from ...runtime.backend import use_triton
 from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
 from ...runtime.operator import LAUNCHERS, operator
-from .functions import (
-    MAX_D,
-    _launch_bwd,
-    _launch_fwd,
-    _readable,
-    default_scale,
-    draw_seed,
-    unsupported_scale,
-)
+from .configs import MAX_D
+from .functions import default_scale, draw_seed, unsupported_scale
+from .launch import launch_bwd, launch_fwd, readable
 
 
 def _empty_fwd(
@@ -57,8 +51,8 @@ def sdpa_fwd(
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
     out, lse = _empty_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
     if out.numel():
-        q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
-        _launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
+        q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
+        launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
     return out, lse
 
 
@@ -85,8 +79,8 @@ def sdpa_bwd(
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
     dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
     if out.numel():
-        dout, q, k, v = (_readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        _launch_bwd(
+        dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        launch_bwd(
             dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
             out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
         )  # fmt: skip

@@ -1,0 +1,235 @@
+"""From tensors to launches of the attention kernels: grids, tiles, flags, strides, copies.
+
+What follows from sizes, dtypes and the GPU is planned once (`fwd_launch`, `bwd_launch`), by the
+tables of configs.py; `launch_fwd` and `launch_bwd` add pointers and strides.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.configs import Key, launch_plan
+from ...runtime.triton import triton
+from ..common.gemm import input_precision
+from .backward_one_pass import _attention_bwd_one_pass_kernel
+from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from .configs import (
+    BWD_TABLE,
+    DKDV_TABLE,
+    DQ_TABLE,
+    DTYPE_NAMES,
+    FWD_TABLE,
+    MANY_HEADS,
+    MAX_TOKEN_STRIDE,
+    MIN_TILE,
+    ONE_PASS_TABLE,
+    TOKEN_BUCKETS,
+    FwdConfig,
+    OnePassConfig,
+    SplitConfig,
+    query_parts,
+    split_head_dim,
+    tail_tile,
+)
+from .forward import _attention_fwd_kernel
+
+
+class Problem(NamedTuple):
+    """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags."""
+
+    gpu: Gpu
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    T_kv: int
+    mask: str
+    dropout: bool
+    precision: str
+
+    def key(self) -> Key:
+        B, T_q, H, D = self.shape
+        tokens = next((t for t in TOKEN_BUCKETS if max(T_q, self.T_kv) <= t), TOKEN_BUCKETS[-1])
+        heads_per_sm = B * H // self.gpu.num_sms
+        heads = "many" if heads_per_sm >= MANY_HEADS else "few"
+        mask = f"{self.mask}+dropout" if self.dropout else self.mask
+        return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
+
+    def kernel_mask(self) -> str:
+        return "none" if self.mask == "causal" else self.mask
+
+    def flags(self) -> dict[str, Any]:
+        return dict(
+            D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
+            HAS_DROPOUT=self.dropout,
+        )  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """The grid, the sizes that go before the strides, and the constexprs and options."""
+
+    grid: tuple[int]
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+def _block(T: int, block: int) -> int:
+    """No larger a tile than T tokens need."""
+    return min(block, max(MIN_TILE, triton.next_power_of_2(T)))
+
+
+@launch_plan
+def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
+    """The launch of the forward kernel; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *fields)
+    config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    block_d0, block_d1 = split_head_dim(D)
+    block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
+    programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
+    options = dict(
+        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
+        BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q, config.tail),
+        BLOCK_KV=block_kv, TAIL_KV=tail_tile(T_kv, block_kv, config.tail),
+        ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return Launch((programs,), (B * H, H, T_q, T_kv), options | problem.flags())
+
+
+def _split_launch(
+    problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
+) -> Launch:
+    """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
+    B, T_q, H, D = problem.shape
+    block_d0, block_d1 = split_head_dim(D)
+    options = {
+        "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
+        f"BLOCK_{own}": config.own, f"TAIL_{own}": tail_tile(T_own, config.own, config.tail),
+        f"BLOCK_{loop}": config.loop, f"TAIL_{loop}": tail_tile(T_loop, config.loop, config.tail),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    grid = (triton.cdiv(T_own, config.own) * B * H,)
+    return Launch(grid, (H, T_q, problem.T_kv), options | problem.flags())
+
+
+class BwdLaunch(NamedTuple):
+    """Either the one-pass kernel, or dq and then dk and dv."""
+
+    one_pass: Launch | None
+    split: tuple[Launch, Launch] | None
+
+
+@launch_plan
+def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
+    """The launches of the backward; arguments: the fields of `Problem`."""
+    problem = Problem(gpu, *fields)
+    key = problem.key()
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    if not BWD_TABLE.choose(problem.gpu, *key).one_pass:
+        dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
+        for_dq = _split_launch(problem, dq, "Q", "KV", T_q, T_kv)
+        return BwdLaunch(None, (for_dq, _split_launch(problem, dkdv, "KV", "Q", T_kv, T_q)))
+    config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
+    parts = query_parts(T_q, config.close)
+    assert parts is not None
+    options = dict(
+        BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
+        TAIL_KV=tail_tile(T_kv, config.block_kv, config.tail),
+        PART0=parts[0], PART1=parts[1], PART2=parts[2],
+        RAGGED_Q=sum(parts) != T_q, HEADS=config.heads,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    grid = (triton.cdiv(B * H, config.heads),)
+    return BwdLaunch(Launch(grid, (B * H, H, T_q, T_kv), options | problem.flags()), None)
+
+
+def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
+    """Keep where 31 random bits are at least the first number; then scale by the second."""
+    return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
+
+
+def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """(B, H, T_q, T_kv) in any strides -> pointer and strides."""
+    if mask is None:
+        return None, (0, 0, 0, 0)
+    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), mask.stride()
+
+
+def _problem(
+    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
+) -> tuple[Any, ...]:
+    """The fields of configs.Problem."""
+    if mask is None:
+        kind = "causal" if is_causal else "none"
+    else:
+        kind = "bool" if mask.dtype is torch.bool else "add"
+    dropout, precision = seed is not None, input_precision()
+    return gpu(q.device), q.dtype, q.shape, k.shape[1], kind, dropout, precision
+
+
+def _bth(x: Tensor) -> tuple[int, ...]:
+    """Strides of a (B, T, H, D) view."""
+    return x.stride()[:3]
+
+
+def launch_fwd(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+) -> None:  # fmt: skip
+    launch = fwd_launch(*_problem(q, k, mask, seed, is_causal))
+    mask, mask_strides = _mask_arguments(mask)
+    with device_guard(q):
+        _attention_fwd_kernel[launch.grid](
+            out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
+            *mask_strides, scale, *_dropout_arguments(dropout_p), **launch.options,
+        )  # fmt: skip
+
+
+def launch_bwd(
+    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
+    one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
+    strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
+    scalars = (scale, *_dropout_arguments(dropout_p))
+    if one_pass is not None:
+        with device_guard(q):
+            _attention_bwd_one_pass_kernel[one_pass.grid](
+                dq, dk, dv, dout, q, k, v, out, lse, seed, *one_pass.sizes,
+                dq.stride(1), dk.stride(1), *strides, *scalars, **one_pass.options,
+            )  # fmt: skip
+        return
+    assert split is not None
+    for_dq, for_dkdv = split
+    mask, mask_strides = _mask_arguments(mask)
+    delta = torch.empty_like(lse)
+    with device_guard(q):
+        _attention_bwd_dq_kernel[for_dq.grid](
+            dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,
+            dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
+        )  # fmt: skip
+        _attention_bwd_dkdv_kernel[for_dkdv.grid](
+            dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
+            dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_readable(strides: tuple[int, ...], token_axis: int) -> bool:
+    fits = strides[-1] == 1 and strides[token_axis] <= MAX_TOKEN_STRIDE
+    return fits and all(stride % 8 == 0 for stride in strides[:-1])
+
+
+def readable(x: Tensor, token_axis: int = 1) -> Tensor:
+    """x itself where the kernels can address it, else a contiguous copy.
+
+    They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
+    8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
+    """
+    return x if _is_readable(x.stride(), token_axis) else x.contiguous()
