@@ -33,6 +33,8 @@ from ..ops.patch_embed.functions import patch_embed, patch_embed_ref
 from ..runtime.arguments import autocast_dtype
 from ..verify.accuracy import Reference
 
+_PACKAGE = __name__.rsplit(".", 2)[0]  # fastvit_kernels, or what it is imported as
+
 # What each public function computes, by the arguments that bear on it and autocast's dtype.
 
 
@@ -170,7 +172,7 @@ def noting() -> Iterator[dict[Call, int]]:
 
         return note
 
-    modules = [m for n, m in sys.modules.items() if n.split(".")[0] == __package__ and m]
+    modules = [m for n, m in sys.modules.items() if f"{n}.".startswith(f"{_PACKAGE}.") and m]
     replaced = [
         (module, name, value)
         for module in modules

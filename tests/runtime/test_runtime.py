@@ -701,7 +701,7 @@ def test_graphed_callables_train(vit_on_gpu):
 
 @pytest.mark.gpu
 def test_a_transform_on_a_gpu_warns_once():
-    from fastvit_kernels import backend
+    from fastvit_kernels.runtime import backend
 
     backend._say_once.cache_clear()
     function, inputs = op_and_inputs("layer_norm", grad=False)

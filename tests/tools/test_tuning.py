@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands import tune as tune_command
+from fastvit_kernels.models import modules
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, gpu
@@ -486,7 +487,7 @@ def test_noted_calls_of_a_model_keep_the_2x_rule():
         assert 0 < tuning.check(replayed.reference, replayed.function, repeats=1) <= 1
         wanted = [spec.requires_grad for _, spec in call.arguments if hasattr(spec, "stride")]
         assert any(wanted) and len(replayed.reference.oracle_grads) == sum(wanted)
-    assert fk.modules.mlp is fk.mlp and fk.mlp in replay.SPECIFICATIONS  # as they were
+    assert modules.mlp is fk.mlp and fk.mlp in replay.SPECIFICATIONS  # as they were
 
 
 def test_an_overlapping_view_is_replayed_with_its_strides():
