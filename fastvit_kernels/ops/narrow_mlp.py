@@ -21,6 +21,7 @@ from torch import Tensor
 from ..runtime.arguments import as_rows
 from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import ConfigTable
+from ..runtime.dtypes import DTYPE_NAMES, DTYPES
 from ..runtime.operator import operator
 from ..runtime.triton import tl, triton
 from .common.activation import activate
@@ -69,7 +70,7 @@ def _fits(gpu: Gpu, tiles: NarrowTiles, C: int, N: int, dtype: str, rows: int) -
     block_m, block_f, num_warps, num_stages = tiles
     is_amd = gpu.arch.startswith("gfx")
     buffers = num_stages if _family(gpu) is WGMMA else num_stages - 1
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = DTYPES[dtype].itemsize
     loop = itemsize * (block_m * C + block_m * block_f + buffers * block_f * (C + N))
     y = 4 * block_m * max(_parts(N))  # changes its layout before it is stored
     elements = block_m * max(C, N) // (num_warps * (64 if is_amd else 32))
@@ -291,9 +292,8 @@ def narrow_mlp_fwd(
     device = gpu(x.device)
     rows_per_sm = triton.next_power_of_2(triton.cdiv(M, device.num_sms))
     tiles = TILES.choose(
-        device, c0 + c1, n0 + n1, str(x.dtype).removeprefix("torch."),
-        min(max(rows_per_sm, 16), 128),
-    )  # fmt: skip
+        device, c0 + c1, n0 + n1, DTYPE_NAMES[x.dtype], min(max(rows_per_sm, 16), 128)
+    )
     with torch.cuda.device_of(x):
         _narrow_mlp_fwd_kernel[(triton.cdiv(M, tiles.block_m),)](
             y, rows, fc1_weight, None if fc1_bias is None else fc1_bias.contiguous(),

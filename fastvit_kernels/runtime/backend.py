@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .dtypes import DTYPE_NAMES
 from .triton import HAS_TRITON, triton
 
 Backend = Literal["auto", "triton", "torch"]
 
 # Read when triton decorates the kernels, hence at import: setting the variable later has no effect.
 INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _checked(name: str) -> Backend:
@@ -181,7 +180,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
     """
     if _backend == "torch":
         return "the backend is 'torch'"
-    if x.dtype not in KERNEL_DTYPES:
+    if x.dtype not in DTYPE_NAMES:
         unsupported = f"there is no kernel for {x.dtype}"
     return _device_reason(x) or unsupported or _transform_reason()
 

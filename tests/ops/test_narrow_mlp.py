@@ -116,9 +116,7 @@ def test_narrow_mlp_default_fits_every_target():
     sizes = list(itertools.product((64, 128, 192, 256), repeat=2))
     for target in TARGETS.values():
         gpu = Gpu(target.name, target.num_sms, target.shared_limit)
-        for (C, N), dtype, rows in itertools.product(
-            sizes, ("bfloat16", "float16"), (16, 32, 64, 128)
-        ):
+        for (C, N), dtype, rows in itertools.product(sizes, ("bf16", "fp16"), (16, 32, 64, 128)):
             tiles = TILES.default(gpu, C, N, dtype, rows)
             assert tiles in TILES.configs and tiles.block_m <= rows
             assert TILES.fits(gpu, tiles, C, N, dtype, rows), (target.name, C, N, dtype, rows)

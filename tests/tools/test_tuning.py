@@ -21,6 +21,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands import tune as tune_command
 from fastvit_kernels.models import modules
+from fastvit_kernels.ops.common.gemm_configs import GemmConfig
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, gpu
@@ -332,6 +333,16 @@ DAMAGES = {
     "a key that is none": _entry_with(key=[64, 64]),
     "a key of another type": _entry_with(key=[["x"]]),
     "a key that is text": _entry_with(key=["wide"]),
+    "a dtype of another spelling": _entry_with(
+        table="narrow_mlp_fwd",
+        key=[64, 64, "bfloat16", 16],
+        config={"block_m": 16, "block_f": 64, "num_warps": 8, "num_stages": 2},
+    ),
+    "a dtype of another spelling in a product": _entry_with(
+        table="linear_fwd",
+        key=[64, 64, 64, "bfloat16"],
+        config={**GemmConfig("library")._asdict()},
+    ),
     "negative time": _entry_with(config_us=-1.0),
     "absurd time": _entry_with(default_us=1e12),
     "a time that is text": _entry_with(default_us="fast"),

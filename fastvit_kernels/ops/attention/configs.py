@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
+from ...runtime.dtypes import DTYPES
 from ...runtime.triton import HAS_TRITON, triton
 
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_D = 256
 MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
 TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 4096)
 MAX_ONE_PASS_D = 64

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
+from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import triton
 from ..common.gemm import input_precision
 from .backward_one_pass import _attention_bwd_one_pass_kernel
@@ -22,7 +23,6 @@ from .configs import (
     BWD_TABLE,
     DKDV_TABLE,
     DQ_TABLE,
-    DTYPE_NAMES,
     FWD_TABLE,
     MANY_HEADS,
     MAX_TOKEN_STRIDE,

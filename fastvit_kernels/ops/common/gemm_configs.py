@@ -15,8 +15,7 @@ import torch
 
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+from ...runtime.dtypes import DTYPE_NAMES, DTYPES
 
 
 class GemmConfig(NamedTuple):
@@ -139,6 +138,7 @@ def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
 
 
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
+    itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
     if config.route == "library" or gpu.arch == "cpu":
         return True
     if (dtype == "fp32") != (config.block_k == 32):
@@ -149,7 +149,7 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
         return False
     if config.warp_specialize and gpu.arch != ("sm_100" if config.flatten else "sm_90"):
         return False
-    return config.shared(4 if dtype == "fp32" else 2) <= gpu.shared_limit
+    return config.shared(itemsize) <= gpu.shared_limit
 
 
 FWD_CONFIGS = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, HOPPER_WS, BLACKWELL_WS), _default, _fits)

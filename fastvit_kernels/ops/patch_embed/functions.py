@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import check_device, check_shape, check_tensor, compute_dtype
-from ...runtime.backend import KERNEL_DTYPES, device_guard, gpu, num_sms, use_triton
+from ...runtime.backend import device_guard, gpu, num_sms, use_triton
 from ...runtime.dispatch import first_order
+from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
 from ...runtime.triton import triton
 from ..common.gemm import input_precision
@@ -355,7 +356,7 @@ def _check(
                 f"got shape {tuple(pos_embed.shape)}"
             )
     tensors = (images, weight, bias, prefix_tokens, pos_embed)
-    dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in KERNEL_DTYPES]
+    dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in DTYPE_NAMES]
     return f"there is no kernel for {dtypes[0]}" if dtypes else None
 
 
