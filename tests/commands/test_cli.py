@@ -38,7 +38,7 @@ def test_a_value_that_the_user_has_set_is_left_alone(tmp_path):
 
 
 def test_importing_the_package_sets_no_variable(tmp_path):
-    program = "import os, fastvit_kernels.cli; print(os.environ.get('TRITON_INTERPRET'))"
+    program = "import os, fastvit_kernels.commands.cli; print(os.environ.get('TRITON_INTERPRET'))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", program],
