@@ -43,6 +43,7 @@ from bench.session import (
 )
 from bench.shapes import DTYPES
 from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
+from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console, require
 
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
@@ -73,11 +74,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", action="append", choices=(*MODES, "train", "infer"))
-    parser.add_argument("--dtype", action="append", choices=("amp", *DTYPES))
+    for mode in ("train", "infer"):
+        parser.add_argument(
+            f"--{mode}", dest="mode", action="append_const", const=mode,
+            help=f"the same as --mode {mode}",
+        )  # fmt: skip
+    options.add_dtype(
+        parser, ("amp", *DTYPES), action="append",
+        help="amp: fp32 parameters under bf16 autocast; else of all tensors",
+    )  # fmt: skip
     parser.add_argument("--provider", action="append", help="may be given several times")
     parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, help="folder of the results, default bench-out")
+    options.add_device(parser)
+    options.add_budget(parser, "measure no further case after these")
+    options.add_out(parser, "folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
 
 
@@ -98,11 +108,13 @@ def _restart(words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "bench", *words])
 
 
-def this_machine() -> Machine | None:
-    """The GPU of this machine, None where there is none."""
-    if not torch.cuda.is_available():
+def this_machine(arguments: argparse.Namespace) -> Machine | None:
+    """The GPU of `--device`, None where there is none or the CPU was asked for."""
+    device = options.chosen_device(arguments)
+    if device.type != "cuda":
         return None
-    return Machine(torch.device("cuda", torch.cuda.current_device()), CudaTimer, _restart)
+    torch.cuda.set_device(device)
+    return Machine(device, CudaTimer, _restart)
 
 
 def run(arguments: argparse.Namespace, words: list[str], machine: Machine, console: Any) -> int:
@@ -301,7 +313,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         if arguments.command == "docs":
             report.write_docs()
             return 0
-        machine = machine or this_machine()
+        machine = machine or this_machine(arguments)
         if machine is None:
             return run_without_gpu(arguments, run_check, console)
         arguments.out = arguments.out or Path("bench-out")

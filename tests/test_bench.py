@@ -350,7 +350,7 @@ def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, capsys):
 
 def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
     seen = []
-    monkeypatch.setattr("bench.__main__.this_machine", lambda: None)
+    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
     monkeypatch.setattr(
         "bench.__main__.run_without_gpu", lambda arguments, *_: seen.append(arguments.command) or 0
     )

@@ -39,7 +39,7 @@ from ..models.vit import VisionTransformer
 from ..runtime.backend import INTERPRETED, backend, reason_for_torch
 from ..runtime.triton import HAS_TRITON, triton
 from ..verify.accuracy import Error, compare
-from . import all_configs
+from . import all_configs, options
 from .console import CommandError, make_console, quiet_interpreter, require
 from .reference import agreement, worst_error
 
@@ -392,12 +392,10 @@ def _where(device: torch.device) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels check`."""
     parser.add_argument("--only", metavar="TEXT", help="the cases whose name contains TEXT")
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="one dtype (default: each that runs)"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
+    options.add_dtype(parser, tuple(DTYPES), help="one dtype (default: each that runs)")
+    options.add_device(parser)
     parser.add_argument("--all", action="store_true", help="a row for every gradient")
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    options.add_json(parser)
     parser.add_argument(
         "--all-configs", action="store_true", help="every launch config that ships, each forced"
     )
@@ -405,10 +403,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command: 0, or 1 where a kernel breaks the 2x rule or raises."""
-    on_gpu = torch.cuda.is_available() and not INTERPRETED
-    device = torch.device(arguments.device or ("cuda" if on_gpu else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda: torch sees no GPU")
+    if INTERPRETED and arguments.device is None:
+        arguments.device = "cpu"
+    device = options.chosen_device(arguments)
     with backend("auto"):
         reason = reason_for_torch(torch.empty(1, device=device))
     if reason is not None:

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from ..models.modules import Mlp
 from ..models.presets import create_vit
 from ..ops.attention.configs import BWD_TABLE as ATTENTION_BWD
 from ..ops.attention.configs import DKDV_TABLE as DKDV
@@ -41,32 +43,40 @@ from ..runtime.backend import gpu
 from ..runtime.configs import forced
 from ..runtime.triton import triton
 from ..tools.aot import TARGETS, CompileError, Kernel, compile_step
+from . import options
 from .console import CommandError
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .models import fused_model, input_shape, logits_of
+from .options import DTYPES
 
 
 def model_step(
-    model: str, batch: int, dtype: str, *, train: bool, overrides: dict[str, Any] | None = None,
-    recompute: bool = False,
+    model: str | nn.Module, batch: int, dtype: str, *, train: bool,
+    overrides: dict[str, Any] | None = None, recompute: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
-    """A step of `create_vit(model)`: forward, and where `train` cross-entropy and backward."""
+    """A step of a model: forward, and where `train` cross-entropy and backward.
+
+    Args:
+        model: a name of create_vit, or a module on the meta device.
+    """
 
     def step() -> None:
-        with torch.device("meta"):  # where torch's initialisers do nothing
-            vit = create_vit(model, **(overrides or {})).train(train)
+        vit = model
+        if isinstance(vit, str):
+            with torch.device("meta"):  # where torch's initialisers do nothing
+                vit = create_vit(vit, **(overrides or {}))
+        vit.train(train)
+        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in vit.named_buffers()}
+        for name, p in vit.named_parameters():
+            empty = torch.empty(p.shape, dtype=p.dtype)
+            state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
         for module in vit.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                empty = torch.empty_like(parameter, device="cpu")
-                setattr(module, name, torch.nn.Parameter(empty))
-        for block in vit.blocks:
-            block.mlp.recompute = recompute  # pyright: ignore
-        height, width = vit.patch_embed.img_size
-        images = torch.empty(batch, vit.patch_embed.proj.in_channels, height, width)
+            if isinstance(module, Mlp):
+                module.recompute = recompute
+        images = torch.empty(batch, *input_shape(vit))
         autocast = dtype != "fp32"
         precision = torch.autocast("cpu", DTYPES[dtype]) if autocast else nullcontext()
         with torch.set_grad_enabled(train), precision:
-            logits = vit(images)
+            logits = logits_of(torch.func.functional_call(vit, state, images))
             if train:
                 labels = torch.zeros(batch, dtype=torch.long)
                 loss = F.cross_entropy(logits, labels)
@@ -393,14 +403,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", nargs="+", default=["sm_90"], choices=list(TARGETS), metavar="ARCH",
         help=f"targets, of {', '.join(TARGETS)} (default sm_90)",
     )  # fmt: skip
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a name of create_vit")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--train", action="store_true", help="the backward kernels too")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of autocast")
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of tables")
-    parser.add_argument("--gate", action="store_true", help="the checks that CI makes")
-    parser.add_argument("--table", type=Path, default=Path("docs/resources.md"), metavar="FILE")
-    parser.add_argument("--update", action="store_true", help="with --gate: write the table anew")
+    options.add_model(parser)
+    options.add_img_size(parser)
+    options.add_batch(parser, 256)
+    options.add_step(parser)
+    options.add_dtype(parser, default="bf16")
+    options.add_json(parser)
+    # For CI and for those who change a kernel: docs/compile.md explains them.
+    parser.add_argument("--gate", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--table", type=Path, default=Path("docs/resources.md"), help=argparse.SUPPRESS
+    )
+    parser.add_argument("--update", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -408,7 +422,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.gate:
             return run_gate(args.table, args.update)
-        step = model_step(args.model, args.batch, args.dtype, train=args.train)
+        size = {} if args.img_size is None else {"img_size": args.img_size}
+        with torch.device("meta"):
+            model = fused_model(args.model, **size)
+        step = model_step(model, args.batch, args.dtype, train=args.train)
         compiled = {arch: compile_step(step, TARGETS[arch]) for arch in args.arch}
     except CompileError as error:
         print(f"fastvit-kernels compile: {error}", file=sys.stderr)
@@ -420,7 +437,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for arch, kernels in compiled.items():
         rows = [(*_cells(k), f"{k.seconds:.2f}") for k in kernels]
-        print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}; a block may have")
+        what = "training" if args.train else "inference"
+        print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}; a block may have")
         print(f"{TARGETS[arch].shared_limit} bytes of shared memory\n")
         print(_aligned([(*HEADER, "compile s"), *rows]), end="\n\n")
     problems = broken_rules(k for kernels in compiled.values() for k in kernels)

@@ -27,7 +27,7 @@ from ..runtime.backend import Backend, backend
 from ..swap.apply import SwapReport, swap_in
 from ..swap.hosts import host_path
 from ..verify.accuracy import Error, measure
-from . import zoo
+from . import options, zoo
 from .console import CommandError, require
 
 VERIFIED = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that --verify runs
@@ -253,7 +253,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("docs/coverage.md"), help="file to write")
+    options.add_out(parser, "file to write", Path("docs/coverage.md"), "FILE")
     parser.add_argument(
         "--verify", action="store_true", help="run small models by the 2x rule too (slow)"
     )

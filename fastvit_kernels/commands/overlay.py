@@ -13,7 +13,7 @@ from typing import Any
 
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend
-from . import checkpoint, data, figures
+from . import checkpoint, data, figures, options
 from .console import CommandError, make_console, require
 from .settings import Settings, named_vit
 
@@ -25,18 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", type=Path, required=True, metavar="FILE",
         help="checkpoint.pt of `train`, or weights that load_weights reads",
     )  # fmt: skip
-    parser.add_argument(
-        "--model", metavar="NAME",
-        help="a name of create_vit; not needed with a checkpoint of `train`",
-    )  # fmt: skip
+    options.add_model(parser, None, "not needed with what `train` wrote")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE",
         help="an argument of VisionTransformer for --model, such as num_classes=21843",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("attention-maps"), metavar="DIR",
-        help="where the PNGs go (default attention-maps)",
-    )  # fmt: skip
+    options.add_out(parser, "where the PNGs go (default attention-maps)", Path("attention-maps"))
 
 
 def _overrides(options: list[str]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ import torch
 from ..models.presets import create_vit
 from ..models.vit import VisionTransformer
 from ..runtime.backend import Backend
+from . import options
 from .console import CommandError
+from .options import positive, share
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
@@ -70,49 +70,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files")
     add("--data-dir", metavar="DIR", help="the folder of --data mnist or folder")
-    add("--model", metavar="NAME", help="a name of create_vit, such as vit_small_patch16_224")
-    add("--img-size", type=_positive(int), metavar="PIXELS", help="side of the square images")
+    options.add_model(parser, None, "default: by --data")
+    options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    add("--epochs", type=_positive(int))
-    add("--batch-size", type=_positive(int), metavar="IMAGES")
-    add("--lr", type=_positive(float), help="peak learning rate of AdamW")
-    add("--weight-decay", type=_number, help="on matrices alone (default 0.05)")
+    add("--epochs", type=positive(int))
+    options.add_batch(parser, dest="batch_size")
+    add("--lr", type=positive(float), help="peak learning rate of AdamW")
+    add("--weight-decay", type=share, help="on matrices alone (default 0.05)")
     add("--warmup-epochs", type=int, metavar="EPOCHS", help="linear, before the cosine")
-    add("--label-smoothing", type=_number, help="default 0.1")
-    add("--drop-path", type=_number, help="stochastic depth of the last block (default 0)")
+    add("--label-smoothing", type=share, help="default 0.1")
+    add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
     add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
-    add("--held-out", type=_number, metavar="SHARE", help="where there is no split (default 0.2)")
-    add("--seed", type=int, help="of weights, split, order and augmentation (default 0)")
-    add("--precision", choices=("bf16", "fp32"), help="default bf16 autocast on CUDA, else fp32")
-    add("--threads", type=_positive(int), help="CPU threads (default 1 for digits, else torch's)")
+    add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
+    options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
+    options.add_dtype(
+        parser, ("bf16", "fp32"), dest="precision",
+        help="of autocast; default bf16 on CUDA, else fp32",
+    )  # fmt: skip
+    add("--threads", type=positive(int), help="CPU threads (default 1 for digits, else torch's)")
     add("--backend", choices=("auto", "triton", "torch"),
         help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
         "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
     add("--compare", action=argparse.BooleanOptionalAction,
         help="train plain PyTorch beside it: same weights, same batches")  # fmt: skip
-    add("--device", choices=("cuda", "cpu"), help="default cuda where there is a GPU")
-    add("--out", metavar="DIR", help="run folder (default runs/<data>, or runs/<data>-2, ...)")
+    options.add_device(parser)
+    options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
 
 
-def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and 0 <= value < 1):
-        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
-    return value
+def flag_of(setting: str) -> str:
+    """The flag that gives this field of Settings."""
+    named = {"batch_size": "--batch", "precision": "--dtype"}
+    return named.get(setting, f"--{setting.replace('_', '-')}")
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:

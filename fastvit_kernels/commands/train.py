@@ -27,8 +27,9 @@ from ..verify.accuracy import Error
 from . import checkpoint, data, figures
 from .console import CommandError, make_console, quiet_interpreter, require
 from .data import Dataset
+from .options import chosen_device
 from .reference import agreement, worst_error
-from .settings import Settings, add_arguments, given_options, make_settings
+from .settings import Settings, add_arguments, flag_of, given_options, make_settings
 from .training import CHECKPOINT, METRICS, Run
 
 __all__ = ["add_arguments", "run"]
@@ -80,7 +81,7 @@ def _resumed_settings(folder: Path, content: dict[str, Any], given: dict[str, An
     for name, value in given.items():
         if value != getattr(settings, name):
             raise CommandError(
-                f"--{name.replace('_', '-')} {value} differs from the {getattr(settings, name)} of "
+                f"{flag_of(name)} {value} differs from the {getattr(settings, name)} of "
                 f"the run in {folder}; --resume keeps a run's settings, --out starts another run"
             )
     return settings
@@ -323,9 +324,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: 0, or 1 where the check batch breaks the 2x rule, or 130 when interrupted."""
     console = make_console()
     require("matplotlib.figure", "matplotlib")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda: torch sees no GPU")
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = chosen_device(arguments)
     folder, settings, content = _open_run(arguments, device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

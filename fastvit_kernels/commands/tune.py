@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..models.presets import create_vit
 from ..runtime import tuned_table
 from ..runtime.backend import Gpu, backend, gpu, reason_for_torch
 from ..runtime.configs import TABLES
 from ..runtime.tuned_table import Entry, TableError
 from ..tools import tuning
+from . import options
 from .console import CommandError
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .models import fused_model, input_shape, logits_of
+from .options import DTYPES
 
 
 def model_step(
@@ -33,22 +33,18 @@ def model_step(
     *,
     train: bool,
     device: torch.device,
-    image_size: int | None = None,
     **overrides: Any,
 ) -> Callable[[], None]:
-    """One step of `create_vit(model)` on random images, fp32 parameters under autocast."""
-    if image_size is not None:
-        overrides["img_size"] = image_size
-    vit = create_vit(model, **overrides).to(device).train(train)
-    size = vit.patch_embed.img_size
-    images = torch.randn(batch, vit.patch_embed.proj.in_channels, *size, device=device)
+    """One step of `fused_model(model)` on random images, fp32 parameters under autocast."""
+    vit = fused_model(model, **overrides).to(device).train(train)
+    images = torch.randn(batch, *input_shape(vit), device=device)
 
     def step() -> None:
         autocast = dtype != "fp32"
         precision = torch.autocast(device.type, DTYPES[dtype]) if autocast else nullcontext()
         with torch.set_grad_enabled(train):
             with precision:
-                logits = vit(images)
+                logits = logits_of(vit(images))
                 labels = torch.zeros(batch, dtype=torch.long, device=device)
                 loss = F.cross_entropy(logits, labels)
             if train:
@@ -149,17 +145,13 @@ def clear(here: Gpu) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels tune`."""
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a name of create_vit")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of autocast")
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="default: the model's")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--train", action="store_true", help="forward and backward (default)")
-    mode.add_argument("--infer", action="store_true", help="the forward alone")
-    parser.add_argument(
-        "--time-budget", type=float, metavar="SECONDS", default=float("inf"),
-        help="try no further config after these; the costly kernels come first",
-    )  # fmt: skip
+    options.add_model(parser)
+    options.add_img_size(parser)
+    options.add_batch(parser, 256)
+    options.add_step(parser)
+    options.add_dtype(parser, default="bf16")
+    options.add_device(parser)
+    options.add_budget(parser, "try no further config after these; the costly kernels come first")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", action="store_true", help="print this GPU's table")
     what.add_argument("--clear", action="store_true", help="remove this GPU's table")
@@ -172,24 +164,23 @@ def run(arguments: argparse.Namespace) -> int:
             "torch sees no GPU. Configs are chosen by measuring them, so that there is nothing to "
             "do and nothing was written; `fastvit-kernels compile` needs no GPU"
         )
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = options.chosen_device(arguments)
+    if device.type != "cuda":
+        raise CommandError(f"--device {device}: configs are chosen by measuring them on a GPU")
+    torch.cuda.set_device(device)
     if arguments.show or arguments.clear:
         return (show if arguments.show else clear)(gpu(device))
     with backend("auto"):
         reason = reason_for_torch(torch.empty(1, device=device))
     if reason is not None:
         raise CommandError(f"the kernels cannot run here: {reason}")
-    if arguments.batch < 1 or arguments.time_budget <= 0:
-        raise CommandError("--batch and --time-budget must be positive")
+    size = {} if arguments.img_size is None else {"img_size": arguments.img_size}
+    step = model_step(
+        arguments.model, arguments.batch, arguments.dtype, train=arguments.train, device=device,
+        **size,
+    )  # fmt: skip
     try:
-        step = model_step(
-            arguments.model, arguments.batch, arguments.dtype, train=not arguments.infer,
-            device=device, image_size=arguments.image_size,
-        )  # fmt: skip
-    except ValueError as error:  # an unknown model, an image size that its patches do not divide
-        raise CommandError(str(error)) from error
-    try:
-        return run_tuning(step, device, seconds=arguments.time_budget)
+        return run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
     except tuning.Unusable as error:
         print(f"the GPU cannot be used any more after {error}")
         print("what was decided before is written; run the command again, it leaves this one out")

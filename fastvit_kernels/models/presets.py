@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import difflib
 from typing import Any
 
 from .vit import VisionTransformer
@@ -15,13 +15,19 @@ _SIZES = {
     "large": (1024, 24, 16),
     "huge": (1280, 32, 16),
 }
-_NAME = re.compile(r"vit_(tiny|small|base|large|huge)_patch(14|16|32)_(224|384)")
+_PATCHES, _IMAGES = (14, 16, 32), (224, 384)
 
 # The notebook model on 28 x 28 digits: T = 197, D = 32.
 _MNIST = dict(
     img_size=28, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=2,
     mlp_ratio=4.0, representation_size=32,
 )  # fmt: skip
+
+
+def preset_names() -> tuple[str, ...]:
+    """Every name of `create_vit`."""
+    named = (f"vit_{s}_patch{p}_{i}" for s in _SIZES for p in _PATCHES for i in _IMAGES)
+    return ("vit_mnist", *named)
 
 
 def create_vit(name: str, **overrides: Any) -> VisionTransformer:
@@ -37,16 +43,17 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
         raise TypeError(f"create_vit: name must be a str, got {type(name).__name__}")
     if name == "vit_mnist":
         return VisionTransformer(**{**_MNIST, **overrides})
-    match = _NAME.fullmatch(name)
-    if match is None:
+    if name not in preset_names():
+        near = difflib.get_close_matches(name, preset_names())
         raise ValueError(
             f"create_vit: unknown model {name!r}; wanted 'vit_mnist' or "
             "vit_{tiny,small,base,large,huge}_patch{14,16,32}_{224,384}"
+            + (f"; near names: {', '.join(near)}" if near else "")
         )
-    size, patch_size, img_size = match.groups()
+    _, size, patch, img_size = name.split("_")
     embed_dim, depth, num_heads = _SIZES[size]
     arguments = dict(
-        img_size=int(img_size), patch_size=int(patch_size),
+        img_size=int(img_size), patch_size=int(patch.removeprefix("patch")),
         embed_dim=embed_dim, depth=depth, num_heads=num_heads,
     )  # fmt: skip
     return VisionTransformer(**{**arguments, **overrides})

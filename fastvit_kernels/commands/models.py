@@ -1,0 +1,155 @@
+"""`--model NAME`: ours, or one of timm, torchvision or transformers. Random weights, no download.
+
+vit_base_patch16_224                 a name of create_vit
+timm:vit_small_patch14_dinov2        a name of timm.create_model
+torchvision:vit_b_16                 a name of torchvision.models.get_model
+hf:dinov2    hf:folder/config.json   a model type of transformers at its default size, or a file
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..models.presets import create_vit, preset_names
+from ..models.vit import VisionTransformer
+from ..swap.apply import swap_in
+from .console import CommandError, require
+from .zoo import define_torchvision_operators
+
+# our (and timm's) name -> the library's own
+_TORCHVISION = {"img_size": "image_size"}
+_TRANSFORMERS = {
+    "img_size": "image_size", "in_chans": "num_channels", "num_classes": "num_labels",
+}  # fmt: skip
+
+
+def _timm(name: str, **overrides: Any) -> nn.Module:
+    import timm
+
+    if not timm.is_model(name):
+        raise _unknown("timm", name, timm.list_models())
+    return timm.create_model(name, pretrained=False, **overrides)
+
+
+def _torchvision(name: str, **overrides: Any) -> nn.Module:
+    from torchvision import models
+
+    names = models.list_models(models)
+    if name not in names:
+        raise _unknown("torchvision", name, names)
+    if overrides.pop("in_chans", 3) != 3:
+        raise CommandError(f"torchvision:{name} takes images of 3 channels")
+    return models.get_model(name, weights=None, **_renamed(overrides, _TORCHVISION))
+
+
+def _transformers(name: str, **overrides: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForImageClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
+
+    settings = _renamed(overrides, _TRANSFORMERS)
+    if Path(name).exists():
+        config = AutoConfig.from_pretrained(name, local_files_only=True, **settings)
+    elif name in CLASSIFIERS:
+        config = AutoConfig.for_model(name, **settings)
+    else:
+        raise _unknown("hf", name, CLASSIFIERS, "; no file of that name either")
+    return AutoModelForImageClassification.from_config(config)
+
+
+_HOSTS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
+    "timm": ("timm", _timm),
+    "torchvision": ("torchvision", _torchvision),
+    "hf": ("transformers", _transformers),
+}
+
+
+def _renamed(overrides: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(k, k): v for k, v in overrides.items()}
+
+
+def _unknown(host: str, name: str, names: Iterable[str], more: str = "") -> CommandError:
+    near = [f"{host}:{n}" for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
+    hint = f"; near names: {', '.join(near)}" if near else ""
+    return CommandError(f"unknown model '{host}:{name}'{more}{hint}")
+
+
+def _own(name: str, **overrides: Any) -> VisionTransformer:
+    if name not in preset_names():
+        near = difflib.get_close_matches(name, preset_names(), 4, 0.5)
+        if find_spec("timm") is not None:
+            define_torchvision_operators()
+            import timm
+
+            found = difflib.get_close_matches(name, timm.list_models(), 3, 0.8)
+            near += [f"timm:{n}" for n in found]
+        hint = f"near names: {', '.join(near)}" if near else "such as vit_small_patch16_224"
+        raise CommandError(
+            f"unknown model {name!r}; wanted a name of create_vit, timm:NAME, torchvision:NAME or "
+            f"hf:TYPE; {hint}"
+        )
+    return create_vit(name, **overrides)
+
+
+def build_model(name: str, **overrides: Any) -> nn.Module:
+    """A model by name, as its library builds it, with random weights.
+
+    Args:
+        name: as this module's first lines show.
+        overrides: img_size, in_chans and num_classes for every library; any other argument by the
+            library's own name.
+    Raises: CommandError for another name, with the near ones, and for what the model refuses.
+    """
+    host, colon, rest = name.partition(":")
+    try:
+        if not colon:
+            return _own(name, **overrides)
+        if host not in _HOSTS:
+            known = ", ".join(f"{h}:" for h in _HOSTS)
+            raise CommandError(f"unknown model {name!r}; a prefix is one of {known}")
+        package, build = _HOSTS[host]
+        define_torchvision_operators()  # timm and transformers import torchvision too
+        require(package, package)
+        return build(rest, **overrides)
+    except (TypeError, ValueError, AssertionError, OSError) as error:
+        raise CommandError(f"--model {name}: {error}") from error
+
+
+def fused_model(name: str, **overrides: Any) -> nn.Module:
+    """`build_model`, a host's model after swap_in.
+
+    Raises: CommandError where swap_in finds nothing to fuse.
+    """
+    model = build_model(name, **overrides)
+    if not isinstance(model, VisionTransformer) and swap_in(model).level == "none":
+        raise CommandError(f"--model {name}: swap_in understands nothing of it")
+    return model
+
+
+def input_shape(model: nn.Module) -> tuple[int, int, int]:
+    """(channels, height, width) of the images that a model of `build_model` takes."""
+    found: Any = model
+    config = getattr(found, "config", None)  # transformers
+    if config is not None and hasattr(config, "image_size"):
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+    elif hasattr(found, "image_size"):  # torchvision
+        size, channels = found.image_size, 3
+    elif hasattr(getattr(found, "patch_embed", None), "img_size"):
+        size = found.patch_embed.img_size
+        channels = next(p for p in found.patch_embed.parameters() if p.ndim == 4).shape[1]
+    else:  # timm's other families
+        channels, *size = getattr(found, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    height, width = (size, size) if isinstance(size, int) else size
+    return channels, height, width
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returned; transformers wraps them."""
+    return output if isinstance(output, Tensor) else output.logits

@@ -1,0 +1,150 @@
+"""Flags that several commands share: each is spelled, checked and explained once, here.
+
+A command takes those it needs. Former spellings are still read, but no help lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .console import CommandError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL = "vit_base_patch16_224"
+
+
+def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type: a finite number above 0."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to below 1."""
+    value = float(text)
+    if not (math.isfinite(value) and 0 <= value < 1):
+        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
+    return value
+
+
+def _device(text: str) -> str:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text}")
+    return text
+
+
+def _add(
+    parser: Any, name: str, *, formerly: str | None = None, **settings: Any
+) -> argparse.Action:
+    """Add one flag, and a former spelling of it that no help lists."""
+    action = parser.add_argument(name, **settings)
+    if formerly is not None:
+        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        parser.add_argument(formerly, **{**hidden, "dest": action.dest})
+    return action
+
+
+def add_model(parser: Any, default: str | None = MODEL, help: str = "") -> None:
+    """`--model NAME`, a name for `models.build_model`."""
+    text = help or (f"default {default}" if default else "")
+    _add(
+        parser, "--model", metavar="NAME", default=default,
+        help="a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
+        + (f" ({text})" if text else ""),
+    )  # fmt: skip
+
+
+def add_img_size(parser: Any) -> None:
+    _add(
+        parser, "--img-size", formerly="--image-size", type=positive(int), metavar="PIXELS",
+        help="side of the square images (default: the model's)",
+    )  # fmt: skip
+
+
+def add_batch(parser: Any, default: int | None = None, dest: str = "batch") -> None:
+    _add(
+        parser, "--batch", formerly="--batch-size", dest=dest, type=positive(int),
+        metavar="IMAGES", default=default,
+        help="images a step" + (f" (default {default})" if default else ""),
+    )  # fmt: skip
+
+
+def add_dtype(
+    parser: Any, choices: Sequence[str] = tuple(DTYPES), default: str | None = None,
+    help: str = "of autocast; fp32: no autocast", dest: str = "dtype", **settings: Any,
+) -> None:  # fmt: skip
+    """`--dtype`, of autocast where the parameters are fp32."""
+    text = help + (f" (default {default})" if default else "")
+    _add(
+        parser, "--dtype", formerly="--precision", dest=dest, choices=choices, default=default,
+        help=text, **settings,
+    )  # fmt: skip
+
+
+def add_step(parser: Any) -> None:
+    """`--train` or `--infer`, in arguments.train."""
+    step = parser.add_mutually_exclusive_group()
+    step.add_argument(
+        "--train", dest="train", action="store_true", default=True,
+        help="forward, loss and backward (default)",
+    )  # fmt: skip
+    step.add_argument(
+        "--infer", dest="train", action="store_false", default=argparse.SUPPRESS,
+        help="the forward alone, without gradients",
+    )  # fmt: skip
+
+
+def add_device(parser: Any) -> None:
+    _add(
+        parser, "--device", type=_device, metavar="DEVICE",
+        help="cpu, cuda or cuda:N (default cuda where there is one)",
+    )  # fmt: skip
+
+
+def chosen_device(arguments: argparse.Namespace) -> torch.device:
+    """The device of `--device`.
+
+    Raises: CommandError where torch does not see it.
+    """
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(arguments.device or ("cuda" if seen else "cpu"))
+    if device.type == "cuda" and not seen:
+        raise CommandError(f"--device {device}: torch sees no GPU")
+    if device.type == "cuda" and (device.index or 0) >= seen:
+        raise CommandError(f"--device {device}: torch sees {seen} GPUs, the first is cuda:0")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def add_seed(parser: Any, help: str) -> None:
+    _add(parser, "--seed", type=int, metavar="SEED", help=help)
+
+
+def add_json(parser: Any) -> None:
+    _add(parser, "--json", action="store_true", help="print JSON and nothing else")
+
+
+def add_out(parser: Any, help: str, default: Path | None = None, metavar: str = "DIR") -> None:
+    _add(parser, "--out", type=Path, metavar=metavar, default=default, help=help)
+
+
+def add_budget(parser: Any, help: str) -> None:
+    _add(parser, "--time-budget", type=positive(float), metavar="SECONDS", help=help)
