@@ -1,8 +1,8 @@
-"""Attention probabilities of every layer, for looking at; the kernels themselves never store them.
+"""Attention probabilities of every layer, to look at; the kernels never store them.
 
     map[b, h, t, s] = softmax_s(q[b, t, h] . k[b, s, h] * D**-0.5)
 
-A forward hook reads what each qkv projection gives while the model runs as usual.
+A forward hook reads the output of each qkv projection while the model runs as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .modules import Attention
 
 
 def attention_probabilities(qkv: Tensor) -> Tensor:
-    """(B, T, 3, H, D) -> (B, H, T, T) fp32, the rows of which sum to 1; never under autocast."""
+    """(B, T, 3, H, D) -> (B, H, T, T) fp32, each row summing to 1; autocast is off inside."""
     with torch.autocast(qkv.device.type, enabled=False):
         q, k, _ = qkv.float().permute(2, 0, 3, 1, 4)
         scores = (q * qkv.shape[-1] ** -0.5) @ k.transpose(-2, -1)
@@ -34,7 +34,7 @@ def _qkv_of(module: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] |
 
 @contextmanager
 def _evaluating(model: nn.Module):
-    """Eval mode inside; afterwards every module is in the mode that it was in."""
+    """Eval mode inside; restores every module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -47,17 +47,17 @@ def _evaluating(model: nn.Module):
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Softmax attention of each layer and head.
 
-    The model runs once in eval mode without gradients: no dropout, no dropped paths, so that the
-    maps are a function of the images alone. Modes, hooks and random state are left as they were.
+    Runs the model once in eval mode without gradients, so without dropout or DropPath: the maps
+    depend on the images alone. Leaves modes, hooks and random state unchanged.
 
     Args:
-        model: a VisionTransformer, or any module that holds our Attention modules.
+        model: a VisionTransformer, or any module that contains our Attention.
         images: what the model takes, (B, in_chans, height, width).
     Returns:
-        One (B, H, T, T) fp32 tensor a layer, in the order in which the layers run; row t says where
-        token t looks. Memory: 4 B H T T bytes a layer.
+        One (B, H, T, T) fp32 tensor per layer, in running order; row t is where token t looks.
+        Memory: 4 B H T T bytes per layer.
     Precision: q and k as the model computes them, scores and softmax fp32.
-    Raises: ValueError where the model holds no Attention; TypeError for another model or image.
+    Raises: ValueError if the model contains no Attention; TypeError for other models or images.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")

@@ -1,7 +1,7 @@
 """The parts of a block, in the order an image meets them: PatchEmbed, LayerNorm, Attention, Mlp.
 
-Each reads the weights of its torch layers and calls one fused op with them. A layer that is not as
-torch made it (a hook, LoRA, a quantised weight) is called instead: see plain.py.
+Each reads the weights of its torch layers and passes them to a fused op. A layer that somebody has
+changed (a hook, LoRA, a quantised weight) is called instead: see runtime/plain.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _check_conv_stem(configs: Any) -> None:
 def _conv_stem(configs: Sequence[Sequence[Any]], in_chans: int) -> nn.Sequential:
     """torchvision's convolutions before the projection, arXiv:2106.14881.
 
-    A config is (out_channels, kernel_size, stride), then norm and activation classes if not
-    BatchNorm2d and ReLU: torchvision's ConvStemConfig is one.
+    A config is (out_channels, kernel_size, stride), then optionally norm and activation classes
+    (default BatchNorm2d, ReLU); torchvision's ConvStemConfig is one.
     """
     stem = nn.Sequential()
     for out_chans, kernel, stride, *classes in configs:
@@ -71,8 +71,8 @@ def _conv_stem(configs: Sequence[Sequence[Any]], in_chans: int) -> nn.Sequential
 class PatchEmbed(nn.Module):
     """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
 
-    Rows and columns of pixels that fill no patch are not read, as by timm's convolution. After a
-    convolutional stem, which does the down-sampling, a patch is one position of the feature map.
+    Ignores rows and columns of pixels that fill no patch, as timm's convolution does. After a
+    convolutional stem, which downsamples, a patch is one position of the feature map.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PatchEmbed(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm, one axis. `and_input` makes it the head of a pre-norm branch: (y, x)."""
+    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
@@ -149,7 +149,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: Tensor, and_input: bool = False):
-        if self.weight is None:  # else its shape tells
+        if self.weight is None:  # layer_norm compares x with a weight itself
             check_tensor("LayerNorm", "x", x)
             if tuple(x.shape[-1:]) != self.normalized_shape:
                 raise ValueError(
@@ -164,7 +164,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """(B, T, C) -> (B, T, C): qkv projection, attention, output projection and what follows it."""
+    """(B, T, C) -> (B, T, C): qkv, attention, output projection; then scales and residual."""
 
     def __init__(
         self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
@@ -207,7 +207,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """(B, T, C) -> (B, T, C): fc1, activation, fc2 and what follows it."""
+    """(B, T, C) -> (B, T, C): fc1, activation, fc2; then scales and residual."""
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: str = "gelu", bias=True, drop=0.0
@@ -224,7 +224,7 @@ class Mlp(nn.Module):
         self.act_layer = act_layer
         self.fc2 = nn.Linear(hidden_features, in_features, bias)
         self.drop = nn.Dropout(drop)
-        self.recompute = False  # True stores the pre-activation alone and rebuilds the rest
+        self.recompute = False  # True saves the pre-activation only and rebuilds the activation
 
     def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
@@ -255,7 +255,7 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
     def row_scale(self, x: Tensor) -> Tensor | None:
-        """(B,) of 0 or 1 / keep, or None where nothing is dropped."""
+        """(B,) of 0 or 1 / keep, or None if nothing is dropped."""
         if not self.training or self.drop_prob == 0:
             return None
         keep = 1 - self.drop_prob

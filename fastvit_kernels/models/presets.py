@@ -1,4 +1,4 @@
-"""`create_vit`: the models that people call by name."""
+"""`create_vit`: models by name."""
 
 from __future__ import annotations
 

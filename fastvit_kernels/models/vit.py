@@ -2,8 +2,8 @@
 
 PatchEmbed -> Block x depth (LayerNorm, Attention, LayerNorm, Mlp) -> LayerNorm -> pool -> head
 
-The parts are in modules.py, and each of them calls one op. Constructor arguments and state_dict
-keys are timm's, so that its checkpoints load as they are.
+modules.py has the parts, which call the ops. Constructor arguments and state_dict keys are timm's,
+so its checkpoints load unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .modules import (
 
 
 def _check_common(op: str, mlp_ratio: Any, init_values: Any, norm_eps: Any, **counts: Any) -> None:
-    """What Block and VisionTransformer check for themselves; their parts check the rest."""
+    """The checks that Block and VisionTransformer share; their parts check the rest."""
     for name, count in counts.items():
         check_int(op, name, count)
     check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
@@ -75,13 +75,12 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A Vision Transformer made of the kernels; arXiv:2010.11929.
+    """A Vision Transformer on the fused ops; arXiv:2010.11929.
 
-    Arguments have timm's names and meaning. What timm spells differently: `act_layer` is a name
-    ("gelu", "gelu_tanh", "quick_gelu", "silu"), `norm_eps` is the eps of every LayerNorm,
-    `attn_head_dim` frees the attention width from embed_dim. From torchvision come
-    `representation_size` (Linear + tanh before the head) and `conv_stem_configs` (convolutions
-    before the projection).
+    Arguments have timm's names and meaning, except that `act_layer` is a name ("gelu", "gelu_tanh",
+    "quick_gelu", "silu"), `norm_eps` is the eps of every LayerNorm, and `attn_head_dim` decouples
+    the attention width from embed_dim. torchvision has `representation_size` (Linear + tanh before
+    the head) and `conv_stem_configs` (convolutions before the projection).
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class VisionTransformer(nn.Module):
         return self.norm(self.blocks(self.norm_pre(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, T, C) -> (B, num_classes), or the pooled features where pre_logits."""
+        """(B, T, C) -> (B, num_classes), or the pooled features if pre_logits."""
         if self.global_pool == "token":
             x = x[:, 0]
         elif self.global_pool == "avg":

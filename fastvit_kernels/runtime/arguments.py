@@ -53,7 +53,7 @@ def check_number(
     """Raise TypeError unless x is an int or float, ValueError unless least <= x <= most."""
     if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {_described(x)}")
-    if not least <= x <= most:  # nor is NaN
+    if not least <= x <= most:  # NaN fails too
         raise ValueError(f"{op}: {name} must be {wanted}, got {x}")
 
 
@@ -112,7 +112,7 @@ def compute_dtype(op: str, **tensors: Tensor | None) -> torch.dtype:
     Args:
         op: for the message.
         tensors: the matmul operands by argument name, the first of them not None.
-    Raises: TypeError where the operands differ outside autocast, as torch's own linear does.
+    Raises: TypeError if the operands differ outside autocast, as torch's own linear does.
     """
     (first_name, first), *rest = ((k, v) for k, v in tensors.items() if v is not None)
     dtype = autocast_dtype(first)
@@ -133,18 +133,18 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), without the call where there is nothing to cast."""
+    """x.to(dtype), without the call if there is nothing to cast."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """x contiguous, None as it is."""
+    """x.contiguous(); None stays None."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 @functools.lru_cache(maxsize=1024)
 def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """The stride of the rows of x.reshape(-1, C) where that is a view of whole rows, else None."""
+    """The row stride of x.reshape(-1, C) if that is a view of whole rows, else None."""
     if strides[-1] != 1 and shape[-1] != 1:
         return None
     axes = [(n, stride) for n, stride in zip(shape[:-1], strides[:-1], strict=True) if n != 1]
@@ -155,7 +155,7 @@ def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
 
 
 def rows_and_stride(x: Tensor) -> tuple[Tensor, int]:
-    """x itself and the stride of its rows where they are a view, else a contiguous copy and C."""
+    """x itself and its row stride if its rows are a view, else a contiguous copy and C."""
     stride = row_stride(x.shape, x.stride())
     return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
 
@@ -173,6 +173,6 @@ def layout(shape: tuple[int, ...]) -> Layout:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as (rows, C), last axis contiguous: a view where the strides allow it, else a copy."""
+    """x as (rows, C), last axis contiguous: a view if the strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

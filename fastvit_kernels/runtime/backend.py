@@ -1,11 +1,11 @@
 """Which implementation runs: the Triton kernels or the PyTorch specification, and why.
 
 auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch
-triton  Triton; a RuntimeError says why where it cannot
+triton  Triton, or a RuntimeError that says why not
 torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
-The start value is the environment variable FASTVIT_KERNELS_BACKEND, "auto" where it is unset.
-The switch is process-wide: it is read at every call, and torch.compile guards on it.
+The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto". The switch
+is process-wide; every call reads it, and torch.compile guards on it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _backend: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
 
 
 def get_backend() -> Backend:
-    """The backend in force: "auto", "triton" or "torch"."""
+    """The current backend: "auto", "triton" or "torch"."""
     return _backend
 
 
@@ -127,7 +127,7 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """The GPU of a device, or the absent one that kernels are being compiled for."""
+    """The GPU of a device, or the absent GPU being compiled for."""
     return _absent_gpu or _gpu(device)
 
 
@@ -163,7 +163,7 @@ def _device_reason(x: Tensor) -> str | None:
 
 
 def _transform_reason() -> str | None:
-    """The transform that is at work and needs rules the kernels do not have, or None."""
+    """The active transform that the kernels have no rules for, or None."""
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
         return "a torch.func transform is active (grad, vmap, jvp, ...)"
     if forward_ad._current_level >= 0:
@@ -172,11 +172,11 @@ def _transform_reason() -> str | None:
 
 
 def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
-    """Why a call on x takes the PyTorch path, or None where the Triton kernel runs.
+    """Why a call on x takes the PyTorch path, or None if the Triton kernel runs.
 
     Args:
         x: the op's first tensor.
-        unsupported: what the op itself cannot do in a kernel, None where it can.
+        unsupported: what this op cannot do in a kernel, or None.
     """
     if _backend == "torch":
         return "the backend is 'torch'"
@@ -186,10 +186,10 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
 
 
 def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
-    """Decide which implementation of `op` runs on x, and say so where the answer may surprise.
+    """Decide which implementation of `op` runs on x; warn if that may surprise.
 
-    Raises: RuntimeError where the backend is "triton" and the kernel cannot run.
-    Warns: once for each op and reason, where x is on a GPU and yet takes the PyTorch path.
+    Raises: RuntimeError if the backend is "triton" and the kernel cannot run.
+    Warns: once per op and reason, if x is on a GPU but takes the PyTorch path.
     """
     reason = reason_for_torch(x, unsupported)
     if reason is None:

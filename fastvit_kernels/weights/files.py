@@ -1,8 +1,8 @@
-"""Checkpoint files -> tensors by name, on the CPU, believing nothing that a file says of itself.
+"""Checkpoint files -> tensors by name, on the CPU, without trusting the file.
 
-No code from a file runs: .pth through torch's weights_only unpickler, .npz without pickles. No
-memory is taken on a header's word: an archive must not unpack to far more than it weighs, an array
-must be as large as its header says, and no tensor may be wider than the numbers behind it.
+No code from a file runs: .pth goes through torch's weights_only unpickler, .npz loads without
+pickles. A header alone allocates nothing: an archive may not unpack to far more than its own size,
+an array must be as large as its header says, a tensor may not claim more numbers than it stores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError where a zip archive claims to unpack to far more than it weighs."""
+    """Raise ValueError if a zip archive claims to unpack to far more than its own size."""
     size = os.path.getsize(path)
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
@@ -89,7 +89,7 @@ def _read_pickle(path: Path) -> Any:
         _check_archive(path)
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own text is a page of advice to trust it
+    except pickle.UnpicklingError as error:  # torch's own message advises trusting it
         found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         if found is None:
             raise ValueError("it is not a checkpoint of torch.save") from error
@@ -106,7 +106,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 def _tensors(contents: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Every tensor in mappings of mappings, which may hold one another or themselves."""
+    """Every tensor in nested mappings, which may contain each other or themselves."""
     seen: set[int] = set()
     waiting = [contents]
     while waiting:
@@ -124,7 +124,7 @@ def _tensors(contents: Any) -> Iterator[tuple[Any, Tensor]]:
 def read_file(path: Path) -> Any:
     """The contents of a checkpoint file.
 
-    Raises: FileNotFoundError; ValueError with the reason where the file cannot be read.
+    Raises: FileNotFoundError; ValueError with the reason if the file cannot be read.
     """
     _check_regular(path)
     suffix = path.suffix.lower()
@@ -141,6 +141,6 @@ def read_file(path: Path) -> Any:
         return _read_npz(path) if suffix == ".npz" else _read_pickle(path)
     except (ImportError, PermissionError):
         raise
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"load_weights: cannot read {path}: {reason}") from error

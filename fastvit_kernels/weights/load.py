@@ -25,13 +25,13 @@ from .names import to_timm
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `load_weights` did; names are the model's own wherever a key was understood.
+    """What `load_weights` did; a recognised key has the model's own name here.
 
     Attributes:
         family: "timm", "torchvision", "transformers" or "jax".
         loaded: parameters that were written.
-        missing: parameters of the model that the source does not have; they kept their values.
-        unexpected: what the source has and the model does not.
+        missing: parameters of the model that the source lacks; they kept their values.
+        unexpected: what the source has and the model lacks.
         resized: parameter -> (shape in the source, shape in the model).
     """
 
@@ -82,10 +82,10 @@ def _square(count: int) -> tuple[int, int] | None:
 def _fit_positions(
     tensors: dict[str, Tensor], model: VisionTransformer, grid_size: tuple[int, int] | None
 ) -> None:
-    """Bring pos_embed to the model's grid, and to its number of prefix positions.
+    """Resize pos_embed to the model's grid and its number of prefix positions.
 
-    A class position that the model does not have is added to the class token, and prefix positions
-    that the source does not have are zeros: both are the same function of the image.
+    A class position that the model lacks is added to the class token; prefix positions that the
+    source lacks become zeros. Neither changes the function of the image.
     """
     pos_embed, (rows, cols) = tensors["pos_embed"], model.patch_embed.grid_size
     if pos_embed.ndim == 4 and pos_embed.shape[0] == 1:  # (1, rows, cols, C)
@@ -95,7 +95,7 @@ def _fit_positions(
     wanted = 0 if model.no_embed_class else model.num_prefix_tokens
     tokens = pos_embed.shape[1]
     if grid_size is None and tokens == model.pos_embed.shape[1]:
-        return  # a grid of another shape with as many patches cannot be told from this one
+        return  # a grid of another shape with equally many patches looks the same
     for prefix in (wanted, 0, 1):
         count = tokens - prefix
         old = grid_size or ((rows, cols) if count == rows * cols else _square(count))
@@ -188,23 +188,23 @@ def load_weights(
     """Read the weights of any ViT family into a model.
 
     The source may have timm's, torchvision's or transformers' names (ViT, DeiT, DINOv2; before and
-    since 5.9), or be a JAX .npz of the ViT paper or of big_vision; a trainer's "model",
-    "state_dict" and "module." around them do not matter. Position embeddings of another grid are
-    resized (bicubic, antialias). Nothing is written unless all of it fits.
+    since 5.9), or be a JAX .npz of the ViT paper or of big_vision. A trainer's wrappers ("model",
+    "state_dict", "module.") come off. Position embeddings of another grid are resized (bicubic,
+    antialias). Nothing is written unless everything fits.
 
-    Names tell neither eps nor activation: give the model `norm_eps` (timm and torchvision 1e-6,
-    transformers ViT 1e-12) and `act_layer` of the source. A `norm` before pooling is not a
-    `fc_norm` after it, so neither is read as the other: choose with `fc_norm`.
+    Key names reveal neither eps nor activation: build the model with the source's `norm_eps` (timm
+    and torchvision 1e-6, transformers ViT 1e-12) and `act_layer`. A `norm` before pooling and an
+    `fc_norm` after it are different layers; neither loads into the other. Choose with `fc_norm`.
 
     Args:
         model: keeps its dtype and device.
         source: a path (.pth, .pt, .bin, .safetensors, .npz), or a mapping of names to tensors or
             arrays, all finite. Files are read without running code from them.
         grid_size: (rows, cols) of the source's position embedding, for one that is not square.
-    Returns: a WeightsReport, to be printed or looked into: missing keys are no error.
+    Returns: a WeightsReport; print it or inspect it. Missing keys are no error.
     Raises: ValueError, such as "load_weights: head.weight must have shape (10, 768), got
-        (1000, 768)", or for a file that cannot be read; TypeError; FileNotFoundError. The model is
-        then what it was.
+        (1000, 768)", or for an unreadable file; TypeError; FileNotFoundError. The model then keeps
+        its weights.
     """
     if not isinstance(model, VisionTransformer):
         raise TypeError(
@@ -253,7 +253,7 @@ def _load(
         unexpected=_natural(tensors.keys() - targets.keys()),
         resized={n: (before[n], s) for n in loaded if (s := tuple(tensors[n].shape)) != before[n]},
     )
-    with torch.no_grad():  # all is converted before anything is written
+    with torch.no_grad():  # convert everything before writing anything
         converted = {name: _converted(name, tensors[name], targets[name]) for name in loaded}
         for name, x in converted.items():
             targets[name].copy_(x)

@@ -1,4 +1,4 @@
-"""The key names of every ViT family, and the way from each to timm's names and layouts.
+"""The key names of every ViT family, and how each becomes timm's names and layouts.
 
 timm                          blocks.0.attn.qkv.weight
 torchvision                   encoder.layers.encoder_layer_0.self_attention.in_proj_weight
@@ -7,7 +7,7 @@ transformers, before          vit.encoder.layer.0.attention.attention.query.weig
 JAX .npz (ViT paper)          Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel
 JAX .npz (big_vision)         the same with other numbers; or all layers stacked in encoderblock/
 
-The family of a checkpoint is the one whose names fit the most of its keys.
+A checkpoint's family is the one that recognises most of its keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 MAX_LAYERS = 1000
 
-# What a name must be after conversion to count as understood; q, k, v still wait to be packed.
+# A converted name that matches counts as recognised; q, k, v are packed later.
 _TARGET = re.compile(
     r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
     r"|(?:patch_embed\.proj|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
@@ -53,7 +53,7 @@ _HF = r"(?:(?:vit|deit|dinov2|dinov2_with_registers)\.)?"
 _HF_LAYER = _HF + r"(?:encoder\.layer|layers)\.(\d+)\."
 _TRANSFORMERS = {
     _HF + r"embeddings\.cls_token": "cls_token",
-    # DeiT's distillation token stands where our first register does, with a position of its own.
+    # DeiT's distillation token takes the place of our first register; it has a position.
     _HF + r"embeddings\.(?:register_tokens|distillation_token)": "reg_token",
     _HF + r"embeddings\.position_embeddings": "pos_embed",
     _HF + r"embeddings\.patch_embeddings\.projection\.(\w+)": r"patch_embed.proj.\1",
@@ -131,7 +131,7 @@ def _add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
 
 
 def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors by name, without the dicts and the name prefixes that trainers put around."""
+    """The tensors by name, without the dicts and name prefixes that trainers wrap around them."""
     seen = [source]
     while nested := [w for w in ("state_dict", "model") if isinstance(source.get(w), Mapping)]:
         source = source[nested[0]]
@@ -221,10 +221,10 @@ def to_timm(
 
     Args:
         source: name -> tensor or array, with or without a trainer's wrapping.
-        patch_shape: (C, in_chans, patch height, patch width) of the model, which a JAX patch
-            embedding saved as a matrix does not tell.
-    Returns: the family, and the tensors; a key that no table knows keeps its name.
-    Raises: ValueError where no key is known or two have one meaning; TypeError for other values.
+        patch_shape: (C, in_chans, patch height, patch width) of the model, needed for a JAX patch
+            embedding saved as a matrix.
+    Returns: the family, and the tensors; unknown keys keep their names.
+    Raises: ValueError if no key is known or two mean the same; TypeError for other values.
     """
     tensors = _unwrap(source)
     if any("/" in name for name in tensors):
