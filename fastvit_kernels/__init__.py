@@ -16,11 +16,10 @@ from .ops.linear import linear
 from .ops.mlp import mlp
 from .ops.patch_embed.functions import patch_embed
 from .runtime.backend import backend, get_backend, set_backend
+from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
 from .swap.hosts.transformers import register_attention
 from .weights.load import WeightsReport, load_weights
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Attention",

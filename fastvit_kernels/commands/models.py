@@ -9,6 +9,7 @@ hf:dinov2    hf:folder/config.json   a model type of transformers at its default
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,8 +56,12 @@ def _transformers(name: str, **overrides: Any) -> nn.Module:
     )
 
     settings = _renamed(overrides, _TRANSFORMERS)
-    if Path(name).exists():
-        config = AutoConfig.from_pretrained(name, local_files_only=True, **settings)
+    file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if file.is_file():
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict) or content.get("model_type") not in CLASSIFIERS:
+            raise CommandError(f"{file} is no config of an image classifier of transformers")
+        config = AutoConfig.for_model(**{**content, **settings})
     elif name in CLASSIFIERS:
         config = AutoConfig.for_model(name, **settings)
     else:

@@ -26,6 +26,7 @@ import torch
 from .backend import Gpu
 from .configs import TABLES, Key, Tuned
 from .triton import triton
+from .version import __version__
 
 FORMAT = 1
 MAX_BYTES = 4 * 2**20
@@ -78,8 +79,6 @@ def now() -> str:
 
 def _origin(gpu: Gpu) -> dict[str, str]:
     """What must agree between the process that measured and the one that reads."""
-    from .. import __version__  # the package imports this module
-
     return {
         "fastvit_kernels": __version__,
         "triton": str(triton.__version__),

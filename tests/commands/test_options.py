@@ -125,6 +125,9 @@ def test_a_config_on_disk(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert input_shape(build_model(f"hf:{tmp_path}")) == (1, 16, 16)
     assert input_shape(build_model(f"hf:{tmp_path / 'config.json'}", img_size=32)) == (1, 32, 32)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CommandError, match="is no config of an image classifier"):
+        build_model(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""What the import contract of pyproject.toml cannot express: how rooms import, and their names."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import fastvit_kernels
+
+PACKAGE = Path(fastvit_kernels.__file__).parent
+OPTIONAL = {
+    "PIL", "kernels", "matplotlib", "numpy", "rich", "safetensors", "sklearn", "timm",
+    "torchvision", "transformers",
+}  # fmt: skip
+EAGER = {"timm_layers.py"}  # classes of timm's, for those who have it
+
+
+def _imported(node):
+    """The top-level packages that an import statement names; none for a relative one."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return {(node.module or "").partition(".")[0]}
+    return set()
+
+
+def absolute_imports(package):
+    """Imports of the package by its own name, which would break it under another name."""
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if package.name in _imported(node):
+                yield f"{file.relative_to(package)}:{node.lineno}"
+
+
+def _at_import(statements):
+    """Statements that run when their module is imported: no function bodies, no type checking."""
+    for node in statements:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _at_import(getattr(node, field, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _at_import(handler.body)
+
+
+def eager_imports(package):
+    """Optional packages that importing a module would bring in."""
+    for file in sorted(package.rglob("*.py")):
+        for node in _at_import(ast.parse(file.read_text()).body):
+            for name in _imported(node) & OPTIONAL:
+                yield f"{file.relative_to(package)}:{node.lineno} {name}"
+
+
+def hidden_modules(package):
+    """Modules that something else of the same name hides from `from package import name`."""
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if found.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(found.name)
+        parent, _, name = found.name.rpartition(".")
+        if getattr(importlib.import_module(parent), name) is not module:
+            yield found.name
+
+
+def test_imports_inside_the_package_are_relative():
+    assert not list(absolute_imports(PACKAGE))
+
+
+def test_optional_packages_are_imported_when_they_are_needed():
+    assert not [line for line in eager_imports(PACKAGE) if line.partition(":")[0] not in EAGER]
+
+
+def test_nothing_hides_a_module_of_its_own_name():
+    pytest.importorskip("timm")  # timm_layers is imported too
+    assert not list(hidden_modules(fastvit_kernels))
+
+
+def test_every_public_name_is_there():
+    for name in fastvit_kernels.__all__:
+        assert getattr(fastvit_kernels, name) is not None
+        assert not (PACKAGE / f"{name}.py").exists() and not (PACKAGE / name).exists(), name
+
+
+def test_few_doors():
+    """A newcomer reads the whole list: at most eight modules and eight rooms."""
+    modules = [p for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
+    rooms = [p for p in PACKAGE.iterdir() if (p / "__init__.py").exists()]
+    assert len(modules) <= 8 and len(rooms) <= 8
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """A package with one fault of each kind."""
+    package = tmp_path / "faulty"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .same import same\n")
+    (package / "same.py").write_text("import faulty.eager\n\ndef same():\n    import timm\n")
+    (package / "eager.py").write_text(
+        "try:\n    from timm import models\nexcept ImportError: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+def test_faults_are_found(faulty):
+    assert list(absolute_imports(faulty)) == ["same.py:1"]
+    assert list(eager_imports(faulty)) == ["eager.py:2 timm"]
+    assert list(hidden_modules(importlib.import_module("faulty"))) == ["faulty.same"]
