@@ -43,8 +43,8 @@ from ..runtime.backend import gpu
 from ..runtime.configs import forced
 from ..runtime.triton import triton
 from ..tools.aot import TARGETS, CompileError, Kernel, compile_step
-from . import options
-from .console import CommandError
+from . import options, rank
+from .console import CommandError, aligned
 from .models import fused_model, input_shape, logits_of
 from .options import DTYPES
 
@@ -260,12 +260,6 @@ def _cells(kernel: Kernel) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
@@ -415,11 +409,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table", type=Path, default=Path("docs/resources.md"), help=argparse.SUPPRESS
     )
     parser.add_argument("--update", action="store_true", help=argparse.SUPPRESS)
+    rank.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile and print; the exit status."""
     try:
+        if args.rank is not None:
+            return rank.run_rank(args)
         if args.gate:
             return run_gate(args.table, args.update)
         size = {} if args.img_size is None else {"img_size": args.img_size}
@@ -440,7 +437,7 @@ def run(args: argparse.Namespace) -> int:
         what = "training" if args.train else "inference"
         print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}; a block may have")
         print(f"{TARGETS[arch].shared_limit} bytes of shared memory\n")
-        print(_aligned([(*HEADER, "compile s"), *rows]), end="\n\n")
+        print(aligned([(*HEADER, "compile s"), *rows]), end="\n\n")
     problems = broken_rules(k for kernels in compiled.values() for k in kernels)
     print(*problems, sep="\n", end="\n" if problems else "")
     return 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -35,3 +38,18 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console
+
+
+@contextmanager
+def quiet_interpreter() -> Iterator[None]:
+    """Without numpy's warnings from Triton's interpreter, which computes masked-out lanes too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
+        yield
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -9,13 +9,15 @@ the target. What the tensors' device does change, and how the cache keys compare
 
 from __future__ import annotations
 
+import io
+import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
+from .machine_code import Code, code_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,46 @@ class Kernel:
         return asdict(self)
 
 
+class Launch(NamedTuple):
+    """One launch of a step: the kernel, its grid, and what it was given."""
+
+    kernel: Kernel
+    code: Code | None  # None on AMD
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]  # by name, constexprs too; tensors as (shape, dtype)
+    integers: tuple[int | None, ...]  # the compiled kernel's arguments in order
+    tensor_bytes: int  # of its tensors, each element once
+
+
+class LibraryCall(NamedTuple):
+    """One call of PyTorch's own operators in a step: what it multiplies, reads and writes."""
+
+    name: str
+    M: int
+    N: int
+    K: int  # 0 where it is no product
+    tensor_bytes: int
+
+
+@dataclass
+class Trace:
+    """What a step would launch, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+    library: list[LibraryCall] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Each specialisation once."""
+        return list({launch.kernel.key: launch.kernel for launch in self.launches}.values())
+
+
+def tensor_bytes(x: Tensor) -> int:
+    """Bytes of a tensor, elements that an expansion repeats once."""
+    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(sizes)
+
+
 class _Pointer:
     """What Triton's binder reads of a tensor: dtype, alignment, and on AMD the extent."""
 
@@ -132,16 +175,46 @@ class _AbsentDriver:
 class _RunLaunchers(TorchDispatchMode):
     """Calls the launcher of each of the package's operators instead of its fake implementation."""
 
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self.trace = trace
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastvit_kernels":
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if (call := _library_call(func, args, result)) is not None:
+                self.trace.library.append(call)
+            return result
         with self:  # launchers may call operators
             return LAUNCHERS[func._opname](*args, **(kwargs or {}))
 
 
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand
+
+
+def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | None:
+    """What a call of torch's operators costs; None for one that moves nothing: views, empty."""
+    name = func._schema.name.removeprefix("aten::")
+    if (
+        func.namespace != "aten"
+        or func.is_view
+        or name.startswith(("empty", "new_empty", "_unsafe_view", "detach"))
+    ):
+        return None
+    tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+    moved = sum(tensor_bytes(x) for x in tensors)
+    if not moved:
+        return None
+    M = N = K = 0
+    if (place := _PRODUCTS.get(name)) is not None:
+        *batch, M, K = args[place].shape
+        M, N = M * math.prod(batch), args[place + 1].shape[-1]
+    return LibraryCall(name, M, N, K, moved)
+
+
 @contextmanager
-def capture(target: Target) -> Iterator[list[Kernel]]:
-    """Inside, kernel launches compile for `target` and join the yielded list, each once."""
+def capture(target: Target) -> Iterator[Trace]:
+    """Inside, kernel launches compile for `target` and join the yielded trace."""
     if not HAS_TRITON:
         raise RuntimeError("triton is not installed")
     if INTERPRETED:
@@ -149,67 +222,115 @@ def capture(target: Target) -> Iterator[list[Kernel]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    kernels: list[Kernel] = []
-    seen: set[str] = set()
+    trace = Trace()
+    seen: dict[str, tuple[Kernel, Code | None]] = {}
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        args = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
-        kwargs = {k: _Pointer(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+        given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names(self)})
+        given.apply_defaults()
+        kwargs = {k: _pointers(x) for k, x in kwargs.items()}
         timings: list[float] = []
         triton.knobs.compilation.listener = lambda *, times, cache_hit, **_: timings.append(
             0.0 if cache_hit else times.total / 1e6
         )
         try:
-            compiled: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
+            with redirect_stdout(io.StringIO()) as remarks:  # where Triton prints them
+                compiled: Any = run(self, *map(_pointers, args), grid=grid, warmup=True, **kwargs)
         except Exception as error:
             name = self.fn.__name__
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
-            seen.add(compiled.hash)
-            kernels.append(_inspect(compiled, target, sum(timings)))
+            seen[compiled.hash] = _inspect(compiled, target, sum(timings), remarks.getvalue())
+        grid = grid(given.arguments) if callable(grid) else grid
+        trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
+
+    def names(function: Any) -> set[str]:
+        return set(function.signature.parameters)
 
     former_driver = getattr(driver, "_active", None)
     former_listener = triton.knobs.compilation.listener
+    former_dump = triton.knobs.nvidia.dump_ptxas_log
     driver.set_active(_AbsentDriver(target))  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only
+    triton.knobs.nvidia.dump_ptxas_log = True
     try:
         with on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)):
-            yield kernels
+            yield trace
     finally:
+        triton.knobs.nvidia.dump_ptxas_log = former_dump
         JITFunction.run = run
         triton.knobs.compilation.listener = former_listener
         driver.set_active(former_driver)  # pyright: ignore[reportArgumentType]
 
 
-def compile_step(step: Callable[[], Any], target: Target) -> list[Kernel]:
+def trace_step(step: Callable[[], Any], target: Target) -> Trace:
     """Compile the kernels that `step()` would launch on `target`.
 
     Args:
         step: makes its own tensors, on the CPU; they are fake, so any size is free.
         target: one of TARGETS.
-    Returns: each specialisation once, in launch order.
     Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
     """
-    with capture(target) as kernels, FakeTensorMode(), _RunLaunchers(), backend("triton"):
+    with capture(target) as trace, FakeTensorMode(), _RunLaunchers(trace), backend("triton"):
         step()
-    return kernels
+    return trace
 
 
-def _inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
+def compile_step(step: Callable[[], Any], target: Target) -> list[Kernel]:
+    """The kernels of `trace_step`: each specialisation once, in launch order."""
+    return trace_step(step, target).kernels
+
+
+def _pointers(x: Any) -> Any:
+    """Tensors as bare pointers, those in tuples too."""
+    if isinstance(x, Tensor):
+        return _Pointer(x)
+    return tuple(map(_pointers, x)) if type(x) is tuple else x
+
+
+def _launch(
+    kernel: Kernel, code: Code | None, compiled: Any, grid: Sequence[int], given: dict[str, Any]
+) -> Launch:
+    integers: list[int | None] = []
+    tensors: list[Tensor] = []
+
+    def add(kind: Any, value: Any) -> None:
+        if isinstance(kind, tuple):
+            for inner, each in zip(kind, value, strict=True):
+                add(inner, each)
+        elif kind != "constexpr":
+            integers.append(value if isinstance(value, int) else None)
+        if isinstance(value, Tensor):
+            tensors.append(value)
+
+    for name, kind in compiled.src.signature.items():
+        add(kind, given[name])
+    arguments = {
+        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()
+    }
+    moved = sum(map(tensor_bytes, tensors))
+    return Launch(kernel, code, tuple(grid), arguments, tuple(integers), moved)
+
+
+def _inspect(
+    compiled: Any, target: Target, seconds: float, remarks: str
+) -> tuple[Kernel, Code | None]:
     metadata = compiled.metadata
+    code = None
     if target.is_amd:
         registers, spills = _amd_usage(compiled.asm["amdgcn"])
         kinds = {"mfma": "v_mfma"}
-        code, copy_kinds = compiled.asm["amdgcn"], {"direct to LDS": "global_load_lds"}
+        text, copy_kinds = compiled.asm["amdgcn"], {"direct to LDS": "global_load_lds"}
     else:
         registers, spills = _nvidia_usage(compiled.asm["cubin"])
         # In SASS: HGMMA, HMMA, UTCMMA; UTMALDG and LDGSTS.
         kinds = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
-        code = compiled.asm["ptx"]
+        text = compiled.asm["ptx"]
         copy_kinds = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
+        code = code_of(compiled, _num_warps(compiled), remarks)
     config, dtypes = _label(compiled)
-    return Kernel(
+    kernel = Kernel(
         kernel=metadata.name.removeprefix("_").removesuffix("_kernel"),
         config=config,
         dtypes=dtypes,
@@ -219,12 +340,13 @@ def _inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
         shared=metadata.shared,
         shared_limit=target.shared_limit,
         warps_per_sm=_warps_per_sm(target, registers, metadata.shared, _num_warps(compiled)),
-        tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in code),
+        tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
         needs_tensor_cores=_multiplies_16_bit(compiled.asm["ttir"]),
-        copies="+".join(kind for kind, sign in copy_kinds.items() if sign in code),
+        copies="+".join(kind for kind, sign in copy_kinds.items() if sign in text),
         seconds=seconds,
         key=compiled.hash,
     )
+    return kernel, code
 
 
 def _num_warps(compiled: Any) -> int:

@@ -1,0 +1,130 @@
+"""`fastvit-kernels compile --rank`: the shipped configs of each table by modelled time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+from ..runtime.configs import TABLES
+from ..tools.aot import TARGETS
+from ..tools.faults import faults
+from ..tools.loop_model import ROOFS
+from ..tools.rank import SIZES, Ranking, Row, rank, steps
+from .console import CommandError, aligned
+
+TOKENS = (197, 257, 577, 1025)
+HEADER = (
+    "", "call us", "kernel us", "bound", "useful", "registers", "spills", "warps/SM", "faults",
+    "config",
+)  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A process's part: all sizes, so that a key that several of them share is ranked once."""
+
+    arch: str
+    tokens: int
+    sizes: tuple[str, ...]
+    tables: tuple[str, ...]
+    batch: int
+
+
+def _rank(job: Job) -> list[dict[str, Any]]:
+    return [_as_dict(job, size, ranking) for size, ranking in _rankings(job)]
+
+
+def _rankings(job: Job) -> Iterator[tuple[str, Ranking]]:
+    seen: set[Any] = set()
+    for size in job.sizes:
+        for case, step in steps(size, job.tokens, job.batch).items():
+            for ranking in rank(case, step, TARGETS[job.arch], job.tables, seen):
+                yield size, ranking
+
+
+def _as_dict(job: Job, size: str, ranking: Ranking) -> dict[str, Any]:
+    """Plain values: they come from another process, and are what --json prints."""
+    return {
+        "arch": job.arch, "model": f"ViT-{size}, T = {job.tokens}, batch {job.batch}",
+        "case": ranking.case, "table": ranking.choice.table, "key": list(ranking.choice.key),
+        "gpu": ROOFS[job.arch].gpu, "time": "modelled, not measured",
+        "configs": [_row(row, row.config == ranking.default) for row in ranking.rows],
+    }  # fmt: skip
+
+
+def _row(row: Row, default: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "config": list(row.config), "default": default, "error": row.error,
+        "call_us": None if math.isinf(row.us) else round(row.us, 1),
+    }  # fmt: skip
+    if not row.launches:
+        return found
+    kernels = [one.launch.kernel for one in row.launches]
+    longest = max(row.launches, key=lambda one: one.modelled.us)
+    codes = [one.launch.code for one in row.launches]
+    return found | {
+        "kernel_us": round(sum(one.modelled.us for one in row.launches), 1),
+        "bound": longest.modelled.bound,
+        "parts_us": {unit: round(us, 1) for unit, us in longest.modelled.parts.items()},
+        "useful": longest.useful,
+        "registers": max(k.registers for k in kernels),
+        "spills": max(k.spills for k in kernels),
+        "warps_per_sm": min(k.warps_per_sm or 0 for k in kernels),
+        "faults": sorted({fault for code in codes if code is not None for fault in faults(code)}),
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    mark = "default" if row["default"] else ""
+    config = ",".join(map(str, row["config"])) + (f"  {row['error']}" if row["error"] else "")
+    call = "-" if row["call_us"] is None else f"{row['call_us']:.0f}"
+    if "kernel_us" not in row:
+        return (mark, call, *"-------", config)
+    useful = "-" if row["useful"] is None else f"{row['useful']:.0%}"
+    figures = (row["registers"], row["spills"], row["warps_per_sm"], len(row["faults"]))
+    return (mark, call, f"{row['kernel_us']:.0f}", row["bound"], useful, *map(str, figures), config)
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Rank and print; 0."""
+    unknown = [name for name in args.rank if name not in TABLES]
+    if unknown:
+        raise CommandError(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
+    if missing := [arch for arch in args.arch if arch not in ROOFS]:
+        raise CommandError(f"the model has no rates of {missing[0]}; it has {', '.join(ROOFS)}")
+    jobs = [
+        Job(arch, T, tuple(args.sizes), tuple(args.rank), args.batch)
+        for arch in args.arch
+        for T in args.tokens
+    ]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        results = pool.map(_rank, jobs)
+        if args.json:
+            print(json.dumps([ranking for found in results for ranking in found], indent=1))
+            return 0
+        print("A model, not measured: what it counts and leaves out is in docs/compile.md.")
+        for found in results:
+            for ranking in found:
+                key = " ".join(map(str, ranking["key"]))
+                print(f"\n{ranking['arch']} {ranking['table']} [{key}]: {ranking['case']} of")
+                print(f"{ranking['model']}; modelled microseconds on {ranking['gpu']}")
+                print(aligned([HEADER, *map(_cells, ranking["configs"])]))
+                for row in ranking["configs"]:
+                    if row["default"] and row.get("faults"):
+                        print(*(f"  the default: {fault}" for fault in row["faults"]), sep="\n")
+                sys.stdout.flush()
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of --rank, for those who change a kernel: docs/compile.md explains them."""
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--rank", nargs="*", metavar="TABLE", help=hidden)
+    parser.add_argument("--sizes", nargs="+", default=["S", "B", "L"], choices=SIZES, help=hidden)
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help=hidden)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")

@@ -1,0 +1,234 @@
+"""A model of a kernel's time from its machine code. No figure of it is a measurement.
+
+1. Counts. SASS says what a warp does in each loop (sass.py); PTX and the launch's arguments say how
+   often it goes round (ptx.py). Both are exact up to branches that depend on data.
+2. Units. Each count over a unit's published rate gives the cycles that a sub-core (a quarter of an
+   SM) needs on that unit for one warp: tensor cores, issue, special functions (MUFU), fp32, ALU,
+   shared memory; L2 and HBM for the whole GPU, HBM by the bytes of the launch's tensors read or
+   written once.
+3. Chain. One warp's own time: its busiest unit, then its HGMMA, which it waits for, WAIT for each
+   wait, BARRIER for each barrier, LATENCY for each load that no earlier iteration has asked for.
+   Warps that are resident together hide each other's.
+4. Time. The units and the chain overlap, though never wholly: the 4-norm of their times, and
+   LAUNCH for the launch. The largest is the bound.
+
+It leaves out bank conflicts, instruction latencies inside a block, clocks below the boost clock,
+and caches: it is there to rank configs of one kernel and to say where to look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .ptx import Ptx, traffic
+from .ptx import count as count_ptx
+from .sass import Counts, Instruction, Loop, count, loops
+
+WAIT = 20  # cycles: a wgmma's latency beyond its throughput, and its ARRIVE
+BARRIER = 30
+LATENCY = 500  # of a load that comes from L2 or HBM
+START = 1500  # a program's first loads and last stores
+LAUNCH = 2.0  # microseconds
+NORM = 4.0
+PROGRAMS = 24  # of a launch, whose branches are followed
+
+
+class Roof(NamedTuple):
+    """Published rates of one GPU: of a sub-core in a cycle where nothing else is said."""
+
+    gpu: str
+    num_sms: int
+    ghz: float  # at which the published tensor peak is reached
+    hgmma: int  # multiply-adds of 16 bits
+    hmma: int
+    fp32: int  # cycles an instruction: 32 lanes a sub-core, or 16
+    hbm: float  # GB/s
+    l2: int  # bytes a cycle, the whole GPU
+
+
+# A100: 312 TFLOP/s, 19.5 of fp32, 2,039 GB/s, 5,120 bytes a cycle of L2 (NVIDIA's A100 whitepaper).
+# H200: 989 TFLOP/s, 67 of fp32, 4,800 GB/s (NVIDIA's data sheet); mma.sync reaches 63 % of wgmma's
+# rate (arXiv:2402.13499, table 8); L2 as on the A100.
+ROOFS = {
+    "sm_80": Roof("A100 80 GB", 108, 1.41, 0, 256, 2, 2039.0, 5120),
+    "sm_90": Roof("H200", 132, 1.83, 512, 320, 1, 4800.0, 5120),
+}
+UNITS = ("tensor", "issue", "MUFU", "fp32", "ALU", "shared")
+
+
+def product_cycles(products: Sequence[tuple[str, int, int, int, int]], roof: Roof) -> float:
+    """Cycles on a sub-core's tensor core for one warp; tf32 takes half of K at the same cost."""
+    cycles = 0.0
+    for kind, M, N, _, n in products:
+        share = M * N * 16 / (4 if kind == "HGMMA" else 1)
+        cycles += n * share / ((roof.hgmma if kind == "HGMMA" else roof.hmma) or math.inf)
+    return cycles
+
+
+def unit_cycles(counts: Counts, roof: Roof) -> dict[str, float]:
+    """Cycles that a sub-core needs on each unit for what one warp does."""
+    return {
+        "tensor": product_cycles(counts.products, roof),
+        "issue": float(counts.instructions),
+        "MUFU": 8.0 * counts.special,
+        "fp32": float(roof.fp32 * counts.fp32),
+        "ALU": 2.0 * counts.integer,
+        "shared": (counts.shared_bytes + counts.operand_bytes + counts.async_bytes) / 32,
+    }
+
+
+def bound(cycles: dict[str, float]) -> str:
+    return max(cycles, key=lambda unit: cycles[unit])
+
+
+def hot_loop(found: Sequence[Loop]) -> Loop | None:
+    """The loop that a kernel is about: most products, else most instructions."""
+
+    def weight(loop: Loop) -> tuple[float, int]:
+        counts = count(loop.own)
+        return sum(M * N * K * n for _, M, N, K, n in counts.products), counts.instructions
+
+    return max(found, key=weight, default=None)
+
+
+class Region(NamedTuple):
+    """A loop without its inner loops, or what is in no loop: its SASS and its blocks of PTX."""
+
+    counts: Counts
+    blocks: tuple[int, ...]
+    is_loop: bool
+
+
+def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
+    """Loops of SASS and PTX paired in order; one region where their numbers differ."""
+    found, ranges = loops(list(code)), ptx.loops
+    if len(found) != len(ranges):
+        return [Region(count(code), tuple(range(len(ptx.blocks))), bool(ranges))]
+    inner: list[Region] = []
+    taken: set[int] = set()
+    addresses: set[int] = set()
+    for loop, (first, last) in sorted(
+        zip(found, ranges, strict=True), key=lambda pair: pair[1][1] - pair[1][0]
+    ):
+        blocks = tuple(b for b in range(first, last + 1) if b not in taken)
+        taken |= set(blocks)
+        addresses |= {one.address for one in loop.own}
+        inner.append(Region(count(loop.own), blocks, True))
+    rest = [one for one in code if one.address not in addresses]
+    outside = tuple(b for b in range(len(ptx.blocks)) if b not in taken)
+    return [Region(count(rest), outside, False), *inner]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an average warp of a launch does, in cycles of a sub-core and in bytes."""
+
+    cycles: dict[str, float]  # by unit
+    chain: float  # cycles
+    multiply_adds: float  # of a program
+    bytes_moved: float  # of a program, through L2
+    guessed: bool  # a trip count is not known
+
+
+def _scale(dynamic: float, static: float, otherwise: float) -> float:
+    return dynamic / static if static else otherwise
+
+
+def work(
+    code: Sequence[Instruction], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
+    roof: Roof, num_stages: int, resident: int,
+) -> Work:  # fmt: skip
+    """The work of a launch, averaged over PROGRAMS of its programs.
+
+    SASS has the instructions and PTX the branches: each class of SASS instructions in a region is
+    taken as often as PTX runs that class there.
+    """
+    grid = (*grid, 1, 1)[:3]
+    programs = math.prod(grid)
+    sampled = sorted({int(i * 0.6180339887 % 1.0 * programs) for i in range(PROGRAMS)} | {0})
+    runs, copied = [0.0] * len(ptx.blocks), 0.0
+    guessed = False
+    for i in sampled:
+        program = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
+        run = ptx.executions(arguments, program, grid)
+        runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
+        copied += 32 * run.copied / len(sampled)
+        guessed |= run.guessed
+    blocks = [(count_ptx(block.ops), traffic(block.ops)) for block in ptx.blocks]
+    cycles: dict[str, float] = dict.fromkeys(UNITS, 0.0)
+    chain = float(START)
+    multiply_adds, bytes_moved = 0.0, ptx.num_warps * copied
+    for region in regions(code, ptx):
+        fields = ("instructions", "special", "fp32", "integer", "shared_bytes", "barriers")
+        static = {f: sum(getattr(blocks[b][0], f) for b in region.blocks) for f in fields}
+        dynamic = {
+            f: sum(runs[b] * getattr(blocks[b][0], f) for b in region.blocks) for f in fields
+        }
+        usual = _scale(dynamic["instructions"], static["instructions"], 0.0)
+        times = {f: _scale(dynamic[f], static[f], usual) for f in fields}
+        own: dict[str, float] = unit_cycles(region.counts, roof)
+        own["issue"] *= times["instructions"]
+        own["MUFU"] *= times["special"]
+        own["fp32"] *= times["fp32"]
+        own["ALU"] *= times["integer"]
+        own["shared"] = region.counts.shared_bytes / 32 * times["shared_bytes"]
+        own["tensor"] = waited = hgmma = 0.0
+        loads = 0.0
+        for b in region.blocks:
+            counts, moved = blocks[b]
+            own["tensor"] += runs[b] * product_cycles(counts.products, roof)
+            own["shared"] += runs[b] * (counts.operand_bytes + counts.async_bytes) / 32
+            waited += runs[b] * product_cycles(
+                [p for p in counts.products if p[0] == "HGMMA"], roof
+            )
+            hgmma += runs[b] * counts.hgmma
+            each = sum(M * N * K * n / (4 if kind == "HGMMA" else 1)
+                       for kind, M, N, K, n in counts.products)  # fmt: skip
+            multiply_adds += runs[b] * ptx.num_warps * each
+            bytes_moved += runs[b] * (ptx.num_warps * (moved.loaded + moved.stored) + moved.bulk)
+            loads += runs[b] * bool(moved.loaded and region.is_loop)
+        waits = _scale(region.counts.waits * hgmma, region.counts.hgmma, 0.0)
+        busiest = max(n if unit != "tensor" else n - waited for unit, n in own.items())
+        trips = max((runs[b] for b in region.blocks), default=0.0)
+        spent = busiest + waited + WAIT * waits
+        spent += BARRIER * region.counts.barriers * times["barriers"]
+        if region.is_loop and any(blocks[b][1].copied or blocks[b][1].bulk for b in region.blocks):
+            ahead = max(num_stages - 1, 0) * spent * max(resident, 1) / max(trips, 1.0)
+            spent += trips * max(0.0, LATENCY - ahead)
+        chain += spent + LATENCY * loads
+        cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}
+    return Work(cycles, chain, multiply_adds, bytes_moved, guessed)
+
+
+class Modelled(NamedTuple):
+    """A launch's modelled time. Not a measurement."""
+
+    us: float
+    bound: str
+    parts: dict[str, float]  # microseconds of each unit, of the chain, L2 and HBM
+    multiply_adds: float  # of the whole launch, padding included
+    guessed: bool
+
+
+def launch_time(
+    done: Work, roof: Roof, *, programs: int, num_warps: int, resident: int, tensor_bytes: float
+) -> Modelled:
+    """The modelled time of a launch.
+
+    Args:
+        programs: of the grid; `resident` of them fit on an SM at once.
+        tensor_bytes: of the tensors that it reads and writes.
+    """
+    us = 1e-3 / roof.ghz  # of a cycle
+    warps = math.ceil(programs / roof.num_sms) * num_warps / 4  # of the busiest SM's sub-cores
+    parts = {unit: us * n * warps for unit, n in done.cycles.items()}
+    parts["chain"] = us * done.chain * math.ceil(programs / (roof.num_sms * max(resident, 1)))
+    parts["L2"] = us * programs * done.bytes_moved / roof.l2
+    parts["HBM"] = tensor_bytes / roof.hbm * 1e-3
+    total = sum(part**NORM for part in parts.values()) ** (1 / NORM)
+    return Modelled(
+        LAUNCH + total, bound(parts), parts, programs * done.multiply_adds, done.guessed
+    )

@@ -1,0 +1,88 @@
+"""A compiled kernel's code in the forms that tell something: TTGIR, PTX, SASS, and ptxas's remarks.
+
+SASS and remarks are made once and kept beside the kernel in Triton's cache, under its hash.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..runtime.triton import triton
+from . import sass
+from .ptx import Ptx
+
+
+@dataclass(eq=False)
+class Code:
+    """What became of one kernel for an NVIDIA GPU."""
+
+    ttgir: str
+    ptx: str
+    disassembly: str
+    remarks: str  # of ptxas -v
+    num_warps: int  # of a program, those that warp specialisation adds included
+    num_stages: int
+
+    @cached_property
+    def instructions(self) -> list[sass.Instruction]:
+        return sass.instructions(self.disassembly)
+
+    @cached_property
+    def loops(self) -> list[sass.Loop]:
+        return sass.loops(self.instructions)
+
+    @cached_property
+    def blocks(self) -> Ptx:
+        return Ptx(self.ptx)
+
+
+def code_of(compiled: Any, num_warps: int, remarks: str) -> Code:
+    """The code of a kernel that Triton compiled; `remarks` are "" where its cache had it."""
+    return Code(
+        ttgir=compiled.asm["ttgir"],
+        ptx=compiled.asm["ptx"],
+        disassembly=_kept(compiled, "sass", lambda: _disassemble(compiled.asm["cubin"])),
+        remarks=_kept(compiled, "ptxas", lambda: remarks or _assemble(compiled)),
+        num_warps=num_warps,
+        num_stages=compiled.metadata.num_stages,
+    )
+
+
+def _kept(compiled: Any, kind: str, make: Callable[[], str]) -> str:
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(compiled.hash)
+    name = f"{compiled.metadata.name}.{kind}"
+    path = cache.get_file(name)
+    if path is not None:
+        return Path(path).read_text()
+    text = make()
+    cache.put(text, name, binary=False)
+    return text
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _assemble(compiled: Any) -> str:
+    """ptxas's remarks, from a second run with the options that Triton gives it."""
+    arch = compiled.metadata.target.arch
+    tool = triton.knobs.nvidia.ptxas_blackwell if arch >= 100 else triton.knobs.nvidia.ptxas
+    options = ["-lineinfo", "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"]
+    options += [] if compiled.metadata.enable_fp_fusion else ["--fmad=false"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"])
+        command = [tool.path, *options, str(source), "-o", str(source.with_suffix(".o"))]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr

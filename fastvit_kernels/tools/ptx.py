@@ -1,0 +1,381 @@
+"""Reads PTX: its blocks, how often a launch runs each, and what its warps do there.
+
+PTX keeps what SASS hides: a scalar program that decides the branches. `executions` runs only those
+instructions, for one thread of one program, so the trip count of every loop comes from the code
+and the launch's arguments. What depends on memory or on floating point is unknown: a branch on it
+falls through, and a loop that ends so counts as guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from .sass import Counts
+
+MAX_STEPS = 2_000_000
+Registers = dict[str, "int | None"]
+
+
+class Op(NamedTuple):
+    """One instruction; `guard` is its predicate, with "!" in front where it is negated."""
+
+    guard: str
+    name: str  # "add.s32"
+    operands: tuple[str, ...]
+
+
+@dataclass
+class Block:
+    """Instructions that run together, from a label or a branch to the next."""
+
+    label: str
+    ops: list[Op] = field(default_factory=list)
+
+
+_STATEMENT = re.compile(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_LABEL = re.compile(r"([\w$]+):")
+_REGISTER = re.compile(r"%[a-z]+\d+")
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """Split at the commas that are not inside braces or brackets."""
+    parts, depth, start = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return (*parts, text[start:].strip()) if text.strip() else ()
+
+
+class Run(NamedTuple):
+    """What one thread of one program does."""
+
+    blocks: list[int]  # how often it runs each
+    copied: int  # bytes, by cp.async
+    guessed: bool  # the end of a loop is not known
+
+
+class Ptx:
+    """One kernel's PTX as blocks in program order."""
+
+    def __init__(self, text: str):
+        _, _, body = text.partition(".entry ")
+        signature, _, body = body.partition("{")
+        self.parameters = re.findall(r"\.param (\S+) .*?(\w+_param_\d+)", signature)
+        threads = re.search(r"\.reqntid (\d+)", signature)
+        self.num_warps = int(threads[1]) // 32 if threads else 0
+        self.blocks = [Block("")]
+        body = re.sub(r"//[^\n]*|^\s*\.(?:loc|pragma|file|section)[^\n]*", "", body, flags=re.M)
+        body = re.sub(r"^\$L__tmp\d+:$", "", body, flags=re.M)  # places of line numbers
+        for piece in body.split(";"):
+            self._add(piece)
+
+    def _add(self, text: str) -> None:
+        text = text.strip().lstrip("{}").strip()
+        while match := _LABEL.match(text):
+            self.blocks.append(Block(match[1]))
+            text = text[match.end() :].strip().lstrip("{}").strip()
+        match = _STATEMENT.fullmatch(text)
+        if match is None:  # declarations
+            return
+        op = Op(match[1] or "", match[2], _operands(match[3]))
+        self.blocks[-1].ops.append(op)
+        if op.name.startswith("bra") or op.name in ("ret", "exit"):
+            self.blocks.append(Block(""))
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Label -> number of its block."""
+        return {block.label: i for i, block in enumerate(self.blocks) if block.label}
+
+    @cached_property
+    def loops(self) -> list[tuple[int, int]]:
+        """(first, last) block of each loop, by back edges, in the order of their heads."""
+        ends: dict[int, int] = {}
+        for i, block in enumerate(self.blocks):
+            for op in block.ops:
+                target = self.place.get(op.operands[0]) if op.name.startswith("bra") else None
+                if target is not None and target <= i:
+                    ends[target] = max(i, ends.get(target, 0))
+        return sorted(ends.items())
+
+    @cached_property
+    def _deciding(self) -> list[list[Op]]:
+        """The ops of each block that bear on a branch."""
+        writers: dict[str, list[Op]] = {}
+        for block in self.blocks:
+            for op in block.ops:
+                for name in _written(op):
+                    writers.setdefault(name, []).append(op)
+        wanted: set[str] = set()
+        open_ = [
+            op.guard.lstrip("!")
+            for block in self.blocks
+            for op in block.ops
+            if op.guard and (op.name.startswith("bra") or op.name in ("ret", "exit"))
+        ]
+        open_ += [
+            op.operands[3] for block in self.blocks for op in block.ops if _is_partial_copy(op)
+        ]
+        while open_:
+            name = open_.pop()
+            if name in wanted:
+                continue
+            wanted.add(name)
+            for op in writers.get(name, ()):
+                if not _is_scalar(op):
+                    continue
+                open_ += _REGISTER.findall(" ".join(op.operands[1:]))
+                open_ += [op.guard.lstrip("!")] if op.guard else []
+        return [
+            [
+                op
+                for op in block.ops
+                if op.name.startswith("bra")
+                or op.name in ("ret", "exit")
+                or op.name.startswith("cp.async.c")
+                or any(name in wanted for name in _written(op))
+            ]
+            for block in self.blocks
+        ]
+
+    def executions(
+        self, arguments: Sequence[int | None], program: Sequence[int], grid: Sequence[int],
+        thread: int = 0,
+    ) -> Run:  # fmt: skip
+        """How often one program of a launch runs each block, by one of its threads.
+
+        Args:
+            arguments: of the kernel, in order; None for one that is not an integer.
+            program, grid: program ids and their numbers, up to three.
+        """
+        known: dict[str, int | None] = {
+            name: value for (_, name), value in zip(self.parameters, arguments, strict=False)
+        }
+        for axis, i, n in zip("xyz", (*program, 0, 0), (*grid, 1, 1), strict=False):
+            known |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": n}
+        known |= {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": thread % 32}
+        known |= {"%ntid.x": 32 * self.num_warps, "%clusterid.x": program[0]}
+        registers: Registers = {}
+        counts = [0] * len(self.blocks)
+        at, steps, copied, guessed = 0, 0, 0, False
+        while at < len(self.blocks):
+            counts[at] += 1
+            steps += 1 + len(self._deciding[at])
+            if steps > MAX_STEPS:
+                return Run(counts, copied, True)
+            following = at + 1
+            for op in self._deciding[at]:
+                holds = True
+                if op.guard:
+                    value = registers.get(op.guard.lstrip("!"))
+                    if value is None and op.name.startswith(("bra", "ret", "exit")):
+                        back = self.place.get(op.operands[0], 0) <= at if op.operands else False
+                        guessed, holds = guessed or back, False
+                    else:
+                        holds = value is not None and bool(value) != op.guard.startswith("!")
+                if op.name.startswith("bra"):
+                    if holds:
+                        following = self.place[op.operands[0]]
+                        break
+                elif op.name.startswith("cp.async.c"):
+                    if holds and len(op.operands) > 2:
+                        partial = registers.get(op.operands[3]) if _is_partial_copy(op) else None
+                        copied += int(op.operands[2], 0) if partial is None else partial
+                elif op.name in ("ret", "exit"):
+                    if holds:
+                        return Run(counts, copied, guessed)
+                elif op.guard and registers.get(op.guard.lstrip("!")) is None:
+                    registers |= dict.fromkeys(_written(op))
+                elif holds:
+                    _run(op, registers, known)
+            at = following
+        return Run(counts, copied, guessed)
+
+
+def _is_partial_copy(op: Op) -> bool:
+    """A cp.async with a size of its own: 0 where the load is masked."""
+    return (
+        op.name.startswith("cp.async.c") and len(op.operands) > 3 and op.operands[3][:1] == "%"
+    )  # fmt: skip
+
+
+def _is_scalar(op: Op) -> bool:
+    """Whether `_value` may know the result from known operands."""
+    return op.name.split(".")[0] in _SCALAR and (
+        not op.name.startswith("ld") or op.name.startswith("ld.param")
+    )
+
+
+def _written(op: Op) -> list[str]:
+    if not op.operands or op.name.startswith(("st.", "bra", "bar", "red.", "cp.")):
+        return []
+    return _REGISTER.findall(op.operands[0])
+
+
+_WIDTH = re.compile(r"\.([subf])(8|16|32|64)\b")
+_COMPARE = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "lo": lambda a, b: a < b, "ls": lambda a, b: a <= b, "hi": lambda a, b: a > b,
+    "hs": lambda a, b: a >= b,
+}  # fmt: skip
+
+
+def _quotient(a: int, b: int) -> int | None:
+    return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _remainder(a: int, b: int) -> int | None:
+    return None if b == 0 else abs(a) % abs(b) * (-1 if a < 0 else 1)
+
+
+_BINARY = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "div": _quotient, "rem": _remainder, "min": min, "max": max,
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "shl": lambda a, b: a << min(b, 64), "shr": lambda a, b: a >> min(b, 64),
+}  # fmt: skip
+_SCALAR = {*_BINARY, "ld", "selp", "mov", "cvta", "cvt", "setp", "not", "neg", "abs", "bfe", "mad"}
+
+
+def _signed(value: int | None, bits: int, signed: bool) -> int | None:
+    if value is None:
+        return None
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if signed and value >> (bits - 1) else value
+
+
+def _run(op: Op, registers: Registers, known: Mapping[str, int | None]) -> None:
+    """Evaluate one integer instruction; what it cannot evaluate becomes unknown."""
+    names = _written(op)
+    value = _value(op, registers, known) if len(names) == 1 else None
+    registers |= dict.fromkeys(names, value)
+
+
+def _value(op: Op, registers: Registers, known: Mapping[str, int | None]) -> int | None:
+    kind, *modifiers = op.name.split(".")
+    types = _WIDTH.findall(op.name)
+    predicate = op.name.endswith(".pred")
+    if (not types and not predicate) or (types and types[-1][0] == "f"):
+        return None
+    signed, bits = (False, 1) if predicate else (types[-1][0] == "s", int(types[-1][1]))
+
+    def read(text: str, wide: int = bits) -> int | None:
+        text = text.strip("[] ")
+        if text.startswith("%") and text not in known:
+            return _signed(registers.get(text), wide, signed)
+        if text in known:
+            return known[text]
+        try:
+            return int(text, 0)
+        except ValueError:
+            return None
+
+    sources = op.operands[1:]
+    if kind == "ld":
+        return read(sources[0]) if "param" in modifiers else None
+    if kind == "selp":
+        chosen = registers.get(sources[2])
+        return None if chosen is None else read(sources[0 if chosen else 1])
+    values = [read(source) for source in sources]
+    if any(value is None for value in values):
+        return None
+    a, *rest = (value for value in values if value is not None)
+    if kind == "mov" or kind == "cvta":
+        return a
+    if kind == "cvt":
+        return a
+    if kind == "setp":
+        return int(_COMPARE[modifiers[0]](a, rest[0])) if len(modifiers) == 2 else None
+    if kind == "not":
+        return ~a & ((1 << bits) - 1)
+    if kind in ("neg", "abs"):
+        return -a if kind == "neg" else abs(a)
+    if kind == "bfe":
+        return (a >> rest[0]) & ((1 << rest[1]) - 1) if not signed else None
+    if kind == "mad" and "hi" not in modifiers:
+        return a * rest[0] + rest[1]
+    if kind in _BINARY and "hi" not in modifiers and len(rest) == 1:
+        return _BINARY[kind](a, rest[0])
+    return None
+
+
+_WGMMA = re.compile(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)")
+_MMA = re.compile(r"mma\.sync\S*\.m(\d+)n(\d+)k(\d+)")
+_VECTOR = re.compile(r"(?:\.v(\d))?\.[subf](\d+)$")
+_SPECIAL = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
+_FLOAT = {"add", "sub", "mul", "fma"}
+
+
+class Traffic(NamedTuple):
+    """What a block asks of memory outside its SM: bytes a warp, and bytes a program by TMA."""
+
+    loaded: int
+    copied: int  # by cp.async
+    stored: int
+    bulk: int  # of a program: what its barriers expect
+
+
+def _moved(name: str) -> int:
+    """Bytes a warp moves by one ld or st."""
+    match = _VECTOR.search(name)
+    return 4 * int(match[1] or 1) * int(match[2]) if match else 128
+
+
+def traffic(ops: Sequence[Op]) -> Traffic:
+    copies = [op for op in ops if op.name.startswith("cp.async.c") and len(op.operands) > 2]
+    expected = [op.operands[-1] for op in ops if "expect_tx" in op.name]
+    return Traffic(
+        sum(_moved(op.name) for op in ops if op.name.startswith("ld.global")),
+        sum(32 * int(op.operands[2], 0) for op in copies),
+        sum(_moved(op.name) for op in ops if op.name.startswith("st.global")),
+        sum(int(text, 0) for text in expected if text[:1].isdigit()),
+    )
+
+
+def count(ops: Sequence[Op]) -> Counts:
+    """What one warp does where it runs these instructions once, by the classes of sass.count."""
+    products: Counter[tuple[str, int, int, int]] = Counter()
+    special = fp32 = integer = shared = operand_bytes = 0
+    for op in ops:
+        kind = op.name.split(".")[0]
+        if match := _WGMMA.match(op.name):
+            M, N, K = (int(size) for size in match.groups())
+            products["HGMMA", M, N, K] += 1
+            from_registers = op.operands[1].startswith("{")
+            operand_bytes += (N + M * (not from_registers)) * 32 // 4  # a row of K is 32 bytes
+        elif match := _MMA.match(op.name):
+            M, N, K = (int(size) for size in match.groups())
+            products["HMMA", M, N, K] += 1
+        elif kind in _SPECIAL:
+            special += 1
+        elif kind == "div" and op.name.endswith("f32"):
+            special, fp32 = special + 1, fp32 + 1
+        elif kind in _FLOAT and op.name.endswith("f32"):
+            fp32 += 1
+        elif op.name.startswith(("ld.shared", "st.shared")):
+            shared += _moved(op.name)
+        elif op.name.startswith(("ldmatrix", "stmatrix")):
+            shared += 128 * int(op.name.partition(".x")[2][:1] or 1)
+        elif kind in _SCALAR | {"lop3", "prmt", "shf", "bfi", "mul24", "min", "max"}:
+            integer += kind not in ("ld", "mov", "cvta")
+    return Counts(
+        instructions=len(ops),
+        products=tuple((*shape, n) for shape, n in sorted(products.items())),
+        special=special,
+        fp32=fp32,
+        integer=integer,
+        shared_bytes=shared,
+        async_bytes=traffic(ops).copied,
+        bulk_copies=sum(op.name.startswith("cp.async.bulk.tensor") for op in ops),
+        barriers=sum(op.name.startswith(("bar.sync", "barrier.sync")) for op in ops),
+        waits=sum(op.name.startswith("wgmma.wait") for op in ops),
+        operand_bytes=operand_bytes,
+    )

@@ -1,0 +1,191 @@
+"""Ranks the launch configs that ship by the model of loop_model.py, at the shapes of a ViT.
+
+A case is one call of an op, forward and backward. It is traced with the defaults, which shows the
+decisions that it takes; then once for every other config that fits each of them. The figure is the
+modelled time of the whole call, library products included, so that a config that changes its
+neighbours' work is charged for it. A model, not a measurement.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ops.attention.functions import attention
+from ..ops.layer_norm import layer_norm_and_input
+from ..ops.linear import linear
+from ..ops.mlp import mlp
+from ..ops.patch_embed.functions import patch_embed
+from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
+from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
+from .loop_model import LAUNCH, NORM, ROOFS, START, Modelled, Roof, launch_time, work
+from .useful import useful_products
+
+Step = Callable[[], Any]
+SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
+
+
+def steps(size: str, T: int, batch: int) -> dict[str, Step]:
+    """One call of each op of a ViT of this size with T tokens, under bf16 autocast."""
+    C, H = SIZES[size]
+    half = torch.bfloat16
+
+    def run(function: Callable[..., Any], *inputs: Any, **others: Any) -> None:
+        for x in (*inputs, *others.values()):
+            if isinstance(x, torch.Tensor):
+                x.requires_grad_()
+        with torch.autocast("cpu", half):
+            result = function(*inputs, **others)
+        outputs = result if isinstance(result, tuple) else (result,)
+        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+    def x() -> torch.Tensor:
+        return torch.empty(batch, T, C, dtype=half)
+
+    def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.empty(shape) for shape in shapes]
+
+    side = math.isqrt(T - 1)
+    return {
+        "attention": lambda: run(attention, torch.empty(batch, T, 3, H, C // H, dtype=half)),
+        "mlp": lambda: run(
+            mlp, x(), *parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,)), residual=x().float()
+        ),
+        "proj": lambda: run(linear, x(), *parameters((C, C), (C,)), residual=x().float()),
+        "layer_norm": lambda: run(
+            functools.partial(layer_norm_and_input, out_dtype=half), x().float(),
+            *parameters((C,), (C,)),
+        ),
+        "patch_embed": lambda: run(
+            patch_embed, torch.empty(batch, 3, 16 * side, 16 * side),
+            *parameters((C, 3, 16, 16), (C,)), prefix_tokens=torch.empty(1, T - side**2, C),
+            pos_embed=torch.empty(1, T, C),
+        ),
+    }  # fmt: skip
+
+
+def library_time(call: LibraryCall, roof: Roof) -> float:
+    """Microseconds of a library call, modelled: tiles of 128 x 256 at the tensor cores' rate."""
+    moved = call.tensor_bytes / roof.hbm * 1e-3
+    if not call.K:
+        return LAUNCH + moved
+    waves = math.ceil(math.ceil(call.M / 128) * math.ceil(call.N / 256) / roof.num_sms)
+    cycles = waves * (128 * 256 * call.K / (4 * (roof.hgmma or roof.hmma)) + START)
+    return LAUNCH + (moved**NORM + (cycles * 1e-3 / roof.ghz) ** NORM) ** (1 / NORM)
+
+
+class Timed(NamedTuple):
+    """A launch and what the model says of it."""
+
+    launch: Launch
+    modelled: Modelled
+    useful: float | None  # useful multiply-adds over those done
+
+
+@functools.lru_cache(maxsize=4096)
+def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int) -> Modelled:
+    launch, roof = _LAUNCHES[key], ROOFS[arch]
+    code, kernel = launch.code, launch.kernel
+    assert code is not None
+    resident = (kernel.warps_per_sm or 0) // code.num_warps
+    done = work(
+        code.instructions, code.blocks, integers, grid, roof, code.num_stages, resident
+    )  # fmt: skip
+    return launch_time(
+        done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
+        tensor_bytes=moved,
+    )  # fmt: skip
+
+
+_LAUNCHES: dict[str, Launch] = {}  # one of each kernel, for _modelled
+
+
+def timed(launch: Launch) -> Timed:
+    """The modelled time of a launch on a GPU that ROOFS lists."""
+    kernel = launch.kernel
+    _LAUNCHES.setdefault(kernel.key, launch)
+    modelled = _modelled(kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes)
+    useful = useful_products(kernel.kernel, launch.arguments)
+    done = modelled.multiply_adds
+    return Timed(launch, modelled, useful / done if useful and done else None)
+
+
+def trace_time(trace: Trace, arch: str) -> tuple[float, list[Timed]]:
+    """Modelled microseconds of a whole trace, and its launches."""
+    launches = [timed(launch) for launch in trace.launches]
+    library = sum(library_time(call, ROOFS[arch]) for call in trace.library)
+    return library + sum(one.modelled.us for one in launches), launches
+
+
+class Row(NamedTuple):
+    """One config of a ranking; `launches` are those of the table's own kernel."""
+
+    config: Any
+    us: float  # of the whole call
+    launches: list[Timed]
+    error: str = ""  # why it does not compile
+
+
+class Ranking(NamedTuple):
+    case: str
+    choice: Choice
+    default: Any
+    rows: list[Row]  # by modelled time
+
+
+@contextmanager
+def chosen(table: ConfigTable[Any], key: tuple[Any, ...], config: Any) -> Iterator[None]:
+    """Inside, the table gives this config for this key alone."""
+    former = table.default
+    table.default = lambda gpu, *k: config if k == key else former(gpu, *k)
+    try:
+        with forced(table.name, None):  # and forget what was chosen before
+            yield
+    finally:
+        table.default = former
+
+
+def rank(
+    case: str, step: Step, target: Target, tables: Sequence[str], seen: set[Choice]
+) -> Iterator[Ranking]:
+    """A ranking for each decision that the step takes and that is not in `seen`.
+
+    Args:
+        tables: names of config tables; empty for all.
+    """
+    with recording() as choices:
+        trace_step(step, target)
+    tables = tables or list(TABLES)
+    for choice in list(choices):
+        if choice.table not in tables or choice in seen:
+            continue
+        seen.add(choice)
+        table = TABLES[choice.table]
+        configs = table.candidates(choice.gpu, *choice.key)
+        rows = [_row(step, target, table, choice, config) for config in configs]
+        yield Ranking(case, choice, configs[0], sorted(rows, key=lambda row: row.us))
+
+
+def _row(step: Step, target: Target, table: ConfigTable[Any], choice: Choice, config: Any) -> Row:
+    try:
+        with chosen(table, choice.key, config):
+            us, launches = trace_time(trace_step(step, target), target.name)
+    except CompileError as error:
+        return Row(config, math.inf, [], str(error).splitlines()[0])
+    own = [one for one in launches if _belongs(one.launch, choice)]
+    if any(one.modelled.guessed for one in own):
+        return Row(config, math.inf, [], "not modelled: its loops end by values in memory")
+    return Row(config, us, own)
+
+
+def _belongs(launch: Launch, choice: Choice) -> bool:
+    """Whether this is the launch that the choice is about."""
+    given, (kernel, key) = launch.arguments, (choice.table, choice.key)
+    if kernel == "linear_fwd" and launch.kernel.kernel == kernel:
+        return (given["N"], given["K"]) == key[1:3]
+    return launch.kernel.kernel.startswith(kernel)

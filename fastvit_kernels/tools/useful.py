@@ -1,0 +1,39 @@
+"""The multiply-adds that the mathematics of a launch asks for: what is over is padding or repeated.
+
+Each rule reads a launch's own arguments, by the names that the kernels give them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Arguments = dict[str, Any]  # by name; tensors as (shape, dtype)
+
+
+def _attention(products: int) -> Callable[[Arguments], float]:
+    """`products` of queries and keys for each head: (T_q, T_kv, D)."""
+
+    def rule(a: Arguments) -> float:
+        lse = math.prod(a["lse_ptr"][0])  # B H T_q
+        share = 0.5 * (1 + 1 / a["T_kv"]) if a["IS_CAUSAL"] else 1.0
+        return products * lse * a["T_kv"] * a["D"] * share
+
+    return rule
+
+
+USEFUL: dict[str, Callable[[Arguments], float]] = {
+    "attention_fwd": _attention(2),
+    "attention_bwd_one_pass": _attention(5),
+    "attention_bwd_dq": _attention(3),
+    "attention_bwd_dkdv": _attention(4),
+    "linear_fwd": lambda a: a["M"] * a["N"] * a["K"],
+    "mlp_bwd_hidden": lambda a: a["M"] * a["F"] * a["N"],
+}
+
+
+def useful_products(kernel: str, arguments: Arguments) -> float | None:
+    """Multiply-adds that a launch of this kernel is for; None where no rule is listed."""
+    rule = USEFUL.get(kernel)
+    return None if rule is None else float(rule(arguments))
