@@ -175,23 +175,23 @@ def launch_linear_fwd(
     if not (activation or scaled or residual is not None):
         return gemm.product_with_bias(x, weight, bias), None
     M = x.numel() // K
+    rows = x.reshape(M, K)
     config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
-    if config.route == "library":
-        z = gemm.product_with_bias(x, weight, bias)
+    plan = tile_plan(config, rows, weight, transposed=True)
+    if plan is None:
+        z = gemm.product_with_bias(rows, weight, bias).view(*x.shape[:-1], N)
         if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
             return z.add_(residual), None
         y = torch.empty_like(z, dtype=out_dtype)
         apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
         return y, z if save_z else None
-    rows = x.reshape(M, K)
     y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
     z = torch.empty_like(y, dtype=x.dtype) if save_z else None
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(x):
         tile_launch(
-            tile_plan(config, rows, weight, transposed=True), _linear_fwd_kernel,
-            y, z, rows, weight, contiguous(bias), *pointers, M, N, K, sizes[0],
-            *rows.stride(), *weight.stride(), sizes[1],
+            plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias), *pointers,
+            M, N, K, sizes[0], *rows.stride(), *weight.stride(), sizes[1],
             ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
         )  # fmt: skip
     return y, z

@@ -152,7 +152,8 @@ def _hidden_gradient(
     a, b = input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
     config = HIDDEN_CONFIGS.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
-    if config.route == "library":
+    plan = tile_plan(config, a, b)
+    if plan is None:
         dact = gemm.matmul(a, b)
         return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
     dz = torch.empty_like(z)
@@ -160,8 +161,8 @@ def _hidden_gradient(
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
     with torch.cuda.device_of(z):
         tile_launch(
-            tile_plan(config, a, b), _mlp_bwd_hidden_kernel,
-            dz, act, partial, a, b, z, M, F, N, *a.stride(), *b.stride(),
+            plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
+            M, F, N, *a.stride(), *b.stride(),
             ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
         )  # fmt: skip
     return dz, partial

@@ -7,6 +7,7 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, dtype_id, rand
 
+from fastvit_kernels.ops import linear as linear_module
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FWD_CONFIGS,
@@ -16,8 +17,10 @@ from fastvit_kernels.ops.common.gemm_configs import (
     PERSISTENT,
     SHIPPED,
     SMALL,
-    TMA,
-    WIDE,
+    TMA_ARCHS,
+    TMA_PAIR,
+    TMA_SMALL,
+    TMA_TILE,
     WIDE_TMA,
     forced_route,
     gemm_key,
@@ -37,7 +40,7 @@ GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
 
 
 def _id(config):
-    marks = zip(("tma", "flat", "ws"), config[8:], strict=True)
+    marks = zip(("tma", "flat", "ws"), config[8:11], strict=True)
     words = [f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}"]
     words += [f"s{config.num_stages}", f"p{config.programs_per_sm}", f"t{config.subtiles}"]
     return "-".join(words + [mark for mark, on in marks if on])
@@ -109,7 +112,7 @@ def test_gemm_configs_of_mlp(config, recompute):
         _check_twice(lambda **kw: mlp(**kw, recompute=recompute), mlp_ref, inputs)
 
 
-@pytest.mark.parametrize("config", [PERSISTENT, TMA], ids=_id)
+@pytest.mark.parametrize("config", [PERSISTENT, TMA_PAIR], ids=_id)
 @pytest.mark.parametrize("K", [1, 63, 64, 65, 129])
 def test_gemm_tails_of_k(config, K):
     with forced("linear_fwd", config):
@@ -139,8 +142,8 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
     base = rand(64 * 4 * step + 1, dtype=dtype, grad=False)
 
     def by_tma(a, b, transposed=False):
-        options = gemm.tile_plan(TMA, a, b, transposed=transposed).options
-        return options["DESCRIPTORS"], options["B_K_LAST"]
+        plan = gemm.tile_plan(TMA_PAIR, a, b, transposed=transposed)
+        return plan and (plan.options["DESCRIPTORS"], plan.options["B_K_LAST"])
 
     assert by_tma(a, b) == (True, False)
     assert by_tma(a, weight.t()) == by_tma(a, weight, transposed=True) == (True, True)
@@ -151,16 +154,29 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
         a.t().contiguous().t(),  # columns contiguous
         a[:1].expand(64, -1),  # a row stride of 0
     ):
-        assert by_tma(other, b) == (False, False)
+        assert by_tma(other, b) is None
 
 
-def test_gemm_pointers_take_the_place_of_descriptors():
+def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
+    """No pointers take the place of descriptors: on sm_90 wgmma would race with cp.async."""
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
-    for config in (TMA, WIDE_TMA, HOPPER_WS):
-        options = gemm.tile_plan(config, x, weight, transposed=True).options
-        assert not (options["DESCRIPTORS"] or options["WARP_SPECIALIZE"] or options["FLATTEN"])
-        assert options["num_warps"] == 8 and options["BLOCK_N"] == config.block_n
-        assert options["SUBTILES"] >= 2
+    for config in (LIBRARY, TMA_PAIR, WIDE_TMA, HOPPER_WS):
+        assert gemm.tile_plan(config, x, weight, transposed=True) is None
+    monkeypatch.setattr(linear_module, "tile_launch", None)
+    with forced("linear_fwd", TMA_PAIR):
+        y = linear(x, weight, activation="gelu")
+    torch.testing.assert_close(y, linear_ref(x, weight, activation="gelu"))
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
+def test_gemm_tiles_come_by_tma_or_by_pointers(gpu):
+    for table in TABLES:
+        for config in table.configs:
+            fits = table.fits(
+                gpu, config, 16384, 768, 768, "fp32" if config.block_k == 32 else "bf16"
+            )
+            if fits and config.route == "triton":
+                assert config.descriptors == (gpu.arch in TMA_ARCHS), config
 
 
 def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
@@ -180,7 +196,7 @@ def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
 
     def in_a_context_of_its_own():
         triton.set_allocator(users)
-        gemm.tile_launch(gemm.tile_plan(TMA, a, b), Kernel())
+        gemm.tile_launch(gemm.tile_plan(TMA_PAIR, a, b), Kernel())
         gemm.tile_launch(gemm.tile_plan(PERSISTENT, a, b), Kernel())
 
     context = contextvars.copy_context()
@@ -202,11 +218,15 @@ def test_gemm_rule_gives_configs_that_ship_and_fit(gpu):
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_CONFIGS.choose
-    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE
+    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
-    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == WIDE
-    assert choose(on["sm_90"], 256, 768, 192, "bf16") == SMALL
+    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == TMA_PAIR
+    assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    assert HIDDEN_CONFIGS.choose(on["sm_90"], 65536, 3072, 768, "bf16") == LIBRARY
+    assert HIDDEN_CONFIGS.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    with forced_route("triton"):
+        assert HIDDEN_CONFIGS.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY
@@ -217,4 +237,5 @@ def test_gemm_shipped_entries_say_where_they_come_from():
     for (arch, *key), (config, source) in SHIPPED.items():
         assert source, key
         assert config in FWD_CONFIGS.configs and FWD_CONFIGS.fits(archs[arch], config, *key)
-        assert config in HIDDEN_CONFIGS.configs
+        hidden = HIDDEN_CONFIGS.default(archs[arch], *key)
+        assert hidden in HIDDEN_CONFIGS.configs and HIDDEN_CONFIGS.fits(archs[arch], hidden, *key)

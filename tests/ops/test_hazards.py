@@ -265,10 +265,15 @@ def patches():
         y = fk.patch_embed(images, weight, parameter(768), pos_embed=pos)
     y.backward(torch.empty_like(y))
 
+def patches_of_one_dtype():
+    images = parameter(64, 3, 224, 224)
+    fk.patch_embed(images, parameter(768, 3, 16, 16)).backward(parameter(64, 196, 768))
+
 steps = [
     norm, attend(8, 197, 12, 64), attend(8, 577, 12, 64), attend(8, 197, 12, 80),
     attend(256, 50, 12, 32), attend(2, 197, 3, 64, torch.float32),
     attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False), mlp(True), narrow, patches,
+    patches_of_one_dtype,
 ]
 asked = []
 for step in steps:
@@ -481,6 +486,52 @@ def test_no_tma_store(compiled):
     assert not stores, [str(kernel) for kernel in stores]
     copies = [k for k in compiled if "cp.async" in k.ptx]
     assert len(copies) > 10  # the pattern's other half is there: this is the IR we think it is
+
+
+def unfenced_wgmma(ptx: str) -> list[str]:
+    """The wgmma that may read what cp.async wrote without a proxy fence between."""
+    unfenced, waited = [], False
+    for line in ptx.splitlines():
+        if "cp.async.wait_" in line:
+            waited = True
+        elif "fence.proxy.async" in line:
+            waited = False
+        elif "wgmma.mma_async" in line and waited:
+            unfenced.append(line.strip()[:60])
+    return unfenced
+
+
+# Their K, V, q and dout come by cp.async; equal bits of repeated runs must show that no race
+# follows: test_all_configs.py.
+UNFENCED_BEFORE_3_7_1 = {
+    "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_one_pass",
+}  # fmt: skip
+
+
+def test_wgmma_reads_what_cp_async_wrote_behind_a_fence(compiled):
+    """cp.async writes through the generic proxy, wgmma reads through the async one: triton #9610,
+    #10537. GEMMs take TMA on sm_90; patch_embed and narrow_mlp have an operand from registers,
+    whose fence serves both."""
+    wrong = [k for k in compiled if unfenced_wgmma(k.ptx) and k.name not in UNFENCED_BEFORE_3_7_1]
+    assert not wrong, [str(kernel) for kernel in wrong]
+    fenced = {k.name for k in compiled if "cp.async.wait_" in k.ptx and "wgmma" in k.ptx}
+    assert {"patch_embed_fwd", "patch_embed_bwd_weight", "narrow_mlp_fwd"} <= fenced
+    by_tma = {k.name for k in compiled if "cp.async.bulk.tensor" in k.ptx and "wgmma" in k.ptx}
+    assert by_tma == {"linear_fwd", "mlp_bwd_hidden"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "fenced"),
+    [
+        (("cp.async.wait_group 0x1;", "wgmma.mma_async.sync"), False),
+        (("cp.async.wait_group 0x1;", "fence.proxy.async.shared::cta;", "wgmma.mma_async"), True),
+        (("fence.proxy.async.shared::cta;", "cp.async.wait_group 0x1;", "wgmma.mma_async"), False),
+        (("fence.proxy.tensormap::generic.acquire.gpu", "wgmma.mma_async"), True),
+        (("wgmma.mma_async.sync", "cp.async.wait_group 0x1;"), True),
+    ],
+)
+def test_unfenced_wgmma_are_seen(lines, fenced):
+    assert bool(unfenced_wgmma("\n".join(lines))) != fenced
 
 
 def test_reductions_are_fp32(compiled):

@@ -112,26 +112,32 @@ def _tile_plan(
     if persistent:
         programs = min(programs, config.programs_per_sm * gpu.num_sms)
     tma = config.descriptors
+    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     return TilePlan(programs, dict(
         PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
         FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize, SUBTILES=config.subtiles,
         EVEN_N=tma or N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
         INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
+        **limit,
     ))  # fmt: skip
 
 
-def tile_plan(config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False) -> TilePlan:
+def tile_plan(
+    config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False
+) -> TilePlan | None:
     """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
 
-    A config with descriptors takes pointers where an operand's strides or address forbid TMA.
+    None where the library has to: by its config, or as TMA cannot read an operand.
     """
+    if config.route == "library":
+        return None
     k_axis = 1 if transposed else 0
     b_k_last = b.stride(k_axis) == 1
     if config.descriptors:
         contiguous = k_axis if b_k_last else 1 - k_axis
         if not (_readable_by_tma(a, 1) and _readable_by_tma(b, contiguous)):
-            config = config.with_pointers()
+            return None
     (M, K), N = a.shape, b.shape[1 - k_axis]
     return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, input_precision())
 

@@ -32,14 +32,7 @@ class GemmConfig(NamedTuple):
     descriptors: bool = False  # operands come by TMA
     flatten: bool = False  # one loop over tiles and K: the next tile's loads pass this epilogue
     warp_specialize: bool = False
-
-    def with_pointers(self) -> GemmConfig:
-        """The same tile where TMA cannot read an operand, and so nothing can be specialised."""
-        many = self.block_m * self.block_n >= 128 * 128
-        return self._replace(
-            descriptors=False, flatten=False, warp_specialize=False,
-            num_warps=8 if many else self.num_warps, subtiles=max(self.subtiles, 2 if many else 1),
-        )  # fmt: skip
+    max_registers: int = 0  # a thread may take; 0: as many as the compiler likes
 
     def shared(self, itemsize: int) -> int:
         """An upper bound of the bytes of shared memory; the epilogue's reuse the operands' where
@@ -58,22 +51,34 @@ NARROW = GemmConfig("triton", 128, 64, 64, 8, 3)
 SMALL = GemmConfig("triton", 64, 64, 64, 4, 3)  # where the others leave SMs idle
 PERSISTENT = TILE._replace(programs_per_sm=1)
 FLAT = PERSISTENT._replace(flatten=True)
-WIDE = GemmConfig("triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8)
-TMA = PERSISTENT._replace(descriptors=True)
-WIDE_TMA = WIDE._replace(descriptors=True)
+TILE_64K = TILE._replace(num_stages=2)  # gfx942 has 64 KB
+TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
+SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
+
+# Four parts and 128 registers leave room for two blocks on an SM: one's epilogue runs beside the
+# other's products. At one block (WIDE_TMA) nothing runs beside the epilogue.
+TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
+TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
+TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2)
+TMA_SMALL = SMALL._replace(descriptors=True)
+WIDE_TMA = GemmConfig(
+    "triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8, descriptors=True
+)  # fmt: skip
+TMA_FP32 = TILE_FP32._replace(descriptors=True)
+TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 # What triton 3.6 specialises: on sm_90 4 warps, two nested loops, whole tiles; on sm_100 one loop.
 HOPPER_WS = GemmConfig(
     "triton", 128, 128, 64, 4, 3, programs_per_sm=1, descriptors=True, warp_specialize=True
 )
 BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
-TILE_64K = TILE._replace(num_stages=2)  # gfx942 has 64 KB
-TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
-SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
 
 SHARED_BY_BOTH = (
-    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, WIDE, TMA, WIDE_TMA, TILE_64K, TILE_FP32,
-    SMALL_FP32,
+    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, TILE_64K, TILE_FP32, SMALL_FP32,
+    TMA_TILE, TMA_NARROW, TMA_SMALL, WIDE_TMA, TMA_FP32, TMA_SMALL_FP32,
 )  # fmt: skip
+# Here tiles come by TMA or the product is the library's. Tensor cores read shared memory through
+# the async proxy, cp.async writes it through the generic one, and before 3.7.1 triton puts no
+# fence between the two (triton #9610, #10537). TMA writes through the async proxy.
 TMA_ARCHS = ("sm_90", "sm_100")
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
@@ -89,16 +94,15 @@ _SM_80 = {
     1280: (LIBRARY, LIBRARY, LIBRARY),  # ViT-H
 }
 _SM_90 = {
-    192: (WIDE, NARROW, NARROW),
-    384: (WIDE, PERSISTENT, LIBRARY),
-    768: (WIDE, WIDE, LIBRARY),
-    1024: (WIDE, WIDE, LIBRARY),
+    192: (TMA_PAIR, TMA_NARROW, TMA_NARROW),
+    384: (TMA_PAIR, TMA_PAIR, LIBRARY),
+    768: (TMA_PAIR, TMA_PAIR, LIBRARY),
+    1024: (TMA_PAIR, TMA_PAIR, LIBRARY),
     1280: (LIBRARY, LIBRARY, LIBRARY),
 }
 # (arch, M bucket, N, K, dtype) -> (config, its measurement or "default": not yet measured).
-# M: 64 and 256 images of 197 tokens. TMA, flat loops and specialised warps wait for a measurement
-# and for proof on a GPU: compilers before 3.7.1 leave out fences beside asynchronous copies
-# (triton #9610), and fail an assertion on warp-specialised loops that they do not understand.
+# M: 64 and 256 images of 197 tokens. Flat loops and specialised warps wait for a measurement:
+# triton 3.6 fails an assertion on warp-specialised loops that it does not understand.
 SHIPPED: dict[tuple[str, int, int, int, str], tuple[GemmConfig, str]] = {
     (arch, M, N, K, "bf16"): (config, "default")
     for arch, widths in (("sm_80", _SM_80), ("sm_90", _SM_90))
@@ -115,18 +119,20 @@ def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int,
 
 def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     """The rule for a product that takes the Triton GEMM and is not in SHIPPED."""
-    large = TILE_FP32 if dtype == "fp32" else TILE
-    tiles = -(-M // large.block_m) * -(-N // large.block_n)
-    if tiles < gpu.num_sms:
-        return SMALL_FP32 if dtype == "fp32" else SMALL
+    by_tma = gpu.arch in TMA_ARCHS
+    tile = TILE_FP32 if dtype == "fp32" else TILE
+    few = -(-M // tile.block_m) * -(-N // tile.block_n) < gpu.num_sms
     if dtype == "fp32":
-        return TILE_FP32
+        if few:
+            return TMA_SMALL_FP32 if by_tma else SMALL_FP32
+        return TMA_FP32 if by_tma else TILE_FP32
+    if few:
+        return TMA_SMALL if by_tma else SMALL
     if gpu.arch.startswith("gfx"):
         return TILE_64K
-    if 0 < N % 128 <= 64:
-        return NARROW  # a last column of 128 would be half empty
-    wide = gpu.arch == "sm_90" and N % WIDE.block_n == 0 and tiles >= 4 * gpu.num_sms
-    return WIDE if wide else PERSISTENT
+    if 0 < N % 128 <= 64:  # a last column of 128 would be half empty
+        return TMA_NARROW if by_tma else NARROW
+    return TMA_PAIR if by_tma else PERSISTENT
 
 
 def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
@@ -137,13 +143,24 @@ def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     return triton_tile(gpu, M, N, K, dtype)
 
 
+def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
+    """The same for `_mlp_bwd_hidden_kernel`, whose sums over rows spill in TMA_PAIR."""
+    tile = triton_tile(gpu, M, N, K, dtype)
+    return TMA_TILE if tile == TMA_PAIR else tile
+
+
+def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
+    """Where tiles come by TMA, the library until TMA_TILE is measured."""
+    return LIBRARY if gpu.arch in TMA_ARCHS else _default(gpu, M, N, K, dtype)
+
+
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
     itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
     if config.route == "library" or gpu.arch == "cpu":
         return True
     if (dtype == "fp32") != (config.block_k == 32):
         return False
-    if (config.descriptors or config.block_n > 128) and gpu.arch not in TMA_ARCHS:
+    if config.descriptors != (gpu.arch in TMA_ARCHS):
         return False
     if config == TILE_64K and not gpu.arch.startswith("gfx"):
         return False
@@ -152,20 +169,22 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
     return config.shared(itemsize) <= gpu.shared_limit
 
 
-FWD_CONFIGS = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, HOPPER_WS, BLACKWELL_WS), _default, _fits)
+FWD_CONFIGS = ConfigTable(
+    "linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, HOPPER_WS, BLACKWELL_WS), _default, _fits
+)
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
-HIDDEN_CONFIGS = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _default, _fits)
+HIDDEN_CONFIGS = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
 
 
 @contextmanager
 def forced_route(route: str) -> Iterator[None]:
     """Inside, every product with an epilogue takes this route: for tests and benchmarks."""
-    rule = triton_tile if route == "triton" else lambda *_: LIBRARY
     tables = (FWD_CONFIGS, HIDDEN_CONFIGS)
+    rules = (triton_tile, hidden_tile) if route == "triton" else 2 * (lambda *_: LIBRARY,)
     former = [table.default for table in tables]
     with forced(FWD_CONFIGS.name, None), forced(HIDDEN_CONFIGS.name, None):
         try:
-            for table in tables:
+            for table, rule in zip(tables, rules, strict=True):
                 table.default = rule
             yield
         finally:

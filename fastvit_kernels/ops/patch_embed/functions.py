@@ -46,6 +46,7 @@ from .kernels import (
     _patch_embed_bwd_images_kernel,
     _patch_embed_bwd_weight_kernel,
     _patch_embed_fwd_kernel,
+    needs_fence,
 )
 
 
@@ -123,9 +124,8 @@ def patch_embed_fwd(
     weight = weight.reshape(C, -1).contiguous()
     bias = None if bias is None else bias.contiguous()
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
-    block_m, block_n, block_k, num_warps, num_stages = FWD_CONFIGS.choose(
-        gpu(images.device), weight.itemsize
-    )
+    config = FWD_CONFIGS.choose(gpu(images.device), weight.itemsize)
+    block_m, block_n, block_k = config[:3]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
     K = weight.shape[1]
     largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
@@ -139,8 +139,9 @@ def patch_embed_fwd(
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
             HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
+            FENCE=images.dtype == weight.dtype and needs_fence(gpu(images.device)),
             INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
+            BLOCK_K=block_k, **config.options(),
         )  # fmt: skip
     return out
 
@@ -171,9 +172,8 @@ def patch_embed_bwd_weight(
     grid_h, grid_w = _grid(images, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, dweight[0].numel()
     num_rows = B * num_patches
-    block_m, block_n, block_k, num_warps, num_stages = BWD_WEIGHT_CONFIGS.choose(
-        gpu(dout.device), compute_dtype.itemsize
-    )
+    config = BWD_WEIGHT_CONFIGS.choose(gpu(dout.device), compute_dtype.itemsize)
+    block_m, block_n, block_k = config[:3]
     block_n, block_k = _block(block_n, C), _block(block_k, K)
     bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
     block_m = _depth(block_m, num_rows, bytes_per_step)
@@ -187,13 +187,14 @@ def patch_embed_bwd_weight(
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
     with device_guard(dout):
         _patch_embed_bwd_weight_kernel[(tiles, splits)](
-            partial, dout, images, num_rows, rows_per_split, C, T - num_patches, *images.stride(),
+            partial, dout, images, num_rows, rows_per_split, C, T - num_patches,
+            num_patches, grid_w, *images.stride(),
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
-            NUM_PATCHES=num_patches, GRID_W=grid_w, ALIGN=_alignment(images, patch_w),
-            PIXELS_LEFT=images.dtype == compute_dtype,
+            ALIGN=_alignment(images, patch_w), PIXELS_LEFT=images.dtype == compute_dtype,
+            FENCE=images.dtype == dout.dtype == compute_dtype and needs_fence(gpu(dout.device)),
             COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=input_precision(),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=num_warps, num_stages=num_stages,
+            **config.options(),
         )  # fmt: skip
     if splits > 1:
         column_sum(partial, dweight.view(-1))
@@ -263,9 +264,8 @@ def patch_embed_bwd_images(
     weight = weight.reshape(C, -1).contiguous()
     grid_h, grid_w = _grid(dimages, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, weight.shape[1]
-    block_m, block_n, block_k, num_warps, num_stages = BWD_IMAGES_CONFIGS.choose(
-        gpu(dout.device), weight.itemsize
-    )
+    config = BWD_IMAGES_CONFIGS.choose(gpu(dout.device), weight.itemsize)
+    block_m, block_n, block_k = config[:3]
     block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     with device_guard(dout):
@@ -275,9 +275,10 @@ def patch_embed_bwd_images(
             dimages, dout, weight, B * num_patches, num_patches, C, T - num_patches, grid_w,
             *dimages.stride()[:3],
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
-            ALIGN=_alignment(dimages, patch_w), INPUT_PRECISION=input_precision(),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=num_warps, num_stages=num_stages,
+            ALIGN=_alignment(dimages, patch_w),
+            FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device)),
+            INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            **config.options(),
         )  # fmt: skip
     return dimages
 

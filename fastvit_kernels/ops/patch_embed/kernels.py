@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.triton import tl, triton
+from ..common.gemm_configs import TMA_ARCHS
 
 
 # Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
@@ -27,24 +29,47 @@ class PatchConfig(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def options(self) -> dict[str, int]:
+        """Of the launch."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
 
-def _table(name: str, by_itemsize: dict[int, list[PatchConfig]]) -> ConfigTable[PatchConfig]:
-    """Key: bytes of an element of the compute dtype. The first config is the default."""
+
+def needs_fence(gpu: Gpu) -> bool:
+    """Whether tensor cores read tiles that cp.async wrote through another proxy: `_fenced`."""
+    return gpu.arch in TMA_ARCHS
+
+
+def _table(
+    name: str,
+    by_itemsize: dict[int, list[PatchConfig]],
+    by_wgmma: dict[int, PatchConfig] | None = None,
+) -> ConfigTable[PatchConfig]:
+    """Key: bytes of an element of the compute dtype. The default: by_wgmma on sm_90 and sm_100
+    where it has one, else the first config."""
+
+    def default(gpu: Gpu, itemsize: int) -> PatchConfig:
+        wide = (by_wgmma or {}).get(itemsize) if gpu.arch in TMA_ARCHS else None
+        return wide or by_itemsize[itemsize][0]
+
+    configs = [config for configs in by_itemsize.values() for config in configs]
     return ConfigTable(
-        name,
-        [config for configs in by_itemsize.values() for config in configs],
-        lambda gpu, itemsize: by_itemsize[itemsize][0],
-        lambda gpu, config, itemsize: config in by_itemsize[itemsize],
+        name, configs, default, lambda gpu, config, itemsize: config in by_itemsize[itemsize]
     )
 
 
-# Not yet measured.
+# 64 rows leave room in a stage for 64 of K beside fp32 pixels, and on sm_90 for two blocks on an
+# SM. Not yet measured.
 FWD_CONFIGS = _table(
     "patch_embed_fwd",
     {
-        2: [PatchConfig(128, 128, 64, 8, 3), PatchConfig(64, 128, 64, 4, 3)],
+        2: [
+            PatchConfig(128, 128, 64, 8, 3),
+            PatchConfig(64, 128, 64, 8, 3),
+            PatchConfig(64, 128, 64, 4, 3),
+        ],
         4: [PatchConfig(64, 64, 32, 4, 3)],
     },
+    {2: PatchConfig(64, 128, 64, 8, 3)},
 )
 BWD_WEIGHT_CONFIGS = _table(
     "patch_embed_bwd_weight",
@@ -68,6 +93,17 @@ TL_DTYPES = {
 }
 BWD_WEIGHT_PROGRAMS_PER_SM = 2
 MIN_ROWS_PER_SPLIT = 512
+
+
+@triton.jit
+def _fenced(tile, mask, FENCE: tl.constexpr):
+    """The tile, which is 0 outside the mask, by way of registers where FENCE.
+
+    wgmma reads shared memory through the async proxy, cp.async writes it through the generic one,
+    and before 3.7.1 triton fences only what registers wrote (triton #9610, #10537). One operand
+    that passes registers brings the fence for both; one that is cast passes them anyway.
+    """
+    return tl.where(mask, tile, 0.0) if FENCE else tile
 
 
 @triton.jit
@@ -101,14 +137,15 @@ def _pixel_offset(
     return tl.multiple_of(channel * stride_c + row * stride_h + column * stride_w, ALIGN)
 
 
-@triton.jit
+# Sizes of the patch grid are never special: another image size needs no other kernel.
+@triton.jit(do_not_specialize=["T", "grid_w"])
 def _patch_embed_fwd_kernel(
     out_ptr, images_ptr, weight_ptr, bias_ptr, prefix_ptr, pos_ptr,
     num_rows, T, C, num_prefix, pos_start, grid_w,
     stride_images_b, stride_images_c, stride_images_h, stride_images_w,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_POS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    FENCE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Rows m = b * T + t, prefix tokens included. The programs of one row block are neighbours, so
@@ -155,10 +192,12 @@ def _patch_embed_fwd_kernel(
         if K % BLOCK_K == 0:
             weight = tl.load(weight_ptrs + offs_k[None, :])
             pixels = tl.load(pixel_ptrs, mask=mask_patch, other=0.0)
+            pixels = _fenced(pixels, mask_patch, FENCE)
         else:
             mask_k = offs_k < K
             weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_k[None, :], other=0.0)
-            pixels = tl.load(pixel_ptrs, mask=mask_k[:, None] & mask_patch, other=0.0)
+            mask = mask_k[:, None] & mask_patch
+            pixels = _fenced(tl.load(pixel_ptrs, mask=mask, other=0.0), mask, FENCE)
         # Images are often fp32 under autocast: this cast replaces a pass over them.
         acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
 
@@ -167,19 +206,18 @@ def _patch_embed_fwd_kernel(
     tl.store(out_ptrs, out, mask=mask_n[:, None] & mask_m[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_patches", "grid_w"])
 def _patch_embed_bwd_weight_kernel(
     dweight_ptr, dout_ptr, images_ptr,
-    num_rows, rows_per_split, C, num_prefix,
+    num_rows, rows_per_split, C, num_prefix, num_patches, grid_w,
     stride_images_b, stride_images_c, stride_images_h, stride_images_w,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-    NUM_PATCHES: tl.constexpr, GRID_W: tl.constexpr, ALIGN: tl.constexpr,
-    PIXELS_LEFT: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, PIXELS_LEFT: tl.constexpr, FENCE: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Rows m = b * NUM_PATCHES + p, patches only. Program (tile, s) sums row range s of one tile of
-    # dweight, (BLOCK_K, BLOCK_N) where PIXELS_LEFT, else (BLOCK_N, BLOCK_K). The patch grid is
-    # constexpr: every iteration divides rows by it, and by a constant that is a multiplication.
+    # Rows m = b * num_patches + p, patches only. Program (tile, s) sums row range s of one tile of
+    # dweight, (BLOCK_K, BLOCK_N) where PIXELS_LEFT, else (BLOCK_N, BLOCK_K).
     K: tl.constexpr = CHANNELS * PATCH_H * PATCH_W
     blocks_k = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
@@ -199,9 +237,9 @@ def _patch_embed_bwd_weight_kernel(
     for row in range(first, last, BLOCK_M):
         offs_m = row + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = offs_m < last
-        b, p = _split_rows(row, NUM_PATCHES, BLOCK_M)
+        b, p = _split_rows(row, num_patches, BLOCK_M)
         offs_patch = _patch_offset(
-            b, p, GRID_W, stride_images_b, stride_images_h, stride_images_w,
+            b, p, grid_w, stride_images_b, stride_images_h, stride_images_w,
             PATCH_H, PATCH_W, ALIGN,
         )  # fmt: skip
         offs_dout = (offs_m + (b + 1) * num_prefix) * C  # b + 1 prefix groups stand before row m
@@ -209,13 +247,15 @@ def _patch_embed_bwd_weight_kernel(
             pixel_ptrs = images_ptr + offs_pixel[:, None] + offs_patch[None, :]
             pixels = tl.load(pixel_ptrs, mask=mask_k[:, None] & mask_m[None, :], other=0.0)
             dout_ptrs = dout_ptr + offs_dout[:, None] + offs_n[None, :]
-            dout = tl.load(dout_ptrs, mask=mask_m[:, None] & mask_n[None, :], other=0.0)
+            mask = mask_m[:, None] & mask_n[None, :]
+            dout = _fenced(tl.load(dout_ptrs, mask=mask, other=0.0), mask, FENCE)
             left, right = pixels.to(COMPUTE_DTYPE), dout.to(COMPUTE_DTYPE)
         else:
             dout_ptrs = dout_ptr + offs_n[:, None] + offs_dout[None, :]
             dout = tl.load(dout_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=0.0)
             pixel_ptrs = images_ptr + offs_patch[:, None] + offs_pixel[None, :]
-            pixels = tl.load(pixel_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            mask = mask_m[:, None] & mask_k[None, :]
+            pixels = _fenced(tl.load(pixel_ptrs, mask=mask, other=0.0), mask, FENCE)
             left, right = dout.to(COMPUTE_DTYPE), pixels.to(COMPUTE_DTYPE)
         acc = tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
     dweight_ptr += split * C * K
@@ -228,13 +268,13 @@ def _patch_embed_bwd_weight_kernel(
         tl.store(dweight_ptrs, dweight, mask=mask_n[:, None] & mask_k[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_patches", "grid_w"])
 def _patch_embed_bwd_images_kernel(
     dimages_ptr, dout_ptr, weight_ptr,
     num_rows, num_patches, C, num_prefix, grid_w,
     stride_dimages_b, stride_dimages_c, stride_dimages_h,
     CHANNELS: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    FENCE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Rows m = b * num_patches + p. Every pixel is in one patch: one store each, nothing to clear.
@@ -255,6 +295,7 @@ def _patch_embed_bwd_images_kernel(
         weight = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
         mask_dout = mask_n[:, None] & mask_m[None, :]
         dout = tl.load(dout_ptrs + offs_n[:, None], mask=mask_dout, other=0.0)
+        dout = _fenced(dout, mask_dout, FENCE)
         acc = tl.dot(weight, dout.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
     offs_patch = _patch_offset(
         b, p, grid_w, stride_dimages_b, stride_dimages_h, 1, PATCH_H, PATCH_W, ALIGN
