@@ -138,20 +138,45 @@ def run_check(folder: Path, timeout: float | None) -> Row:
             command, env={**os.environ, "PYTHONPATH": path}, timeout=timeout,
             capture_output=True, text=True, cwd=folder,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        note = f"not finished after {timeout:.0f} s; run `fastvit-kernels check` by itself"
+    except subprocess.TimeoutExpired as error:
+        cases = check_lines(error.stdout)
+        failed = failed_cases(cases)
+        note = f"not finished after {timeout:.0f} s, {len(cases)} cases done"
+        if failed:
+            return replace(row, status=FAILED, note=f"{note}; failed: {', '.join(failed)}")
         return replace(row, status=TIMEOUT, note=note)
-    try:
-        result = json.loads(done.stdout)
-    except ValueError:
+    *cases, summary = check_lines(done.stdout) or [{}]
+    if "versions" not in summary:  # it ended before its last line
         lines = done.stderr.strip().splitlines() or ["no output"]
         return replace(row, status=FAILED, note=f"check ended with {done.returncode}: {lines[-1]}")
-    failed = [f"{c['name']} {c['dtype']}" for c in result["cases"] if not c["passed"]]
-    count = len(result["cases"])
-    note = f"{count - len(failed)} of {count} cases within the 2x rule, {result['device']}"
+    failed = failed_cases(cases)
+    good = f"{len(cases) - len(failed)} of {len(cases)}"
+    note = f"{good} cases within the 2x rule, {summary['device']}"
     if failed:
         note += "; failed: " + ", ".join(failed)
     return replace(row, status=FAILED if failed or done.returncode else OK, note=note)
+
+
+def check_lines(output: str | bytes | None) -> list[dict[str, Any]]:
+    """What `check --json` has printed so far; a line that was cut off is left out."""
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def failed_cases(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of those that failed, with what ended them if they had no errors to show."""
+    names = []
+    for case in cases:
+        if not case["passed"]:
+            why = f" ({case['failure']})" if case["failure"] else ""
+            names.append(f"{case['name']} {case['dtype']}{why}")
+    return names
 
 
 def bad_rows(rows: Sequence[Row]) -> list[Row]:

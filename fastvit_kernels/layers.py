@@ -2,8 +2,8 @@
 
 A layer has no constructor and no members; `self` is the host's module, whose parameters it reads.
 Each has the forward signature of what it stands for in transformers. Where the module is not what
-the fused forward computes (a hook on a child, LoRA, a mask), swap_in is the better door: these
-layers refuse with an error that says so.
+the fused forward computes (a hook on a child, LoRA, a mask), these layers raise an error: use
+swap_in there.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     timm.create_model("vit_base_patch16_224", norm_layer=LayerNorm, attn_layer=Attention,
                       mlp_layer=Mlp, embed_layer=PatchEmbed)
 
-They are timm's own classes with fused forwards, so that checkpoints load as they are. swap_in on
-the model then fuses whole blocks as well.
+They are timm's own classes with fused forwards, so checkpoints load unchanged. swap_in on the model
+then fuses whole blocks as well.
 """
 
 from __future__ import annotations

@@ -551,11 +551,26 @@ def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
         return session.run_check(tmp_path, 5.0)
 
     cases = [
-        dict(name="mlp", dtype="bf16", passed=False),
-        dict(name="x", dtype="bf16", passed=True),
+        dict(name="mlp", dtype="bf16", passed=False, failure="not finished after 5 s, killed"),
+        dict(name="x", dtype="bf16", passed=True, failure=None),
     ]
-    row = done(1, json.dumps(dict(cases=cases, device="a GPU")))
-    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16" in row.note
-    assert done(0, json.dumps(dict(cases=cases[1:], device="a GPU"))).status == OK
+
+    def lines(*cases):
+        summary = dict(passed=True, device="a GPU", versions={})
+        return "\n".join(map(json.dumps, (*cases, summary)))
+
+    row = done(1, lines(*cases))
+    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16 (not fin" in row.note
+    assert done(0, lines(cases[1])).status == OK
+    row = done(1, json.dumps(cases[1]), "Killed")  # no last line
+    assert row.status == FAILED and "Killed" in row.note
     row = done(1, "", "Segmentation fault")
     assert row.status == FAILED and "Segmentation fault" in row.note
+
+    def cut(*arguments, **options):
+        output = (json.dumps(cases[1]) + "\n" + json.dumps(cases[0]) + '\n{"na').encode()
+        raise session.subprocess.TimeoutExpired("check", 5.0, output=output)
+
+    monkeypatch.setattr(session.subprocess, "run", cut)
+    row = session.run_check(tmp_path, 5.0)
+    assert row.status == FAILED and "2 cases done; failed: mlp bf16" in row.note

@@ -5,7 +5,10 @@ the limit of the 2x rule (docs/numerics.md). On a GPU the kernels run there; wit
 Triton's interpreter, in fp32 and fp16: the interpreter of triton 3.6 multiplies bf16 wrongly.
 
 With --all-configs every launch config that ships is forced in turn, not the default alone, and run
-twice for equal bits.
+twice for equal bits. With --jobs each case has a process of its own: one that hangs is killed after
+--case-timeout, one that crashes costs no other.
+
+--json prints a line as each case ends, then a line that sums up.
 """
 
 from __future__ import annotations
@@ -14,305 +17,77 @@ import argparse
 import itertools
 import json
 import math
+import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from .. import (
-    __version__,
-    attention,
-    layer_norm,
-    layer_norm_and_input,
-    linear,
-    mlp,
-    patch_embed,
-    qkv_attention,
-    scaled_dot_product_attention,
-)
-from ..models.vit import VisionTransformer
+from .. import __version__
 from ..runtime.backend import INTERPRETED, backend, reason_for_torch
+from ..runtime.configs import TABLES
+from ..runtime.dtypes import DTYPES
 from ..runtime.triton import HAS_TRITON, triton
-from ..verify.accuracy import Error, compare
-from . import all_configs, options
-from .console import CommandError, make_console, quiet_interpreter, require
-from .reference import agreement, worst_error
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a case is measured at; T and C are odd or no power of two on purpose."""
-
-    B: int
-    T: int
-    C: int
-    H: int
-    F: int
-    img_size: tuple[int, int]
-    patch_size: int
-    depth: int
-
-
-SMALL = Sizes(B=2, T=37, C=96, H=3, F=160, img_size=(24, 16), patch_size=8, depth=2)
-LARGE = Sizes(B=8, T=197, C=768, H=12, F=3072, img_size=(224, 192), patch_size=16, depth=4)
-
-
-class Draw:
-    """Random inputs of one case: the same at every run."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        x = torch.randn(*shape, generator=self.generator) * scale
-        return x.to(self.device, self.dtype).requires_grad_(grad)
-
-    def matrix(self, rows: int, columns: int) -> Tensor:
-        """A weight that keeps the scale of what it multiplies."""
-        return self(rows, columns, scale=columns**-0.5)
-
-    def row_scale(self, B: int) -> Tensor:
-        """DropPath's: one sample dropped, the others scaled by 1 / keep."""
-        scale = torch.full((B,), 1.25, device=self.device, dtype=self.dtype)
-        scale[0] = 0
-        return scale
-
-
-# A case gives its errors; it looks its op up when it runs.
-CASES: dict[str, Callable[[Sizes, Draw], list[Error]]] = {}
-
-
-def case(name: str) -> Callable[[Callable[[Sizes, Draw], list[Error]]], Any]:
-    """Add the decorated function to CASES. Add a kernel here, and `check` runs it."""
-
-    def add(function: Callable[[Sizes, Draw], list[Error]]) -> Any:
-        CASES[name] = function
-        return function
-
-    return add
-
-
-def _norm_inputs(s: Sizes, draw: Draw) -> dict[str, Tensor | None]:
-    return {"x": draw(s.B, s.T, s.C), "weight": draw(s.C), "bias": draw(s.C)}
-
-
-@case("layer_norm")
-def _layer_norm(s: Sizes, draw: Draw) -> list[Error]:
-    def reference(x, weight, bias):
-        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
-
-    return compare(lambda **kw: layer_norm(**kw), reference, _norm_inputs(s, draw))
-
-
-@case("layer_norm_and_input")
-def _layer_norm_and_input(s: Sizes, draw: Draw) -> list[Error]:
-    def reference(x, weight, bias):
-        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x
-
-    return compare(lambda **kw: layer_norm_and_input(**kw), reference, _norm_inputs(s, draw))
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
-    "silu": F.silu,
-}
-
-
-@case("linear")
-def _linear(s: Sizes, draw: Draw) -> list[Error]:
-    inputs = {"x": draw(s.B, s.T, s.C), "weight": draw.matrix(s.F, s.C), "bias": draw(s.F)}
-    return compare(
-        lambda **kw: linear(**kw), lambda x, weight, bias: F.linear(x, weight, bias), inputs
-    )
-
-
-def _linear_activation(name: str) -> Callable[[Sizes, Draw], list[Error]]:
-    def run(s: Sizes, draw: Draw) -> list[Error]:
-        inputs = {"x": draw(s.B, s.T, s.C), "weight": draw.matrix(s.F, s.C), "bias": draw(s.F)}
-        return compare(
-            lambda **kw: linear(**kw, activation=name),
-            lambda x, weight, bias: _ACTIVATIONS[name](F.linear(x, weight, bias)),
-            inputs,
-        )
-
-    return run
-
-
-for _name in _ACTIVATIONS:
-    case(f"linear, {_name}")(_linear_activation(_name))
-
-
-def _branch_inputs(s: Sizes, draw: Draw) -> dict[str, Tensor | None]:
-    """What follows the last matmul of a branch."""
-    return {
-        "residual": draw(s.B, s.T, s.C),
-        "layer_scale": draw(s.C),
-        "row_scale": draw.row_scale(s.B),
-    }
-
-
-@case("linear, LayerScale, DropPath, residual")
-def _linear_branch(s: Sizes, draw: Draw) -> list[Error]:
-    def reference(x, weight, bias, residual, layer_scale, row_scale):
-        return residual + F.linear(x, weight, bias) * layer_scale * row_scale[:, None, None]
-
-    inputs = {"x": draw(s.B, s.T, s.F), "weight": draw.matrix(s.C, s.F), "bias": draw(s.C)}
-    return compare(lambda **kw: linear(**kw), reference, {**inputs, **_branch_inputs(s, draw)})
-
-
-def _attention_reference(qkv: Tensor) -> Tensor:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def _attention(D: int, T: int | None = None) -> Callable[[Sizes, Draw], list[Error]]:
-    def run(s: Sizes, draw: Draw) -> list[Error]:
-        qkv = draw(s.B, s.T, 3, s.H, D) if T is None else draw(1, T, 3, 2, D)
-        return compare(lambda **kw: attention(**kw), _attention_reference, {"qkv": qkv})
-
-    return run
-
-
-for _dim in (32, 64, 72, 128):
-    case(f"attention, D={_dim}")(_attention(_dim))
-case("attention, T=1")(_attention(64, 1))
-case("attention, T=260")(_attention(64, 260))  # past the one-pass backward
-
-
-@case("qkv_attention")
-def _qkv_attention(s: Sizes, draw: Draw) -> list[Error]:
-    def reference(x, weight, bias):
-        return _attention_reference(F.linear(x, weight, bias).unflatten(-1, (3, s.H, -1)))
-
-    inputs = {"x": draw(s.B, s.T, s.C), "weight": draw.matrix(3 * s.C, s.C), "bias": draw(3 * s.C)}
-    return compare(lambda **kw: qkv_attention(**kw, num_heads=s.H), reference, inputs)
-
-
-def _sdpa(s: Sizes, draw: Draw, keys: int, attn_mask: Tensor | None) -> list[Error]:
-    D = s.C // s.H
-    inputs = {
-        "q": draw(s.B, s.H, s.T, D),
-        "k": draw(s.B, s.H, keys, D),
-        "v": draw(s.B, s.H, keys, D),
-    }
-    return compare(
-        lambda q, k, v, attn_mask: scaled_dot_product_attention(q, k, v, attn_mask),
-        lambda q, k, v, attn_mask: F.scaled_dot_product_attention(q, k, v, attn_mask),
-        {**inputs, "attn_mask": attn_mask},
-    )
-
-
-@case("scaled_dot_product_attention, S=T+5")
-def _sdpa_lengths(s: Sizes, draw: Draw) -> list[Error]:
-    return _sdpa(s, draw, s.T + 5, None)
-
-
-@case("scaled_dot_product_attention, boolean mask")
-def _sdpa_boolean(s: Sizes, draw: Draw) -> list[Error]:
-    mask = draw(s.B, 1, s.T, s.T, grad=False) > 0
-    mask[..., 0] = True  # every query sees a key
-    return _sdpa(s, draw, s.T, mask)
-
-
-@case("scaled_dot_product_attention, additive mask")
-def _sdpa_additive(s: Sizes, draw: Draw) -> list[Error]:
-    return _sdpa(s, draw, s.T, draw(s.H, s.T, s.T, grad=False))
-
-
-def _mlp(recompute: bool) -> Callable[[Sizes, Draw], list[Error]]:
-    def run(s: Sizes, draw: Draw) -> list[Error]:
-        def reference(
-            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale
-        ):
-            hidden = F.gelu(F.linear(x, fc1_weight, fc1_bias))
-            y = F.linear(hidden, fc2_weight, fc2_bias)
-            return residual + y * layer_scale * row_scale[:, None, None]
-
-        inputs = {
-            "x": draw(s.B, s.T, s.C),
-            "fc1_weight": draw.matrix(s.F, s.C), "fc1_bias": draw(s.F),
-            "fc2_weight": draw.matrix(s.C, s.F), "fc2_bias": draw(s.C),
-            **_branch_inputs(s, draw),
-        }  # fmt: skip
-        return compare(lambda **kw: mlp(**kw, recompute=recompute), reference, inputs)
-
-    return run
-
-
-case("mlp")(_mlp(recompute=False))
-case("mlp, recompute")(_mlp(recompute=True))
-
-
-@case("patch_embed")
-def _patch_embed(s: Sizes, draw: Draw) -> list[Error]:
-    def reference(images, weight, bias, prefix_tokens, pos_embed):
-        x = F.conv2d(images, weight, bias, stride=s.patch_size).flatten(2).transpose(1, 2)
-        return torch.cat([prefix_tokens.expand(len(x), -1, -1), x], dim=1) + pos_embed
-
-    height, width = s.img_size
-    tokens = (height // s.patch_size) * (width // s.patch_size)
-    inputs = {
-        "images": draw(s.B, 3, height, width),
-        "weight": draw(s.C, 3, s.patch_size, s.patch_size, scale=(3 * s.patch_size**2) ** -0.5),
-        "bias": draw(s.C),
-        "prefix_tokens": draw(1, 2, s.C),
-        "pos_embed": draw(1, 2 + tokens, s.C),
-    }
-    return compare(lambda **kw: patch_embed(**kw), reference, inputs)
-
-
-@case("VisionTransformer")
-def _vision_transformer(s: Sizes, draw: Draw) -> list[Error]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = VisionTransformer(
-            img_size=s.img_size, patch_size=s.patch_size, num_classes=10, embed_dim=s.C,
-            depth=s.depth, num_heads=s.H, mlp_ratio=s.F / s.C, reg_tokens=1, init_values=0.5,
-        )  # fmt: skip
-    model = model.to(draw.device, draw.dtype).eval()
-    return agreement(model, draw(s.B, 3, *s.img_size, grad=False))
-
-
-@dataclass(frozen=True)
-class Result:
-    """One case in one dtype: its errors, or why there are none."""
-
-    name: str
-    dtype: str
-    errors: list[Error]
-    failure: str | None
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return self.failure is None and all(e.passed for e in self.errors)
+from ..runtime.tuned_table import fields
+from ..verify import all_configs
+from ..verify.accuracy import Error
+from ..verify.all_configs import Run
+from ..verify.isolated import run_isolated
+from ..verify.op import Case
+from ..verify.plain_vit import worst_error
+from ..verify.runner import Result, quiet_interpreter, run_case
+from ..verify.worker import cases_of, check_job, config_job, result_of, runs_of
+from . import options
+from .console import CommandError, make_console, require
+
+CASE_TIMEOUT = 300.0  # seconds
+MOST_JOBS = 8  # by default, on a GPU: each has a CUDA context and compiles kernels
 
 
 def run_cases(
-    device: torch.device, dtypes: Sequence[str], names: Sequence[str]
+    device: torch.device, dtypes: Sequence[str], only: str, jobs: int, timeout: float
 ) -> Iterator[Result]:
-    """Run the named cases with the kernels; a case that raises is a result too."""
-    sizes = LARGE if device.type == "cuda" else SMALL
-    for name in names:
-        for dtype in dtypes:
-            started = time.perf_counter()
-            errors, failure = [], None
-            try:
-                with backend("triton"), quiet_interpreter():
-                    errors = CASES[name](sizes, Draw(device, DTYPES[dtype]))
-            except Exception as error:  # whatever a kernel raises, the others are still checked
-                failure = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-            yield Result(name, dtype, errors, failure, time.perf_counter() - started)
+    """Run the cases whose name contains `only`; `jobs` 0 runs them in this process."""
+    pairs = [(c, d) for d in dtypes for c in cases_of(device, d, False) if only in c.name]
+    if not pairs:
+        known = ", ".join(case.name for case in cases_of(device, dtypes[0], False))
+        raise CommandError(f"--only {only}: no case; there are {known}")
+    if not jobs:
+        for case, dtype in pairs:
+            yield run_case(case, dtype)
+        return
+    dtype_of = {check_job(case.name, dtype, device): dtype for case, dtype in pairs}
+    for outcome in run_isolated(list(dtype_of), jobs, timeout):
+        yield result_of(outcome, dtype_of[outcome.job])
+
+
+def run_configs(
+    device: torch.device, dtypes: Sequence[str], only: str, jobs: int, timeout: float
+) -> Iterator[Run]:
+    """Run each launch config in each case that it fits, in each dtype."""
+    for dtype in dtypes:
+        cases = [case for case in cases_of(device, dtype, True) if only in case.name]
+        if not cases:
+            raise CommandError(f"--only {only}: no case of --all-configs")
+        for run in _runs(cases, dtype, device, jobs, timeout):
+            yield replace(run, case=f"{run.case}, {dtype}")
+
+
+def _runs(
+    cases: Sequence[Case], dtype: str, device: torch.device, jobs: int, timeout: float
+) -> Iterator[Run]:
+    if not jobs:
+        yield from all_configs.run_all(cases)
+        return
+    found, faults = all_configs.reach(cases)
+    yield from faults
+    groups = itertools.groupby(sorted(found, key=lambda r: r.case.name), lambda r: r.case.name)
+    configs = [config_job(list(group), dtype, device) for _, group in groups]
+    for outcome in run_isolated(configs, jobs, timeout):
+        yield from runs_of(outcome)
 
 
 def _rows(result: Result, every: bool) -> list[Error]:
@@ -333,7 +108,10 @@ def _print_table(results: list[Result], every: bool, console: Any) -> None:
     for column in ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit"):
         table.add_column(column, justify="right")
     table.add_column("")
-    for name, group in itertools.groupby(results, key=lambda result: result.name):
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.name, []).append(result)
+    for name, group in groups.items():
         table.add_row(f"[bold]{escape(name)}[/bold]")
         for result in group:
             if result.failure is not None:
@@ -347,17 +125,68 @@ def _print_table(results: list[Result], every: bool, console: Any) -> None:
     console.print(table)
     for result in results:
         if result.failure is not None:
-            console.print(
-                f"[red]{escape(f'{result.name}, {result.dtype}: {result.failure}')}[/red]"
+            text = escape(f"{result.name}, {result.dtype}: {result.failure}")
+            console.print(f"[red]{text}[/red]", soft_wrap=True)
+
+
+CONFIG_HEADER = ("table", "shipped", "forced", "runs", "worst error / limit", "")
+
+
+def config_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """A row for each table of configs."""
+    rows = []
+    for name, table in sorted(TABLES.items()):
+        mine = [run for run in runs if run.table == name]
+        configs = {run.config for run in mine}
+        faults = sum(run.fault is not None for run in mine)
+        worst = max((run.share for run in mine), default=0.0)
+        rows.append(
+            (
+                name, str(len(table.configs)), str(len(configs)), str(len(mine)), f"{worst:.2f}",
+                f"{faults} FAILED" if faults else "ok" if mine else "not reached",
             )
+        )  # fmt: skip
+    return rows
 
 
-def _as_json(results: list[Result], device: torch.device) -> str:
+def _config_name(config: Any) -> str:
+    return "" if config is None else ",".join(f"{k}={v}" for k, v in fields(config).items())
+
+
+def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
+    rows = [CONFIG_HEADER, *config_rows(runs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(CONFIG_HEADER))]
+    for row in rows:
+        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    for run in runs:
+        if run.fault is not None:
+            print(f"FAILED {run.table} [{_config_name(run.config)}], {run.case}: {run.fault}")
+    configs = {(run.table, run.config) for run in runs}
+    shipped = sum(len(table.configs) for table in TABLES.values())
+    print(
+        f"{len(configs)} of {shipped} configs of {len(TABLES)} tables fit here and ran, "
+        f"{len(runs)} runs of config and case, each twice for equal bits, {seconds:.0f} s, {where}."
+    )
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    """One line; a number that is not finite is null."""
+
     def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [finite(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    content = {
-        "passed": all(result.passed for result in results),
+    print(json.dumps(finite(content)), flush=True)
+
+
+def _summary(passed: bool, cases: int, failed: list[str], device: torch.device) -> dict[str, Any]:
+    return {
+        "passed": passed,
+        "cases": cases,
+        "failed": failed,
         "device": _where(device),
         "interpreted": INTERPRETED,
         "versions": {
@@ -365,22 +194,7 @@ def _as_json(results: list[Result], device: torch.device) -> str:
             "torch": torch.__version__,
             "triton": triton.__version__ if HAS_TRITON else None,
         },
-        "cases": [
-            {
-                "name": result.name,
-                "dtype": result.dtype,
-                "passed": result.passed,
-                "failure": result.failure,
-                "seconds": round(result.seconds, 3),
-                "tensors": [
-                    {**{k: finite(v) for k, v in asdict(e).items()}, "passed": e.passed}
-                    for e in result.errors
-                ],
-            }
-            for result in results
-        ],
     }
-    return json.dumps(content, indent=1)
 
 
 def _where(device: torch.device) -> str:
@@ -391,7 +205,7 @@ def _where(device: torch.device) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels check`."""
-    parser.add_argument("--only", metavar="TEXT", help="the cases whose name contains TEXT")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains TEXT")
     options.add_dtype(parser, tuple(DTYPES), help="one dtype (default: each that runs)")
     options.add_device(parser)
     parser.add_argument("--all", action="store_true", help="a row for every gradient")
@@ -399,6 +213,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-configs", action="store_true", help="every launch config that ships, each forced"
     )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N",
+        help="cases at once, each in a process of its own; 0: all in this one, in turn (default "
+        f"0, on a GPU up to {MOST_JOBS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--case-timeout", type=options.positive(float), metavar="SECONDS", default=CASE_TIMEOUT,
+        help=f"of a process of --jobs (default {CASE_TIMEOUT:.0f})",
+    )  # fmt: skip
+
+
+def _jobs(arguments: argparse.Namespace, device: torch.device) -> int:
+    if arguments.jobs is None:
+        return min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cuda" else 0
+    if arguments.jobs < 0:
+        raise CommandError(f"--jobs must be at least 0, got {arguments.jobs}")
+    return arguments.jobs
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -413,27 +244,28 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES)
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")
+    selection = (device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout)
     if arguments.all_configs:
-        draws = {name: Draw(device, DTYPES[name]) for name in dtypes}
-        return all_configs.command(
-            draws, large=device.type == "cuda", json_wanted=arguments.json, where=_where(device)
-        )
-    names = [name for name in CASES if arguments.only is None or arguments.only in name]
-    if not names:
-        raise CommandError(f"--only {arguments.only}: no case; there are {', '.join(CASES)}")
+        return _check_configs(arguments, device, run_configs(*selection))
+    return _check_cases(arguments, device, run_cases(*selection))
 
+
+def _check_cases(
+    arguments: argparse.Namespace, device: torch.device, found: Iterator[Result]
+) -> int:
     console = make_console()
     results: list[Result] = []
     started = time.perf_counter()
     with console.status("checking") as status:
-        for result in run_cases(device, dtypes, names):
+        for result in found:
             results.append(result)
             status.update(f"checked {result.name}, {result.dtype}")
-    failed = [result for result in results if not result.passed]
+            if arguments.json:
+                _print_json(result.as_dict())
+    failed = [f"{r.name}, {r.dtype}" for r in results if not r.passed]
     if arguments.json:
-        print(_as_json(results, device))
+        _print_json(_summary(not failed, len(results), failed, device))
         return 1 if failed else 0
-
     _print_table(results, arguments.all, console)
     tensors = sum(len(result.errors) for result in results)
     console.print(
@@ -444,3 +276,26 @@ def run(arguments: argparse.Namespace) -> int:
     if INTERPRETED and arguments.dtype is None:
         console.print("bf16 needs a GPU: Triton's interpreter multiplies it wrongly.")
     return 1 if failed else 0
+
+
+def _check_configs(
+    arguments: argparse.Namespace, device: torch.device, found: Iterator[Run]
+) -> int:
+    started = time.perf_counter()
+    runs: list[Run] = []
+    with quiet_interpreter():
+        for run in found:
+            runs.append(run)
+            config = run.config and fields(run.config)
+            if arguments.json:
+                _print_json({**vars(run), "config": config})
+            elif run.fault is not None:
+                print(f"FAILED {run.table} [{_config_name(run.config)}], {run.case}", flush=True)
+    faults = [f"{r.table} [{_config_name(r.config)}], {r.case}" for r in runs if r.fault]
+    # of a selection nobody asks that it reaches every table
+    passed = not faults if arguments.only else all_configs.passed(runs)
+    if arguments.json:
+        _print_json(_summary(passed, len(runs), faults, device))
+    else:
+        _print_configs(runs, time.perf_counter() - started, _where(device))
+    return 0 if passed else 1

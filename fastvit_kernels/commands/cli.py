@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and needs_interpreter(arguments):
         sys.stdout.flush()
         sys.stderr.flush()
-        # The same process, program and words. The interpreter's tiles are too small for the threads
-        # of numpy's BLAS, which only get in each other's way.
+        # The same process, program and words. The interpreter's tiles are too small for several
+        # BLAS threads to pay off.
         variables = {"OPENBLAS_NUM_THREADS": "1", **os.environ, INTERPRET: "1"}
         os.execve(sys.executable, sys.orig_argv, variables)
     module = importlib.import_module(f"{__package__}.{COMMANDS[arguments.command].module}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -38,14 +36,6 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console
-
-
-@contextmanager
-def quiet_interpreter() -> Iterator[None]:
-    """Without numpy's warnings from Triton's interpreter, which computes masked-out lanes too."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
-        yield
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -24,11 +24,12 @@ from .. import __version__
 from ..runtime.backend import INTERPRETED, Backend, backend, reason_for_torch
 from ..runtime.triton import HAS_TRITON, triton
 from ..verify.accuracy import Error
+from ..verify.plain_vit import agreement, worst_error
+from ..verify.runner import quiet_interpreter
 from . import checkpoint, data, figures
-from .console import CommandError, make_console, quiet_interpreter, require
+from .console import CommandError, make_console, require
 from .data import Dataset
 from .options import chosen_device
-from .reference import agreement, worst_error
 from .settings import Settings, add_arguments, flag_of, given_options, make_settings
 from .training import CHECKPOINT, METRICS, Run
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.vit import VisionTransformer
+from ..verify.plain_vit import plain_vit
 from . import checkpoint
 from .console import CommandError
 from .data import Augmentation, Dataset, Normalization
-from .reference import plain_vit
 from .settings import DIGITS_VIT, Settings, named_vit
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"

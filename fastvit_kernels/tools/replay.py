@@ -11,93 +11,23 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.attention.functions import (
-    attention,
-    attention_ref,
-    qkv_attention,
-    qkv_attention_ref,
-)
-from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
-from ..ops.linear import linear, linear_ref
-from ..ops.mlp import mlp, mlp_ref
-from ..ops.patch_embed.functions import patch_embed, patch_embed_ref
 from ..runtime.arguments import autocast_dtype
 from ..verify.accuracy import Reference
+from ..verify.cases import OPS
+from ..verify.op import in_precision
 
 _PACKAGE = __name__.rsplit(".", 2)[0]  # fastvit_kernels, or what it is imported as
 
-# What each public function computes, by the arguments that bear on it and autocast's dtype.
-
-
-def _as(x: Any, dtype: torch.dtype | None) -> Any:
-    """Cast as the function does, but never the float64 oracle."""
-    return x if x is None or dtype is None or x.dtype is torch.float64 else x.to(dtype)
-
-
-def _layer_norm(x, weight, bias, eps, out_dtype, autocast, **_):
-    out_dtype = out_dtype or (x.dtype if autocast is None else torch.float32)
-    return _as(layer_norm_ref(x, weight, bias, eps), out_dtype)
-
-
-def _layer_norm_and_input(x, **arguments):
-    return _layer_norm(x, **arguments), x
-
-
-def _linear(x, weight, bias, activation, residual, layer_scale, row_scale, autocast, **_):
-    x, weight, bias = (_as(t, autocast) for t in (x, weight, bias))
-    return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
-
-
-def _mlp(
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, residual, layer_scale, row_scale,
-    autocast, **_,
-):  # fmt: skip
-    x, fc1_weight, fc1_bias = (_as(t, autocast) for t in (x, fc1_weight, fc1_bias))
-    fc2_weight, fc2_bias = (_as(t, autocast) for t in (fc2_weight, fc2_bias))
-    return mlp_ref(
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, residual, layer_scale, row_scale
-    )
-
-
-def _attention(qkv, scale, autocast, **_):
-    return attention_ref(_as(qkv, autocast), scale)
-
-
-def _qkv_attention(x, weight, bias, num_heads, scale, autocast, **_):
-    x, weight, bias = (_as(t, autocast) for t in (x, weight, bias))
-    return qkv_attention_ref(x, weight, bias, num_heads, scale)
-
-
-def _sdpa(query, key, value, attn_mask, is_causal, scale, autocast, **_):
-    query, key, value = (_as(t, autocast) for t in (query, key, value))
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, 0.0, is_causal, scale=scale
-    )  # fmt: skip
-
-
-def _patch_embed(images, weight, bias, prefix_tokens, pos_embed, autocast, **_):
-    images, weight, bias = (_as(t, autocast) for t in (images, weight, bias))
-    return patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed)
-
-
+# What each public function computes, called as it is.
 SPECIFICATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    layer_norm: _layer_norm,
-    layer_norm_and_input: _layer_norm_and_input,
-    linear: _linear,
-    mlp: _mlp,
-    attention: _attention,
-    qkv_attention: _qkv_attention,
-    scaled_dot_product_attention: _sdpa,
-    patch_embed: _patch_embed,
+    op.function: op.specification for op in OPS.values()
 }
 
 
@@ -204,16 +134,15 @@ class Replay:
             else:
                 self.constants[name] = argument
 
+    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return in_precision(functools.partial(function, **self.constants), self.call.autocast)
+
     def function(self, **inputs: Tensor | None) -> Any:
-        dtype = self.call.autocast
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return self.call.function(**self.constants, **inputs)
+        return self._called(self.call.function)(**inputs)
 
     @cached_property
     def reference(self) -> Reference:
-        specification = SPECIFICATIONS[self.call.function]
-        constants = {**self.constants, "autocast": self.call.autocast}
-        return Reference(functools.partial(specification, **constants), self.inputs)
+        return Reference(self._called(SPECIFICATIONS[self.call.function]), self.inputs)
 
     def run(self) -> None:
         """Forward, and backward where an input wants a gradient."""

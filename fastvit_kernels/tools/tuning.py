@@ -15,20 +15,18 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.backend import backend, gpu
 from ..runtime.configs import TABLES, Choice, forced, install, recording
 from ..runtime.operator import LAUNCHERS
 from ..runtime.tuned_table import Journal
-from ..verify.accuracy import Reference
+from ..verify.runner import Fault, check
 from .replay import Call, Replay, noting
 
 ROUNDS = 7  # of a config and the default in turn
@@ -43,63 +41,6 @@ def gpu_microseconds(function: Callable[[], object]) -> float:
 
     milliseconds: Any = do_bench(function, warmup=2, rep=10, return_mode="median")
     return 1000.0 * milliseconds
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Inside, torch.empty gives NaN: what no kernel wrote cannot be a former right result."""
-    former = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(former[0], warn_only=former[1])
-        torch.utils.deterministic.fill_uninitialized_memory = former[2]  # pyright: ignore
-
-
-def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is not b
-    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-class Fault(AssertionError):
-    """What a function does wrong: one line."""
-
-
-def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
-    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit.
-
-    Returns: the largest error as a share of its limit, over the outputs and every gradient.
-    Raises: Fault, also where the function raises.
-    """
-    try:
-        with poisoned():
-            outputs, grads = reference.run(function)
-            for _ in range(repeats - 1):
-                outputs2, grads2 = reference.run(function)
-                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
-                    if _bits_differ(a, b):
-                        raise Fault(f"two runs give different bits in output {i}")
-                for name, a in grads.items():
-                    if _bits_differ(a, grads2[name]):
-                        raise Fault(f"two runs give different bits in d{name}")
-        errors = reference.judge(outputs, grads)
-    except Fault:
-        raise
-    except Exception as error:  # a launch that fails, a shape that is wrong
-        text = str(error).strip().split("\n")[0]
-        raise Fault(f"{type(error).__name__}: {text}") from error
-    for error in errors:
-        if not error.passed:
-            raise Fault(str(error))
-    shares = [e.max / e.limit_max for e in errors if e.limit_max]
-    return max([*shares, *(e.rms / e.limit_rms for e in errors if e.limit_rms)], default=0.0)
 
 
 class Unusable(RuntimeError):

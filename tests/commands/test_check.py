@@ -1,27 +1,30 @@
+import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from numerics import DEVICE
 
-from fastvit_kernels.commands import check, cli
+from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import get_backend
+from fastvit_kernels.verify.cases import OPS, check_cases
+from fastvit_kernels.verify.op import SMALL
+from fastvit_kernels.verify.runner import run_case
 
 pytest.importorskip("rich")
 
-OPS = {
-    "layer_norm", "layer_norm_and_input", "linear", "attention", "qkv_attention",
-    "scaled_dot_product_attention", "mlp", "patch_embed", "VisionTransformer",
-}  # fmt: skip
+CASES = {case.name: case for case in check_cases(SMALL, DEVICE, torch.float32)}
 
 
 def test_every_op_has_a_case():
-    assert {name.split(",")[0] for name in check.CASES} == OPS
+    assert {name.split(",")[0] for name in CASES} == {*OPS, "VisionTransformer"}
+    assert len(CASES) == 22
 
 
-@pytest.mark.parametrize("name", check.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_case_passes_and_has_gradients(name):
-    (result,) = check.run_cases(DEVICE, ["fp32"], [name])
+    result = run_case(CASES[name], "fp32")
     assert result.passed, [str(e) for e in result.errors] + [result.failure]
     names = [e.name for e in result.errors]
     assert any(n.startswith("d") for n in names) and any(not n.startswith("d") for n in names)
@@ -56,12 +59,19 @@ def _raises(op):
 @pytest.mark.parametrize("breakage", [_wrong_value, _wrong_gradient, _raises])
 def test_check_notices_a_broken_kernel(monkeypatch, capsys, breakage):
     words = ["check", "--only", "patch_embed", "--dtype", "fp32"]
-    monkeypatch.setattr(check, "patch_embed", breakage(check.patch_embed))
+    op = OPS["patch_embed"]
+    monkeypatch.setitem(
+        OPS,
+        "patch_embed",
+        replace(op, function=functools.wraps(op.function)(breakage(op.function))),
+    )
     assert cli.main(words) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out and "0 of 1 cases passed" in out
     assert cli.main([*words, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["passed"] is False
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["passed"] for line in lines] == [False, False]
+    assert lines[1]["failed"] == ["patch_embed, fp32"]
 
 
 def test_check_prints_a_table_and_json(capsys):
@@ -72,9 +82,9 @@ def test_check_prints_a_table_and_json(capsys):
     assert ("bf16" in out.split("bf16 needs")[0]) == torch.cuda.is_available()
 
     assert cli.main([*words, "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["passed"] is True and content["versions"]["torch"] == torch.__version__
-    tensors = content["cases"][0]["tensors"]
+    first, *_, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert summary["passed"] is True and summary["versions"]["torch"] == torch.__version__
+    tensors = first["tensors"]
     assert [t["name"] for t in tensors] == ["out0", "out1", "dx", "dweight", "dbias"]
     assert all(t["max"] <= t["limit_max"] for t in tensors)
 

@@ -12,9 +12,10 @@ import torch
 from test_data import Image, write_images, write_mnist
 
 from fastvit_kernels import create_vit
-from fastvit_kernels.commands import checkpoint, cli, data, figures, reference, train, training
+from fastvit_kernels.commands import checkpoint, cli, data, figures, train, training
 from fastvit_kernels.commands.settings import DIGITS_VIT, make_settings
 from fastvit_kernels.runtime.backend import backend, get_backend
+from fastvit_kernels.verify import plain_vit
 
 pytest.importorskip("rich")
 
@@ -225,7 +226,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path, capsys):
 
 def test_a_broken_kernel_stops_the_training(tmp_path, monkeypatch, capsys):
     def broken(model, images, autocast):
-        errors = reference.agreement(model, images, autocast)
+        errors = plain_vit.agreement(model, images, autocast)
         wrong = {**vars(errors[0]), "max": 1.0}
         return [type(errors[0])(**wrong), *errors[1:]]
 
@@ -368,7 +369,7 @@ def test_plain_vit_is_the_model(options):
     images = torch.randn(2, 1, 28, 28, dtype=torch.float64)
     with backend("torch"):
         ours = model(images)
-    plain = reference.plain_vit(model, dict(model.named_parameters()), images)
+    plain = plain_vit.plain_vit(model, dict(model.named_parameters()), images)
     torch.testing.assert_close(plain, ours)
 
 

@@ -15,11 +15,14 @@ import torch
 from numerics import DEVICE
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands import all_configs, cli
-from fastvit_kernels.commands.check import DTYPES, Draw
+from fastvit_kernels.commands import check, cli
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
+from fastvit_kernels.runtime.dtypes import DTYPES
+from fastvit_kernels.verify import all_configs
+from fastvit_kernels.verify.cases import config_cases
+from fastvit_kernels.verify.op import Case
 
 pytest.importorskip("rich")
 
@@ -42,7 +45,7 @@ def _id(value):
 @functools.cache
 def _reached(dtype, large):
     """How the cases of a dtype reach each table; made once, with their references."""
-    return all_configs.reach(all_configs.cases(Draw(DEVICE, DTYPES[dtype]), large=large))[0]
+    return all_configs.reach(config_cases(large, DEVICE, DTYPES[dtype]))[0]
 
 
 def _runs(table, config, dtype, large):
@@ -55,7 +58,7 @@ def test_config_in_the_interpreter(table, config):
     index = SHIPPED.index((table, config))
     dtypes = ("fp32", "fp16") if index % 2 else ("fp16", "fp32")
     runs = next(filter(None, (_runs(table, config, dtype, False) for dtype in dtypes)), [])
-    assert runs, "no case forces this config: give commands/all_configs.py one"
+    assert runs, "no case forces this config: give verify/cases.py one"
     run = all_configs.run_config(runs[index % min(len(runs), 4)], config)
     assert run.fault is None, run.case
     assert 0 < run.share <= 1
@@ -85,6 +88,7 @@ def planted(monkeypatch):
     """An op with two tables: the second is asked only where the first says "hidden"."""
     monkeypatch.setattr(launch_configs, "TABLES", tables := {})
     monkeypatch.setattr(all_configs, "TABLES", tables)
+    monkeypatch.setattr(check, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
     here = gpu(torch.device("cpu"))
     route = ConfigTable(
@@ -101,7 +105,7 @@ def planted(monkeypatch):
     def make():
         return {"x": torch.arange(1.0, 9.0, requires_grad=True)}
 
-    return all_configs.Case("double", double, lambda x: x * 2.0, make)
+    return Case("double", double, lambda x: x * 2.0, make)
 
 
 def test_a_wrong_config_behind_another_route_is_found(planted):
@@ -121,31 +125,30 @@ def test_a_table_that_no_case_reaches_fails(planted):
     ConfigTable("asleep", [RIGHT], lambda *_: RIGHT)
     runs = [run for run in all_configs.run_all([planted]) if run.fault is None]
     assert not all_configs.passed(runs)
-    assert ("asleep", "1", "0", "0", "0.00", "not reached") in all_configs._rows(runs)
+    assert ("asleep", "1", "0", "0", "0.00", "not reached") in check.config_rows(runs)
 
 
 def test_a_case_that_raises_fails_and_the_others_run(planted):
     def broken(x):
         raise RuntimeError("no such stride")
 
-    case = all_configs.Case("broken", broken, broken, planted.make)
+    case = Case("broken", broken, broken, planted.make)
     runs = list(all_configs.run_all([case, planted]))
     (fault,) = [run for run in runs if run.case == "broken"]
     assert fault.fault == "RuntimeError: no such stride" and len(runs) == 5
-    assert "no such stride" in all_configs.as_json(runs, "here")
 
 
 def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
-    monkeypatch.setattr(all_configs, "cases", lambda draw, large: [planted])
+    monkeypatch.setattr(check, "cases_of", lambda device, dtype, all_configs: [planted])
     words = ["check", "--all-configs", "--dtype", "fp32", "--device", "cpu"]
     assert cli.main(words) == 1
     out = capsys.readouterr().out
     assert "4 of 5 configs of 2 tables fit here and ran" in out
     assert "FAILED tile [kind=wrong], double, fp32: out: max" in out
     assert cli.main([*words, "--json"]) == 1
-    content = json.loads(capsys.readouterr().out)
-    assert content["passed"] is False and len(content["runs"]) == 4
-    assert {run["table"] for run in content["runs"]} == {"route", "tile"}
+    *runs, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert summary["passed"] is False and len(runs) == 4
+    assert {run["table"] for run in runs} == {"route", "tile"}
 
 
 def test_launches_are_left_out_and_come_back():

@@ -23,10 +23,11 @@ import torch
 from numerics import DEVICE, assert_accurate, rand
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands import all_configs
-from fastvit_kernels.commands.check import DTYPES, Draw
 from fastvit_kernels.runtime.configs import TABLES
+from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.tools.aot import TARGETS
+from fastvit_kernels.verify import all_configs
+from fastvit_kernels.verify.cases import config_cases
 
 PACKAGE = Path(fk.__file__).parent
 
@@ -560,12 +561,12 @@ FOUR_WARPS = [
 
 @functools.cache
 def _reached(names, dtype, large):
-    every = all_configs.cases(Draw(DEVICE, DTYPES[dtype]), large=large)
+    every = config_cases(large, DEVICE, DTYPES[dtype])
     return all_configs.reach([case for case in every if case.name.startswith(names)])[0]
 
 
 def _four_warp_runs(table, config, dtype, large):
-    names = ("attention", "sdpa") if table.startswith("attention") else table.split("_")[0]
+    names = ("attention", "scaled_dot") if table.startswith("attention") else table.split("_")[0]
     return [r for r in _reached(names, dtype, large) if r.table == table and r.fits(config)]
 
 

@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands.all_configs import launches_left_out
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
 from fastvit_kernels.tools.aot import TARGETS, _RunLaunchers
+from fastvit_kernels.verify.all_configs import launches_left_out
 
 
 class Config(NamedTuple):

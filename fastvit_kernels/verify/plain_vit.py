@@ -1,29 +1,24 @@
 """The ViT in plain PyTorch: what our model is compared with, and trained beside.
 
-It is written from torch.nn.functional alone and shares no op with the package, not even the
-specifications. The weights are a dictionary with the model's own (timm's) names, so that one set
-of numbers goes through both.
+It is written from torch.nn.functional and shares no op with the package, not even the
+specifications; only the names of activations are those of ops/common/activation.py. The weights are
+a dictionary with the model's own (timm's) names, so that one set of numbers goes through both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.vit import Block, VisionTransformer
-from ..verify.accuracy import Error, compare
-
-_ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
-    "silu": F.silu,
-}
+from ..ops.common.activation import ACTIVATIONS
+from .accuracy import Error
+from .op import Case, in_precision
 
 
 def _layer_norm(x: Tensor, p: Mapping[str, Tensor], name: str, norm: nn.Module) -> Tensor:
@@ -51,7 +46,7 @@ def _block(block: Block, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tenso
 
     row_scale = block.drop_path2.row_scale(x)
     y = _layer_norm(x, p, f"{name}.norm2", block.norm2)
-    y = _ACTIVATIONS[block.mlp.act_layer](_linear(y, p, f"{name}.mlp.fc1"))
+    y = ACTIVATIONS[block.mlp.act_layer](_linear(y, p, f"{name}.mlp.fc1"))
     y = _linear(y, p, f"{name}.mlp.fc2")
     return x + _branch(y, p.get(f"{name}.ls2.gamma"), row_scale)
 
@@ -90,36 +85,46 @@ def plain_vit(model: VisionTransformer, p: Mapping[str, Tensor], images: Tensor)
     return _linear(x, p, "head") if "head.weight" in p else x
 
 
-def agreement(
+def model_case(
     model: VisionTransformer, images: Tensor, autocast: torch.dtype | None = None
-) -> list[Error]:
-    """Errors of the model's logits and of every parameter's gradient on one batch.
+) -> Case:
+    """The model's logits as a function of the images and of every parameter.
 
     The oracle is `plain_vit` in float64, the yardstick `plain_vit` in the precision of training.
 
     Args:
         model: in eval mode, on the device of images; the backend in force runs it.
-        images: (B, in_chans, height, width), fp32.
+        images: (B, in_chans, height, width).
         autocast: the dtype of torch.autocast around both, None for none.
-    Returns: "logits", then "d<parameter>" for each parameter that is trained.
     """
-    device = images.device.type
-
-    def precision(x: Tensor) -> torch.autocast:
-        low = autocast is not None and x.dtype is not torch.float64
-        return torch.autocast(device, dtype=autocast, enabled=low)
 
     def ours(images: Tensor, **parameters: Tensor) -> Tensor:
-        with precision(images):
-            return torch.func.functional_call(model, parameters, (images,))
+        return torch.func.functional_call(model, parameters, (images,))
 
     def reference(images: Tensor, **parameters: Tensor) -> Tensor:
-        with precision(images):
-            return plain_vit(model, parameters, images)
+        return plain_vit(model, parameters, images)
 
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    errors = compare(ours, reference, {"images": images, **parameters}, dtype=autocast)
-    return [e if e.name != "out" else Error("logits", *list(vars(e).values())[1:]) for e in errors]
+    def make() -> dict[str, Tensor | None]:
+        parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return {"images": images, **{n: p.requires_grad_() for n, p in parameters.items()}}
+
+    return Case(
+        "VisionTransformer", in_precision(ours, autocast), in_precision(reference, autocast), make,
+        dtype=autocast,
+    )  # fmt: skip
+
+
+def agreement(
+    model: VisionTransformer, images: Tensor, autocast: torch.dtype | None = None
+) -> list[Error]:
+    """Errors of the model's logits and of every parameter's gradient on one batch.
+
+    Args: as `model_case`.
+    Returns: "logits", then "d<parameter>" for each parameter that is trained.
+    """
+    case = model_case(model, images, autocast)
+    errors = case.reference.errors(case.function)
+    return [e if e.name != "out" else replace(e, name="logits") for e in errors]
 
 
 def worst_error(errors: Sequence[Error]) -> Error:

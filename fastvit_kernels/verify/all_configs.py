@@ -1,0 +1,149 @@
+"""Every launch config that ships, forced: by the 2x rule and bit for bit.
+
+Which tables a case asks is found by running it with the launches left out; a table that only
+another table's config leads to (a kernel that the default route does not take) is found by forcing
+that config.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime.backend import backend
+from ..runtime.configs import TABLES, Choice, forced, recording
+from .op import Case
+from .runner import Fault, check, first_line
+
+Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
+
+
+@contextmanager
+def launches_left_out() -> Iterator[None]:
+    """Inside, kernels are not launched: what a call decides depends on no value."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
+    former = [(kind, kind.run) for kind in kinds]
+    for kind, _ in former:
+        kind.run = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for kind, run in former:
+            kind.run = run
+
+
+@contextmanager
+def all_forced(settings: Forced) -> Iterator[None]:
+    with ExitStack() as stack:
+        for table, config in settings:
+            stack.enter_context(forced(table, config))
+        yield
+
+
+def choices_of(case: Case, settings: Forced = ()) -> list[Choice]:
+    """The decisions that a case takes, forward and backward, without running its kernels."""
+    inputs = case.make()
+    with backend("triton"), launches_left_out(), all_forced(settings), recording() as choices:
+        result = case.function(**inputs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        wanted = [x for x in inputs.values() if x is not None and x.requires_grad]
+        if wanted:
+            upstream = [torch.ones_like(y) for y in outputs]
+            torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+    return list(choices)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A table that a case asks, the keys it asks with, and what must be forced to get there."""
+
+    case: Case
+    table: str
+    choices: tuple[Choice, ...]
+    settings: Forced
+
+    def fits(self, config: Any) -> bool:
+        """Whether forcing this config changes what the case runs."""
+        fits = TABLES[self.table].fits
+        return any(fits(choice.gpu, config, *choice.key) for choice in self.choices)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One config forced in one case: the largest error as a share of its limit, or a fault."""
+
+    table: str
+    config: Any
+    case: str
+    share: float
+    fault: str | None
+
+
+def reached_by(case: Case, settings: Forced) -> list[Reached]:
+    ordered = sorted(choices_of(case, settings), key=lambda choice: choice.table)
+    groups = itertools.groupby(ordered, key=lambda choice: choice.table)
+    return [Reached(case, table, tuple(group), settings) for table, group in groups]
+
+
+def reach(every_case: Sequence[Case]) -> tuple[list[Reached], list[Run]]:
+    """How each table is reached by each case, and the cases that raise.
+
+    Where tables are left over, configs that may lead to them are followed.
+    """
+    found: list[Reached] = []
+    faults: list[Run] = []
+
+    def follow(case: Case, settings: Forced) -> list[Reached]:
+        try:
+            return reached_by(case, settings)
+        except Exception as error:  # whatever an op raises, the others are still checked
+            table, config = settings[-1] if settings else ("", None)
+            faults.append(Run(table, config, case.name, 0.0, first_line(error)))
+            return []
+
+    for case in every_case:
+        found += follow(case, ())
+    for start in list(found):
+        if {r.table for r in found} == set(TABLES):
+            break
+        for config in TABLES[start.table].configs:
+            if start.fits(config):
+                known = {r.table for r in found if r.case is start.case}
+                further = follow(start.case, ((start.table, config),))
+                found += [r for r in further if r.table not in known]
+    return found, faults
+
+
+def run_config(reached: Reached, config: Any, *, repeats: int = 2) -> Run:
+    """Force a config in a case and check it."""
+    case = reached.case
+    share, fault = 0.0, None
+    try:
+        with backend("triton"), all_forced((*reached.settings, (reached.table, config))):
+            share = check(case.reference, case.function, repeats=repeats)
+    except Fault as error:
+        fault = str(error)
+    return Run(reached.table, config, case.name, share, fault)
+
+
+def run_all(every_case: Sequence[Case]) -> Iterator[Run]:
+    """Each config of each table in each case that it fits."""
+    found, faults = reach(every_case)
+    yield from faults
+    for reached in found:
+        for config in TABLES[reached.table].configs:
+            if reached.fits(config):
+                yield run_config(reached, config)
+
+
+def passed(runs: Sequence[Run]) -> bool:
+    """Whether every table was reached and nothing failed."""
+    return {run.table for run in runs} >= set(TABLES) and all(run.fault is None for run in runs)

@@ -1,0 +1,258 @@
+"""What an op says of itself in cases.py, and how a case is made of it.
+
+Every list of calls that the project tests, checks, measures or replays is derived from these few
+facts: the function, its specification, its tensors with their shapes, its other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .accuracy import Reference
+
+Shape = tuple[int, ...]
+Inputs = dict[str, Tensor | None]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a ViT: what `Op.at` makes an op's own sizes of."""
+
+    B: int
+    T: int
+    C: int
+    H: int
+    F: int
+    img_size: tuple[int, int]
+    patch_size: int
+    depth: int = 1
+
+
+# T and C are odd or no power of two on purpose.
+SMALL = Sizes(B=2, T=37, C=96, H=3, F=160, img_size=(24, 16), patch_size=8, depth=2)
+LARGE = Sizes(B=8, T=197, C=768, H=12, F=3072, img_size=(224, 192), patch_size=16, depth=4)
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor argument. A kind says which numbers it holds:
+
+    normal   normal numbers
+    matrix   normal numbers that keep the scale of what they multiply
+    keep     DropPath's factors: 0 for a dropped sample, else 1 / keep
+    mask     normal numbers to add to scores, or booleans
+    """
+
+    kind: str = "normal"
+    required: bool = False
+    operand: bool = False  # has the first one's dtype, and takes autocast's
+    grad: bool = True  # the kernels have its gradient
+    accepts: tuple[str, ...] = ()  # kinds of tests/ops/test_bad_calls.py that are no mistake here
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument that is no tensor. Its kind is a key of OPTIONS in tests/ops/test_bad_calls.py:
+    the values that it refuses."""
+
+    kind: str
+    draws: tuple[Any, ...] = ()  # what the fuzz test takes; nothing: it follows from the sizes
+
+
+class Pick(Protocol):
+    """Random choices of the fuzz test, which can shrink what they give."""
+
+    low: bool  # whether products are of 16 bits
+
+    def __call__(self, *options: Any) -> Any:
+        """One of the options."""
+        ...
+
+    def integer(self, low: int, high: int) -> int:
+        """low ... high, both included."""
+        ...
+
+    def up_to(self, most: int) -> int:
+        """1 ... most, small ones and those next to a tile's edge more often."""
+        ...
+
+    def rows(self, most: int, *, none: bool = False) -> Shape:
+        """Leading axes of at most `most` rows: mostly (B, T), seldom empty, () where `none`."""
+        ...
+
+
+class Draw:
+    """Random tensors on a device: the same at every run."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
+        x = torch.randn(*shape, generator=self.generator) * scale
+        return x.to(self.device, self.dtype).requires_grad_(grad)
+
+    def kind(self, arg: Arg, shape: Shape, boolean: bool = False) -> Tensor:
+        """Numbers as the argument holds them."""
+        if arg.kind == "keep":
+            x = torch.full(shape, 1.25, device=self.device, dtype=self.dtype)
+            x[: len(x) - 1][:1] = 0  # the first of several
+            return x
+        if arg.kind == "mask" and boolean:
+            x = self(*shape, grad=False) > 0
+            x[..., 0] = True  # every query sees a key
+            return x
+        return self(*shape, scale=fan_in(shape) ** -0.5 if arg.kind == "matrix" else 1.0,
+                    grad=arg.grad)  # fmt: skip
+
+
+def fan_in(shape: Shape) -> int:
+    """How many numbers a row of a weight sums."""
+    return max(1, torch.Size(shape[1:]).numel())
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an op: sizes, which of its tensors are given, and how they lie in memory."""
+
+    sizes: Mapping[str, Any]
+    label: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()  # the tensors that are given; none named: all
+    without: tuple[str, ...] = ()
+    strided: Callable[[Draw, Shape], Tensor] | None = None  # makes the first tensor
+    boolean: bool = False  # a mask of booleans
+    inference: bool = False  # nothing wants a gradient
+    slow: bool = False  # for Triton's interpreter: tests prefer the others
+
+
+def padded(columns: int) -> Callable[[Draw, Shape], Tensor]:
+    """Rows that are part of wider ones."""
+
+    def make(draw: Draw, shape: Shape) -> Tensor:
+        return draw(*shape[:-1], shape[-1] + columns)[..., : shape[-1]].detach().requires_grad_()
+
+    return make
+
+
+def in_memory(*order: int) -> Callable[[Draw, Shape], Tensor]:
+    """Axes that lie in memory in this order."""
+
+    def make(draw: Draw, shape: Shape) -> Tensor:
+        back = [order.index(axis) for axis in range(len(shape))]
+        return draw(*(shape[axis] for axis in order)).permute(back).detach().requires_grad_()
+
+    return make
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call: `function` and its specification on the same inputs, made when they are needed."""
+
+    name: str
+    function: Function
+    specification: Function
+    make: Callable[[], Inputs]
+    dtype: torch.dtype | None = None  # whose eps sets the floor, if not the coarsest of the inputs
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.specification, self.make(), dtype=self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A public op: what every list of cases is derived from."""
+
+    function: Function
+    specification: Function  # plain PyTorch, called as `function` is
+    args: Mapping[str, Arg]
+    shapes: Callable[[Any], dict[str, Shape]]  # of the sizes, as attributes
+    tiny: Mapping[str, Any]  # sizes of the smallest call that has every tensor
+    at: Callable[[Sizes], Mapping[str, Any]]  # sizes in a ViT
+    fuzz: Callable[[Pick], Mapping[str, Any]]  # random sizes
+    check: Callable[[Sizes], Sequence[Example]]  # what `check` runs
+    configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
+    options: Mapping[str, Option] = field(default_factory=dict)
+    settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # options that follow from sizes
+    fuzz_share: int = 3  # of the random calls
+    fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
+    outputs: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def shapes_of(self, sizes: Mapping[str, Any]) -> dict[str, Shape]:
+        """By argument, in the order of `args`; without those that these sizes do not have."""
+        found = self.shapes(SimpleNamespace(**sizes))
+        return {name: found[name] for name in self.args if name in found}
+
+    def settings_of(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        return self.settings(SimpleNamespace(**sizes))
+
+    def inputs(self, example: Example, draw: Draw) -> Inputs:
+        """Its tensors, the optional ones that it leaves out as None."""
+        found: Inputs = {}
+        for name, shape in self.shapes_of(example.sizes).items():
+            given = name in example.only if example.only else name not in example.without
+            if not given:
+                found[name] = None
+            elif example.strided is not None and not found:
+                found[name] = example.strided(draw, shape)
+            else:
+                found[name] = draw.kind(self.args[name], shape, example.boolean)
+        if example.inference:
+            found = {name: None if x is None else x.detach() for name, x in found.items()}
+        return found
+
+    def case(self, example: Example, device: torch.device, dtype: torch.dtype) -> Case:
+        """The example on a device, its numbers in a dtype."""
+        options = {**self.settings_of(example.sizes), **example.options}
+        return Case(
+            self.name + (f", {example.label}" if example.label else ""),
+            partial(self.function, **options),
+            partial(self.specification, **options),
+            lambda: self.inputs(example, Draw(device, dtype)),
+        )
+
+
+def sized(op_sizes: Mapping[str, Any], *words: str, **example: Any) -> Example:
+    """An Example whose label says its sizes."""
+    text = " ".join(f"{name}={_short(value)}" for name, value in op_sizes.items())
+    return Example(op_sizes, ", ".join([text, *(word for word in words if word)]), **example)
+
+
+def _short(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
+    """function under torch.autocast; on float64 tensors, which are the oracle's, as it is."""
+
+    def run(**inputs: Tensor | None) -> Any:
+        given = [x for x in inputs.values() if isinstance(x, Tensor)]
+        if autocast is None or any(x.dtype is torch.float64 for x in given):
+            context = nullcontext()
+        else:
+            context = torch.autocast(given[0].device.type, autocast)
+        with context:
+            return function(**inputs)
+
+    return run
+
+
+def tensors(op: Op, sizes: Mapping[str, Any], *, differentiable: bool = False) -> Iterator[str]:
+    """Names of the tensors at these sizes; `differentiable`: those that get a gradient."""
+    for name in op.shapes_of(sizes):
+        if op.args[name].grad or not differentiable:
+            yield name

@@ -1,0 +1,130 @@
+"""Runs a case by the 2x rule, outputs poisoned; `check` runs it again for equal bits."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.backend import backend
+from .accuracy import Error, Reference
+from .op import Case
+
+
+@contextmanager
+def quiet_interpreter() -> Iterator[None]:
+    """Without numpy's warnings from Triton's interpreter, which computes masked-out lanes too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
+        yield
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch.empty gives NaN: what no kernel wrote cannot be a former right result."""
+    former = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(former[0], warn_only=former[1])
+        torch.utils.deterministic.fill_uninitialized_memory = former[2]  # pyright: ignore
+
+
+def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+
+
+class Fault(AssertionError):
+    """What a function does wrong: one line."""
+
+
+def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
+    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit.
+
+    Returns: the largest error as a share of its limit, over the outputs and every gradient.
+    Raises: Fault, also where the function raises.
+    """
+    try:
+        with poisoned():
+            outputs, grads = reference.run(function)
+            for _ in range(repeats - 1):
+                outputs2, grads2 = reference.run(function)
+                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
+                    if _bits_differ(a, b):
+                        raise Fault(f"two runs give different bits in output {i}")
+                for name, a in grads.items():
+                    if _bits_differ(a, grads2[name]):
+                        raise Fault(f"two runs give different bits in d{name}")
+        errors = reference.judge(outputs, grads)
+    except Fault:
+        raise
+    except Exception as error:  # a launch that fails, a shape that is wrong
+        raise Fault(first_line(error)) from error
+    for error in errors:
+        if not error.passed:
+            raise Fault(str(error))
+    shares = [e.max / e.limit_max for e in errors if e.limit_max]
+    return max([*shares, *(e.rms / e.limit_rms for e in errors if e.limit_rms)], default=0.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case in one dtype: its errors, or why there are none."""
+
+    name: str
+    dtype: str
+    errors: list[Error]
+    failure: str | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None and all(e.passed for e in self.errors)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold; `from_dict` reads it."""
+        tensors = [{**asdict(e), "passed": e.passed} for e in self.errors]
+        return {
+            "name": self.name, "dtype": self.dtype, "passed": self.passed,
+            "failure": self.failure, "seconds": round(self.seconds, 3), "tensors": tensors,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Result:
+        errors = [
+            Error(**{name: value for name, value in tensor.items() if name != "passed"})
+            for tensor in content["tensors"]
+        ]
+        return cls(
+            content["name"], content["dtype"], errors, content["failure"], content["seconds"]
+        )  # fmt: skip
+
+
+def run_case(case: Case, dtype: str) -> Result:
+    """Run a case with the kernels; one that raises is a result too."""
+    started = time.perf_counter()
+    errors, failure = [], None
+    try:
+        with backend("triton"), quiet_interpreter(), poisoned():
+            errors = case.reference.errors(case.function)
+    except Exception as error:  # whatever a kernel raises, the others are still checked
+        failure = first_line(error)
+    return Result(case.name, dtype, errors, failure, time.perf_counter() - started)

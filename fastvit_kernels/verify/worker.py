@@ -1,0 +1,109 @@
+"""What runs in a process of its own: one case of `check` in one dtype, a JSON line for each result.
+
+python -m fastvit_kernels.verify.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}'
+
+`forced` is None for the case as it ships; else the settings behind which its tables are reached,
+each of whose configs runs. Before a config a line says that it is tried, so that the one that ends
+the process can be named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..runtime.configs import TABLES
+from ..runtime.dtypes import DTYPES
+from .all_configs import Forced, Reached, Run, reached_by, run_config
+from .cases import check_cases, config_cases
+from .isolated import Job, Outcome, python
+from .op import LARGE, SMALL, Case
+from .runner import Result, quiet_interpreter, run_case
+
+
+def cases_of(device: torch.device, dtype: str, all_configs: bool) -> list[Case]:
+    """What `check` runs on this device, large on a GPU."""
+    large = device.type == "cuda"
+    if all_configs:
+        return config_cases(large, device, DTYPES[dtype])
+    return check_cases(LARGE if large else SMALL, device, DTYPES[dtype])
+
+
+def _indices(settings: Forced) -> list[tuple[str, int]]:
+    return [(table, TABLES[table].configs.index(config)) for table, config in settings]
+
+
+def _settings(indices: Sequence[Sequence[Any]]) -> Forced:
+    return tuple((table, TABLES[table].configs[index]) for table, index in indices)
+
+
+def check_job(name: str, dtype: str, device: torch.device) -> Job:
+    """A case as it ships."""
+    what = {"name": name, "dtype": dtype, "device": str(device), "forced": None}
+    return Job(name, python(__name__, json.dumps(what)))
+
+
+def config_job(reached: Sequence[Reached], dtype: str, device: torch.device) -> Job:
+    """Every config that one case reaches."""
+    name = reached[0].case.name
+    forced = [{"table": r.table, "settings": _indices(r.settings)} for r in reached]
+    what = {"name": name, "dtype": dtype, "device": str(device), "forced": forced}
+    return Job(name, python(__name__, json.dumps(what)))
+
+
+def result_of(outcome: Outcome, dtype: str) -> Result:
+    """Of a `check_job`."""
+    if outcome.lines and outcome.failure is None:
+        return Result.from_dict(outcome.lines[-1])
+    failure = outcome.failure or "the process said nothing"
+    return Result(outcome.job.name, dtype, [], failure, 0.0)
+
+
+def runs_of(outcome: Outcome) -> list[Run]:
+    """Of a `config_job`; where it was cut short, the fault of the config that it last tried."""
+    runs, tried = [], ("", None)
+    for line in outcome.lines:
+        table, index = line["table"], line["config"]
+        config = TABLES[table].configs[index]
+        if line["tried"]:
+            tried = (table, config)
+        else:
+            runs.append(Run(table, config, outcome.job.name, line["share"], line["fault"]))
+    if outcome.failure is not None:
+        runs.append(Run(*tried, outcome.job.name, 0.0, outcome.failure))
+    return runs
+
+
+def _config_lines(case: Case, forced: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for entry in forced:
+        settings = _settings(entry["settings"])
+        (reached,) = (r for r in reached_by(case, settings) if r.table == entry["table"])
+        for index, config in enumerate(TABLES[reached.table].configs):
+            if reached.fits(config):
+                line = {"table": reached.table, "config": index}
+                yield {**line, "tried": True}
+                run = run_config(reached, config)
+                yield {**line, "tried": False, "share": run.share, "fault": run.fault}
+
+
+def main(argument: str) -> int:
+    """Run what the JSON says."""
+    what = json.loads(argument)
+    device, forced = torch.device(what["device"]), what["forced"]
+    cases = cases_of(device, what["dtype"], forced is not None)
+    (case,) = (case for case in cases if case.name == what["name"])
+    if forced is None:
+        print(json.dumps(run_case(case, what["dtype"]).as_dict()), flush=True)
+        return 0
+    with quiet_interpreter():
+        for line in _config_lines(case, forced):
+            print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
