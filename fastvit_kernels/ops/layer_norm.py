@@ -117,7 +117,7 @@ def _layer_norm_fwd_kernel(
     x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, axis=1) / C
-    # Again about it: what rounding leaves of a constant row's mean would pass for a variance.
+    # Second pass: otherwise a constant row's rounding error shows up as variance.
     mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / C
     centered = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)

@@ -182,8 +182,8 @@ def _narrow_mlp_fwd_kernel(
         offs_n1 = N0 + tl.arange(0, N1)
         y1 = tl.zeros((N1, BLOCK_M), dtype=tl.float32)
 
-    # A step multiplies the act of the step before it. Where act feeds a product of its own step,
-    # Triton gives all of z to each of 64 rows' warps, and 8 warps do the work of 4 twice.
+    # The second product lags by one: each step multiplies the previous step's act. Without the lag
+    # Triton lays all warps along z's 64 rows, and both halves of 8 warps compute the same.
     act = tl.zeros((BLOCK_F, BLOCK_M), dtype=dtype)
     offs_before = offs_f - BLOCK_F
     for first_f in range(0, F, BLOCK_F):
