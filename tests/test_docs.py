@@ -90,3 +90,13 @@ def test_command_lines_parse(page, capsys):
             parser.parse_args(words)
         except SystemExit:
             pytest.fail(f"{page.name}: {line}\n{capsys.readouterr().err}")
+
+
+def test_readme_counts_the_models_of_the_coverage_page():
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    levels = re.findall(r"^\| [^|]+ \| (block|parts|none) \|", page, re.MULTILINE)
+    blocks, parts = levels.count("block"), levels.count("parts")
+    wanted = (
+        f"{blocks} models of timm, torchvision and transformers swap whole blocks, {parts} more"
+    )
+    assert wanted in (ROOT / "README.md").read_text()
