@@ -72,13 +72,15 @@ class NormConfig(NamedTuple):
     num_warps: int
 
 
-# Small rows share a program, so that every warp has full vector loads. Key: BLOCK_C. Not yet
-# measured.
+# Key: BLOCK_C. Forward: small rows share a program, so that every warp has full vector loads.
+# Backward: four elements a thread, 48 to 64 registers, and the loads of two further steps on their
+# way. Not yet measured.
 FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
-BWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (2, 4), 1024: (2, 8), 2048: (1, 8)}
+BWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 8), 2048: (1, 16)}
 LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
 CONFIGS = [NormConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16)]
-BWD_PROGRAMS_PER_SM = 8
+BWD_STAGES = 3
+MAX_STAGED = 2048  # elements of a row block: two further ones of x, dy and dresidual take 48 KB
 
 
 def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
@@ -89,7 +91,7 @@ def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
 
 FWD_CONFIGS = ConfigTable(
     "layer_norm_fwd",
-    [*CONFIGS, LARGE_CONFIG],
+    [*CONFIGS, NormConfig(1, 2), LARGE_CONFIG],
     lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
     _fits,
 )
@@ -116,6 +118,10 @@ def _layer_norm_fwd_kernel(
 
     x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:  # on their way during the sums
+        weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
     mean = tl.sum(x, axis=1) / C
     # Second pass: otherwise a constant row's rounding error shows up as variance.
     mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / C
@@ -123,9 +129,9 @@ def _layer_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)
     y = centered * rstd[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+        y *= weight.to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+        y += bias.to(tl.float32)[None, :]
 
     if SAVE_STATS:  # [mean (rows) | rstd (rows)]
         tl.store(stats_ptr + offs_row, mean, mask=mask_row)
@@ -139,7 +145,7 @@ def _layer_norm_bwd_kernel(
     dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr,
     num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
     HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DPARAMS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of dweight and dbias.
     pid = tl.program_id(0).to(tl.int64)
@@ -150,7 +156,8 @@ def _layer_norm_bwd_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
 
-    for row in range(pid * BLOCK_ROWS, num_rows, tl.num_programs(0) * BLOCK_ROWS):
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for row in tl.range(pid * BLOCK_ROWS, num_rows, step, num_stages=STAGES):
         offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         mask_row = offs_row < num_rows
         mask = mask_row[:, None] & mask_c[None, :]
@@ -158,6 +165,10 @@ def _layer_norm_bwd_kernel(
         dy_ptrs = dy_ptr + offs_row[:, None] * stride_dy_row + offs_c[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if HAS_DRESIDUAL:
+            dresidual_ptrs = dresidual_ptr + offs_row[:, None] * stride_dresidual_row
+            dresidual_ptrs += offs_c[None, :]
+            dresidual = tl.load(dresidual_ptrs, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + offs_row, mask=mask_row, other=0.0)
         rstd = tl.load(stats_ptr + num_rows + offs_row, mask=mask_row, other=0.0)
 
@@ -167,8 +178,7 @@ def _layer_norm_bwd_kernel(
         mean_g_xhat = tl.sum(g * xhat, axis=1) / C
         dx = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
         if HAS_DRESIDUAL:
-            dresidual_ptrs = dresidual_ptr + offs_row[:, None] * stride_dresidual_row
-            dx += tl.load(dresidual_ptrs + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
+            dx += dresidual
         dx_ptrs = dx_ptr + offs_row[:, None] * C + offs_c[None, :]
         tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEEDS_DPARAMS:
@@ -276,15 +286,18 @@ def _bwd_plan(
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = _block_c(C)
     config = BWD_CONFIGS.choose(gpu, block_c)
-    programs = min(
-        triton.cdiv(num_rows, config.block_rows), BWD_PROGRAMS_PER_SM * gpu.num_sms
-    )  # fmt: skip
+    # As many as an SM holds at once, by registers: none waits for another to end.
+    warps_per_sm = 40 if config.block_rows == 1 and config.num_warps <= 8 else 32
+    programs_per_sm = warps_per_sm // config.num_warps
+    programs = min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
+    staged = config.block_rows * block_c <= MAX_STAGED
     return BwdPlan(
         launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
         sizes=(num_rows, C),
         options=dict(
             HAS_WEIGHT=has_weight, HAS_DRESIDUAL=has_dresidual, NEEDS_DPARAMS=needs_dparams,
-            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            STAGES=BWD_STAGES if staged else 1, num_warps=config.num_warps,
         ),
         dx=layout(shape),
         dparams=layout((2, C if needs_dparams else 0)),

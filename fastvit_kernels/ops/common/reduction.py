@@ -36,7 +36,8 @@ def _column_sum_kernel(
     first = tl.program_id(1).to(tl.int64) * rows_per_split
     last = tl.minimum(first + rows_per_split, num_rows)
     acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for row in range(first, last, BLOCK_R):
+    # Four stages: 24 KB of loads in flight a program, where a plain loop waits for each.
+    for row in tl.range(first, last, BLOCK_R, num_stages=4):
         offs_r = row + tl.arange(0, BLOCK_R).to(tl.int64)
         x_ptrs = x_ptr + offs_r[:, None] * stride_x_row + offs_n[None, :]
         mask = (offs_r < last)[:, None] & mask_n[None, :]
