@@ -383,10 +383,10 @@ def _patch_fuzz(pick: Pick) -> Mapping[str, Any]:
     most = max(1, min(600, 20_000 // (height * width * channels)) // max(1, B))
     rows = pick.integer(1, min(24, most))
     columns = pick.integer(1, max(1, min(25, most // rows)))
-    prefix = pick(*range(6))
+    prefix = pick(0, pick.integer(0, 5))
     return dict(
         B=B, channels=channels, grid=(rows, columns), patch=(height, width), C=C, prefix=prefix,
-        lead=pick((), (1,)), pos=rows * columns + pick(0, prefix),
+        lead=pick((), (1,)), pos=rows * columns + pick(0, prefix), given=("prefix_tokens",),
     )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ class Op:
     shapes: Callable[[Any], dict[str, Shape]]  # of the sizes, as attributes
     tiny: Mapping[str, Any]  # sizes of the smallest call that has every tensor
     at: Callable[[Sizes], Mapping[str, Any]]  # sizes in a ViT
-    fuzz: Callable[[Pick], Mapping[str, Any]]  # random sizes
+    fuzz: Callable[[Pick], Mapping[str, Any]]  # random sizes; "given": tensors that they need
     check: Callable[[Sizes], Sequence[Example]]  # what `check` runs
     configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
     options: Mapping[str, Option] = field(default_factory=dict)

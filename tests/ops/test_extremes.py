@@ -6,7 +6,9 @@ float64 and CUDA give +inf, and its flash attention on a CPU loses NaN, differen
 """
 
 import mmap
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,7 +25,6 @@ from fastvit_kernels import (
     layer_norm_and_input,
     linear,
     mlp,
-    patch_embed,
     qkv_attention,
     scaled_dot_product_attention,
 )
@@ -32,7 +33,8 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.layer_norm import layer_norm_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
-from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
+from fastvit_kernels.verify.cases import OPS as REGISTRY
+from fastvit_kernels.verify.op import Op, Sizes
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 inf, nan = float("inf"), float("nan")
@@ -78,70 +80,54 @@ def test_attention_scores_of_1e4(T, dtype):
     assert_accurate(attention, attention_ref, {"qkv": _leaf(qkv, dtype)})
 
 
-def _patches() -> dict[str, Tensor]:
-    return {
-        "images": rand(2, 3, 8, 12),
-        "weight": rand(20, 3, 4, 4, seed=1),
-        "bias": rand(20, seed=2),
-        "prefix_tokens": rand(1, 2, 20, seed=3),
-        "pos_embed": rand(1, 8, 20, seed=4),
-    }
-
-
-def _linear_inputs() -> dict[str, Tensor]:
-    return {
-        "x": rand(4, 3, 24),
-        "weight": rand(20, 24, seed=1),
-        "bias": rand(20, seed=2),
-        "residual": rand(4, 3, 20, seed=3),
-        "layer_scale": rand(20, seed=4),
-    }
-
-
-def _mlp_inputs() -> dict[str, Tensor]:
-    return {
-        "x": rand(4, 3, 24),
-        "fc1_weight": rand(28, 24, seed=1),
-        "fc1_bias": rand(28, seed=2),
-        "fc2_weight": rand(20, 28, seed=3),
-        "fc2_bias": rand(20, seed=4),
-    }
-
-
-def _heads(T: int, D: int = 32) -> dict[str, Tensor]:
-    names = ("query", "key", "value")
-    return {name: rand(1, 2, T, D, seed=i) for i, name in enumerate(names)}
-
-
-OPS: dict[str, tuple[Any, Any, Any]] = {
-    "layer_norm": (
-        layer_norm,
-        layer_norm_ref,
-        lambda: {"x": rand(5, 64), "weight": rand(64, seed=1), "bias": rand(64, seed=2)},
-    ),
-    "linear": (linear, linear_ref, _linear_inputs),
-    "mlp": (mlp, mlp_ref, _mlp_inputs),
-    "patch_embed": (patch_embed, patch_embed_ref, _patches),
-    "sdpa": (scaled_dot_product_attention, F.scaled_dot_product_attention, lambda: _heads(20)),
-    "sdpa_split": (
-        scaled_dot_product_attention,
-        F.scaled_dot_product_attention,
-        lambda: _heads(70, 16),
-    ),
-    "sdpa_causal": (
-        partial(scaled_dot_product_attention, is_causal=True),
-        partial(F.scaled_dot_product_attention, is_causal=True),
-        lambda: _heads(20),
-    ),
+# Each op at these, or at sizes of its own: an activation that is 0 here and not there, before an
+# infinite scale, is no fault, and is the likelier the longer the sums are.
+SIZES = Sizes(B=2, T=6, C=32, H=2, F=28, img_size=(8, 12), patch_size=4)
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "layer_norm": dict(rows=(5,), C=64),
+    "linear": dict(rows=(4, 3), K=24, N=20),
+    "mlp": dict(rows=(4, 3), C=24, F=28, N=20),
+    "scaled_dot_product_attention": dict(B=1, H=2, T=20, S=20, D=32, mask=None),
+    "patch_embed": dict(B=2, channels=3, grid=(2, 3), patch=(4, 4), C=20, prefix=2),
 }
-for _activation in ("gelu", "gelu_tanh", "quick_gelu", "silu"):
-    OPS[f"linear_{_activation}"] = (
-        partial(linear, activation=_activation),
-        partial(linear_ref, activation=_activation),
-        _linear_inputs,
-    )
+
+
+def _op(
+    op: Op, sizes: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> tuple[Any, Any, Any]:
+    """(the op's first output, the specification's, inputs without scales that get no gradient)"""
+    sizes = {**OWN_SIZES.get(op.name, op.at(SIZES)), **sizes}
+    options = {**op.settings_of(sizes), **options}
+    shapes = {n: s for n, s in op.shapes_of(sizes).items() if op.args[n].grad}
+
+    def first(function: Any) -> Any:
+        def call(**inputs: Any) -> Tensor:
+            outputs = function(**inputs, **options)
+            return outputs[0] if op.outputs > 1 else outputs
+
+        return call
+
+    def inputs() -> dict[str, Tensor]:
+        return {name: rand(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+    return first(op.function), first(op.specification), inputs
+
+
+def _heads(T: int) -> dict[str, Tensor]:
+    return {name: rand(1, 2, T, 32, seed=i) for i, name in enumerate(("query", "key", "value"))}
+
+
+OPS: dict[str, tuple[Any, Any, Any]] = {name: _op(op) for name, op in REGISTRY.items()}
+for _name, _found in REGISTRY.items():
+    _kind = _found.options.get("activation")
+    for _activation in _kind.draws if _kind is not None and None in _kind.draws else ():
+        if _activation is not None:
+            OPS[f"{_name}_{_activation}"] = _op(_found, activation=_activation)
+SDPA = "scaled_dot_product_attention"
+OPS[f"{SDPA}_causal"] = _op(REGISTRY[SDPA], dict(is_causal=True))
+OPS[f"{SDPA}_split"] = _op(REGISTRY[SDPA], dict(T=70, S=70, D=16))  # past the one-pass backward
 CASES = [(op, name) for op, (_, _, inputs) in OPS.items() for name in (*inputs(), "upstream")]
-CASES.remove(("sdpa_causal", "key"))  # a test of its own
+CASES.remove((f"{SDPA}_causal", "key"))  # a test of its own
 
 
 def _results(function, inputs: dict[str, Tensor], upstream: Tensor, dtype) -> dict[str, Tensor]:
@@ -175,7 +161,7 @@ def test_what_is_not_finite_spreads_as_in_the_specification(op, name, dtype):
         with torch.no_grad(), backend("torch"):
             upstream = torch.randn_like(function(**inputs))
         changed = {**inputs, "upstream": upstream}[name].view(-1)
-        changed[3 * 32 + 5 if op.startswith("sdpa") else 7] = value
+        changed[(3 * 32 + 5 if "attention" in op else 7) % len(changed)] = value
         with backend("triton"):
             actual = _results(function, inputs, upstream, dtype)
         with sdpa_kernel(SDPBackend.MATH):
@@ -246,12 +232,10 @@ SUBNORMAL = {fp32: 1e-40, fp16: 1e-6, bf16: 1e-39}  # times normal numbers
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize(
-    "op", ["layer_norm", "linear", "linear_gelu", "mlp", "patch_embed", "sdpa"]
-)
+@pytest.mark.parametrize("op", ["layer_norm", "linear", "linear_gelu", "mlp", "patch_embed", SDPA])
 def test_subnormal_inputs_are_not_flushed(op, dtype):
     function, reference, make = OPS[op]
-    first = "value" if op == "sdpa" else "images" if op == "patch_embed" else "x"
+    first = "value" if op == SDPA else "images" if op == "patch_embed" else "x"
     wanted = {first, "weight", "fc1_weight", "fc2_weight", "query", "key"}
     inputs = {name: _leaf(x, dtype) for name, x in make().items() if name in wanted}
     if op == "mlp":

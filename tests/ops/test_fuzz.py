@@ -9,14 +9,14 @@ from fuzz import Case, check
 from fuzz_cases import KEPT, STRATEGIES
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from fastvit_kernels.verify.cases import OPS
+
 # numpy, which runs the kernels where there is no GPU, announces every infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 
 PARTS = 4  # of one op, so that parallel runs can share them
-SHARES = {  # of the cases, in proportion to how much there is to draw
-    "layer_norm": 3, "layer_norm_and_input": 2, "linear": 4, "mlp": 4, "attention": 3,
-    "qkv_attention": 2, "scaled_dot_product_attention": 4, "patch_embed": 3,
-}  # fmt: skip
+# Of the cases, in proportion to how much there is to draw.
+SHARES = {name: op.fuzz_share for name, op in OPS.items()}
 
 
 @pytest.mark.parametrize("part", range(PARTS))

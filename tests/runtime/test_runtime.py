@@ -22,38 +22,34 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import INTERPRETED
+from fastvit_kernels.verify.cases import OPS as REGISTRY
 
 PACKAGE = Path(fk.__file__).parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="stands in for Triton's interpreter")
 
-# op -> (function of its tensors, their shapes)
+
+def _op(op, **options):
+    """(function of the tensors of the smallest call that get a gradient, their shapes)"""
+    shapes = op.shapes_of(op.tiny)
+    names = [name for name in shapes if op.args[name].grad]
+    options = {**op.settings_of(op.tiny), **options}
+
+    def function(*tensors):
+        result = op.function(**dict(zip(names, tensors, strict=True)), **options)
+        return sum(result) if op.outputs > 1 else result
+
+    return function, [shapes[name] for name in names]
+
+
 OPS = {
-    "layer_norm": (fk.layer_norm, [(2, 3, 16), (16,), (16,)]),
-    "layer_norm_and_input": (
-        lambda *tensors: sum(fk.layer_norm_and_input(*tensors)),
-        [(2, 3, 16), (16,), (16,)],
-    ),
-    "linear": (
-        lambda x, w, b, r: fk.linear(x, w, b, activation="gelu", residual=r),
-        [(2, 3, 16), (16, 16), (16,), (2, 3, 16)],
-    ),
-    "attention": (fk.attention, [(2, 3, 3, 2, 8)]),
-    "sdpa": (fk.scaled_dot_product_attention, [(2, 2, 3, 8)] * 3),
-    "qkv_attention": (
-        lambda x, w: fk.qkv_attention(x, w, num_heads=2), [(2, 3, 16), (48, 16)]
-    ),
-    "mlp": (fk.mlp, [(2, 3, 16), (24, 16), (24,), (16, 24), (16,)]),
-    "patch_embed": (fk.patch_embed, [(2, 1, 8, 8), (16, 1, 4, 4), (16,)]),
-}  # fmt: skip
+    name: _op(op, **({"activation": "gelu"} if "activation" in op.options else {}))
+    for name, op in REGISTRY.items()
+}
 DROPOUTS = {
-    "attention_dropout": (lambda qkv: fk.attention(qkv, dropout_p=0.5), [(2, 3, 3, 2, 8)]),
-    "qkv_attention_dropout": (
-        lambda x, w: fk.qkv_attention(x, w, num_heads=2, dropout_p=0.5), [(2, 3, 16), (48, 16)]
-    ),
-    "sdpa_dropout": (
-        lambda *qkv: fk.scaled_dot_product_attention(*qkv, dropout_p=0.5), [(2, 2, 3, 8)] * 3
-    ),
-}  # fmt: skip
+    f"{name}_dropout": _op(op, dropout_p=0.5)
+    for name, op in REGISTRY.items()
+    if "dropout_p" in op.options
+}
 every_op = pytest.mark.parametrize("op", OPS)
 every_launch = pytest.mark.parametrize("op", [*OPS, *DROPOUTS])
 
@@ -465,7 +461,7 @@ def test_the_triton_backend_refuses_transforms():
     function, inputs = op_and_inputs("linear", grad=False)
     with fk.backend("triton"):
         with pytest.raises(RuntimeError, match=r"linear: .* but a torch\.func transform is active"):
-            torch.func.vmap(function, in_dims=(0, None, None, 0))(*inputs)
+            torch.func.vmap(lambda x: function(x, *inputs[1:]))(inputs[0][None])
         with (
             forward_ad.dual_level(),
             pytest.raises(RuntimeError, match="but forward-mode differentiation is active"),

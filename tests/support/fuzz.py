@@ -7,32 +7,23 @@ fuzz_cases.KEPT. Numbers follow from the seed; strides from the name of a layout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from guard import GuardPages, unwatched
 from numerics import DEVICE
 from torch import Tensor
 
-import fastvit_kernels
-from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.layer_norm import layer_norm_and_input, layer_norm_ref
-from fastvit_kernels.ops.linear import linear_ref
-from fastvit_kernels.ops.mlp import mlp_ref
-from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.dtypes import DTYPES as FLOATS
 from fastvit_kernels.verify.accuracy import Error, Reference
+from fastvit_kernels.verify.cases import OPS
+from fastvit_kernels.verify.op import in_precision
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bool": torch.bool,
-}
+DTYPES = {**FLOATS, "bool": torch.bool}
 
 
 class Layout(NamedTuple):
@@ -118,70 +109,23 @@ class Case:
     upstream: str = "dense"  # layout of the gradient that arrives
     autocast: str | None = None
     route: str | None = None  # who multiplies in linear and mlp; None: as it ships
+    first_output: bool = False  # of an op with several, the others unused
     direct: bool = True  # past torch's dispatcher, as where nobody watches
     seed: int = 0
 
 
-def _float64(x: Tensor) -> bool:
-    return x.dtype == torch.float64
+def _functions(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The op and its specification with the case's options, under its autocast."""
+    op = OPS[case.op]
 
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**inputs: Tensor | None) -> Any:
+            outputs = function(**inputs, **case.options)
+            return outputs[0] if case.first_output else outputs
 
-def _layer_norm_reference(x, weight, bias, eps, out_dtype):
-    return layer_norm_ref(x, weight, bias, eps, None if _float64(x) else DTYPES[out_dtype])
+        return in_precision(run, case.autocast and DTYPES[case.autocast])
 
-
-def _layer_norm(x, weight, bias, eps, out_dtype):
-    return fastvit_kernels.layer_norm(x, weight, bias, eps, out_dtype=DTYPES[out_dtype])
-
-
-def _layer_norm_and_input(x, weight, bias, eps, out_dtype, hand_on):
-    outputs = layer_norm_and_input(x, weight, bias, eps, out_dtype=DTYPES[out_dtype])
-    return outputs if hand_on else outputs[0]
-
-
-def _layer_norm_and_input_reference(x, weight, bias, eps, out_dtype, hand_on):
-    y = _layer_norm_reference(x, weight, bias, eps, out_dtype)
-    return (y, x.view_as(x)) if hand_on else y
-
-
-def _mlp_reference(*, recompute, **inputs):
-    return mlp_ref(**inputs)
-
-
-def _sdpa_reference(query, key, value, **options):
-    # torch's CPU kernel for 16 bits refuses rows that overlap
-    query, key, value = (x.contiguous() for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, **options)
-
-
-OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "layer_norm": (_layer_norm, _layer_norm_reference),
-    "layer_norm_and_input": (_layer_norm_and_input, _layer_norm_and_input_reference),
-    "linear": (fastvit_kernels.linear, linear_ref),
-    "mlp": (fastvit_kernels.mlp, _mlp_reference),
-    "attention": (fastvit_kernels.attention, attention_ref),
-    "qkv_attention": (fastvit_kernels.qkv_attention, qkv_attention_ref),
-    "scaled_dot_product_attention": (
-        fastvit_kernels.scaled_dot_product_attention,
-        _sdpa_reference,
-    ),
-    "patch_embed": (fastvit_kernels.patch_embed, patch_embed_ref),
-}
-
-
-def _called(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
-    """function with the case's options, under its autocast; float64 tensors are the oracle's."""
-
-    def run(**inputs: Tensor | None) -> Any:
-        exact = any(x is not None and _float64(x) for x in inputs.values())
-        if case.autocast is None or exact:
-            context = nullcontext()
-        else:
-            context = torch.autocast(DEVICE.type, dtype=DTYPES[case.autocast])
-        with context:
-            return function(**inputs, **case.options)
-
-    return run
+    return called(op.function), called(op.specification)
 
 
 @contextmanager
@@ -202,11 +146,12 @@ class _Outcome(NamedTuple):
 
 def _outcome(case: Case, seed: int) -> _Outcome:
     """Errors of the kernels on this case, every byte of memory checked."""
-    function, reference = (_called(f, case) for f in OPS[case.op])
+    function, reference = _functions(case)
     guard = GuardPages()
     inputs: dict[str, Tensor | None] = {}
     for i, (name, spec) in enumerate(case.inputs.items()):
-        x = None if spec is None else spec.make(16 * seed + i, keep=name == "row_scale")
+        keep = OPS[case.op].args[name].kind == "keep"
+        x = None if spec is None else spec.make(16 * seed + i, keep)
         inputs[name] = None if x is None else guard.place(x, name)
     with torch.no_grad():
         outputs = reference(**inputs)
