@@ -17,7 +17,7 @@ COLORS = {
     "sdpa-flash": "#66a61e", "sdpa-cudnn": "#1b7837", "sdpa-efficient": "#a6d96a",
     "sdpa-math": "#bdbdbd", "flash_attn": "#7b3294", "xformers": "#c2a5cf",
     "liger_kernel": "#d6604d", "quack": "#f4a582", "ours": "#08519c", "ours-split": "#4292c6",
-    "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-recompute": "#9ecae1",
+    "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-stored": "#9ecae1",
     "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
 }  # fmt: skip
 OPS = ("attention", "qkv_attention", "layer_norm", "linear", "mlp", "patch_embed")

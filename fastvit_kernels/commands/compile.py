@@ -51,7 +51,7 @@ from .options import DTYPES
 
 def model_step(
     model: str | nn.Module, batch: int, dtype: str, *, train: bool,
-    overrides: dict[str, Any] | None = None, recompute: bool = False,
+    overrides: dict[str, Any] | None = None, recompute: bool = True,
 ) -> Callable[[], None]:  # fmt: skip
     """A step of a model: forward, and where `train` cross-entropy and backward.
 
@@ -88,7 +88,7 @@ def model_step(
 
 def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
     """A training step of the model cut to two blocks, the second with drop path if any."""
-    recompute = arguments.pop("recompute", False)
+    recompute = arguments.pop("recompute", True)
     overrides = {"depth": 2, **arguments}
     return model_step(model, batch, dtype, train=True, overrides=overrides, recompute=recompute)
 
@@ -127,7 +127,7 @@ def _gemm_configs() -> None:
         residual = torch.empty(B, T, C)
         hidden = config if config in HIDDEN_CONFIGS.configs else LIBRARY
         with forced(FWD_CONFIGS.name, config), forced(HIDDEN_CONFIGS.name, hidden):
-            y = mlp(*tensors, residual=residual, recompute=True)
+            y = mlp(*tensors, residual=residual)
             y.backward(torch.empty_like(y))
 
 
@@ -166,7 +166,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
     "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
-    "ViT-H/14, D=80, recompute": _blocks("vit_huge_patch14_224", recompute=True),
+    "ViT-H/14, D=80, activations stored": _blocks("vit_huge_patch14_224", recompute=False),
     "SigLIP so400m/14, D=72, dropout": _blocks(
         "vit_large_patch14_224", embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh",
         class_token=False, global_pool="avg", pre_norm=True, attn_drop_rate=0.1,

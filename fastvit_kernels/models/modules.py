@@ -224,7 +224,7 @@ class Mlp(nn.Module):
         self.act_layer = act_layer
         self.fc2 = nn.Linear(hidden_features, in_features, bias)
         self.drop = nn.Dropout(drop)
-        self.recompute = False  # True saves the pre-activation only and rebuilds the activation
+        self.recompute = True  # False saves the activation too and rebuilds nothing
 
     def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2

@@ -8,8 +8,8 @@ With d = row_scale * dy and sums over the M rows of x:
     G = d^T a,   g = sum d:   dW2 = layer_scale * G,   db2 = layer_scale * g
     dlayer_scale[n] = W2[n] . G[n] + b2[n] g[n],   dresidual = dy
 
-Saved: x, z, a, W1, W2. With recompute a is not saved: the pass that reads z for act'(z) writes
-act(z) again, from the same bits, so every gradient keeps its bits.
+Saved: x, z, W1, W2. a is not: the pass that reads z for act'(z) writes act(z) again, from the same
+bits, so every gradient keeps its bits. With recompute=False a is saved too.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
 epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
@@ -271,7 +271,7 @@ class Decision(NamedTuple):
 
 
 class MlpFunction(torch.autograd.Function):
-    """Two `linear_fwd` forward, one `mlp_bwd` backward; recompute drops act(z) in between."""
+    """Two `linear_fwd` forward, one `mlp_bwd` backward, which rebuilds act(z) if asked."""
 
     @staticmethod
     def forward(
@@ -381,8 +381,8 @@ def _decide(
         saves_fc1_weight=needs_dx,
         saves_fc2_weight=needs_dz or needs_dlayer_scale,
         saves_fc2_bias=needs_dlayer_scale,
-        saves_z=needs_dz or (needs_act and recompute),
-        saves_act=needs_act and not recompute,
+        saves_z=needs_dz,
+        saves_act=needs_act and not (recompute and needs_dz),
     )
 
 
@@ -397,7 +397,7 @@ def mlp(
     residual: Tensor | None = None,
     layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-    recompute: bool = False,
+    recompute: bool = True,
 ) -> Tensor:
     """The MLP of a ViT block with all that follows it.
 
@@ -412,14 +412,15 @@ def mlp(
         layer_scale: (N,), any floating dtype.
         row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
             requires a gradient takes the PyTorch path.
-        recompute: save the pre-activation alone and rebuild the activation in the backward. The
-            gradients have the same bits. Without effect on the PyTorch path.
+        recompute: save the pre-activation alone and rebuild the activation in the backward, at the
+            cost of one write of (B, ..., F). False saves both; the gradients have the same bits.
+            Without effect on the PyTorch path.
     Returns:
         (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
     Precision: fp32 accumulators and epilogues; the pre-activation and the activation are rounded to
         the compute dtype. Parameter gradients accumulate in fp32, each in its parameter's dtype.
-    Saved: x and both weights in the compute dtype, the pre-activation (B, ..., F), and unless
-        recompute the activation (B, ..., F).
+    Saved: x and both weights in the compute dtype, the pre-activation (B, ..., F), and
+        without recompute the activation (B, ..., F).
     Raises: ValueError, such as "mlp: fc2_weight must have shape (768, 3072), got (3072, 768)";
         TypeError.
     Specification: mlp_ref. Derivation: docs/mlp.md.

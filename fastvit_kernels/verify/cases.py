@@ -155,14 +155,14 @@ LINEAR = Op(
 )  # fmt: skip
 
 
-def _mlp(*, recompute: bool = False, **inputs: Any) -> Tensor:
+def _mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
     return mlp_ref(**inputs)
 
 
 def _mlp_configs(large: bool) -> list[Example]:
     def both(rows: Shape, C: int, hidden: int) -> list[Example]:
         sizes = dict(rows=rows, C=C, F=hidden, N=C)
-        return [sized(sizes), sized(sizes, "recompute", options=dict(recompute=True))]
+        return [sized(sizes), sized(sizes, "stored", options=dict(recompute=False))]
 
     def inference(rows: Shape, C: int, hidden: int) -> Example:
         """Where the hidden activations need not be kept."""
@@ -201,7 +201,7 @@ MLP = Op(
     fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs,
     check=lambda v: [
         Example(sizes := dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
-        Example(sizes, "recompute", dict(recompute=True)),
+        Example(sizes, "stored", dict(recompute=False)),
     ],
 )  # fmt: skip
 
