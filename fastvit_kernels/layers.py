@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .ops.layer_norm import layer_norm
 from .ops.mlp import mlp
 from .runtime.plain import is_plain
-from .swap.hosts.parts import activation_name
+from .swap.activations import activation_name
 
 
 class LayerNorm(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import sys
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.modules.module as _torch_module
@@ -10,33 +11,70 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody watches calls of `module`: a hook, its own or a global one, or a forward
-    set on the instance. Such a module must be called, not jumped over."""
+def is_watched_everywhere() -> bool:
+    """Whether a global hook wants every call of every module."""
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or _torch_module._global_forward_hooks
+        _torch_module._global_forward_hooks
         or _torch_module._global_forward_pre_hooks
         or _torch_module._global_backward_hooks
         or _torch_module._global_backward_pre_hooks
     )
 
 
+def _watches(hook: Any) -> bool:
+    """False for the hook that transformers leaves on a layer, while nobody asks for its output."""
+    if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
+        return True
+    home = sys.modules.get(hook.__module__)
+    collector = getattr(home, "_active_collector", None)
+    return collector is None or collector.get() is not None
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody watches calls of `module`: a hook, its own or a global one, or a forward
+    set on the instance. Such a module must be called, not bypassed."""
+    return bool(
+        (module._forward_hooks and any(map(_watches, module._forward_hooks.values())))
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or is_watched_everywhere()
+    )
+
+
+# What a dense parameter has; another one means that a subclass wants to see what is done with it.
+_OWN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+_LINEAR = nn.Linear.forward
+
+
+def is_raw(tensor: Tensor) -> bool:
+    """Whether an op may read the tensor's memory: dense, and of no subclass with rules of its own
+    (a DTensor, a quantised weight, a weight with its own `__torch_function__`)."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return tensor.layout is torch.strided and not tensor.is_nested
+    return (
+        kind.__torch_function__ in _OWN_FUNCTIONS
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `linear` is an nn.Linear as torch made it: no subclass, hook or parametrization,
-    and a dense weight.
+    torch's own forward, and a dense weight.
 
     A LoRA or quantised layer has a `weight` too, but means something else by it; a hook wants to
     be called. Such a layer runs its own forward. (A parametrization changes the class.)
     """
     return (
         type(linear) is nn.Linear
+        and nn.Linear.forward is _LINEAR
         and not is_hooked(linear)
-        and not is_traceable_wrapper_subclass(linear.weight)  # torchao, DTensor
+        and is_raw(linear.weight)
+        and (linear.bias is None or is_raw(linear.bias))
     )
 
 

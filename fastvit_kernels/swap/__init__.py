@@ -1,5 +1,6 @@
 """swap_in: fused forwards for the models of other libraries."""
 
-from .apply import Left, Swapped, SwapReport, swap_in, swap_out
+from .apply import swap_in, swap_out
+from .report import Left, Swapped, SwapReport
 
 __all__ = ["Left", "SwapReport", "Swapped", "swap_in", "swap_out"]

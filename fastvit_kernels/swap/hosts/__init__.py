@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from types import ModuleType
+from functools import update_wrapper
+from types import FunctionType, ModuleType
 from typing import Any
 
-from .fused import Fused
+from .fused import Fused, arguments_of
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
@@ -24,7 +25,7 @@ HOST_FILES = {
     "transformers": f"{__name__}.transformers",
 }
 
-_swapped: dict[type, type] = {}  # host class -> swapped class
+_swapped: dict[tuple[type, type], type] = {}  # (host class, mixin) -> swapped class
 _making = threading.RLock()  # two classes of one name could not be pickled
 
 
@@ -32,41 +33,82 @@ def host_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def mixin_of(cls: type) -> type[Fused] | None:
-    """The mixin for exactly this class, None where no table has it."""
-    file = HOST_FILES.get(cls.__module__.partition(".")[0])
-    return None if file is None else importlib.import_module(file).TABLE.get(host_path(cls))
+def mixin_of(cls: type, parent: type | None = None) -> type[Fused] | None:
+    """The mixin for exactly this class, None where no table has it.
+
+    Args:
+        parent: the class of the module that it is a child of; a few mixins depend on it.
+    """
+    name = HOST_FILES.get(cls.__module__.partition(".")[0])
+    if name is None or hasattr(cls, "fused_host"):
+        return None
+    file = importlib.import_module(name)
+    path = host_path(cls)
+    if parent is not None and takes_tokens(parent):
+        return vars(file).get("OF_TOKENS", {}).get(path, file.TABLE.get(path))
+    return file.TABLE.get(path)
 
 
-def swapped_class(cls: type) -> type | None:
+def takes_tokens(parent: type) -> bool:
+    """Whether this class turns the grid of its patch convolution into tokens at once, and does not
+    ask for its strides."""
+    name = parent.__name__
+    return {
+        "timm": name.startswith("PatchEmbed"),
+        "torchvision": name == "VisionTransformer",
+        "transformers": name.endswith("Embeddings"),
+        __name__.partition(".")[0]: name == "PatchEmbed",
+    }.get(parent.__module__.partition(".")[0], False)
+
+
+def swapped_class(cls: type, parent: type | None = None) -> type | None:
     """The swapped subclass of a host class, made at the first call; None for an unknown class."""
     with _making:
-        if cls not in _swapped:
-            mixin = mixin_of(cls)
-            if mixin is None:
-                return None
+        mixin = mixin_of(cls, parent)
+        if mixin is None:
+            return None
+        if (cls, mixin) not in _swapped:
             file = sys.modules[HOST_FILES[cls.__module__.partition(".")[0]]]
-            _swapped[cls] = _make(file, mixin, cls)
-        return _swapped[cls]
+            _swapped[cls, mixin] = _make(file, mixin, cls)
+        return _swapped[cls, mixin]
 
 
 def host_class(cls: type) -> type | None:
     """The host class under a swapped one; None for a class that was made from a swapped one."""
-    return cls.__dict__.get("host")
+    return cls.__dict__.get("fused_host")
 
 
 def _qualname(mixin: type, host_name: str) -> str:
     return f"{mixin.__name__}_{host_name}"
 
 
+def _with_signature(forward: Any, host_forward: Any) -> Any:
+    """A copy of `forward` that says it has the arguments of the host's: tracers ask."""
+    copied = FunctionType(
+        forward.__code__, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
+    )
+    return update_wrapper(copied, host_forward)
+
+
+class SwappedType(type):
+    """Class of the swapped classes. The class itself is where pickle finds it; its modules say that
+    they are of the host's, because torch.fx takes modules of torch.nn as leaves."""
+
+    __module__ = property(lambda cls: cls.fused_home)  # type: ignore[assignment]
+
+
 def _make(file: ModuleType, mixin: type, host: type) -> type:
     namespace: dict[str, Any] = {
-        "__module__": file.__name__,
+        "__module__": host.__module__,
         "__qualname__": _qualname(mixin, host.__name__),
-        "host": host,
         "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
+        "fused_home": file.__name__,
+        "fused_host": host,
+        "fused_arguments": arguments_of(host.forward),
+        "forward": _with_signature(mixin.forward, host.forward),
     }
-    cls = type(host.__name__, (mixin, host), namespace)
+    meta = SwappedType if type(host) is type else type("SwappedType", (SwappedType, type(host)), {})
+    cls = meta(host.__name__, (mixin, host), namespace)
     setattr(file, cls.__qualname__, cls)
     return cls
 
@@ -76,10 +118,13 @@ def unpickled(file: str, table: dict[str, type[Fused]], name: str) -> type:
 
     Raises: AttributeError where the table has no such class.
     """
-    for path, mixin in table.items():
+    others = vars(sys.modules[file]).get("OF_TOKENS", {})
+    for path, mixin in (*table.items(), *others.items()):
         module, _, host_name = path.rpartition(".")
         if name == _qualname(mixin, host_name):
-            cls = swapped_class(getattr(importlib.import_module(module), host_name))
-            assert cls is not None
-            return cls
+            host = getattr(importlib.import_module(module), host_name)
+            with _making:
+                if (host, mixin) not in _swapped:
+                    _swapped[host, mixin] = _make(sys.modules[file], mixin, host)
+                return _swapped[host, mixin]
     raise AttributeError(f"module {file!r} has no attribute {name!r}")

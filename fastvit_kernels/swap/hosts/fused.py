@@ -1,75 +1,191 @@
-"""What every swapped class shares: when a block may jump over a child, and what a branch becomes.
+"""What every swapped class shares: which calls run fused, and what stands for a child.
 
-A block computes x + tail(body(norm(x))) twice. Where the children let it, the norm hands its input
-on and the body's last matmul ends in an epilogue that applies the tail (LayerScale, DropPath) and
-the residual. A child may be jumped over when it was swapped itself, nobody watches it, and its
-settings are those that the fused path computes; all of it is looked at again at every call. Any
-other child is called like the host calls it.
+A swapped module runs its fused forward where three things hold, and its host's own forward
+everywhere else: the call gives the arguments that were proven and leaves the others at their
+defaults; the module is as it was proven (verdicts.py); and nobody traces, counts or watches what
+runs inside. A child may be bypassed when it was swapped itself, nobody watches it, and its settings
+are those that the fused path computes. Any other child is called.
+
+Names that begin with `fused_` are ours: a host's class or child has none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.fx._symbolic_trace as _fx
 from torch import Tensor, nn
 
 from ...ops.layer_norm import layer_norm, layer_norm_and_input
 from ...ops.linear import linear
-from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import add_branch, is_hooked, is_plain
+from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
+from ..facts import torch_is_patched
+from ..verdicts import verdict
 
-Left = tuple[str, nn.Module, str]  # child name, the child, why it keeps its own forward
+Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
+_DROPOUT = nn.Dropout.forward
+
+Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the others that count
+
+
+class Arguments(NamedTuple):
+    """The arguments of a host's forward."""
+
+    names: tuple[str, ...]  # the positional ones, in order
+    defaults: dict[str, Any]
+    others: bool  # it takes any other keyword
+
+
+def arguments_of(forward: Any) -> Arguments:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Arguments(tuple(p.name for p in positional), defaults, others)
+
+
+def is_traced() -> bool:
+    """Whether a tracer at work wants torch's own operators: torch.fx, torch.jit, ONNX export."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        return True
+    return _fx._is_fx_tracing_flag and not torch.compiler.is_compiling()
 
 
 class Fused:
     """Mixin of every swapped class; stands before the host's class, so super() is the host."""
 
-    level: ClassVar[str]
-    host: ClassVar[type]  # the host's class
-    children_known: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
-    pieces: Any = ()  # of a block: the children that it jumps over
-    bodies: Any = ()  # of a block: the pieces that are its branches
-    caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
+    fused_level: ClassVar[str]
+    fused_host: ClassVar[type]  # the host's class
+    fused_arguments: ClassVar[Arguments]  # of the host's forward
+    fused_children: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
+    fused_extras: ClassVar[tuple[str, ...]] = ()  # arguments besides the first that count
+    fused_unread: ClassVar[frozenset[str]] = frozenset()  # keywords that nothing inside reads
+    fused_axes: ClassVar[tuple[int, ...]] = (3,)  # of the first argument
+    fused_pieces: Any = ()  # of a block: the children that it bypasses
+    fused_bodies: Any = ()  # of a block: the pieces that are its branches
+    fused_caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
+    fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
+    fused_tolerance: ClassVar[float] = 1e-9  # of a proof
 
     def _get_name(self) -> str:
         return f"Fused{type(self).__name__}"  # for repr
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
-        """Why this module of the host's class must not be swapped, looked at once."""
+    def fused_reject(cls, module: Any) -> str | None:
+        """Why a module of the host's class is not of our kind; "" where nobody expects it."""
         return None
 
-    def blocked(self) -> str | None:
-        """Why the fused forward must not run as things are now, looked at at every call."""
+    def fused_blocked(self) -> str | None:
+        """Why the fused forward must not run as things are now."""
         return None
 
-    def left(self) -> Iterator[Left]:
+    def fused_left(self) -> Iterator[Child]:
         """The children that keep their own forward inside the fused one, for the report."""
         yield from ()
 
-    def draws(self) -> bool:
+    def fused_pytorch(self) -> Iterator[tuple[str, float]]:
+        """What PyTorch computes inside the fused forward: a name, and the elements that it reads
+        and writes for each token. For the report."""
+        yield from ()
+
+    def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False
 
-    def host_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's forward, on the same children."""
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+    def fused_facts(self) -> Any:
+        """Facts that are no settings of the module; looked at at every call."""
+        return None
+
+    def fused_examples(self, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        """Arguments of calls that a proof tries."""
+        width = width_of(self)
+        for shape in ((3, 5, width), (2, 4, width)):
+            if len(shape) in self.fused_axes:
+                yield (example(generator, *shape),), {}
+
+    @torch._dynamo.assume_constant_result  # looked at while tracing; guards follow what is read
+    def fused_verdict(self) -> str | None:
+        """Why the host's own forward runs, None where the fused one may."""
+        return verdict(self)
+
+    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        """The arguments of a call that the fused forward takes; None for any other call."""
+        names, defaults, others = self.fused_arguments
+        if len(args) > len(names):
+            return None  # the host's error
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != len(args) + len(kwargs):
+            return None
+        x = given.pop(names[0], None)
+        extras = {}
+        for name, value in given.items():
+            if name in self.fused_extras:
+                extras[name] = value
+            elif name in defaults:
+                if value is not defaults[name]:
+                    return None
+            elif name in names:
+                if value is not None:
+                    return None
+            elif not others or not (value is None or value is False or name in self.fused_unread):
+                return None
+        return (x, extras) if is_dense(x) and self.fused_takes(x) else None
+
+    def fused_takes(self, x: Tensor) -> bool:
+        """Whether the fused forward takes a tensor of this shape."""
+        return x.ndim in self.fused_axes
+
+    def fused_forward(self, x: Any, **extras: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.fused_given(args, kwargs)
+        if given is None or is_traced() or is_watched_everywhere() or torch_is_patched():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.fused_verdict() is not None or self.fused_blocked() is not None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.fused_forward(given[0], **given[1])
+
+
+class Unfused(Fused):
+    """Mixin of a class whose forward stays the host's, so that there is nothing to prove: others
+    take its parts, or it calls parts that are fused."""
+
+    def fused_verdict(self) -> str | None:
+        return None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super(Fused, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def example(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def width_of(module: Any) -> int:
+    """The width of a module's input: what its first Linear or norm reads."""
+    for m in module.modules():
+        width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", None)
+        if width:
+            return width if isinstance(width, int) else width[-1]
+    return next(p.shape[-1] for p in module.parameters())
 
 
 def is_dense(x: object) -> bool:
-    """Whether our ops take x: a Tensor, dense; not a NestedTensor, not a tracer's Proxy."""
-    return isinstance(x, Tensor) and not x.is_nested
+    """Whether our ops take x: a dense Tensor; not a NestedTensor, a DTensor, a tracer's Proxy."""
+    return isinstance(x, Tensor) and is_raw(x)
 
 
 def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def jumpable(child: object) -> bool:
+def bypassed(child: object) -> bool:
     """Whether a block may use the child's fused parts without calling it."""
-    return isinstance(child, Fused) and not is_hooked(child) and child.blocked() is None  # type: ignore[arg-type]
+    return isinstance(child, Fused) and not is_hooked(child) and child.fused_blocked() is None  # type: ignore[arg-type]
 
 
 def inert(child: object) -> bool:
@@ -78,7 +194,7 @@ def inert(child: object) -> bool:
         return True
     if type(child) is nn.Identity:
         return not is_hooked(child)
-    if type(child) is nn.Dropout:
+    if type(child) is nn.Dropout and nn.Dropout.forward is _DROPOUT:
         return (child.p == 0 or not child.training) and not is_hooked(child)
     return False
 
@@ -92,14 +208,20 @@ def why_not_plain(child: nn.Module) -> str:
     return f"it is a {type(child).__name__}, not an nn.Linear"
 
 
-def left_linears(module: nn.Module, *children: str) -> Iterator[Left]:
+def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
         child = getattr(module, name, None)
-        if child is not None and not is_plain(child):
+        if isinstance(child, nn.Module) and not is_plain(child):
             yield name, child, why_not_plain(child)
 
 
-def left_dropouts(module: nn.Module, *children: str) -> Iterator[Left]:
+def norm_in_pytorch(what: str, norm: Any) -> Iterator[tuple[str, float]]:
+    """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
+    if norm is not None and not inert(norm) and not bypassed(norm):
+        yield f"{what} ({type(norm).__name__})", 2 * width_of(norm)
+
+
+def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
         child = getattr(module, name, None)
         if type(child) is nn.Dropout and child.p > 0:
@@ -130,127 +252,49 @@ def project_out(
 class LayerNorm(Fused):
     """nn.LayerNorm over the last axis."""
 
-    level = "layer_norm"
+    fused_level = "layer_norm"
+    fused_axes = (1, 2, 3, 4, 5)
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
+    def fused_reject(cls, module: Any) -> str | None:
         axes = len(module.normalized_shape)
         return None if axes == 1 else f"it normalizes {axes} axes"
 
-    def blocked(self) -> str | None:
+    def fused_blocked(self) -> str | None:
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
         return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
 
-    def and_input(self: Any, x: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim in self.fused_axes and x.shape[-1:] == self.normalized_shape
+
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if self.blocked() or not is_dense(x):
-            return self.host_forward(x)
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class LayerScale(Fused):
+class LayerScale(Unfused):
     """x * gamma. Its forward stays the host's; a branch's epilogue takes gamma instead."""
 
-    level = "epilogue"
-    parameter = "gamma"
+    fused_level = "epilogue"
+    fused_gamma = "gamma"
 
-    def scale(self) -> Tensor:
-        return getattr(self, self.parameter)
+    def fused_scale(self) -> Tensor:
+        return getattr(self, self.fused_gamma)
 
 
-class DropPath(Fused):
+class DropPath(Unfused):
     """Stochastic depth. Its forward stays the host's; an epilogue takes the row factors instead."""
 
-    level = "epilogue"
+    fused_level = "epilogue"
 
-    def row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """(B,) of 0 or 1 / keep, drawn as timm draws it, None where nothing is dropped."""
         if self.drop_prob == 0 or not self.training:
             return None
         keep = 1 - self.drop_prob
         scale = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep)
         return scale.div_(keep) if keep > 0 and self.scale_by_keep else scale
-
-
-Tail = nn.Module | Tensor | None
-
-
-def _foldable(item: Tail) -> bool:
-    if isinstance(item, Tensor):
-        return item.ndim == 1
-    return inert(item) or (jumpable(item) and isinstance(item, (LayerScale, DropPath)))
-
-
-def fold(tail: tuple[Tail, ...], x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-    """(layer_scale, row_scale) that stand for the tail, or None where it must be called."""
-    if not all(_foldable(item) for item in tail):
-        return None
-    dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host: the body's output
-    gamma = rows = None
-    for item in tail:
-        if isinstance(item, LayerScale):
-            item = item.scale()
-        if isinstance(item, Tensor):
-            gamma = item
-            dtype = torch.promote_types(dtype, gamma.dtype)
-        elif isinstance(item, DropPath):
-            rows = item.row_scale(x, dtype)
-    return gamma, rows
-
-
-def _apply(item: Tail, y: Tensor) -> Tensor:
-    if item is None:
-        return y
-    return y * item if isinstance(item, Tensor) else item(y)
-
-
-def add_body(
-    x: Tensor, y: Tensor, body: Any, tail: tuple[Tail, ...],
-    call: Callable[[Tensor], Tensor], jump: bool, context: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """x + tail(body(y))."""
-    epilogue = fold(tail, x) if jump and not body.draws() else None
-    if epilogue is None:
-        y = call(y)
-        for item in tail:
-            y = _apply(item, y)
-        return x + y
-    gamma, rows = epilogue
-    if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
-        x = x.to(torch.promote_types(x.dtype, gamma.dtype))
-    return body.branch(y, x, gamma, rows, **context)
-
-
-def normed(norm: Any, x: Tensor, reader: Any) -> Tensor:
-    """norm(x), in the dtype that autocast asks for where `reader` begins with a matmul of ours."""
-    if not (jumpable(norm) and isinstance(norm, LayerNorm)):
-        return norm(x)
-    return norm.and_input(x, _low(x, reader))[0]
-
-
-def _low(x: Tensor, reader: Any) -> torch.dtype | None:
-    return autocast_dtype(x) if reader is not None and reader.reads_low() else None
-
-
-def pre_norm_branch(
-    x: Tensor, norm: Any, body: Any, *tail: Tail,
-    call: Callable[[Tensor], Tensor] | None = None, jump: bool = True, **context: Any,
-) -> Tensor:  # fmt: skip
-    """x + tail(body(norm(x))).
-
-    Args:
-        x: (B, ..., C).
-        norm, body: children of the block.
-        tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
-        call: how the host calls the body; `body` by default.
-        jump: False where the body must be called.
-        context: what the body's `branch` needs besides.
-    """
-    jump = jump and jumpable(body)
-    if jumpable(norm) and isinstance(norm, LayerNorm):
-        y, x = norm.and_input(x, _low(x, body if jump else None))
-    else:
-        y = norm(x)
-    return add_body(x, y, body, tail, call or body, jump, context)

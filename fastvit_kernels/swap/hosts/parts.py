@@ -5,112 +5,110 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from ...ops.linear import linear
 from ...ops.mlp import mlp
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
+from ..activations import activation_name
 from .fused import (
+    Child,
     Fused,
-    Left,
+    example,
     inert,
-    is_dense,
     left_dropouts,
     left_linears,
+    norm_in_pytorch,
     project,
     project_out,
 )
 
-# class path of an activation module -> our name for it
-_ACTIVATIONS = {
-    "torch.nn.modules.activation.SiLU": "silu",
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-    "timm.layers.activations.QuickGELU": "quick_gelu",
-    "timm.layers.activations.Swish": "silu",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.SiLUActivation": "silu",
-}
-
-
-def activation_name(act: Any) -> str | None:
-    """Our name of an activation module or function, None where it is another one."""
-    if not isinstance(act, nn.Module):
-        return "gelu" if act is F.gelu else None
-    if is_hooked(act):
-        return None
-    if type(act) is nn.GELU:
-        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
-    cls = type(act)
-    return _ACTIVATIONS.get(f"{cls.__module__}.{cls.__qualname__}")
-
 
 class PatchConv(Fused):
-    """A Conv2d whose kernel is its stride, on images: (B, in, height, width) -> (B, C, h, w).
+    """A Conv2d whose kernel is its stride, on images: (B, in, height, width) -> (B, C, h, w)."""
 
-    The op writes (B, h*w, C); what is returned is a view of that, so that the host's
-    flatten(2).transpose(1, 2) costs nothing.
-    """
-
-    level = "patch_embed"
+    fused_level = "patch_embed"
+    fused_axes = (4,)
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
-        if module.kernel_size != module.stride or module.in_channels > 4:
+    def fused_reject(cls, module: Any) -> str | None:
+        if tuple(module.kernel_size) != tuple(module.stride) or module.in_channels > 4:
             return ""  # some other convolution
         if module.padding not in ((0, 0), "valid") or module.groups != 1:
             return "a patch embedding with padding or groups"
-        return None if module.dilation == (1, 1) else "a dilated patch embedding"
+        return None if tuple(module.dilation) == (1, 1) else "a dilated patch embedding"
 
-    def forward(self: Any, images: Tensor) -> Tensor:
-        (p, q) = self.kernel_size
-        if not is_dense(images) or images.ndim != 4 or images.shape[2] % p or images.shape[3] % q:
-            return self.host_forward(images)
+    def fused_blocked(self) -> str | None:
+        return self.fused_reject(self)  # read while tracing, so that compilers guard on it
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        p, q = self.kernel_size
+        fits = x.ndim == 4 and x.shape[1] == self.in_channels
+        return fits and x.shape[2] % p == 0 and x.shape[3] % q == 0
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        p, q = self.kernel_size
+        yield (example(generator, 2, self.in_channels, 2 * p, 3 * q),), {}
+        yield (example(generator, 1, self.in_channels, p, q),), {}
+
+    def fused_grid(self: Any, images: Tensor) -> Tensor:
+        """The op writes (B, h*w, C): the result is a view of that."""
+        p, q = self.kernel_size
         tokens = patch_embed(images, self.weight, self.bias)
-        grid = (images.shape[2] // p, images.shape[3] // q)
-        return tokens.transpose(1, 2).unflatten(2, grid)
+        return tokens.transpose(1, 2).unflatten(2, (images.shape[2] // p, images.shape[3] // q))
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        return self.fused_grid(x).contiguous()  # as the host's, for view()
+
+
+class PatchConvOfTokens(PatchConv):
+    """PatchConv in a class that takes flatten(2).transpose(1, 2) of it: that costs nothing."""
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        grid = self.fused_grid(x)
+        return grid.contiguous() if is_hooked(self) else grid
 
 
 class Mlp(Fused):
     """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses have other names."""
 
-    level = "mlp"
-    fc1_name, act_name, fc2_name = "fc1", "act", "fc2"
-    between = ("drop1", "norm")  # children between the activation and fc2
-    after = "drop2"
+    fused_level = "mlp"
+    fused_axes = (2, 3, 4)
+    fused_fc1, fused_act, fused_fc2 = "fc1", "act", "fc2"
+    fused_between = ("drop1", "norm")  # children between the activation and fc2
+    fused_after = "drop2"
 
-    def _get(self: Any, name: str) -> Any:
+    def fused_get(self: Any, name: str) -> Any:
         return getattr(self, name, None)
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
-        is_conv = type(getattr(module, cls.fc1_name)) is nn.Conv2d
+    def fused_reject(cls, module: Any) -> str | None:
+        is_conv = type(getattr(module, cls.fused_fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None
 
-    def reads_low(self) -> bool:
-        return is_plain(self._get(self.fc1_name))
+    def fused_reads_low(self) -> bool:
+        return is_plain(self.fused_get(self.fused_fc1))
 
-    def draws(self) -> bool:
-        return not (inert(self._get("drop1")) and inert(self._get("drop2")))
+    def fused_draws(self) -> bool:
+        return not (inert(self.fused_get("drop1")) and inert(self.fused_get("drop2")))
 
-    def left(self: Any) -> Iterator[Left]:
-        yield from left_linears(self, self.fc1_name, self.fc2_name)
-        act = self._get(self.act_name)
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, self.fused_fc1, self.fused_fc2)
+        act = self.fused_get(self.fused_act)
         if activation_name(act) is None:
             hooked = isinstance(act, nn.Module) and is_hooked(act)
-            yield self.act_name, act, "it is hooked" if hooked else "no kernel for this activation"
-        yield from left_dropouts(self, "drop1", self.after)
+            yield self.fused_act, act, "it is hooked" if hooked else "no kernel for this activation"
+        yield from left_dropouts(self, "drop1", self.fused_after)
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        fc1, act, fc2 = (self._get(n) for n in (self.fc1_name, self.act_name, self.fc2_name))
-        between, after = [self._get(n) for n in self.between], self._get(self.after)
+        get = self.fused_get
+        fc1, act, fc2 = get(self.fused_fc1), get(self.fused_act), get(self.fused_fc2)
+        between, after = [get(n) for n in self.fused_between], get(self.fused_after)
         name = activation_name(act)
         if is_plain(fc1) and name is not None:
             if is_plain(fc2) and inert(after) and all(inert(m) for m in between):
@@ -125,18 +123,22 @@ class Mlp(Fused):
             hidden = hidden if m is None else m(hidden)
         return project_out(fc2, after, hidden, residual, layer_scale, row_scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.branch(x) if is_dense(x) else self.host_forward(x)
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return self.fused_branch(x)
 
 
 class GluMlp(Mlp):
     """timm GluMlp: x1, x2 = fc1(x) in halves; act(x1) * x2, or x1 * act(x2) where gate_last."""
 
-    def left(self: Any) -> Iterator[Left]:
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "gate of the MLP", 5 * self.fc2.in_features  # act: 2, product: 3
+        yield from norm_in_pytorch("norm of the MLP", self.norm)
+
+    def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "fc1", "fc2")
         yield from left_dropouts(self, "drop2")
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
@@ -149,28 +151,33 @@ class GluMlp(Mlp):
 class SwiGLU(Mlp):
     """act(gate(x)) * up(x) -> drop1 -> norm -> down: timm's SwiGLU; HF's in a subclass."""
 
-    gate_name, up_name, down_name, act_name = "fc1_g", "fc1_x", "fc2", "act"
+    fused_gate, fused_up, fused_down, fused_act = "fc1_g", "fc1_x", "fc2", "act"
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "gate of the MLP", 5 * self.fused_get(self.fused_down).in_features
+        yield from norm_in_pytorch("norm of the MLP", self.fused_get("norm"))
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
+    def fused_reject(cls, module: Any) -> str | None:
         return None
 
-    def reads_low(self) -> bool:
-        return is_plain(self._get(self.gate_name)) and is_plain(self._get(self.up_name))
+    def fused_reads_low(self) -> bool:
+        return is_plain(self.fused_get(self.fused_gate)) and is_plain(self.fused_get(self.fused_up))
 
-    def left(self: Any) -> Iterator[Left]:
-        yield from left_linears(self, self.gate_name, self.up_name, self.down_name)
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, self.fused_gate, self.fused_up, self.fused_down)
         yield from left_dropouts(self, "drop2")
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        gate, up = project(self._get(self.gate_name), x), project(self._get(self.up_name), x)
-        hidden = self._get(self.act_name)(gate) * up
-        for m in (self._get("drop1"), self._get("norm")):
+        get = self.fused_get
+        gate, up = project(get(self.fused_gate), x), project(get(self.fused_up), x)
+        hidden = get(self.fused_act)(gate) * up
+        for m in (get("drop1"), get("norm")):
             hidden = hidden if m is None else m(hidden)
-        down, after = self._get(self.down_name), self._get("drop2")
+        down, after = get(self.fused_down), get("drop2")
         return project_out(down, after, hidden, residual, layer_scale, row_scale)
 
 
@@ -178,7 +185,7 @@ class SequentialMlp(Mlp):
     """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]); torchvision's MLPBlock."""
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
+    def fused_reject(cls, module: Any) -> str | None:
         kinds = [type(m) for m in module]
         linears = [i for i, kind in enumerate(kinds) if kind is nn.Linear]
         rest = [kind for i, kind in enumerate(kinds) if i not in linears and i != 1]
@@ -188,7 +195,10 @@ class SequentialMlp(Mlp):
             return f"no kernel for {kinds[1].__name__}"
         return None
 
-    def _names(self: Any) -> dict[str, str]:
+    def fused_blocked(self) -> str | None:
+        return self.fused_reject(self)  # it may be edited like a list
+
+    def fused_roles(self: Any) -> dict[str, str]:
         """Role -> child name; the children's names are their places."""
         names = list(self._modules)
         second = len(names) - 1 - isinstance(self[-1], nn.Dropout)
@@ -199,10 +209,10 @@ class SequentialMlp(Mlp):
             roles["drop2"] = names[second + 1]
         return roles
 
-    def _get(self: Any, name: str) -> Any:
-        return self._modules.get(self._names().get(name, ""))
+    def fused_get(self: Any, name: str) -> Any:
+        return self._modules.get(self.fused_roles().get(name, ""))
 
-    def left(self: Any) -> Iterator[Left]:
-        names = self._names()
+    def fused_left(self: Any) -> Iterator[Child]:
+        names = self.fused_roles()
         yield from left_linears(self, names["fc1"], names["fc2"])
         yield from left_dropouts(self, *(names[n] for n in ("drop1", "drop2") if n in names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,24 +15,25 @@ from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
 from .. import hosts
 from .attend import attend, attend_packed, attend_weights, unpack
+from .branch import PreNormBlock, add_body, fold, normed
 from .fused import (
+    Child,
     DropPath,
     Fused,
+    Given,
     LayerNorm,
     LayerScale,
-    Left,
-    add_body,
-    fold,
+    Unfused,
+    bypassed,
+    example,
     inert,
-    is_dense,
-    jumpable,
     left_dropouts,
     left_linears,
     names,
-    normed,
-    pre_norm_branch,
+    norm_in_pytorch,
     project,
     project_out,
+    width_of,
 )
 from .parts import GluMlp, Mlp, SwiGLU
 
@@ -39,67 +41,89 @@ from .parts import GluMlp, Mlp, SwiGLU
 class LayerNormFp32(LayerNorm):
     """LayerNorm that reads fp32 and writes x.dtype, autocast or not."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if not is_dense(x):
-            return self.host_forward(x)
+    fused_tolerance = 1e-5  # the host rounds to fp32
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=x.dtype)
 
-    def and_input(self: Any, x: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        return super().and_input(x, out_dtype or x.dtype)
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        return super().fused_and_input(x, out_dtype or x.dtype)
 
 
 class Attention(Fused):
     """qkv -> q_norm, k_norm -> attention -> norm -> gate -> proj -> proj_drop."""
 
-    level = "attention"
-    children_known = names("qkv q_norm k_norm attn_drop norm gate proj proj_drop")
+    fused_level = "attention"
+    fused_children = names("qkv q_norm k_norm attn_drop norm gate proj proj_drop")
+    fused_attention_dropout = names("attn_drop")
 
-    def blocked(self: Any) -> str | None:
+    def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
 
-    def left(self: Any) -> Iterator[Left]:
+    def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "qkv", "q_proj", "k_proj", "v_proj", "gate", "proj")
         yield from left_dropouts(self, "proj_drop")
 
-    def reads_low(self: Any) -> bool:
-        return self.qkv is not None and is_plain(self.qkv) and self._gate() is None
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        width = self.proj.in_features
+        for name in ("q_norm", "k_norm", "norm"):
+            norm = self.fused_part(name)
+            if not inert(norm) and not isinstance(norm, LayerNorm):
+                yield f"{name} ({type(norm).__name__})", 2 * width
+        if self.fused_part("gate") is not None:
+            yield "gate of attention", 5 * width  # sigmoid: 2, product: 3
 
-    def draws(self: Any) -> bool:
+    def fused_reads_low(self: Any) -> bool:
+        return self.qkv is not None and is_plain(self.qkv) and self.fused_part("gate") is None
+
+    def fused_draws(self: Any) -> bool:
         return not inert(self.proj_drop)
 
-    def _gate(self: Any) -> nn.Module | None:
-        return getattr(self, "gate", None)  # absent before timm 1.0.22
+    def fused_part(self: Any, name: str) -> Any:
+        """A child that not every version of timm has."""
+        return getattr(self, name, None)
 
-    def _dropout_p(self: Any) -> float:
+    def fused_dropout_p(self: Any) -> float:
         return self.attn_drop.p if self.training else 0.0
 
-    def _heads(self: Any, x: Tensor) -> Tensor:
+    def fused_head_dim(self: Any) -> int:
+        if self.fused_part("qkv") is None:
+            return self.q_proj.out_features // self.num_heads
+        return self.qkv.out_features // (3 * self.num_heads)
+
+    def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
+        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+
+    def fused_heads(self: Any, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
-        if inert(self.q_norm) and inert(self.k_norm):
+        if inert(self.fused_part("q_norm")) and inert(self.fused_part("k_norm")):
+            dropout_p = self.fused_dropout_p()
             if is_plain(self.qkv):
                 return attend_weights(
-                    x, self.qkv.weight, self.qkv.bias, self.num_heads, dropout_p=self._dropout_p()
+                    x, self.qkv.weight, self.qkv.bias, self.num_heads, dropout_p=dropout_p
                 )
-            return attend_packed(self.qkv(x), self.num_heads, dropout_p=self._dropout_p())
+            return attend_packed(self.qkv(x), self.num_heads, dropout_p=dropout_p)
         q, k, v = unpack(project(self.qkv, x), self.num_heads)
-        return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=self._dropout_p())
+        q, k = self.fused_normed(q, k)
+        return attend(q, k, v, dropout_p=self.fused_dropout_p())
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **context: Any,
+        row_scale: Tensor | None = None, **extras: Any,
     ) -> Tensor:  # fmt: skip
-        gate = self._gate()
+        gate = self.fused_part("gate")
         gate = None if gate is None else project(gate, x).sigmoid()
-        out = self._heads(x, **context).flatten(2)
-        norm = getattr(self, "norm", None)
+        out = self.fused_heads(x, **extras).flatten(2)
+        norm = self.fused_part("norm")
         out = out if norm is None or inert(norm) else norm(out)
         out = out if gate is None else out * gate
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 
-    def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
-        if attn_mask is not None or is_causal or not is_dense(x) or self.blocked():
-            return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        return self.branch(x)
+    def fused_forward(self, x: Tensor, **extras: Any) -> Tensor:
+        return self.fused_branch(x, **extras)
 
 
 def _biased_qkv(self: Any, x: Tensor) -> Tensor:
@@ -122,216 +146,180 @@ def _lost_qkv(module: Any) -> str | None:
 class RopeAttention(Attention):
     """EvaAttention and AttentionRope: q and k are rotated by PyTorch between qkv and attention."""
 
-    children_known = Attention.children_known | names("q_proj k_proj v_proj q_bias v_bias")
+    fused_children = Attention.fused_children | names("q_proj k_proj v_proj q_bias v_bias")
+    fused_extras = ("rope",)
 
-    def blocked(self: Any) -> str | None:
-        return _lost_qkv(self) or super().blocked()
+    def fused_blocked(self: Any) -> str | None:
+        return _lost_qkv(self) or super().fused_blocked()
 
-    def reads_low(self: Any) -> bool:
+    def fused_reads_low(self: Any) -> bool:
         separate = (self.q_proj, self.k_proj, self.v_proj)
         projections = separate if self.qkv is None else (self.qkv,)
-        return all(is_plain(m) for m in projections) and self._gate() is None
+        return all(is_plain(m) for m in projections) and self.fused_part("gate") is None
 
-    def _heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield from super().fused_pytorch()
+        # q and k: halves rotated, two products, a sum, cat with the prefix
+        yield "RoPE", 2 * 9 * self.proj.in_features
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        prefix = getattr(self, "num_prefix_tokens", 1)
+        for patches, batch in ((6, 3), (4, 2)):
+            x = example(generator, batch, patches + prefix, width_of(self))
+            rope = torch.randn(
+                patches, 2 * self.fused_head_dim(), generator=generator, dtype=x.dtype
+            )
+            yield (x,), {"rope": rope}
+            yield (x,), {}
+
+    def fused_heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
         if self.qkv is None:
             q, k, v = (
-                project(m, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                project(m, x).unflatten(-1, (-1, self.fused_head_dim())).transpose(1, 2)
                 for m in (self.q_proj, self.k_proj, self.v_proj)
             )
         else:
             has_bias = getattr(self, "q_bias", None) is not None
             qkv = _biased_qkv(self, x) if has_bias else project(self.qkv, x)
             q, k, v = unpack(qkv, self.num_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.fused_normed(q, k)
         if rope is not None:
-            q, k = (self._rotate(t, rope).type_as(v) for t in (q, k))
+            q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
         groups = getattr(self, "num_kv_groups", 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        return attend(q, k, v, dropout_p=self._dropout_p())
+        return attend(q, k, v, dropout_p=self.fused_dropout_p())
 
-    def _rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
-        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-
-        first = self.num_prefix_tokens
-        half = getattr(self, "rotate_half", False)
-        rotated = apply_rot_embed_cat(x[:, :, first:], rope, half=half)
-        return torch.cat([x[:, :, :first], rotated], dim=2)
-
-    def forward(
-        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Any = None,
-        is_causal: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if attn_mask is not None or is_causal or not is_dense(x) or self.blocked():
-            return self.host_forward(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-        return self.branch(x, rope=rope)
+    def fused_rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
+        rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
+        first = getattr(self, "num_prefix_tokens", 1)  # fixed before timm 1.0.10
+        half = {"half": True} if getattr(self, "rotate_half", False) else {}
+        return torch.cat([x[:, :, :first], rotate(x[:, :, first:], rope, **half)], dim=2)
 
 
 class BeitAttention(Attention):
     """BEiT's: the relative position bias is an additive mask."""
 
-    children_known = names(
+    fused_children = names(
         "qkv q_bias v_bias relative_position_bias_table attn_drop proj proj_drop"
     )
+    fused_extras = ("shared_rel_pos_bias",)
 
-    def blocked(self: Any) -> str | None:
-        return _lost_qkv(self) or super().blocked()
+    def fused_blocked(self: Any) -> str | None:
+        return _lost_qkv(self) or super().fused_blocked()
 
-    def _heads(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        yield from _biased_examples(
+            self, generator, "shared_rel_pos_bias",
+            self._get_rel_pos_bias() if self.relative_position_bias_table is not None else None,
+        )  # fmt: skip
+
+    def fused_heads(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos_bias
         if self.relative_position_bias_table is not None:
             mask = self._get_rel_pos_bias()
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
         q, k, v = unpack(_biased_qkv(self, x), self.num_heads)
-        return attend(q, k, v, mask=mask, dropout_p=self._dropout_p())
+        return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
 
-    def forward(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        if not is_dense(x) or self.blocked():
-            return self.host_forward(x, shared_rel_pos_bias)
-        return self.branch(x, shared_rel_pos_bias=shared_rel_pos_bias)
+
+def _biased_examples(
+    module: Any, generator: torch.Generator, name: str, bias: Tensor | None
+) -> Iterator[tuple[tuple, dict]]:
+    """Calls with a bias of the scores and without; the module's own bias says the length."""
+    for batch, length in ((3, 5), (2, 4)):
+        T = length if bias is None else bias.shape[-1]
+        x = example(generator, batch, T, width_of(module))
+        yield (x,), {}
+        yield (x,), {name: example(generator, 1, module.num_heads, T, T)}
 
 
 class RelPosAttention(Attention):
     """The relative position bias comes from a child or is shared by the layers."""
 
-    children_known = names("qkv q_norm k_norm rel_pos attn_drop proj proj_drop")
+    fused_children = names("qkv q_norm k_norm rel_pos attn_drop proj proj_drop")
+    fused_extras = ("shared_rel_pos",)
 
-    def _heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        bias = None if self.rel_pos is None else self.rel_pos.get_bias()
+        yield from _biased_examples(self, generator, "shared_rel_pos", bias)
+
+    def fused_draws(self: Any) -> bool:
+        inside = () if self.rel_pos is None else self.rel_pos.modules()
+        return super().fused_draws() or any(
+            type(m) is nn.Dropout and m.p > 0 and m.training for m in inside
+        )
+
+    def fused_heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias()
         q, k, v = unpack(project(self.qkv, x), self.num_heads)
-        return attend(self.q_norm(q), self.k_norm(k), v, mask=mask, dropout_p=self._dropout_p())
-
-    def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        if not is_dense(x) or self.blocked():
-            return self.host_forward(x, shared_rel_pos)
-        return self.branch(x, shared_rel_pos=shared_rel_pos)
+        q, k = self.fused_normed(q, k)
+        return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
 
 
-class Block(Fused):
-    """x = x + drop_path1(ls1(attn(norm1(x))));  x = x + drop_path2(ls2(mlp(norm2(x))))"""
+class Block(PreNormBlock):
+    """LayerScale and DropPath as children."""
 
-    level = "block"
-    children_known = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
-    pieces = ("norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2")
-    bodies = ("attn", "mlp")
-
-    def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
-        if not is_dense(x):
-            return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        jump = attn_mask is None and not is_causal
-
-        def call(y: Tensor) -> Tensor:
-            return self.attn(y, attn_mask=attn_mask, is_causal=is_causal)
-
-        x = pre_norm_branch(
-            x, self.norm1, self.attn, self.ls1, self.drop_path1, call=call, jump=jump
-        )
-        return pre_norm_branch(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
+    fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
+    fused_names = ("norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"))
 
 
-class EvaBlock(Fused):
-    """Block with RoPE and with LayerScale as parameters of its own."""
+class EvaBlock(PreNormBlock):
+    """LayerScale as parameters of its own; RoPE."""
 
-    level = "block"
-    children_known = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
-    pieces = ("norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2")
-    bodies = ("attn", "mlp")
-
-    def forward(
-        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Any = None,
-        is_causal: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if not is_dense(x):
-            return self.host_forward(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-        jump = attn_mask is None and not is_causal
-
-        def call(y: Tensor) -> Tensor:
-            return self.attn(y, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-
-        x = pre_norm_branch(
-            x, self.norm1, self.attn, self.gamma_1, self.drop_path1,
-            call=call, jump=jump, rope=rope,
-        )  # fmt: skip
-        return pre_norm_branch(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
+    fused_children = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
+    fused_names = (
+        "norm1", "attn", ("gamma_1", "drop_path1"), "norm2", "mlp", ("gamma_2", "drop_path2")
+    )  # fmt: skip
+    fused_extras = ("rope",)
 
 
-class BeitBlock(Fused):
-    """BEiT's block: LayerScale as parameters, a bias shared by the layers."""
+class BeitBlock(EvaBlock):
+    """A relative position bias that the layers share."""
 
-    level = "block"
-    children_known = EvaBlock.children_known
-    pieces, bodies = EvaBlock.pieces, EvaBlock.bodies
-
-    def forward(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        if not is_dense(x):
-            return self.host_forward(x, shared_rel_pos_bias)
-
-        def call(y: Tensor) -> Tensor:
-            return self.attn(y, shared_rel_pos_bias=shared_rel_pos_bias)
-
-        x = pre_norm_branch(
-            x, self.norm1, self.attn, self.gamma_1, self.drop_path1,
-            call=call, shared_rel_pos_bias=shared_rel_pos_bias,
-        )  # fmt: skip
-        return pre_norm_branch(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
+    fused_extras = ("shared_rel_pos_bias",)
 
 
-class RelPosBlock(Fused):
-    """Block whose attention takes a relative position bias."""
-
-    level = "block"
-    children_known = Block.children_known
-    pieces, bodies = Block.pieces, Block.bodies
-
-    def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        if not is_dense(x):
-            return self.host_forward(x, shared_rel_pos)
-
-        def call(y: Tensor) -> Tensor:
-            return self.attn(y, shared_rel_pos=shared_rel_pos)
-
-        x = pre_norm_branch(
-            x, self.norm1, self.attn, self.ls1, self.drop_path1,
-            call=call, shared_rel_pos=shared_rel_pos,
-        )  # fmt: skip
-        return pre_norm_branch(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
+class RelPosBlock(Block):
+    fused_extras = ("shared_rel_pos",)
 
 
-class ResPostBlock(Fused):
+class ResPostBlock(Unfused):
     """x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between every branch and its
     residual, so that nothing fuses across children and the host's forward on fused children is
     the widest there is."""
 
-    level = "block"
-    children_known = names("norm1 attn drop_path1 norm2 mlp drop_path2")
-    pieces = ("attn", "norm1", "mlp", "norm2")
-    bodies = ("attn", "mlp")
+    fused_level = "block"
+    fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
+    fused_pieces = ("attn", "norm1", "mlp", "norm2")
+    fused_bodies = ("attn", "mlp")
 
 
 class ParallelScalingBlock(Fused):
     """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))) after one in_proj."""
 
-    level = "block"
-    children_known = names(
+    fused_level = "block"
+    fused_children = names(
         "in_norm in_proj mlp_bias q_norm k_norm attn_drop mlp_drop mlp_act out_proj attn_out_proj "
         "mlp_out_proj ls drop_path"
     )
-    pieces = ("in_norm", "ls", "drop_path")
+    fused_attention_dropout = names("attn_drop")
+    fused_pieces = ("in_norm", "ls", "drop_path")
 
-    def blocked(self: Any) -> str | None:
+    def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
 
-    def left(self: Any) -> Iterator[Left]:
+    def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
         yield from left_dropouts(self, "mlp_drop")
 
-    def _in(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        if jumpable(self.in_norm):
+    def fused_in(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        if bypassed(self.in_norm):
             low = autocast_dtype(x) if is_plain(self.in_proj) else None
-            return self.in_norm.and_input(x, low)
+            return self.in_norm.fused_and_input(x, low)
         return self.in_norm(x), x
 
-    def _heads(self: Any, qkv: Tensor) -> Tensor:
+    def fused_heads(self: Any, qkv: Tensor) -> Tensor:
         """(B, T, 3C) -> (B, T, C)"""
         dropout_p = self.attn_drop.p if self.training else 0.0
         if inert(self.q_norm) and inert(self.k_norm):
@@ -339,16 +327,23 @@ class ParallelScalingBlock(Fused):
         q, k, v = unpack(qkv, self.num_heads)
         return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=dropout_p).flatten(2)
 
-    def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
-        masked = attn_mask is not None or is_causal
-        if masked or not is_dense(x) or self.blocked():
-            return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        y, x = self._in(x)
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "activation of the MLP", 2 * self.in_split[0]
+        if self.mlp_bias is not None:
+            yield "bias of the MLP", 2 * self.in_split[0]
+        if self.out_proj is not None:
+            yield "attention beside MLP", 2 * self.out_proj.in_features
+        for name in ("q_norm", "k_norm"):
+            yield from norm_in_pytorch(name, getattr(self, name))
+        yield from norm_in_pytorch("in_norm", self.in_norm)
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        y, x = self.fused_in(x)
         hidden, qkv = project(self.in_proj, y).split(
             (self.in_split[0], sum(self.in_split[1:])), dim=-1
         )
         hidden = hidden if self.mlp_bias is None else hidden + self.mlp_bias
-        out = self._heads(qkv)
+        out = self.fused_heads(qkv)
         hidden = self.mlp_drop(self.mlp_act(hidden))
         epilogue = fold((self.ls, self.drop_path), x)
         if self.out_proj is not None:
@@ -368,20 +363,22 @@ class ParallelScalingBlock(Fused):
 class ParallelThingsBlock(Fused):
     """Branches side by side: x + sum_i attn_i(x), then x + sum_i mlp_i(x)."""
 
-    level = "block"
-    children_known = names("attns ffns")
+    fused_level = "block"
+    fused_children = names("attns ffns")
 
-    def forward(self: Any, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
-        hooked = any(is_hooked(m) for m in (*self.attns, *self.ffns))
-        if attn_mask is not None or is_causal or hooked or not is_dense(x):
-            return self.host_forward(x, attn_mask=attn_mask, is_causal=is_causal)
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        if any(is_hooked(m) for m in (*self.attns, *self.ffns)):
+            return None
+        return super().fused_given(args, kwargs)
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
         for branches, name in ((self.attns, "attn"), (self.ffns, "mlp")):
             start = x
             for branch in branches:
                 body = getattr(branch, name)
-                jump = jumpable(body)
-                y = normed(branch.norm, start, body if jump else None)
-                x = add_body(x, y, body, (branch.ls, branch.drop_path), body, jump, {})
+                bypass = bypassed(body)
+                y = normed(branch.norm, start, body if bypass else None)
+                x = add_body(x, y, body, (branch.ls, branch.drop_path), body, bypass, {})
         return x
 
 

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear import linear
 from ...ops.mlp import mlp
 from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_plain
+from ...runtime.plain import is_plain, is_raw
 from .. import hosts
+from ..activations import activation_name
 from .attend import attend_weights
 from .fused import (
+    Child,
     Fused,
+    Given,
     LayerNorm,
-    Left,
+    bypassed,
+    example,
     inert,
     is_dense,
-    jumpable,
     left_dropouts,
     left_linears,
     names,
     project,
     project_out,
 )
-from .parts import PatchConv, SequentialMlp, activation_name
+from .parts import PatchConv, PatchConvOfTokens, SequentialMlp
 
 
 class MultiheadAttention(Fused):
@@ -36,11 +40,11 @@ class MultiheadAttention(Fused):
     torch reads out_proj's weight without calling it, and so do we.
     """
 
-    level = "attention"
-    caveat = "fused where it is called with query = key = value and need_weights=False"
+    fused_level = "attention"
+    fused_caveat = "fused where it is called with query = key = value and need_weights=False"
 
     @classmethod
-    def reject(cls, module: Any) -> str | None:
+    def fused_reject(cls, module: Any) -> str | None:
         if not module._qkv_same_embed_dim:
             return "its keys or values have another width"
         if module.bias_k is not None or module.add_zero_attn:
@@ -49,16 +53,19 @@ class MultiheadAttention(Fused):
             return "batch_first is False"
         return None
 
-    def blocked(self: Any) -> str | None:
+    def fused_blocked(self: Any) -> str | None:
         out = self.out_proj
         if type(out) is not NonDynamicallyQuantizableLinear:
             return f"its out_proj is a {type(out).__name__}"
-        return None
+        for weight in (self.in_proj_weight, out.weight):
+            if not is_raw(weight):
+                return f"its weight is a {type(weight).__name__}"
+        return self.fused_reject(self)
 
-    def reads_low(self) -> bool:
+    def fused_reads_low(self) -> bool:
         return True
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
@@ -71,31 +78,47 @@ class MultiheadAttention(Fused):
             residual=residual, layer_scale=layer_scale, row_scale=row_scale,
         )  # fmt: skip
 
-    def forward(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None,
-        need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> Any:  # fmt: skip
-        plain = key is query and value is query and is_dense(query) and query.ndim == 3
-        masked = key_padding_mask is not None or attn_mask is not None or is_causal
-        if need_weights or masked or not plain or self.blocked():
-            return self.host_forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask,
-                average_attn_weights, is_causal,
-            )  # fmt: skip
-        return self.branch(query), None
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        names, defaults, _ = self.fused_arguments
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        x = given.pop("query", None)
+        same = given.pop("key", None) is x and given.pop("value", None) is x
+        unasked = not given.pop("need_weights", True)
+        given.pop("average_attn_weights", None)  # of the weights
+        if not (same and unasked) or len(args) > len(names):
+            return None
+        if any(v is not defaults.get(n) for n, v in given.items()):
+            return None
+        return (x, {}) if is_dense(x) and self.fused_takes(x) else None
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[-1] == self.embed_dim
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for batch, length in ((3, 5), (2, 4)):
+            x = example(generator, batch, length, self.embed_dim)
+            yield (x, x, x), {"need_weights": False}
+
+    def fused_forward(self: Any, x: Tensor) -> Any:
+        return self.fused_as_host(self.fused_branch(x)), None
+
+    def fused_as_host(self: Any, y: Tensor) -> Tensor:
+        """y (B, T, C) with the host's strides in training: a dropout draws in their order."""
+        return y.transpose(0, 1).contiguous().transpose(0, 1) if self.training else y
 
 
 class TransformerEncoderLayer(Fused):
     """nn.TransformerEncoderLayer, pre-norm or post-norm, without masks."""
 
-    level = "block"
-    children_known = names(
+    fused_level = "block"
+    fused_children = names(
         "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
     )
 
+    fused_pieces = ("self_attn", "norm1", "norm2")
+
     @classmethod
-    def reject(cls, module: Any) -> str | None:
+    def fused_reject(cls, module: Any) -> str | None:
         if not module.self_attn.batch_first:
             return "batch_first is False"
         if activation_name(module.activation) is None:
@@ -103,23 +126,23 @@ class TransformerEncoderLayer(Fused):
             return f"no kernel for {name}"
         return None
 
-    def blocked(self: Any) -> str | None:
+    def fused_blocked(self: Any) -> str | None:
         for name in ("self_attn", "norm1", "norm2"):
-            if not jumpable(getattr(self, name)):
+            if not bypassed(getattr(self, name)):
                 return f"{name} keeps its own forward"
         return None if activation_name(self.activation) else "no kernel for its activation"
 
-    def left(self: Any) -> Iterator[Left]:
+    def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "linear1", "linear2")
         yield from left_dropouts(self, "dropout", "dropout1", "dropout2")
 
-    def _attend(self: Any, y: Tensor, x: Tensor) -> Tensor:
+    def fused_attend(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout1(self_attn(y))"""
         if inert(self.dropout1):
-            return self.self_attn.branch(y, x)
-        return x + self.dropout1(self.self_attn.branch(y))
+            return self.self_attn.fused_branch(y, x)
+        return x + self.dropout1(self.self_attn.fused_as_host(self.self_attn.fused_branch(y)))
 
-    def _feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
+    def fused_feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout2(linear2(dropout(act(linear1(y)))))"""
         fc1, fc2, name = self.linear1, self.linear2, activation_name(self.activation)
         at_rest = inert(self.dropout) and inert(self.dropout2)
@@ -131,22 +154,15 @@ class TransformerEncoderLayer(Fused):
             hidden = self.activation(project(fc1, y))
         return project_out(fc2, self.dropout2, self.dropout(hidden), x, None, None)
 
-    def forward(
-        self: Any, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None,
-        is_causal: bool = False,
-    ) -> Tensor:  # fmt: skip
-        masked = src_mask is not None or src_key_padding_mask is not None or is_causal
-        if masked or not is_dense(src) or src.ndim != 3 or self.blocked():
-            return self.host_forward(src, src_mask, src_key_padding_mask, is_causal)
-        x = src
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
         if not self.norm_first:
-            x = self.norm1(self._attend(x, x))
-            return self.norm2(self._feed_forward(x, x))
+            x = self.norm1(self.fused_attend(x, x))
+            return self.norm2(self.fused_feed_forward(x, x))
         low = autocast_dtype(x)
-        y, x = self.norm1.and_input(x, low)
-        x = self._attend(y, x)
-        y, x = self.norm2.and_input(x, low if is_plain(self.linear1) else None)
-        return self._feed_forward(y, x)
+        y, x = self.norm1.fused_and_input(x, low)
+        x = self.fused_attend(y, x)
+        y, x = self.norm2.fused_and_input(x, low if is_plain(self.linear1) else None)
+        return self.fused_feed_forward(y, x)
 
 
 TABLE: dict[str, type[Fused]] = {
@@ -156,6 +172,8 @@ TABLE: dict[str, type[Fused]] = {
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
 }
+
+OF_TOKENS: dict[str, type[Fused]] = {"torch.nn.modules.conv.Conv2d": PatchConvOfTokens}
 
 
 def __getattr__(name: str) -> type:

@@ -13,18 +13,18 @@ from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...runtime.plain import is_plain
 from .. import hosts
 from .attend import attend, attend_weights
+from .branch import PreNormBlock
 from .fused import (
+    Child,
     DropPath,
     Fused,
     LayerScale,
-    Left,
-    is_dense,
-    left_dropouts,
+    example,
     left_linears,
     names,
-    pre_norm_branch,
     project,
     project_out,
+    width_of,
 )
 from .parts import Mlp, SwiGLU
 
@@ -35,147 +35,169 @@ UNREAD = names(
 )
 
 
-def _ordinary(mask: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for plain attention: no mask, no probabilities, nothing unknown."""
-    return mask is None and all(v is None or v is False or k in UNREAD for k, v in kwargs.items())
-
-
 def _packed(parameters: list[Tensor | None]) -> bool:
     """Whether q, k and v can share one matmul: all there or none, one dtype, frozen together."""
     first = parameters[0]
     if first is None or any(p is None for p in parameters):
         return all(p is None for p in parameters)
     return all(
-        p.dtype == first.dtype and p.requires_grad == first.requires_grad
+        p.dtype == first.dtype and p.shape == first.shape and p.requires_grad == first.requires_grad
         for p in parameters if p is not None
     )  # fmt: skip
+
+
+def _registered(name: str) -> Any:
+    """The attention function that transformers has under a name."""
+    home = sys.modules.get("transformers.modeling_utils")
+    return getattr(home, "ALL_ATTENTION_FUNCTIONS", {}).get(name)
+
+
+def _is_sdpa(function: Any) -> bool:
+    """Whether this is transformers' own attention by torch's scaled_dot_product_attention, or
+    ours."""
+    name = (getattr(function, "__module__", ""), getattr(function, "__name__", ""))
+    own = ("transformers.integrations.sdpa_attention", "sdpa_attention_forward")
+    return function is fastvit_attention or name == own
 
 
 class Attention(Fused):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
-    level = "attention"
-    children_known = names("q_proj k_proj v_proj o_proj")
-    HEADS, SCALE, DROP, OUT = "num_attention_heads", "scaling", "attention_dropout", "o_proj"
+    fused_level = "attention"
+    fused_children = names("q_proj k_proj v_proj o_proj")
+    fused_unread = UNREAD
+    fused_scaling, fused_dropout, fused_out = "scaling", "attention_dropout", "o_proj"
+    fused_attention_dropout = names("attention_dropout dropout dropout_prob")
 
-    def blocked(self: Any) -> str | None:
+    def fused_facts(self: Any) -> Any:
         chosen = self.config._attn_implementation
-        return None if chosen in ("sdpa", ATTENTION) else f"attn_implementation={chosen!r} is set"
+        return chosen, _registered(chosen)
 
-    def left(self: Any) -> Iterator[Left]:
-        yield from left_linears(self, "q_proj", "k_proj", "v_proj", self.OUT)
+    def fused_blocked(self: Any) -> str | None:
+        chosen = self.config._attn_implementation
+        if chosen not in ("sdpa", ATTENTION):
+            return f"attn_implementation={chosen!r} is set"
+        if getattr(self, "is_causal", False):
+            return "is_causal is set"
+        if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
+            return "CLIP's text attention is causal"
+        if not _is_sdpa(_registered(chosen)):
+            return f"another function is registered as {chosen!r}"
+        return None
 
-    def _projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, "q_proj", "k_proj", "v_proj", self.fused_out)
+
+    def fused_projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def reads_low(self: Any) -> bool:
-        return all(is_plain(m) for m in self._projections())
+    def fused_reads_low(self: Any) -> bool:
+        return all(is_plain(m) for m in self.fused_projections())
 
-    def _dropout_p(self: Any) -> float:
-        return getattr(self, self.DROP) if self.training else 0.0
+    def fused_dropout_p(self: Any) -> float:
+        return getattr(self, self.fused_dropout) if self.training else 0.0
 
-    def _qkv(self: Any, x: Tensor) -> list[Tensor]:
+    def fused_qkv(self: Any, x: Tensor) -> list[Tensor]:
         """(B, T, C) -> q, k, v, each (B, H, T, D)"""
-        H = getattr(self, self.HEADS)
-        return [project(m, x).unflatten(-1, (H, -1)).transpose(1, 2) for m in self._projections()]
+        return [
+            project(m, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for m in self.fused_projections()
+        ]
 
-    def _attend(self: Any, x: Tensor, mask: Tensor | None = None, **context: Any) -> Tensor:
+    def fused_heads(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
-        scale = getattr(self, self.SCALE)
-        if mask is None and self.reads_low():
-            weights = [m.weight for m in self._projections()]
-            biases = [m.bias for m in self._projections()]
+        scale = getattr(self, self.fused_scaling)
+        if mask is None and self.fused_reads_low():
+            weights = [m.weight for m in self.fused_projections()]
+            biases = [m.bias for m in self.fused_projections()]
             if _packed(weights) and _packed(biases):
                 # A copy of the weights is small beside three passes over x.
                 bias = None if biases[0] is None else torch.cat(biases)
                 return attend_weights(
-                    x, torch.cat(weights), bias, getattr(self, self.HEADS),
-                    dropout_p=self._dropout_p(), scale=scale,
+                    x, torch.cat(weights), bias, weights[0].shape[0] // self.head_dim,
+                    dropout_p=self.fused_dropout_p(), scale=scale,
                 )  # fmt: skip
-        return attend(*self._qkv(x), mask=mask, dropout_p=self._dropout_p(), scale=scale)
+        return attend(*self.fused_qkv(x), mask=mask, dropout_p=self.fused_dropout_p(), scale=scale)
 
-    def branch(
+    def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **context: Any,
+        row_scale: Tensor | None = None, **extras: Any,
     ) -> Tensor:  # fmt: skip
-        out = self._attend(x, **context).flatten(2)
-        return project_out(getattr(self, self.OUT), None, out, residual, layer_scale, row_scale)
+        out = self.fused_heads(x, **extras).flatten(2)
+        out_proj = getattr(self, self.fused_out)
+        return project_out(out_proj, None, out, residual, layer_scale, row_scale)
 
-    def forward(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        dense = is_dense(hidden_states) and hidden_states.ndim == 3
-        if not dense or not _ordinary(attention_mask, kwargs) or self.blocked():
-            return self.host_forward(hidden_states, attention_mask, **kwargs)
-        return self.branch(hidden_states), None
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
+        return self.fused_branch(x, **extras), None
 
 
 class ClipAttention(Attention):
     """CLIP's and SigLIP's names for the same."""
 
-    children_known = names("q_proj k_proj v_proj out_proj")
-    HEADS, SCALE, DROP, OUT = "num_heads", "scale", "dropout", "out_proj"
+    fused_children = names("q_proj k_proj v_proj out_proj")
+    fused_scaling, fused_dropout, fused_out = "scale", "dropout", "out_proj"
 
 
 class BeitAttention(Attention):
     """The mask that BEiT passes is its relative position bias."""
 
-    def forward(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        dense = is_dense(hidden_states) and hidden_states.ndim == 3
-        if not dense or not _ordinary(None, kwargs) or self.blocked():
-            return self.host_forward(hidden_states, attention_mask, **kwargs)
-        return self.branch(hidden_states, mask=attention_mask), None
+    fused_extras = ("attention_mask",)
+
+    def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().fused_heads(x, attention_mask)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        heads = self.q_proj.out_features // self.head_dim
+        for batch, length in ((3, 5), (2, 4)):
+            x = example(generator, batch, length, width_of(self))
+            yield (x,), {}
+            yield (x,), {"attention_mask": example(generator, 1, heads, length, length)}
 
 
 class RopeAttention(Attention):
     """DINOv3: q and k are rotated by PyTorch between the projections and attention."""
 
-    HEADS, DROP = "num_heads", "dropout"
+    fused_dropout = "dropout"
+    fused_extras = ("position_embeddings",)
 
-    def _attend(
-        self: Any, x: Tensor, mask: Tensor | None = None, position_embeddings: Any = None,
-        **context: Any,
-    ) -> Tensor:  # fmt: skip
-        q, k, v = self._qkv(x)
-        host = sys.modules[self.host.__module__]
-        q, k = host.apply_rotary_pos_emb(q, k, *position_embeddings)
-        return attend(q, k, v, dropout_p=self._dropout_p(), scale=getattr(self, self.SCALE))
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "RoPE", 2 * 9 * self.q_proj.out_features
 
-    def forward(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None,
-        position_embeddings: Any = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        dense = is_dense(hidden_states) and hidden_states.ndim == 3
-        if not dense or not _ordinary(attention_mask, kwargs) or self.blocked():
-            return self.host_forward(
-                hidden_states, attention_mask, position_embeddings=position_embeddings, **kwargs
-            )
-        return self.branch(hidden_states, position_embeddings=position_embeddings), None
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for batch, patches in ((3, 4), (2, 6)):
+            x = example(generator, batch, patches + 1, width_of(self))
+            angles = example(generator, patches, self.head_dim).detach()
+            yield (x,), {"position_embeddings": (angles.cos(), angles.sin())}
+
+    def fused_heads(self: Any, x: Tensor, position_embeddings: Any = None) -> Tensor:
+        q, k, v = self.fused_qkv(x)
+        rotate = sys.modules[self.fused_host.__module__].apply_rotary_pos_emb
+        q, k = rotate(q, k, *position_embeddings)
+        scale = getattr(self, self.fused_scaling)
+        return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=scale)
 
 
 class HfMlp(Mlp):
-    fc1_name, act_name, fc2_name = "fc1", "activation_fn", "fc2"
-    children_known = names("fc1 activation_fn fc2")
+    fused_fc1, fused_act, fused_fc2 = "fc1", "activation_fn", "fc2"
+    fused_children = names("fc1 activation_fn fc2")
 
 
 class UpDownMlp(Mlp):
-    fc1_name, act_name, fc2_name = "up_proj", "act_fn", "down_proj"
-    children_known = names("up_proj act_fn down_proj")
+    fused_fc1, fused_act, fused_fc2 = "up_proj", "act_fn", "down_proj"
+    fused_children = names("up_proj act_fn down_proj")
 
 
 class HfSwiGLU(SwiGLU):
-    gate_name, up_name, down_name, act_name = "gate_proj", "up_proj", "down_proj", "act_fn"
-    children_known = names("gate_proj up_proj down_proj act_fn")
+    fused_gate, fused_up, fused_down, fused_act = "gate_proj", "up_proj", "down_proj", "act_fn"
+    fused_children = names("gate_proj up_proj down_proj act_fn")
 
 
 class HfLayerScale(LayerScale):
-    parameter = "lambda1"
+    fused_gamma = "lambda1"
 
 
 class HfDropPath(DropPath):
-    def row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         if self.drop_prob == 0.0 or not self.training:
             return None
         keep = 1 - self.drop_prob
@@ -183,77 +205,38 @@ class HfDropPath(DropPath):
         return torch.floor(drawn + keep).flatten() / keep
 
 
-class ViTLayer(Fused):
+class ViTLayer(PreNormBlock):
     """x = x + dropout(attention(layernorm_before(x)));  x = x + dropout(mlp(layernorm_after(x)))"""
 
-    level = "block"
-    children_known = names("attention layernorm_before layernorm_after mlp dropout")
-    NORM1, ATTN, TAIL1 = "layernorm_before", "attention", ("dropout",)
-    NORM2, MLP, TAIL2 = "layernorm_after", "mlp", ("dropout",)
+    fused_children = names("attention layernorm_before layernorm_after mlp dropout")
+    fused_names = (
+        "layernorm_before", "attention", ("dropout",), "layernorm_after", "mlp", ("dropout",)
+    )  # fmt: skip
+    fused_unread = UNREAD
 
-    @property
-    def pieces(self) -> tuple[str, ...]:
-        tail = tuple(t for t in (*self.TAIL1, *self.TAIL2) if t != "dropout")
-        return (self.NORM1, self.ATTN, self.NORM2, self.MLP, *tail)
-
-    @property
-    def bodies(self) -> tuple[str, ...]:
-        return (self.ATTN, self.MLP)
-
-    def left(self: Any) -> Iterator[Left]:
-        yield from left_dropouts(self, *{*self.TAIL1, *self.TAIL2})
-
-    def _call(self: Any, y: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
-        return self.attention(y, mask, **kwargs)[0]
-
-    def _context(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Takes what the attention's branch reads out of kwargs."""
-        return {}
-
-    def forward(
-        self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> Tensor:
-        if not is_dense(hidden_states) or hidden_states.ndim != 3:
-            return self.host_forward(hidden_states, attention_mask, **kwargs)
-        rest = dict(kwargs)
-        context = self._context(rest)
-        x = pre_norm_branch(
-            hidden_states, getattr(self, self.NORM1), getattr(self, self.ATTN),
-            *(getattr(self, t) for t in self.TAIL1),
-            call=lambda y: self._call(y, attention_mask, kwargs),
-            jump=_ordinary(attention_mask, rest), **context,
-        )  # fmt: skip
-        return pre_norm_branch(
-            x, getattr(self, self.NORM2), getattr(self, self.MLP),
-            *(getattr(self, t) for t in self.TAIL2),
-        )  # fmt: skip
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        return getattr(self, self.fused_names[1])(y, **extras)[0]
 
 
 class Dinov2Layer(ViTLayer):
     """LayerScale and DropPath in each branch; one DropPath module serves both."""
 
-    children_known = names("norm1 attention layer_scale1 drop_path norm2 mlp layer_scale2")
-    NORM1, ATTN, TAIL1 = "norm1", "attention", ("layer_scale1", "drop_path")
-    NORM2, MLP, TAIL2 = "norm2", "mlp", ("layer_scale2", "drop_path")
-
-    def _call(self: Any, y: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
-        return self.attention(y, attention_mask=mask, **kwargs)[0]
+    fused_children = names("norm1 attention layer_scale1 drop_path norm2 mlp layer_scale2")
+    fused_names = (
+        "norm1", "attention", ("layer_scale1", "drop_path"),
+        "norm2", "mlp", ("layer_scale2", "drop_path"),
+    )  # fmt: skip
 
 
 class Dinov3Layer(Dinov2Layer):
-    def _context(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {"position_embeddings": kwargs.pop("position_embeddings", None)}
+    fused_extras = ("position_embeddings",)
 
 
 class ClipLayer(ViTLayer):
     """CLIP and SigLIP: the same with other names, and without dropout."""
 
-    children_known = names("layer_norm1 self_attn layer_norm2 mlp")
-    NORM1, ATTN, TAIL1 = "layer_norm1", "self_attn", ()
-    NORM2, MLP, TAIL2 = "layer_norm2", "mlp", ()
-
-    def _call(self: Any, y: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
-        return self.self_attn(hidden_states=y, attention_mask=mask, **kwargs)[0]
+    fused_children = names("layer_norm1 self_attn layer_norm2 mlp")
+    fused_names = ("layer_norm1", "self_attn", (), "layer_norm2", "mlp", ())
 
 
 def fastvit_attention(
@@ -266,6 +249,10 @@ def fastvit_attention(
     Grouped heads, caches, biases and whatever else is asked for go to transformers' own sdpa.
     """
     grouped = getattr(module, "num_key_value_groups", 1) > 1
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(
+            f"attn_implementation={ATTENTION!r}: attention sinks (s_aux) have no kernel"
+        )
     extras = any(kwargs.get(name) is not None for name in ("cache", "position_bias", "softcap"))
     if grouped or extras or query.shape[2] != key.shape[2]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

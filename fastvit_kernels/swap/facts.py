@@ -1,0 +1,212 @@
+"""What a proof stands on, compared again at every call: children and their classes, settings, and
+the functions of the classes.
+
+`Facts` describes a module and what its fused forward may bypass. Its `key` tells two configurations
+apart by classes, settings, shapes and functions; values of weights, devices, dtypes and modes play
+no part. `hold` asks in a few microseconds whether a module is still the one that was described.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter, itemgetter
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..runtime.plain import is_plain
+from .activations import is_activation
+
+ClassOf = Callable[[nn.Module], type]  # the class that a module has, or is to have
+
+PRIVATE = frozenset(vars(nn.Module()))  # nn.Module's own: hooks, parameters, children, training
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Methods that no forward depends on.
+IDLE = frozenset(
+    [
+        "extra_repr",
+        "reset_parameters",
+        "_reset_parameters",
+        "init_weights",
+        "set_window_size",
+        "train",
+        "eval",
+    ]
+)
+# Packages whose decorators a library puts around its own methods.
+DECORATORS = frozenset(("torch", "functools", "contextlib", "abc", "typing"))
+# Functions of torch that our ops stand for: a patch or a counter in their place wants the calls.
+_functionals = attrgetter(
+    "linear", "layer_norm", "gelu", "silu", "conv2d", "scaled_dot_product_attention"
+)
+_AS_IMPORTED = _functionals(F)
+
+
+def torch_is_patched() -> bool:
+    """Whether somebody replaced one of torch's functions that our ops stand for."""
+    return _functionals(F) != _AS_IMPORTED
+
+
+def host_of(cls: type) -> type:
+    """The host's class under a swapped one; any other class itself."""
+    return getattr(cls, "fused_host", cls)
+
+
+@cache
+def methods(cls: type) -> tuple[str, ...]:
+    """Names of the methods that a host class or its parents below nn.Module define."""
+    found: dict[str, None] = {}
+    for parent in cls.__mro__:
+        if parent is nn.Module:
+            break
+        for name, value in vars(parent).items():
+            wanted = not name.startswith("__") or name == "__call__"
+            if isinstance(value, FunctionType) and wanted and name not in IDLE:
+                found[name] = None
+    return tuple(found)
+
+
+@cache
+def _getter_of_methods(cls: type) -> Callable[[type], Any] | None:
+    return attrgetter(*methods(cls)) if methods(cls) else None
+
+
+def replaced_method(cls: type) -> str | None:
+    """The name of a method that another package put into a host's class, or None."""
+    for name in methods(cls):
+        function = getattr(cls, name, None)
+        owner = next((c for c in cls.__mro__ if name in vars(c)), cls)
+        home = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+        if home not in DECORATORS and home != owner.__module__.partition(".")[0]:
+            return name
+    return None
+
+
+def shadowed_method(module: nn.Module) -> str | None:
+    """The name of a method that was replaced on the instance, or None."""
+    own = vars(module)
+    return next((n for n in methods(host_of(type(module))) if callable(own.get(n))), None)
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_simple(v) for v in value)
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (*SIMPLE, *FUNCTIONS))
+
+
+def is_rate(name: str, value: Any) -> bool:
+    """Whether a setting is a probability: all values between 0 and 1 take the same path."""
+    named = "drop" in name or name in ("p", "prob")
+    return named and isinstance(value, float) and 0 < value < 1
+
+
+def _hashable(name: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_hashable(name, v) for v in value)
+    if is_rate(name, value):
+        return "a rate"
+    # 1, 1.0 and True are equal, and are not the same setting
+    return (type(value), value) if _is_simple(value) else type(value)
+
+
+def _is_known(cls: type) -> bool:
+    """Whether a fused forward may look inside: a module of any other class is only ever called."""
+    if hasattr(cls, "fused_level") or cls in (nn.Linear, nn.Identity, nn.Dropout):
+        return True
+    return cls in CONTAINERS or is_activation(cls)
+
+
+def _describe(module: nn.Module, cls: type) -> tuple[Any, ...]:
+    """The part of the key for one module."""
+    own = vars(module)
+    settings = tuple((n, _hashable(n, v)) for n, v in own.items() if n not in PRIVATE)
+    tensors = tuple(
+        (n, None if t is None else tuple(t.shape))
+        for n, t in (*module._parameters.items(), *module._buffers.items())
+    )
+    plain = cls is not nn.Linear or is_plain(module)
+    absent = tuple(n for n, c in module._modules.items() if c is None)
+    return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
+
+
+class Facts:
+    """What is known of a module and of all that its fused forward may bypass. Holds no module."""
+
+    def __init__(self, root: nn.Module, class_of: ClassOf = type):
+        places, names = [0], [""]
+        modules: list[Any] = [root]
+        self.parents: list[tuple[int, list[str]]] = []  # place of a module, names of its children
+        self.known: list[int] = []  # places of the modules that are looked at
+        self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
+        self.values: list[Any] = []
+        key: list[Any] = []
+        for place in places:  # grows as we go
+            module, cls = modules[place], class_of(modules[place])
+            if not _is_known(cls):
+                sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+                key.append((names[place], cls, sizes))
+                continue
+            key.append((names[place], _describe(module, cls)))
+            own = vars(module)
+            settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
+            if settings:
+                self.getters.append((len(self.known), itemgetter(*settings)))
+                self.values.append(copy.deepcopy(self.getters[-1][1](own)))  # lists may change
+            self.known.append(place)
+            children = [n for n, c in module._modules.items() if c is not None]
+            if children:
+                self.parents.append((place, children))
+                prefix = f"{names[place]}." if names[place] else ""
+                names += [prefix + n for n in children]
+                modules += [module._modules[n] for n in children]
+                places += range(len(places), len(modules))
+        self.types = [type(m) for m in modules]
+        self.names = names
+        self.lengths = [len(vars(modules[place])) for place in self.known]
+        classes = dict.fromkeys(host_of(class_of(modules[place])) for place in self.known)
+        self.classes = [(c, get) for c in classes if (get := _getter_of_methods(c)) is not None]
+        self.functions = [get(cls) for cls, get in self.classes]
+        self.asking = [
+            place for place in self.known if hasattr(class_of(modules[place]), "fused_facts")
+        ]
+        self.answers = [class_of(modules[p]).fused_facts(modules[p]) for p in self.asking]  # type: ignore[attr-defined]
+        self.key = (tuple(key), tuple(self.functions), tuple(self.answers))
+
+    def hold(self, root: nn.Module) -> bool:
+        """Whether `root` is still as it was described."""
+        modules: list[Any] = [root]
+        for place, names in self.parents:
+            children = modules[place]._modules
+            if [n for n, c in children.items() if c is not None] != names:
+                return False
+            modules += [children[n] for n in names]
+        if list(map(type, modules)) != self.types:
+            return False
+        own = [modules[place].__dict__ for place in self.known]
+        if list(map(len, own)) != self.lengths:
+            return False
+        try:
+            values = [get(own[index]) for index, get in self.getters]
+        except KeyError:
+            return False
+        return (
+            values == self.values
+            and [get(cls) for cls, get in self.classes] == self.functions
+            and [modules[p].fused_facts() for p in self.asking] == self.answers
+        )
+
+    def modules(self, root: nn.Module) -> list[nn.Module]:
+        """The modules that were described, the root first, in the order of `names`."""
+        found: list[Any] = [root]
+        for place, names in self.parents:
+            found += [found[place]._modules[n] for n in names]
+        return found

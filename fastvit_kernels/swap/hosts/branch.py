@@ -1,0 +1,162 @@
+"""x + tail(body(norm(x))), of which a pre-norm block has two.
+
+Where the children let it, the norm hands its input on and the body's last matmul ends in an
+epilogue that applies the tail (LayerScale, DropPath) and the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.arguments import autocast_dtype
+from ...runtime.plain import is_hooked
+from .fused import (
+    Child,
+    DropPath,
+    Fused,
+    Given,
+    LayerNorm,
+    LayerScale,
+    bypassed,
+    inert,
+    left_dropouts,
+)
+
+Tail = nn.Module | Tensor | None
+
+
+def _foldable(item: Tail) -> bool:
+    if isinstance(item, Tensor):
+        return item.ndim == 1
+    return inert(item) or (bypassed(item) and isinstance(item, (LayerScale, DropPath)))
+
+
+def fold(tail: tuple[Tail, ...], x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """(layer_scale, row_scale) that stand for the tail, or None where it must be called."""
+    if not all(_foldable(item) for item in tail):
+        return None
+    dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host: the body's output
+    gamma = rows = None
+    for item in tail:
+        if isinstance(item, LayerScale):
+            item = item.fused_scale()
+        if isinstance(item, Tensor):
+            gamma = item
+            dtype = torch.promote_types(dtype, gamma.dtype)
+        elif isinstance(item, DropPath):
+            rows = item.fused_row_scale(x, dtype)
+    return gamma, rows
+
+
+def _apply(item: Tail, y: Tensor) -> Tensor:
+    if item is None:
+        return y
+    return y * item if isinstance(item, Tensor) else item(y)
+
+
+def add_body(
+    x: Tensor, y: Tensor, body: Any, tail: tuple[Tail, ...],
+    call: Callable[[Tensor], Tensor], bypass: bool, context: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """x + tail(body(y))."""
+    epilogue = fold(tail, x) if bypass and not body.fused_draws() else None
+    if epilogue is None:
+        y = call(y)
+        for item in tail:
+            y = _apply(item, y)
+        return x + y
+    gamma, rows = epilogue
+    if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
+        x = x.to(torch.promote_types(x.dtype, gamma.dtype))
+    return body.fused_branch(y, x, gamma, rows, **context)
+
+
+def normed(norm: Any, x: Tensor, reader: Any) -> Tensor:
+    """norm(x), in the dtype that autocast asks for where `reader` begins with a matmul of ours."""
+    if not (bypassed(norm) and isinstance(norm, LayerNorm)):
+        return norm(x)
+    return norm.fused_and_input(x, _low(x, reader))[0]
+
+
+def _low(x: Tensor, reader: Any) -> torch.dtype | None:
+    return autocast_dtype(x) if reader is not None and reader.fused_reads_low() else None
+
+
+def pre_norm_branch(
+    x: Tensor, norm: Any, body: Any, *tail: Tail,
+    call: Callable[[Tensor], Tensor] | None = None, **context: Any,
+) -> Tensor:  # fmt: skip
+    """x + tail(body(norm(x))).
+
+    Args:
+        x: (B, ..., C).
+        norm, body: children of the block.
+        tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
+        call: how the host calls the body; `body` by default.
+        context: what the body's `fused_branch` needs besides.
+    """
+    bypass = bypassed(body)
+    if bypassed(norm) and isinstance(norm, LayerNorm):
+        y, x = norm.fused_and_input(x, _low(x, body if bypass else None))
+    else:
+        y = norm(x)
+    return add_body(x, y, body, tail, call or body, bypass, context)
+
+
+class PreNormBlock(Fused):
+    """x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x))), by a host's names.
+
+    `fused_names` has the children in that order: norm1, attention, its tail, norm2, mlp, its tail.
+    """
+
+    fused_level = "block"
+    fused_names: ClassVar[tuple[str, str, tuple[str, ...], str, str, tuple[str, ...]]]
+
+    @property
+    def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
+        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
+        tails = [t for t in dict.fromkeys((*tail1, *tail2)) if self.fused_is_piece(t)]
+        return norm1, attention, norm2, mlp, *tails
+
+    def fused_is_piece(self, name: str) -> bool:
+        child = getattr(self, name, None)
+        return isinstance(child, nn.Module) and type(child) is not nn.Dropout
+
+    @property
+    def fused_bodies(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.fused_names[1], self.fused_names[4]
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        # A hook on attention wants the host's own call, whose arguments differ between versions.
+        if is_hooked(getattr(self, self.fused_names[1])):
+            return None
+        return super().fused_given(args, kwargs)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_dropouts(self, *{*self.fused_names[2], *self.fused_names[5]})
+
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        """attention(y), by the child's own forward."""
+        return getattr(self, self.fused_names[1])(y, **extras)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        attention = getattr(self, self.fused_names[1])
+        if isinstance(attention, Fused):
+            for (x, *_), kwargs in attention.fused_examples(generator):
+                yield (x,), {k: v for k, v in kwargs.items() if k in self.fused_extras}
+        else:
+            yield from super().fused_examples(generator)
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
+        x = pre_norm_branch(
+            x, getattr(self, norm1), getattr(self, attention), *(getattr(self, t) for t in tail1),
+            call=lambda y: self.fused_call_attention(y, extras), **extras,
+        )  # fmt: skip
+        return pre_norm_branch(
+            x, getattr(self, norm2), getattr(self, mlp), *(getattr(self, t) for t in tail2)
+        )

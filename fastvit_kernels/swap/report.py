@@ -1,0 +1,279 @@
+"""What swap_in did to a model, and what that is worth: the report and how it is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..runtime.plain import is_hooked, is_plain
+from . import hosts
+from .hosts.fused import Fused, bypassed, inert
+
+POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
+DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A module that runs fused, at the widest level: what it covers has no row of its own."""
+
+    name: str
+    host: str
+    level: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that keeps its own forward."""
+
+    name: str
+    host: str
+    reason: str
+
+
+@dataclass
+class SwapReport:
+    """What swap_in did. Prints as a table.
+
+    Attributes:
+        swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
+            patch_embed; "parts" is a block of which a branch keeps its own forward.
+        left: modules that keep their own forward, and why. They stay as they were.
+        tokens: the sequence length at which FLOPs and bytes are counted.
+        flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
+            embedding, attention), and those that run in a fused op; from the weights' shapes, a
+            layer outside the stack of blocks counted for one row.
+        depending_flops: those of them that run fused only where the caller asks for nothing else.
+        pytorch: what PyTorch computes inside modules that count as fused, such as RoPE, with its
+            share of the elements that the layers read and write: a model, not a measurement.
+        uncounted: modules whose FLOPs or bytes could not be counted.
+    """
+
+    swapped: list[Swapped] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    tokens: int = DEFAULT_TOKENS
+    flops: int = 0
+    fused_flops: int = 0
+    depending_flops: int = 0
+    pytorch: dict[str, float] = field(default_factory=dict)
+    uncounted: list[str] = field(default_factory=list)
+
+    @property
+    def level(self) -> str:
+        """ "block": every layer of the stack runs as a fused block; "parts"; or "none"."""
+        if not self.swapped:
+            return "none"
+        blocks = any(s.level == "block" for s in self.swapped)
+        loose = any(
+            s.level == "parts" or (s.level in ("attention", "mlp") and _in_stack(s.name))
+            for s in self.swapped
+        )
+        return "block" if blocks and not loose else "parts"
+
+    def __str__(self) -> str:
+        counts = Counter((s.level, s.host) for s in self.swapped)
+        lines = [f"{'swapped':<12} {'class':<28} count"]
+        lines += [f"{level:<12} {host:<28} {n:>5}" for (level, host), n in counts.items()]
+        if not counts:
+            lines.append("nothing")
+        groups = Counter((row.host, row.reason) for row in self.left)
+        if groups:
+            lines += ["", f"{'left alone':<41} count  why"]
+            lines += [f"{host:<41} {n:>5}  {reason}" for (host, reason), n in groups.items()]
+        if self.flops:
+            share = 100 * self.fused_flops / self.flops
+            lines += ["", f"{share:.1f}% of the matmul FLOPs run fused ({self.tokens} tokens)"]
+        if getattr(self, "depending_flops", 0):
+            share = 100 * self.depending_flops / self.flops
+            lines.append(f"{share:.1f}% more where attention is called without a mask or weights")
+        pytorch = getattr(self, "pytorch", {})  # a pickle of 0.1.0 has none of these
+        lines += [
+            f"{100 * s:.1f}% of the elements moved: {n}, by PyTorch" for n, s in pytorch.items()
+        ]
+        uncounted = getattr(self, "uncounted", [])
+        if uncounted:
+            lines.append(f"not counted: {', '.join(uncounted[:3])}" + " ..." * (len(uncounted) > 3))
+        return "\n".join(lines)
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """The name itself, then its parents up to the model, ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _in_stack(name: str) -> bool:
+    """Whether a name has a place number in it: blocks.3.mlp, encoder_layer_3."""
+    return any(part.isdigit() for part in name.replace("_", ".").split("."))
+
+
+def _host_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _reason(module: Fused) -> str | None:
+    """Why a swapped module runs its host's forward as things are, or None."""
+    return module.fused_verdict()
+
+
+def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    """The children of a block that it must call, with the reason."""
+    for name in block.fused_pieces:
+        child = getattr(block, name)
+        if isinstance(child, nn.Module) and not (inert(child) or bypassed(child)):
+            if is_hooked(child):
+                reason = "it is hooked"
+            else:
+                reason = _reason(child) if isinstance(child, Fused) else None
+            yield name, child, reason or "no fused class for it: the block calls it"
+
+
+def make_report(modules: dict[str, nn.Module], refused: dict[str, str]) -> SwapReport:
+    """The report on a model whose modules are these. It never raises.
+
+    Args:
+        refused: why a module of a known class was not swapped, by name; "" goes unsaid.
+    """
+    report = SwapReport()
+    left: dict[str, Left] = {}
+
+    def leave(name: str, module: nn.Module, reason: str) -> None:
+        if reason:
+            left.setdefault(name, Left(name, _host_name(module), reason))
+
+    for name, reason in refused.items():
+        leave(name, modules[name], reason)
+    covered: set[str] = set()  # names whose module a wider one bypasses
+    moved: Counter[str] = Counter()
+    for name, module in modules.items():
+        if not isinstance(module, Fused):
+            continue
+        try:
+            _count_swapped(report, name, module, modules, covered, moved, leave)
+        except Exception:  # a host's module in a state that nobody foresaw
+            report.uncounted.append(name)
+    for name, module in modules.items():
+        inside = any(isinstance(modules[a], Fused) for a in ancestors(name) if a in modules)
+        if not inside and module._parameters and not module._modules:
+            plain = isinstance(module, (nn.Linear, nn.Conv2d))
+            leave(name, module, "a plain product" if plain else "no fused class for it")
+    report.left = list(left.values())
+    report.tokens = _tokens(modules)
+    total = _count_flops(report, modules)
+    report.pytorch = {what: n / (total + sum(moved.values())) for what, n in moved.items()}
+    return report
+
+
+def _count_swapped(
+    report: SwapReport, name: str, module: Any, modules: dict[str, nn.Module],
+    covered: set[str], moved: Counter[str], leave: Any,
+) -> None:  # fmt: skip
+    prefix = f"{name}." if name else ""
+    if module.fused_level == "epilogue":
+        return
+    reason = _reason(module)
+    if reason is not None:
+        leave(name, module, reason)
+        return
+    for child, m, why in module.fused_left():
+        leave(prefix + child, m, why)
+    for what, elements in module.fused_pytorch():
+        moved[what] += round(elements)
+    if module.fused_level == "block":
+        called = {prefix + child: (m, why) for child, m, why in _called_pieces(module)}
+        for child, (m, why) in called.items():
+            leave(child, m, why)
+            if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
+                widths = [p.shape[-1] for p in m.parameters() if p.ndim]
+                moved[f"{_host_name(m)}"] += 2 * widths[0] if widths else 0
+        whole = not any(prefix + body in called for body in module.fused_bodies)
+        report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
+        covered |= {
+            n for n in modules
+            if n.startswith(prefix) and not any(a in called for a in ancestors(n))
+        }  # fmt: skip
+    elif name not in covered:
+        report.swapped.append(Swapped(name, _host_name(module), module.fused_level))
+        leave(name, module, module.fused_caveat)
+
+
+def _tokens(modules: dict[str, nn.Module]) -> int:
+    for name, p in modules[""].named_parameters():
+        if name.endswith(POSITIONS) and p.ndim >= 2:
+            return p.shape[-2]
+    return DEFAULT_TOKENS
+
+
+def _runs_fused(module: Any) -> bool:
+    return isinstance(module, Fused) and _reason(module) is None
+
+
+def _attention_width(module: Any) -> int:
+    """H D of an attention module, from its heads or from its projections."""
+    for name in ("num_heads", "num_attention_heads"):
+        heads, size = getattr(module, name, None), getattr(module, "head_dim", None)
+        if heads and size:
+            return heads * size
+    for name, third in (("qkv", 3), ("q_proj", 1), ("query", 1)):
+        projection: Any = getattr(module, name, None)
+        if isinstance(getattr(projection, "out_features", None), int):
+            return projection.out_features // third
+    raise ValueError("neither heads nor projections are known")
+
+
+def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
+    """Fills in the FLOPs; returns the elements that the layers read and write for each token."""
+    moved = 0
+    for name, module in modules.items():
+        parent = modules.get(name.rpartition(".")[0]) if name else None
+        try:
+            flops, fused, elements = _flops(name, module, parent, report.tokens)
+        except Exception:
+            report.uncounted.append(name)
+            continue
+        report.flops += flops
+        moved += elements
+        depends = any(
+            isinstance(m, Fused) and m.fused_caveat and not _is_covered(n, modules)
+            for n, m in ((name, module), (name.rpartition(".")[0], parent))
+        )
+        if fused and depends:
+            report.depending_flops += flops
+        elif fused:
+            report.fused_flops += flops
+    return moved
+
+
+def _is_covered(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a fused block calls this module, and never with a mask."""
+    above: list[Any] = [modules.get(a) for a in ancestors(name) if a != name]
+    return any(_runs_fused(m) and m.fused_level == "block" for m in above)
+
+
+def _flops(name: str, module: Any, parent: nn.Module | None, tokens: int) -> tuple[int, bool, int]:
+    """(FLOPs, whether they run fused, elements that are read and written for each token)"""
+    rows = tokens if _in_stack(name) else 1
+    mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
+    if isinstance(module, nn.Linear):
+        fused = _runs_fused(parent) and is_plain(module)
+        if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
+            fused = _runs_fused(parent)  # its weight is read without a call
+        elements = module.in_features + module.out_features
+        return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
+    if isinstance(module, nn.Conv2d):
+        return 2 * module.weight.numel() * tokens, _runs_fused(module), 0
+    if isinstance(module, nn.LayerNorm):
+        return 0, _runs_fused(module), 2 * module.normalized_shape[-1] * (rows > 1)
+    if mixin is None or mixin.fused_level != "attention":
+        return 0, False, 0
+    width = _attention_width(module)
+    flops = 4 * tokens * tokens * width
+    if isinstance(module, nn.MultiheadAttention):
+        flops += 2 * 3 * module.embed_dim**2 * rows
+    return flops, _runs_fused(module), 4 * width

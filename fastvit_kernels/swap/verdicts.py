@@ -1,0 +1,83 @@
+"""Whether a module's fused forward may run, decided once for each state that a module is in.
+
+A verdict is None, or the reason why the host's own forward runs. It is kept for the module and
+holds as long as its facts do; then the module is looked at again, and proven again where its
+configuration is new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from .facts import ClassOf, Facts, host_of, replaced_method, shadowed_method
+from .prove import TRUSTED, prove
+
+_known: WeakKeyDictionary[nn.Module, tuple[Facts, str | None]] = WeakKeyDictionary()
+
+
+def verdict(module: Any) -> str | None:
+    """Why the host's own forward runs on `module`, a swapped one; None: the fused one may."""
+    known = _known.get(module)
+    if known is not None and known[0].hold(module):
+        return known[1]
+    return None if module in TRUSTED else _learn(module)
+
+
+def _learn(module: Any) -> str | None:
+    try:
+        facts = Facts(module)
+        reason = _judge(module, facts)
+    except Exception as error:  # a state that we cannot read is the host's business
+        return f"its state could not be read: {error}"
+    _known[module] = facts, reason
+    return reason
+
+
+def _judge(module: Any, facts: Facts) -> str | None:
+    reason = refusal(module, type(module))
+    if reason is not None:
+        return reason or "it has become another kind of module"
+    if module.fused_blocked() is not None:
+        return module.fused_blocked()
+    for name, inner in zip(facts.names, facts.modules(module), strict=True):
+        if name and hasattr(type(inner), "fused_level"):
+            inner: Any
+            if inner.fused_blocked() is not None:
+                continue  # it is called
+            reason = refusal(inner, type(inner))
+            if reason is None:
+                reason = inner.fused_verdict()
+            if reason is not None:
+                return f"{name}: {reason or 'it has become another kind of module'}"
+    return prove(module, facts)
+
+
+def refusal(module: nn.Module, cls: Any) -> str | None:
+    """Why a module must not run the fused forward of `cls`, from what it is and has; "" where it is
+    of no kind of ours. Whether the two compute the same is prove's question."""
+    name = shadowed_method(module)
+    if name is not None and (name != "forward" or not hasattr(type(module), "fused_level")):
+        return f"its {name} was replaced on the instance"
+    name = replaced_method(host_of(cls))
+    if name is not None:
+        return f"{host_of(cls).__name__}.{name} was replaced"
+    present = {n for n, m in module._modules.items() if m is not None}
+    present |= {n for n, p in module._parameters.items() if p is not None}
+    ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
+    if ours:
+        return f"a part of it has a name of ours: {', '.join(ours)}"
+    unknown = sorted(present - cls.fused_children) if cls.fused_children else []
+    if unknown:
+        return f"it has a part that we do not know: {', '.join(unknown)}"
+    return cls.fused_reject(module)
+
+
+def unproven(module: nn.Module, class_of: ClassOf) -> str | None:
+    """Why a module may not become `class_of(module)`: the two are not known to compute the same."""
+    try:
+        return prove(module, Facts(module, class_of), class_of)
+    except Exception as error:
+        return f"its state could not be read: {error}"
