@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.backend import Backend, backend
-from ..swap.apply import SwapReport, swap_in
+from ..swap.apply import swap_in
 from ..swap.hosts import host_path
+from ..swap.report import SwapReport
 from ..verify.accuracy import Error, measure
 from . import options, zoo
 from .console import CommandError, require

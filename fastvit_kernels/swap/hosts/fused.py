@@ -109,7 +109,7 @@ class Fused:
     @torch._dynamo.assume_constant_result  # looked at while tracing; guards follow what is read
     def fused_verdict(self) -> str | None:
         """Why the host's own forward runs, None where the fused one may."""
-        return verdict(self)
+        return "a function of torch was replaced" if torch_is_patched() else verdict(self)
 
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
@@ -143,7 +143,7 @@ class Fused:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self.fused_given(args, kwargs)
-        if given is None or is_traced() or is_watched_everywhere() or torch_is_patched():
+        if given is None or is_traced() or is_watched_everywhere():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if self.fused_verdict() is not None or self.fused_blocked() is not None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]

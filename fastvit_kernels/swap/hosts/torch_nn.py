@@ -80,12 +80,14 @@ class MultiheadAttention(Fused):
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
+        if len(args) > len(names):
+            return None  # the host's error
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         x = given.pop("query", None)
         same = given.pop("key", None) is x and given.pop("value", None) is x
-        unasked = not given.pop("need_weights", True)
+        unasked = given.pop("need_weights", True) is False
         given.pop("average_attn_weights", None)  # of the weights
-        if not (same and unasked) or len(args) > len(names):
+        if not (same and unasked):
             return None
         if any(v is not defaults.get(n) for n, v in given.items()):
             return None
