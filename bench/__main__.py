@@ -41,10 +41,10 @@ from bench.session import (
     run_check,
     run_tasks,
 )
-from bench.shapes import DTYPES
 from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console, require
+from fastvit_kernels.runtime.dtypes import DTYPES
 
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
 NO_GPU_CHECK = 70.0  # seconds for the check where Triton's interpreter runs it

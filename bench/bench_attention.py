@@ -19,13 +19,14 @@ from bench.providers import (
     ours,
     sdpa_backends,
 )
-from bench.shapes import DTYPES, Shape, head_sweep, token_sweep, vits
+from bench.shapes import Shape, head_sweep, token_sweep, vits
 from fastvit_kernels import attention as attention_op
 from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.launch import bwd_launch
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
+from fastvit_kernels.runtime.dtypes import DTYPES
 
 LONG_T = 1024  # above it the float64 oracle goes head by head: its scores are (B, H, T, T)
 

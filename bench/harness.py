@@ -16,8 +16,9 @@ from torch import Tensor
 
 from bench.providers import BASELINE, Function, Provider
 from bench.rows import ERROR, FAILED, MEMORY, OK, Row
-from bench.shapes import DTYPES, Shape
+from bench.shapes import Shape
 from bench.timer import Roofs, Step, Timer, median_p20_p80
+from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.accuracy import Error, Reference, measure
 
 MODES = ("fwd", "bwd", "both")

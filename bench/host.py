@@ -7,6 +7,7 @@ operator dispatch, allocation; `JITFunction.run` is replaced by nothing ("ours, 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastvit_kernels as fk
 from bench.providers import BASELINE, replaced
@@ -23,67 +23,51 @@ from bench.rows import Row
 from bench.timer import median_p20_p80
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON
+from fastvit_kernels.verify.cases import OPS
+from fastvit_kernels.verify.op import Draw, Example, Op, Sizes
 
 OP = "host"
 MODES = ("fwd", "both")
 OURS, NO_LAUNCH, TORCH_PATH = "ours", "ours, no launch", "ours, PyTorch path"
-B, T, C, H, HIDDEN = 1, 4, 64, 2, 128
+SIZES = Sizes(B=1, T=4, C=64, H=2, F=128, img_size=(16, 16), patch_size=8)
 ROUNDS, CALLS = 7, 100
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op's call and torch's modules for the same, on the same tensors."""
+    """An op's call and what models of torch call for the same, on the same tensors."""
 
-    inputs: tuple[Tensor, ...]
-    ours: Callable[..., Tensor]
-    torch: Callable[..., Tensor]
+    inputs: dict[str, Tensor]
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+
+
+def _first(op: Op, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """The function with these options; of several outputs the first."""
+    if op.outputs > 1:
+        return lambda **inputs: function(**inputs, **options)[0]
+    return functools.partial(function, **options) if options else function
 
 
 def cases(device: torch.device) -> dict[str, Case]:
-    """By op name."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, requires_grad=True)
-
-    norm = nn.LayerNorm(C, device=device)
-    norm_weight, norm_bias = norm.weight, norm.bias
-    proj = nn.Linear(C, C, device=device)
-    proj_weight, proj_bias = proj.weight, proj.bias
-    qkv_proj = nn.Linear(C, 3 * C, device=device)
-    fc1, fc2 = nn.Linear(C, HIDDEN, device=device), nn.Linear(HIDDEN, C, device=device)
-    conv = nn.Conv2d(3, C, 8, 8, device=device)
-    pos = draw(1, T, C)
-    x, residual, qkv = draw(B, T, C), draw(B, T, C), draw(B, T, 3, H, C // H)
-
-    def torch_attention(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    return {
-        "layer_norm": Case((x,), lambda x: fk.layer_norm(x, norm_weight, norm_bias), norm),
-        "linear": Case(
-            (x, residual),
-            lambda x, r: fk.linear(x, proj_weight, proj_bias, residual=r),
-            lambda x, r: r + proj(x),
-        ),
-        "mlp": Case(
-            (x, residual),
-            lambda x, r: fk.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, residual=r),
-            lambda x, r: r + fc2(F.gelu(fc1(x))),
-        ),
-        "attention": Case((qkv,), fk.attention, torch_attention),
-        "qkv_attention": Case(
-            (x,),
-            lambda x: fk.qkv_attention(x, qkv_proj.weight, qkv_proj.bias, num_heads=H),
-            lambda x: torch_attention(qkv_proj(x).unflatten(-1, (3, H, C // H))),
-        ),
-        "patch_embed": Case(
-            (torch.randn(B, 3, 16, 16, device=device),),
-            lambda im: fk.patch_embed(im, conv.weight, conv.bias, pos_embed=pos),
-            lambda im: conv(im).flatten(2).transpose(1, 2) + pos,
-        ),
-    }  # fmt: skip
+    """By op name, from the registry: the tensors that most models give."""
+    found = {}
+    for name, op in OPS.items():
+        sizes = op.at(SIZES)
+        unusual = tuple(n for n, arg in op.args.items() if not arg.usual)
+        given = op.inputs(Example(sizes, without=unusual), Draw(device, torch.float32))
+        inputs = {
+            n: x.detach().requires_grad_(op.args[n].trained)
+            for n, x in given.items()
+            if x is not None
+        }
+        options = op.settings_of(sizes)
+        found[name] = Case(
+            inputs,
+            _first(op, op.function, options),
+            _first(op, op.eager or op.specification, options),
+        )
+    return found
 
 
 @contextmanager
@@ -110,11 +94,11 @@ def ways(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 def call_of(case: Case, provider: str, mode: str) -> Callable[[], Any]:
     """One call of the op, with its backward in mode "both"."""
-    function = case.torch if provider == BASELINE else case.ours
+    function, inputs = case.torch if provider == BASELINE else case.ours, case.inputs
     if mode == "fwd":
-        return lambda: function(*case.inputs)
-    upstream = torch.randn_like(case.torch(*case.inputs))
-    return lambda: torch.autograd.backward(function(*case.inputs), upstream)
+        return lambda: function(**inputs)
+    upstream = torch.randn_like(case.torch(**inputs))
+    return lambda: torch.autograd.backward(function(**inputs), upstream)
 
 
 def microseconds(call: Callable[[], Any], device: torch.device, calls: int) -> float:
@@ -142,5 +126,7 @@ def measure_host(device: torch.device) -> Iterator[Row]:
             eager = median_p20_p80(times[BASELINE])[0]
             for provider, us in times.items():
                 ms, p20, p80 = (x / 1e3 for x in median_p20_p80(us))
-                row = Row(OP, provider, name, "fp32", mode, B=B, T=T, samples=ROUNDS * CALLS)
+                row = Row(
+                    OP, provider, name, "fp32", mode, B=SIZES.B, T=SIZES.T, samples=ROUNDS * CALLS
+                )
                 yield replace(row, ms=ms, ms_p20=p20, ms_p80=p80, speedup=eager / ms / 1e3)

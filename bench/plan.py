@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from bench.models import HOSTS, WAYS, Case
 from bench.providers import BASELINE, installed
 from bench.rows import Row
 from bench.shapes import VITS, Shape
+from fastvit_kernels.verify.cases import OPS as REGISTRY
 
-OPS = ("attention", "mlp", "layer_norm", "linear", "qkv_attention", "patch_embed")
+# Ops of the registry that have a bench_<op>.py.
+OPS = tuple(name for name in REGISTRY if (Path(__file__).parent / f"bench_{name}.py").exists())
 WHOLE = ("vit", "profile", "host")
 Key = tuple[str, str, str, str, str]
 
@@ -205,7 +208,7 @@ def _profile_runner(case: Case, name: str) -> Any:
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
     providers, modes = host.ways(device), host.MODES
-    ops = host.cases(torch.device("meta"))
+    ops = REGISTRY
     keys = tuple((host.OP, p, op, "fp32", m) for op in ops for m in modes for p in providers)
     yield Task(1, 10.0, "host cost", keys, lambda bench, names: host.measure_host(bench.device))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.bench_profile import STAGES
+from bench.plan import OPS
 from bench.rows import OK, Row, conditions
 from bench.timer import Roofs
 from fastvit_kernels.commands.console import require
@@ -20,8 +22,7 @@ COLORS = {
     "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-stored": "#9ecae1",
     "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
 }  # fmt: skip
-OPS = ("attention", "qkv_attention", "layer_norm", "linear", "mlp", "patch_embed")
-MARKERS: dict[str, str] = dict(zip(OPS, "osD^vP", strict=True))
+MARKERS: dict[str, str] = dict(zip(OPS, itertools.cycle("osD^vPX*<>")))
 BASE_C = 768  # curves over T are of this width
 
 

@@ -9,8 +9,8 @@ import torch
 
 from bench.harness import failure
 from bench.rows import OK, Row
-from bench.shapes import DTYPES
 from bench.timer import Roofs, Step, Timer, median_p20_p80
+from fastvit_kernels.runtime.dtypes import DTYPES
 
 OP = "roof"
 COPY_BYTES = 2**30

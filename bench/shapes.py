@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 # width C, depth, heads H, MLP width F. arXiv:2010.11929, arXiv:2012.12877; g: arXiv:2106.04560
 VITS = {
     "Ti": (192, 12, 3, 768),
@@ -19,7 +17,6 @@ VITS = {
 TOKENS = 128 * 197  # B T of every shape: ViT-B at 224 with 128 images
 T_SWEEP = (50, 197, 257, 577, 785, 1025, 1370, 2305, 4097, 16385)
 D_SWEEP = ((32, 24), (80, 16), (96, 8), (128, 6))  # head dim, heads: C = 768, and ViT-H's 1280
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

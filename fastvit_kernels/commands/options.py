@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..runtime.dtypes import DTYPES
 from .console import CommandError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL = "vit_base_patch16_224"
 
 

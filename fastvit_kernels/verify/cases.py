@@ -41,7 +41,10 @@ from .plain_vit import model_case
 FIRST = Arg(required=True, operand=True)
 MATRIX = Arg("matrix", required=True, operand=True)
 OPERAND = Arg(operand=True)
-EPILOGUE = {"residual": Arg(), "layer_scale": Arg(), "row_scale": Arg("keep", grad=False)}
+EPILOGUE = {
+    "residual": Arg(), "layer_scale": Arg(usual=False),
+    "row_scale": Arg("keep", grad=False, usual=False),
+}  # fmt: skip
 SCALE = Option("scale", (None, 0.3, 1.0))
 
 
@@ -97,10 +100,14 @@ _NORM: dict[str, Any] = dict(
     fuzz_autocast=(None, "bf16"),
     check=lambda v: [Example(dict(rows=(v.B, v.T), C=v.C))],
 )  # fmt: skip
-LAYER_NORM = Op(layer_norm, _layer_norm, configs=lambda large: [], **_NORM)
+LAYER_NORM = Op(
+    layer_norm, _layer_norm, configs=lambda large: [],
+    eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), **_NORM,
+)  # fmt: skip
 # The same kernels, and a second gradient: it reaches the configs of both.
 LAYER_NORM_AND_INPUT = Op(
     layer_norm_and_input, _layer_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
     **_NORM,
 )  # fmt: skip
 
@@ -152,11 +159,20 @@ LINEAR = Op(
     tiny=dict(rows=(2, 3), K=8, N=4),
     at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
     fuzz=_linear_fuzz, fuzz_share=4, check=_linear_check, configs=_linear_configs,
+    eager=lambda x, weight, bias, residual: residual + F.linear(x, weight, bias),
 )  # fmt: skip
 
 
 def _mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
     return mlp_ref(**inputs)
+
+
+def _eager_mlp(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor,
+    residual: Tensor,
+) -> Tensor:  # fmt: skip
+    hidden = F.gelu(F.linear(x, fc1_weight, fc1_bias))
+    return residual + F.linear(hidden, fc2_weight, fc2_bias)
 
 
 def _mlp_configs(large: bool) -> list[Example]:
@@ -198,7 +214,7 @@ MLP = Op(
     ),
     tiny=dict(rows=(2, 3), C=8, F=6, N=4),
     at=lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C),
-    fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs,
+    fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs, eager=_eager_mlp,
     check=lambda v: [
         Example(sizes := dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
         Example(sizes, "stored", dict(recompute=False)),
@@ -262,7 +278,7 @@ def _heads(pick: Pick) -> dict[str, int]:
 
 
 ATTENTION = Op(
-    attention, _without_dropout(attention_ref),
+    attention, _without_dropout(attention_ref), eager=attention_ref,
     args={"qkv": FIRST},
     options={"scale": SCALE, "dropout_p": Option("probability below 1")},
     shapes=lambda s: dict(qkv=(s.B, s.T, 3, s.H, s.D)),
@@ -272,7 +288,7 @@ ATTENTION = Op(
 )  # fmt: skip
 
 QKV_ATTENTION = Op(
-    qkv_attention, _without_dropout(qkv_attention_ref),
+    qkv_attention, _without_dropout(qkv_attention_ref), eager=qkv_attention_ref,
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
     options={
         "num_heads": Option("count"), "scale": SCALE, "dropout_p": Option("probability below 1"),
@@ -337,12 +353,12 @@ def _sdpa_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 _MASKS = ("nested", "jagged")
 SDPA = Op(
-    scaled_dot_product_attention, _without_dropout(_sdpa),
+    scaled_dot_product_attention, _without_dropout(_sdpa), eager=F.scaled_dot_product_attention,
     args={
         "query": Arg(required=True, operand=True, accepts=_MASKS),
         "key": Arg(required=True, operand=True, accepts=_MASKS),
         "value": Arg(required=True, operand=True, accepts=("wider", *_MASKS)),
-        "attn_mask": Arg("mask", grad=False, accepts=("bool", "scalar", *_MASKS)),
+        "attn_mask": Arg("mask", grad=False, usual=False, accepts=("bool", "scalar", *_MASKS)),
     },
     options={
         "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": SCALE,
@@ -405,7 +421,8 @@ def _patch_configs(large: bool) -> list[Example]:
 PATCH_EMBED = Op(
     patch_embed, patch_embed_ref,
     args={
-        "images": FIRST, "weight": Arg("matrix", required=True, operand=True, accepts=("wider",)),
+        "images": Arg(required=True, operand=True, trained=False),
+        "weight": Arg("matrix", required=True, operand=True, accepts=("wider",)),
         "bias": OPERAND, "prefix_tokens": Arg(), "pos_embed": Arg(),
     },
     shapes=_patch_shapes,

@@ -6,7 +6,7 @@ facts: the function, its specification, its tensors with their shapes, its other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -56,6 +56,8 @@ class Arg:
     required: bool = False
     operand: bool = False  # has the first one's dtype, and takes autocast's
     grad: bool = True  # the kernels have its gradient
+    trained: bool = True  # a step of training asks for its gradient
+    usual: bool = True  # most models give it
     accepts: tuple[str, ...] = ()  # kinds of tests/ops/test_bad_calls.py that are no mistake here
 
 
@@ -187,6 +189,7 @@ class Op:
     fuzz_share: int = 3  # of the random calls
     fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
     outputs: int = 1
+    eager: Function | None = None  # what models call for the usual tensors; else the specification
 
     @property
     def name(self) -> str:
@@ -249,10 +252,3 @@ def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
             return function(**inputs)
 
     return run
-
-
-def tensors(op: Op, sizes: Mapping[str, Any], *, differentiable: bool = False) -> Iterator[str]:
-    """Names of the tensors at these sizes; `differentiable`: those that get a gradient."""
-    for name in op.shapes_of(sizes):
-        if op.args[name].grad or not differentiable:
-            yield name
