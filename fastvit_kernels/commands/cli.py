@@ -36,7 +36,7 @@ COMMANDS = {
     "compile": Command("compile", "compile the kernels for GPUs that are not here", False),
     "tune": Command("tune", "choose launch configs by measuring them on this GPU", False),
     "coverage": Command("coverage", "list the models that swap_in understands", True),
-    "attention-maps": Command("overlay", "draw where each head of a ViT looks", False),
+    "attention-maps": Command("attention_maps", "draw where each head of a ViT looks", False),
 }
 
 

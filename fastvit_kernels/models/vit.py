@@ -170,6 +170,10 @@ class VisionTransformer(nn.Module):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that an optimizer should not decay; timm's optimizers ask for them."""
+        return {"cls_token", "reg_token", "pos_embed"}
+
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, in_chans, height, width) -> (B, T, C), the tokens after the last block and norm."""
         tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]

@@ -8,6 +8,7 @@ import torch
 from test_data import Image
 
 from fastvit_kernels.commands import cli, console
+from fastvit_kernels.commands.models import build_model
 
 pytest.importorskip("rich")
 
@@ -107,17 +108,25 @@ def photo(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("global_pool", ["token", "avg"])
-def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, global_pool, capsys):
-    from fastvit_kernels import create_vit
-
+@pytest.mark.parametrize(
+    ("name", "global_pool"),
+    [
+        ("vit_tiny_patch32_224", "token"),
+        ("vit_tiny_patch32_224", "avg"),
+        ("timm:vit_small_patch32_224", "token"),
+    ],
+    ids=["token", "avg", "timm"],
+)
+def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, name, global_pool, capsys):
+    if ":" in name:
+        pytest.importorskip("timm")
     options = dict(depth=2, embed_dim=48, num_heads=3, global_pool=global_pool)
     if global_pool == "avg":
         options["class_token"] = False
-    model = create_vit("vit_tiny_patch32_224", **options)
+    model = build_model(name, **options)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth")]
-    words += ["--model", "vit_tiny_patch32_224", "--out", str(tmp_path / "out")]
+    words += ["--model", name, "--out", str(tmp_path / "out")]
     for name, value in options.items():
         words += ["--option", f"{name}={value}"]
     assert cli.main(words) == 0, capsys.readouterr().err

@@ -4,8 +4,8 @@ import struct
 import pytest
 import torch
 
-from fastvit_kernels.commands import data
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.training import data
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -12,15 +12,18 @@ import torch
 from test_data import Image, write_images, write_mnist
 
 from fastvit_kernels import create_vit
-from fastvit_kernels.commands import checkpoint, cli, data, figures, train, training
-from fastvit_kernels.commands.settings import DIGITS_VIT, make_settings
+from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.training import checkpoint, data, figures, report
+from fastvit_kernels.commands.training import folder as names
+from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training.settings import DIGITS_VIT, make_settings
 from fastvit_kernels.runtime.backend import backend, get_backend
 from fastvit_kernels.verify import plain_vit
 
 pytest.importorskip("rich")
 
 TIMES = ("seconds", "images_per_s", "reference_images_per_s")
-QUICK = ["--batch-size", "64", "--no-check", "--epochs", "2"]
+QUICK = ["--batch", "64", "--no-check", "--epochs", "2"]
 
 
 def run(*words):
@@ -75,34 +78,34 @@ def assert_same_run(first, second):
 
 
 def test_train_writes_everything_and_learns(tmp_path, capsys, all_digits):
-    assert run("--epochs", 3, "--batch-size", 128, "--compare", "--out", "run") == 0
+    assert run("--epochs", 3, "--batch", 128, "--compare", "--out", "run") == 0
     out = capsys.readouterr().out
     assert "Agreement with PyTorch" in out and "gradients agree" in out
     assert "images/s" in out and "Held-out accuracy" in out
     if not torch.cuda.is_available():
         assert "No GPU: the kernels run in Triton's interpreter for the check batch" in out
     folder = tmp_path / "run"
-    assert sorted(p.name for p in folder.iterdir()) == sorted(train.WRITTEN)
-    for name in (train.CURVES, train.CONFUSION, train.ATTENTION):
+    assert sorted(p.name for p in folder.iterdir()) == sorted(names.WRITTEN)
+    for name in (names.CURVES, names.CONFUSION, names.ATTENTION):
         with Image.open(folder / name) as image:
             assert image.width > 600 and image.height > 400
             assert len(image.convert("RGB").getcolors(1 << 24)) > 50
 
-    summary = json.loads((folder / train.SUMMARY).read_text())
+    summary = json.loads((folder / names.SUMMARY).read_text())
     assert summary["held_out_accuracy"] > 0.5
     assert sum(map(sum, summary["confusion"])) == 359
     right = sum(summary["confusion"][i][i] for i in range(10))
     assert summary["held_out_accuracy"] == right / 359
     assert all(e["passed"] for e in summary["agreement"])
-    rows = (folder / train.METRICS).read_text().splitlines()
+    rows = (folder / names.METRICS).read_text().splitlines()
     assert len(rows) == 4 and rows[0].startswith("epoch,lr,train_loss")
 
     # The reference was trained from the same weights on the same batches.
     last = summary["last_epoch"]
     assert math.isclose(last["train_loss"], last["reference_train_loss"], rel_tol=1e-3)
 
-    weights = torch.load(folder / train.WEIGHTS, weights_only=True)
-    held = checkpoint.load(folder / train.CHECKPOINT)["model"]
+    weights = torch.load(folder / names.WEIGHTS, weights_only=True)
+    held = checkpoint.load(folder / names.CHECKPOINT)["model"]
     assert all(torch.equal(weights[name], held[name]) for name in held)
 
 
@@ -110,6 +113,47 @@ def test_attention_maps_of_a_checkpoint(tmp_path):
     assert run(*QUICK, "--out", "run") == 0
     Image.linear_gradient("L").save("image.png")
     assert cli.main(["attention-maps", "image.png", "--weights", "run/checkpoint.pt"]) == 0
+    assert len(list((tmp_path / "attention-maps").iterdir())) == 2
+
+
+def test_attention_maps_of_the_weights_of_a_run(tmp_path, capsys):
+    """weights.pth needs no --model where checkpoint.pt lies beside it, and is what is drawn."""
+    assert run(*QUICK, "--out", "run") == 0
+    Image.linear_gradient("L").save("image.png")
+    words = ["attention-maps", "image.png", "--weights", "run/weights.pth", "--out"]
+    assert cli.main([*words, "a"]) == 0, capsys.readouterr().err
+    assert cli.main([*words[:3], "run/checkpoint.pt", "--out", "b"]) == 0
+    pairs = zip(*(sorted((tmp_path / d).iterdir()) for d in "ab"), strict=True)
+    for a, b in pairs:
+        assert a.read_bytes() == b.read_bytes()
+    weights = torch.load("run/weights.pth", weights_only=True)
+    torch.save({k: v for k, v in weights.items() if k != "pos_embed"}, "run/weights.pth")
+    assert cli.main([*words, "c"]) == 2
+    assert "pos_embed" in capsys.readouterr().err
+    os.remove("run/checkpoint.pt")
+    assert cli.main([*words, "c"]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_a_model_of_another_library(tmp_path, capsys):
+    """Trained swapped, beside the host's own code, resumed, drawn."""
+    pytest.importorskip("transformers")
+    settings = dict(
+        model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, image_size=8, patch_size=4,
+        num_channels=1,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    words = ["--model", "hf:config.json", "--batch", 64, "--epochs", 1, "--threads", 1]
+    assert run(*words, "--compare", "--out", "run") == 0, capsys.readouterr()
+    assert "gradients agree" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    last = summary["last_epoch"]
+    assert math.isclose(last["train_loss"], last["reference_train_loss"], rel_tol=1e-3)
+    assert len(summary["agreement"]) > 20 and all(e["passed"] for e in summary["agreement"])
+    assert run("--resume", "--no-check", "--out", "run") == 0
+    Image.linear_gradient("L").save("image.png")
+    assert cli.main(["attention-maps", "image.png", "--weights", "run/weights.pth"]) == 0
     assert len(list((tmp_path / "attention-maps").iterdir())) == 2
 
 
@@ -132,7 +176,7 @@ class _StopAt:
     "extra", [[], ["--compare", "--drop-path", "0.3"]], ids=["plain", "compare"]
 )
 def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, extra):
-    words = ["--batch-size", 64, "--epochs", 3, "--no-check", *extra]
+    words = ["--batch", 64, "--epochs", 3, "--no-check", *extra]
     assert run(*words, "--out", "whole") == 0
     with monkeypatch.context() as patch:
         stop = _StopAt(2)
@@ -158,7 +202,7 @@ def test_interrupt_in_the_first_epoch_can_be_resumed(tmp_path, monkeypatch, caps
 
 
 def test_the_check_batch_changes_no_training(tmp_path):
-    words = ["--epochs", 1, "--batch-size", 64, "--drop-path", "0.2"]
+    words = ["--epochs", 1, "--batch", 64, "--drop-path", "0.2"]
     assert run(*words, "--out", "checked") == 0
     assert run(*words, "--out", "unchecked", "--no-check") == 0
     assert_same_run(tmp_path / "checked", tmp_path / "unchecked")
@@ -166,7 +210,7 @@ def test_the_check_batch_changes_no_training(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_in_a_process(tmp_path):
-    words = ["train", "--epochs", "500", "--batch-size", "256", "--no-check", "--out", "run"]
+    words = ["train", "--epochs", "500", "--batch", "256", "--no-check", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastvit_kernels", *words],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -230,7 +274,7 @@ def test_a_broken_kernel_stops_the_training(tmp_path, monkeypatch, capsys):
         wrong = {**vars(errors[0]), "max": 1.0}
         return [type(errors[0])(**wrong), *errors[1:]]
 
-    monkeypatch.setattr(train, "agreement", broken)
+    monkeypatch.setattr(report, "agreement", broken)
     assert run("--epochs", 1, "--out", "run") == 1
     out = capsys.readouterr().out
     assert "break the 2x rule" in out and "logits" in out and "Nothing was trained" in out
@@ -395,7 +439,7 @@ def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
     monkeypatch.setattr(training.Run, "train_epoch", record)
     losses = []
     for name in ("auto", "triton", "torch"):
-        words = ["--epochs", 1, "--batch-size", 3, "--no-check", "--precision", "fp32"]
+        words = ["--epochs", 1, "--batch", 3, "--no-check", "--dtype", "fp32"]
         assert run(*words, "--backend", name, "--out", name) == 0
         losses.append(
             checkpoint.load(tmp_path / name / "checkpoint.pt")["history"][0]["train_loss"]

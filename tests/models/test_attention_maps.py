@@ -6,7 +6,7 @@ from numerics import DEVICE, rand
 from references import NotebookViT
 from torch import nn
 
-from fastvit_kernels import VisionTransformer, attention_maps, load_weights
+from fastvit_kernels import VisionTransformer, attention_maps, load_weights, swap_in
 
 
 def _vit(**overrides) -> Any:
@@ -106,6 +106,47 @@ def test_attention_maps_empty_batch():
     assert [m.shape for m in attention_maps(_vit(), _images(0))] == 3 * [(0, 2, 17, 17)]
 
 
+def _hosts():
+    from fastvit_kernels.commands.models import build_model
+
+    timm = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
+    yield "timm", lambda: build_model("timm:vit_tiny_patch16_224", **timm)
+    layer = torch.nn.TransformerEncoderLayer
+    yield "torch.nn", lambda: torch.nn.TransformerEncoder(
+        layer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
+        2, enable_nested_tensor=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), list(_hosts()), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_attention_maps_of_other_libraries(name, build):
+    """What the first attention's own q and k say, swapped or not; switches are put back."""
+    pytest.importorskip(name.partition(".")[0])
+    model = build()
+    x = torch.randn(2, 3, 8, 8) if name == "timm" else torch.randn(2, 5, 16)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    maps = attention_maps(model, x)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert [m.shape for m in maps] == 2 * [(2, 2, 5, 5)]
+    model.eval()
+    with torch.no_grad():
+        if name == "timm":
+            y = model.blocks[0].norm1(model.norm_pre(model._pos_embed(model.patch_embed(x))))
+            qkv = model.blocks[0].attn.qkv(y)
+        else:
+            layer = model.layers[0]
+            attn = layer.self_attn
+            qkv = torch.nn.functional.linear(layer.norm1(x), attn.in_proj_weight, attn.in_proj_bias)
+        q, k, _ = qkv.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        wanted = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1)
+    torch.testing.assert_close(maps[0], wanted)
+    swap_in(model)
+    for got, want in zip(attention_maps(model, x), maps, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_attention_maps_rejects():
-    with pytest.raises(ValueError, match=r"Linear holds no fastvit_kernels\.Attention"):
+    with pytest.raises(ValueError, match="Linear computes no attention"):
         attention_maps(nn.Linear(2, 2), torch.ones(1, 2))

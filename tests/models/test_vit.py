@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import timm
+import timm.optim
 import torch
 import transformers
 from numerics import DEVICE, Error, assert_accurate, rand
@@ -546,3 +547,18 @@ def test_vit_empty_batch():
     assert out.shape == (0, 7)
     assert images.grad is not None and images.grad.shape == images.shape
     assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_the_parameters_that_timm_does_not_decay():
+    """timm's optimizers ask the model for them: tokens and positions are no matrices to shrink."""
+    options = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, reg_tokens=1)
+    model = VisionTransformer(**options)
+    host = timm.models.VisionTransformer(**options)
+    mine, theirs = (
+        {n for n, _ in m.named_parameters()} & m.no_weight_decay() for m in (model, host)
+    )
+    assert mine == theirs == {"cls_token", "reg_token", "pos_embed"}
+    groups = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05).param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    decayed = {n for n, p in model.named_parameters() if decays[id(p)]}
+    assert decayed and all(n.endswith(".weight") for n in decayed)

@@ -1,20 +1,18 @@
-"""`train`, killed with SIGKILL while it writes its checkpoint and resumed until it is done.
+"""`train`, killed with SIGKILL at chosen points and resumed until it is done.
 
 python tests/support/killed_training.py FOLDER MOMENT... runs one training for each moment into
 FOLDER/MOMENT and prints, for each process, how it ended. A moment is where the process kills
-itself, once for each file that it writes (checkpoint.pt, metrics.csv): "half" way through the
-bytes, "written" but not yet renamed, "renamed"; or "whenever": another process kills it after a
-random part of the time that a whole run took; or "never", which comes first. Each process is a fork
-of this one, which saves the imports and computes nothing itself.
+itself: "half" way through the bytes of a file that it writes (checkpoint.pt, metrics.csv),
+"written" but not yet renamed, "renamed", each once for every file; in a "step" between backward and
+the optimizer; or "never". No clock is read: the points are the same on every machine. Each process
+is a fork of this one, which saves the imports and computes nothing itself.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,13 +24,18 @@ import rich.table
 import torch
 import torch._dynamo  # the first step of an optimizer asks for it
 
-from fastvit_kernels.commands import checkpoint, cli, data, train
-from fastvit_kernels.commands.settings import DIGITS_VIT
+from fastvit_kernels.commands import cli, train
+from fastvit_kernels.commands.training import checkpoint, data
+from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training.settings import DIGITS_VIT
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 EPOCHS = 3
-OPTIONS = ["--epochs", str(EPOCHS), "--batch-size", "64", "--no-check", "--device", "cpu"]
+OPTIONS = ["--epochs", str(EPOCHS), "--batch", "64", "--no-check", "--device", "cpu"]
 OPTIONS += ["--drop-path", "0.3", "--backend", "torch"]
+# One for each process; a process begins at its last checkpoint: in the first epoch's first step of
+# four, in its third, in the second epoch's second.
+DEADLY_STEPS = (0, 2, 5)
 
 
 def kill_me() -> None:
@@ -53,6 +56,20 @@ class _HalfFile:
 
     def flush(self) -> None:
         self.file.flush()
+
+
+def die_in_step(count: int) -> None:
+    """Kill this process in its count-th step (0 is the first)."""
+    clip, steps = torch.nn.utils.clip_grad_norm_, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal steps
+        if steps == count:
+            kill_me()
+        steps += 1
+        return clip(*arguments)
+
+    training.nn.utils.clip_grad_norm_ = counted
 
 
 def die_at(moment: str, count: int) -> None:
@@ -84,11 +101,8 @@ def die_at(moment: str, count: int) -> None:
     checkpoint.write_atomically = counted
 
 
-def run(folder: Path, moment: str, count: int, seconds: float = 0.0) -> int:
-    """The exit status of one process: negative where a signal ended it.
-
-    `seconds` is what a whole run takes, for the moment "whenever".
-    """
+def run(folder: Path, moment: str, count: int) -> int:
+    """The exit status of the count-th process of a run: negative where a signal ended it."""
     started = (folder / "checkpoint.pt").exists()
     words = ["train", *(["--resume", "--no-check", "--device", "cpu"] if started else OPTIONS)]
     pid = os.fork()
@@ -98,20 +112,18 @@ def run(folder: Path, moment: str, count: int, seconds: float = 0.0) -> int:
             output = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            if moment in ("half", "written", "renamed"):
-                die_at(moment, count)
+            if moment == "step" and count < len(DEADLY_STEPS):
+                die_in_step(DEADLY_STEPS[count])
+            elif moment in ("half", "written", "renamed"):
+                die_at(moment, count % 4)  # one file later than the last: all of them are met
             status = cli.main([*words, "--out", str(folder)])
         finally:
             os._exit(status)
-    if moment == "whenever":
-        time.sleep(random.uniform(0.1, 0.5) * seconds)
-        os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def main() -> None:
     folder, moments = Path(sys.argv[1]), sys.argv[2:]
-    random.seed(0)
     torch.set_num_threads(1)
     DIGITS_VIT["depth"] = 2
     full = data.load_digits(8, 0.2, 0)
@@ -121,17 +133,11 @@ def main() -> None:
         full.classes,
     )
     data.load_digits = lambda *_: few
-    train._report = lambda *_: None  # the pictures take longer than the training
-    whole = 0.0
+    train.write_report = lambda *_: None  # the pictures take longer than the training
     for moment in moments:
         statuses = []
         for count in range(20):
-            # Each process dies one file later than the last, so that all of them are met.
-            last = moment == "never" or (moment == "whenever" and count >= 4)
-            started = time.perf_counter()
-            statuses.append(run(folder / moment, "never" if last else moment, count % 4, whole))
-            if moment == "never":
-                whole = time.perf_counter() - started
+            statuses.append(run(folder / moment, moment, count))
             if (folder / moment / "checkpoint.pt").exists():
                 content = checkpoint.load(folder / moment / "checkpoint.pt")  # whole at any moment
                 if statuses[-1] == 0 and len(content["history"]) == EPOCHS:

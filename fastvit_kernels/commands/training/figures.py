@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...models.attention_maps import attention_maps
+from ...models.vit import VisionTransformer
+from ..console import CommandError, require
 from .checkpoint import write_atomically
-from .console import require
 
 OURS, REFERENCE = "tab:blue", "tab:orange"
 
@@ -94,6 +96,8 @@ def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequenc
 
 def seen_pixels(model: Any, image: Tensor) -> Tensor:
     """image (channels, height, width) without the remainder that fills no patch."""
+    if not isinstance(model, VisionTransformer):
+        return image
     patches = zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)
     height, width = (count * size for count, size in patches)
     return image[:, :height, :width]
@@ -183,19 +187,26 @@ def draw_attention_layer(
 
 
 def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
-    """Attention of every layer and head over one image, for the drawings above.
+    """Attention of every layer and head over one square image, for the drawings above.
 
     Args:
-        model: a VisionTransformer.
+        model: a VisionTransformer, or another library's: its patches make up a square, and what
+            comes before them begins with the class token.
         pixels: (1, in_chans, height, width), normalized, on the model's device.
     Returns: (H, rows, columns) a layer on the CPU, and whether it is the class token's.
     """
-    from ..models.attention_maps import attention_maps
-
-    from_cls = model.cls_token is not None
-    with torch.no_grad():
+    try:
         maps = attention_maps(model, pixels)
-    return [
-        patch_attention(m[0].cpu(), model.num_prefix_tokens, from_cls, model.patch_embed.grid_size)
-        for m in maps
-    ], from_cls
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    tokens = maps[0].shape[-1]
+    if isinstance(model, VisionTransformer):
+        grid, from_cls = model.patch_embed.grid_size, model.cls_token is not None
+    else:
+        grid, from_cls = (math.isqrt(tokens),) * 2, math.isqrt(tokens) ** 2 < tokens
+    if any(m.shape[0] != 1 or m.shape[-1] != tokens for m in maps):
+        raise CommandError(
+            f"{type(model).__name__}: only layers that attend over the whole image are drawn"
+        )
+    prefix = tokens - math.prod(grid)
+    return [patch_attention(m[0].cpu(), prefix, from_cls, grid) for m in maps], from_cls

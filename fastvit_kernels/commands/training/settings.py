@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..models.presets import create_vit
-from ..models.vit import VisionTransformer
-from ..runtime.backend import Backend
-from . import options
-from .console import CommandError
-from .options import positive, share
+from ...runtime.backend import Backend
+from ..console import CommandError
+from ..models import build_model, input_shape
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
@@ -26,7 +22,7 @@ class Settings:
 
     data: str
     data_dir: str | None
-    model: str | None  # a name of create_vit, None for DIGITS_VIT
+    model: str | None  # a name for build_model, None for DIGITS_VIT
     img_size: int
     in_chans: int
     epochs: int
@@ -65,48 +61,13 @@ COMMON_DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels train`. None stands for "not given"."""
-    add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files")
-    add("--data-dir", metavar="DIR", help="the folder of --data mnist or folder")
-    options.add_model(parser, None, "default: by --data")
-    options.add_img_size(parser)
-    add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    add("--epochs", type=positive(int))
-    options.add_batch(parser, dest="batch_size")
-    add("--lr", type=positive(float), help="peak learning rate of AdamW")
-    add("--weight-decay", type=share, help="on matrices alone (default 0.05)")
-    add("--warmup-epochs", type=int, metavar="EPOCHS", help="linear, before the cosine")
-    add("--label-smoothing", type=share, help="default 0.1")
-    add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
-    add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
-    add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
-    options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
-    options.add_dtype(
-        parser, ("bf16", "fp32"), dest="precision",
-        help="of autocast; default bf16 on CUDA, else fp32",
-    )  # fmt: skip
-    add("--threads", type=positive(int), help="CPU threads (default 1 for digits, else torch's)")
-    add("--backend", choices=("auto", "triton", "torch"),
-        help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
-        "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
-    add("--compare", action=argparse.BooleanOptionalAction,
-        help="train plain PyTorch beside it: same weights, same batches")  # fmt: skip
-    options.add_device(parser)
-    options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
-    add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
-    add("--check", action=argparse.BooleanOptionalAction, default=True,
-        help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
-
-
 def flag_of(setting: str) -> str:
     """The flag that gives this field of Settings."""
     named = {"batch_size": "--batch", "precision": "--dtype"}
     return named.get(setting, f"--{setting.replace('_', '-')}")
 
 
-def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def given_options(arguments: object) -> dict[str, Any]:
     names = {f.name for f in fields(Settings)}
     return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
 
@@ -132,12 +93,5 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
         values["img_size"] = DIGITS_VIT["img_size"]
         if values["model"] is not None:
             with torch.device("meta"):
-                values["img_size"] = named_vit(values["model"]).patch_embed.img_size[0]
+                values["img_size"] = input_shape(build_model(values["model"]))[1]
     return Settings(**values)
-
-
-def named_vit(name: str, **overrides: Any) -> VisionTransformer:
-    try:
-        return create_vit(name, **overrides)
-    except ValueError as error:
-        raise CommandError(str(error)) from error

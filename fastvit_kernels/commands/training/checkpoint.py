@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .console import CommandError
+from ..console import CommandError
 
 FORMAT = 1
 

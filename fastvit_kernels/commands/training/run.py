@@ -6,6 +6,7 @@ A run is a function of its settings, its data and its checkpoint: the batches of
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
@@ -20,14 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.vit import VisionTransformer
-from ..verify.plain_vit import plain_vit
+from ...models.vit import VisionTransformer
+from ...swap.apply import swap_out
+from ...verify.plain_vit import plain_vit
+from ..console import CommandError
+from ..models import fused_model, logits_of
 from . import checkpoint
-from .console import CommandError
 from .data import Augmentation, Dataset, Normalization
-from .settings import DIGITS_VIT, Settings, named_vit
-
-CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
+from .folder import CHECKPOINT, METRICS
+from .settings import DIGITS_VIT, Settings
 
 AUGMENTATIONS = {
     "digits": Augmentation(degrees=5, zoom=0.1, shift=0.5),
@@ -38,20 +40,21 @@ GRADIENT_NORM = 1.0  # clipped to this
 NARROW = 192  # embed_dim below this takes _init_narrow
 
 
-def build_model(settings: Settings, num_classes: int) -> VisionTransformer:
+def model_of(settings: Settings, num_classes: int) -> nn.Module:
     """The model of a run with random weights, drawn from torch's global generator."""
     options: dict[str, Any] = dict(
-        img_size=settings.img_size, in_chans=settings.in_chans, num_classes=num_classes,
-        drop_path_rate=settings.drop_path,
-    )  # fmt: skip
+        img_size=settings.img_size, in_chans=settings.in_chans, num_classes=num_classes
+    )
+    if settings.drop_path:  # some hosts have none
+        options["drop_path_rate"] = settings.drop_path
     if settings.model is not None:
-        model = named_vit(settings.model, **options)
+        model = fused_model(settings.model, **options)
     else:
         try:
             model = VisionTransformer(**{**DIGITS_VIT, **options})
         except ValueError as error:
             raise CommandError(str(error)) from error
-    if model.embed_dim < NARROW:
+    if isinstance(model, VisionTransformer) and model.embed_dim < NARROW:
         _init_narrow(model)
     return model
 
@@ -65,11 +68,14 @@ def _init_narrow(model: VisionTransformer) -> None:
     nn.init.trunc_normal_(model.pos_embed, std=0.3)
 
 
-def make_optimizer(parameters: dict[str, Tensor], settings: Settings) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices alone: no biases, norms, LayerScale, tokens, positions."""
-    tokens = ("cls_token", "reg_token", "pos_embed")
-    decayed = [p for n, p in parameters.items() if p.ndim > 1 and n not in tokens]
-    others = [p for n, p in parameters.items() if p.ndim <= 1 or n in tokens]
+def make_optimizer(
+    model: nn.Module, parameters: dict[str, Tensor], settings: Settings
+) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices alone: no biases, norms, LayerScale, and none of what the
+    model names in no_weight_decay (tokens, positions)."""
+    named = getattr(model, "no_weight_decay", set)()
+    decayed = [p for n, p in parameters.items() if p.ndim > 1 and n not in named]
+    others = [p for n, p in parameters.items() if p.ndim <= 1 or n in named]
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -97,6 +103,26 @@ class Learner:
     optimizer: torch.optim.AdamW
 
 
+def host_of(model: nn.Module) -> nn.Module:
+    """A copy of a swapped model that runs its host's own code."""
+    host = copy.deepcopy(model)
+    swap_out(host)
+    return host
+
+
+def plain_forward(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    """Logits of plain PyTorch, from weights and images: `plain_vit`, or the host's own code."""
+    if isinstance(model, VisionTransformer):
+        return partial(plain_vit, model)
+    host = host_of(model)
+
+    def forward(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        host.train(model.training)
+        return logits_of(torch.func.functional_call(host, weights, (images,)))
+
+    return forward
+
+
 class Run:
     """One training run: its settings, data, learners and history, and how they are saved."""
 
@@ -108,17 +134,16 @@ class Run:
         self.steps_per_epoch = math.ceil(len(self.train_split) / settings.batch_size)
         self.history: list[dict[str, float]] = []
         torch.manual_seed(settings.seed)
-        self.model = build_model(settings, len(self.classes)).to(device)
-        self.learners = [self._learner("", self.model, dict(self.model.named_parameters()))]
+        self.model = model_of(settings, len(self.classes)).to(device)
+        own: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.learners = [self._learner("", lambda images: logits_of(self.model(images)), own)]
         if settings.compare:
-            copies = {
-                n: p.detach().clone().requires_grad_() for n, p in self.model.named_parameters()
-            }
-            forward = partial(plain_vit, self.model, copies)
+            copies = {n: p.detach().clone().requires_grad_() for n, p in own.items()}
+            forward = partial(plain_forward(self.model), copies)
             self.learners.append(self._learner("reference_", forward, copies))
 
     def _learner(self, name: str, forward: Any, parameters: dict[str, Tensor]) -> Learner:
-        optimizer = make_optimizer(parameters, self.settings)
+        optimizer = make_optimizer(self.model, parameters, self.settings)
         return Learner(name, forward, parameters, optimizer)
 
     @property

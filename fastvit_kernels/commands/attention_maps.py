@@ -11,11 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend
-from . import checkpoint, data, figures, options
+from ..weights.files import read_file
+from ..weights.load import load_weights
+from . import options
 from .console import CommandError, make_console, require
-from .settings import Settings, named_vit
+from .models import build_model, input_shape
+from .training import checkpoint, data, figures
+from .training.folder import CHECKPOINT, WEIGHTS
+from .training.run import model_of
+from .training.settings import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that pillow reads")
     parser.add_argument(
         "--weights", type=Path, required=True, metavar="FILE",
-        help="checkpoint.pt of `train`, or weights that load_weights reads",
+        help="checkpoint.pt or weights.pth of `train`, or weights of --model",
     )  # fmt: skip
     options.add_model(parser, None, "not needed with what `train` wrote")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE",
-        help="an argument of VisionTransformer for --model, such as num_classes=21843",
+        help="an argument for --model by its library's own name, such as num_classes=21843",
     )  # fmt: skip
     options.add_out(parser, "where the PNGs go (default attention-maps)", Path("attention-maps"))
 
@@ -46,34 +54,49 @@ def _overrides(options: list[str]) -> dict[str, Any]:
     return overrides
 
 
+def _state_dict(path: Path) -> dict[str, Any]:
+    content = read_file(path)
+    for wrapper in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, no tensors by name")
+    return content
+
+
 def _named_model(
     name: str, weights: Path, overrides: dict[str, Any]
-) -> tuple[VisionTransformer, data.Normalization]:
-    from ..weights.load import load_weights
-
+) -> tuple[nn.Module, data.Normalization]:
+    model = build_model(name, **overrides)
     try:
-        model = named_vit(name, **overrides)
-    except TypeError as error:  # an --option that VisionTransformer does not have
-        raise CommandError(str(error)) from error
-    try:
-        report = load_weights(model, weights)
-    except (ValueError, OSError) as error:
+        if isinstance(model, VisionTransformer):
+            missing = load_weights(model, weights).missing
+        else:
+            missing = model.load_state_dict(_state_dict(weights), strict=False).missing_keys
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
         raise CommandError(f"{weights}: {error}") from error
-    if any(key not in ("head.weight", "head.bias") for key in report.missing):
-        raise CommandError(
-            f"{weights} does not fit {name}: {', '.join(report.missing[:5])} missing"
-        )
-    in_chans = model.patch_embed.proj.in_channels
-    # timm's ViTs of the paper: pixels from -1 to 1.
-    return model, data.Normalization((0.5,) * in_chans, (0.5,) * in_chans)
+    if missing := [key for key in missing if key not in ("head.weight", "head.bias")]:
+        raise CommandError(f"{weights} does not fit {name}: {', '.join(missing[:5])} missing")
+    in_chans = input_shape(model)[0]
+    mean = std = (0.5,) * in_chans  # pixels from -1 to 1, as the ViTs of the paper
+    settings: dict[str, Any] = getattr(model, "pretrained_cfg", {})  # what timm's weights saw
+    if len(settings.get("mean", ())) == in_chans:
+        mean, std = settings["mean"], settings["std"]
+    return model, data.Normalization(tuple(mean), tuple(std))
 
 
-def _trained_model(weights: Path) -> tuple[VisionTransformer, data.Normalization]:
-    from .training import build_model
-
-    content = checkpoint.load(weights)
-    model = build_model(Settings(**content["settings"]), len(content["classes"]))
-    model.load_state_dict(content["model"])
+def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
+    """The model of a run: from its checkpoint.pt, or its weights.pth with checkpoint.pt beside."""
+    run = weights.with_name(CHECKPOINT) if weights.name == WEIGHTS else weights
+    content = checkpoint.load(run)
+    model = model_of(Settings(**content["settings"]), len(content["classes"]))
+    state = content["model"]
+    try:
+        if run != weights:
+            state = _state_dict(weights)
+        model.load_state_dict(state)
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise CommandError(f"{weights} does not fit the run of {run}: {error}") from error
     return model, data.Normalization(**content["normalization"])
 
 
@@ -91,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             model, normalization = _trained_model(arguments.weights)
         except CommandError as error:
             raise CommandError(f"{error}; other weights need --model NAME") from error
-    in_chans, (height, width) = model.patch_embed.proj.in_channels, model.patch_embed.img_size
+    in_chans, height, width = input_shape(model)
     if height != width:
         raise CommandError(f"the model takes {height} x {width} images; a square one is wanted")
     image = data.read_image(arguments.image, height, in_chans)

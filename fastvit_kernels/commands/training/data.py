@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .console import CommandError, require
+from ..console import CommandError, require
+from .settings import Settings
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 IDX_UINT8 = 0x08
@@ -313,4 +314,18 @@ def load_folder(
         Split(everything.images[train], everything.labels[train]),
         Split(everything.images[rest], everything.labels[rest]),
         classes,
+    )
+
+
+def load(settings: Settings, progress: Callable[[int, int], None]) -> Dataset:
+    """The images of a run. progress(done, total) is called while a folder is read."""
+    if settings.data == "digits":
+        return load_digits(settings.img_size, settings.held_out, settings.seed)
+    folder = Path(settings.data_dir or "")
+    if not folder.is_dir():
+        raise CommandError(f"--data-dir {folder} is not a folder")
+    if settings.data == "mnist":
+        return load_idx(folder, settings.img_size)
+    return load_folder(
+        folder, settings.img_size, settings.in_chans, settings.held_out, settings.seed, progress
     )

@@ -1,0 +1,79 @@
+"""The folder of a run: which one is free, which one goes on, and the names of its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..console import CommandError
+from . import checkpoint
+from .settings import Settings, flag_of, make_settings
+
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
+WEIGHTS, SUMMARY = "weights.pth", "summary.json"
+CURVES, CONFUSION, ATTENTION = "curves.png", "confusion.png", "attention.png"
+WRITTEN = (CHECKPOINT, METRICS, WEIGHTS, SUMMARY, CURVES, CONFUSION, ATTENTION)
+
+
+def _free_folder(name: str) -> Path:
+    """runs/<name>, or the first of runs/<name>-2, -3, ... that holds no run."""
+    folder, number = Path("runs") / name, 1
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    return folder
+
+
+def _latest_folder(name: str) -> Path:
+    def number(folder: Path) -> int:
+        return int(folder.name.removeprefix(name).lstrip("-") or 1)
+
+    pattern = re.compile(rf"{name}(-\d+)?")
+    found = [p.parent for p in Path("runs").glob(f"*/{CHECKPOINT}")]
+    found = [folder for folder in found if pattern.fullmatch(folder.name)]
+    if not found:
+        raise CommandError(f"there is no run of --data {name} in runs/; name its folder with --out")
+    return max(found, key=number)
+
+
+def _resumed_settings(folder: Path, content: dict[str, Any], given: dict[str, Any]) -> Settings:
+    settings = Settings(**content["settings"])
+    if "data_dir" in given:
+        given = {**given, "data_dir": str(Path(given["data_dir"]).resolve())}
+    for name, value in given.items():
+        if value != getattr(settings, name):
+            raise CommandError(
+                f"{flag_of(name)} {value} differs from the {getattr(settings, name)} of "
+                f"the run in {folder}; --resume keeps a run's settings, --out starts another run"
+            )
+    return settings
+
+
+def open_run(
+    given: dict[str, Any], out: Path | None, resume: bool, device: torch.device
+) -> tuple[Path, Settings, dict[str, Any] | None]:
+    """The run folder, its settings, and the checkpoint where the run goes on.
+
+    Args:
+        given: the settings that the command line gives.
+        out: the folder that it names, if any.
+    """
+    name = given.get("data", "digits")
+    if resume:
+        folder = out or _latest_folder(name)
+        content = checkpoint.load(folder / CHECKPOINT)
+        return folder, _resumed_settings(folder, content, given), content
+    settings = make_settings(given, device)
+    folder = out or _free_folder(name)
+    taken = [n for n in WRITTEN if (folder / n).exists()]
+    if taken:
+        raise CommandError(
+            f"{folder} holds a run already ({taken[0]}); go on with it with --resume --out "
+            f"{folder}, or name another folder"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"--out {folder} is not a folder")
+    return folder, settings, None

@@ -1,0 +1,183 @@
+"""What a run shows and leaves: the check batch, the confusion matrix, summary, weights and PNGs."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.vit import VisionTransformer
+from ...runtime.backend import INTERPRETED, backend
+from ...runtime.triton import HAS_TRITON, triton
+from ...runtime.version import __version__
+from ...verify.accuracy import Error
+from ...verify.plain_vit import agreement, worst_error
+from ...verify.runner import quiet_interpreter
+from ..console import require
+from ..coverage import model_errors
+from . import checkpoint, figures
+from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
+from .run import Run, host_of
+
+AGREEMENT_BATCH = 2  # images; the interpreter takes milliseconds for a tile
+
+
+def check_batch(run: Run, console: Any) -> list[Error]:
+    """One batch through our kernels and through plain PyTorch; prints and returns the errors."""
+    images = run.normalization(run.train_split.images[:AGREEMENT_BATCH])
+    where = "in Triton's interpreter" if INTERPRETED else f"on {device_name(run.device)}"
+    started = time.perf_counter()
+    run.model.eval()
+    waiting = console.status(f"one batch through the kernels {where}")
+    with backend("triton"), quiet_interpreter(), waiting:
+        if isinstance(run.model, VisionTransformer):
+            errors = agreement(run.model, images, run.autocast)
+        else:
+            errors = model_errors(host_of(run.model), images, autocast=run.autocast)
+            errors[0] = replace(errors[0], name="logits")
+    seconds = time.perf_counter() - started
+
+    gradients = [e for e in errors if e.name != "logits"]
+    worst = worst_error(gradients)
+    table = require("rich.table", "rich").Table(
+        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    console.print(
+        f"Agreement with PyTorch: {len(images)} images through our kernels {where}, "
+        f"{run.settings.precision}, {seconds:.1f} s; errors against float64:"
+    )
+    table.add_column("")
+    for column in ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit"):
+        table.add_column(column, justify="right")
+    shown = [("logits", errors[0]), (f"worst of {len(gradients)} gradients", worst)]
+    for label, e in shown:
+        values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
+        table.add_row(label, *(f"{value:.1e}" for value in values))
+    console.print(table)
+    failed = [e for e in errors if not e.passed]
+    if failed:
+        lines = "\n".join(f"  {e}" for e in failed)
+        console.print(
+            f"[red]{len(failed)} of {len(errors)} tensors break the 2x rule:[/red]\n{lines}"
+        )
+    else:
+        console.print(
+            f"Logits and all {len(gradients)} gradients agree: every error is within twice "
+            "PyTorch's own plus rounding."
+        )
+    return errors
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
+
+
+def describe(run: Run, console: Any) -> None:
+    s, model = run.settings, run.model
+    count = sum(p.numel() for p in model.parameters())
+    shape = ""
+    if isinstance(model, VisionTransformer):
+        tokens = model.patch_embed.num_patches + model.num_prefix_tokens
+        attn: Any = model.blocks[0].attn
+        shape = (
+            f", T={tokens} C={model.embed_dim} H={attn.num_heads} D={attn.head_dim}, "
+            f"{len(model.blocks)} layers"
+        )
+    console.print(
+        f"Data: {s.data}, {len(run.train_split)} training and {len(run.held_out)} held-out images, "
+        f"{len(run.classes)} classes, {s.img_size} x {s.img_size} x {s.in_chans}"
+    )
+    console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{shape}")
+    console.print(f"Device: {device_name(run.device)}, {s.precision}. Run folder: {run.folder}")
+
+
+def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Tensor:
+    """(num_classes, num_classes) counts; rows are the true classes."""
+    index = (labels * num_classes + predicted).cpu()
+    return torch.bincount(index, minlength=num_classes**2).view(num_classes, num_classes)
+
+
+def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> None:
+    if len(classes) > 12:
+        console.print(f"Confusion matrix of {len(classes)} classes: {CONFUSION}")
+        return
+    table = require("rich.table", "rich").Table(
+        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    console.print("Held-out images by true class (rows) and predicted class (columns):")
+    table.add_column("true")
+    for name in classes:
+        table.add_column(name, justify="right")
+    for row, name in enumerate(classes):
+        cells = [str(n) if n else "." for n in confusion[row].tolist()]
+        cells[row] = f"[bold]{cells[row]}[/bold]"
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def write_report(run: Run, errors: list[Error], console: Any) -> None:
+    """Accuracy, confusion matrix, speed; weights, summary and PNGs into the run folder."""
+    last = run.history[-1]
+    loss, predicted = run.evaluate(run.learners[0])
+    confusion = confusion_matrix(run.held_out.labels, predicted, len(run.classes))
+    accuracy = confusion.diagonal().sum().item() / len(run.held_out)
+    images_per_s = statistics.median(row["images_per_s"] for row in run.history)
+    seconds = sum(row["seconds"] for row in run.history)
+
+    _print_confusion(confusion, run.classes, console)
+    wrong = len(run.held_out) - int(confusion.diagonal().sum())
+    console.print(
+        f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {len(run.held_out)} "
+        f"wrong), loss {loss:.3f}. Training: {images_per_s:,.0f} images/s (median of "
+        f"{len(run.history)} epochs), {seconds:.0f} s."
+    )
+    if run.settings.compare:
+        other = statistics.median(row["reference_images_per_s"] for row in run.history)
+        console.print(
+            f"Plain PyTorch beside it: {100 * last['reference_held_out_accuracy']:.2f} %, loss "
+            f"{last['reference_held_out_loss']:.3f}, {other:,.0f} images/s."
+        )
+    checkpoint.write_atomically(
+        run.folder / WEIGHTS, lambda file: torch.save(run.model.state_dict(), file)
+    )
+    summary = {
+        "held_out_accuracy": accuracy,
+        "held_out_loss": loss,
+        "images_per_s": images_per_s,
+        "training_seconds": seconds,
+        "classes": run.classes,
+        "confusion": confusion.tolist(),
+        "settings": asdict(run.settings),
+        "normalization": asdict(run.normalization),
+        "agreement": [{**asdict(e), "passed": e.passed} for e in errors],
+        "last_epoch": last,
+        "device": device_name(run.device),
+        "versions": {
+            "fastvit_kernels": __version__, "torch": torch.__version__,
+            "triton": getattr(triton, "__version__", None) if HAS_TRITON else None,
+            "python": platform.python_version(),
+        },
+    }  # fmt: skip
+    checkpoint.write_text(run.folder / SUMMARY, json.dumps(summary, indent=1))
+
+    name = f"{run.settings.model or 'ViT'} on {run.settings.data}"
+    smoothing = run.settings.label_smoothing
+    loss_title = f"Loss (labels smoothed by {smoothing:g} in training)" if smoothing else "Loss"
+    figures.draw_curves(run.history, run.folder / CURVES, name, loss_title)
+    title = f"{name}: {100 * accuracy:.2f} % of {len(run.held_out)} held-out images"
+    figures.draw_confusion(confusion, run.classes, run.folder / CONFUSION, title)
+    image = run.held_out.images[:1]
+    layers, from_cls = figures.sample_attention(run.model, run.normalization(image))
+    true, got = run.classes[int(run.held_out.labels[0])], run.classes[int(predicted[0])]
+    title = f"{name}: held-out image 0, class {true}, predicted {got}"
+    pixels = figures.seen_pixels(run.model, image[0].cpu())
+    figures.draw_attention_layers(pixels, layers, from_cls, run.folder / ATTENTION, title)
+    console.print(f"Written to {run.folder}: {', '.join(WRITTEN)}")
