@@ -5,6 +5,7 @@
     python -m bench vit --mode train --provider swapped
     python -m bench plot DIR                            redraw from DIR/results.csv
     python -m bench compare A B                         ratios, regressions first
+    python -m bench traffic                             launches and bytes of a block, counted
     python -m bench docs                                docs/benchmarks.md from bench/results
 
 The exit status is 1 where a provider breaks the 2x rule, one of ours fails, or, in compare, a row
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold", type=float, default=THRESHOLD,
         help=f"slower by more than this share is a regression (default {THRESHOLD})",
     )  # fmt: skip
+    commands.add_parser("traffic", help="count launches and bytes of a training step; no GPU")
     commands.add_parser("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
 
@@ -310,6 +312,11 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
             return run_plot(arguments, console)
         if arguments.command == "compare":
             return run_compare(arguments, console)
+        if arguments.command == "traffic":
+            from bench.traffic import table as traffic_table  # needs triton and timm
+
+            print(traffic_table())
+            return 0
         if arguments.command == "docs":
             report.write_docs()
             return 0

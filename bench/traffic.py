@@ -1,0 +1,276 @@
+"""`python -m bench traffic`: what a block of a training step launches, moves and keeps.
+
+No GPU needed: a step runs on fake tensors (shapes and dtypes, no memory). Each operator of PyTorch
+and each launch of a Triton kernel counts once and moves its tensors once: inputs read, outputs
+written. A block is the step of a model of two blocks less that of one. Counted, not measured:
+caches, tiles read again and operators of several kernels are left out.
+
+The minimum writes what one product, attention or norm hands to another once, and reads it once
+where it is used; elementwise work and bias gradients ride along. See MINIMUM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.shapes import VITS
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.ops.common import gemm
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
+from fastvit_kernels.runtime.operator import LAUNCHERS
+from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
+
+BATCH, SIZE, PATCH = 256, 224, 16
+GPU = "sm_90"  # its configs and routes
+
+# Bytes a token for each of C channels, F = 4 C, fp32 residual stream, 16-bit products.
+MINIMUM = {
+    "forward": {
+        "norm 1": 4 + 2, "qkv": 2 + 6, "attention": 6 + 2, "proj, residual": 2 + 4 + 4,
+        "norm 2": 4 + 2, "fc1, gelu": 2 + 8 + 8, "fc2, residual": 8 + 4 + 4,
+    },
+    "backward": {
+        "fc2 weight": 2 + 8, "hidden, a rebuilt": 2 + 8 + 8 + 8, "fc1 weight": 8 + 2,
+        "fc1 input": 8 + 2, "norm 2, 16-bit copy": 2 + 4 + 4 + 4 + 2, "proj weight": 2 + 2,
+        "proj input": 2 + 2, "attention": 6 + 2 + 2 + 6, "qkv weight": 6 + 2, "qkv input": 6 + 2,
+        "norm 1, 16-bit copy": 2 + 4 + 4 + 4 + 2,
+    },
+}  # fmt: skip
+# x, y, qkv, out, x, y, pre-activation
+KEPT = 4 + 2 + 6 + 2 + 4 + 2 + 8
+
+
+class Call(NamedTuple):
+    name: str
+    bytes: int
+
+
+@dataclass
+class Count:
+    """What was called, and the storages that backward keeps."""
+
+    calls: list[Call] = field(default_factory=list)
+    kept: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by storage; alive, so that none is reused
+
+    @property
+    def bytes(self) -> int:
+        return sum(call.bytes for call in self.calls)
+
+
+_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators of torch; runs the launchers of this package's."""
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastvit_kernels":
+            with self:
+                return LAUNCHERS[func._opname](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.namespace == "aten" and not (func.is_view or name.startswith(_MOVES_NOTHING)):
+            self.add(name, (args, kwargs, result))
+        return result
+
+    def add(self, name: str, tree: Any) -> None:
+        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
+        if moved:
+            self.count.calls.append(Call(name, moved))
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    """Inside, on fake tensors, torch's operators and Triton's launches join the yielded count."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    count = Count()
+    mode = _Counting(count)
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        mode.add(self.fn.__name__.removeprefix("_").removesuffix("_kernel"), (args, kwargs))
+
+    def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
+        return out
+
+    def keep(x: Tensor) -> Tensor:
+        count.kept[x.untyped_storage()._cdata] = x
+        return x
+
+    target = TARGETS[GPU]
+    with (
+        patch.object(JITFunction, "run", launch),
+        patch.object(InterpretedFunction, "run", launch),
+        patch.object(gemm, "_upcast_product", product),
+        on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        FakeTensorMode(),
+        mode,
+    ):
+        yield count
+
+
+class Step(NamedTuple):
+    """A training step, by launches, bytes moved and bytes kept."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    kept: int
+
+    def less(self, other: Step) -> Step:
+        def minus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+            return a[0] - b[0], a[1] - b[1]
+
+        return Step(
+            minus(self.forward, other.forward),
+            minus(self.backward, other.backward),
+            self.kept - other.kept,
+        )
+
+
+def vit(size: str, depth: int) -> nn.Module:
+    """timm's ViT of this width, on the meta device."""
+    define_torchvision_operators()
+    from timm.models.vision_transformer import VisionTransformer
+
+    C, _, heads, hidden = VITS[size]
+    with torch.device("meta"):
+        return VisionTransformer(
+            img_size=SIZE, patch_size=PATCH, embed_dim=C, depth=depth, num_heads=heads,
+            mlp_ratio=hidden / C,
+        )  # fmt: skip
+
+
+def count_step(model: nn.Module, batch: int = BATCH) -> Step:
+    """One training step under bf16 autocast, fp32 parameters."""
+    with counting() as count:
+        state: dict[str, Tensor] = {
+            name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()
+        }
+        images = torch.empty(batch, 3, SIZE, SIZE)
+        labels = torch.zeros(batch, dtype=torch.long)
+        count.calls.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = torch.func.functional_call(model, state, images)
+        forward = len(count.calls), count.bytes
+        kept = activation_bytes(count.kept.values(), model)
+        F.cross_entropy(logits.float(), labels).backward()
+        backward = len(count.calls) - forward[0], count.bytes - forward[1]
+    return Step(forward, backward, kept)
+
+
+def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
+    """Of the storages, those of parameters and of their copies left out."""
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    shapes |= {shape[::-1] for shape in shapes}
+    own = (x for x in kept if tuple(x.shape) not in shapes)
+    return sum(x.untyped_storage().nbytes() for x in own)
+
+
+def kept_by_partitioner(size: str, depth: int) -> int:
+    """Bytes that torch.compile's partitioner keeps for one image: real tensors, on the CPU."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    model = vit(size, depth).to_empty(device="cpu")
+    kept = 0
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        nonlocal kept
+        forward, backward = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
+        (returned,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
+        saved = [node.meta["val"] for node in returned[num_fwd_outputs:]]
+        kept = activation_bytes([x for x in saved if isinstance(x, Tensor)], model)
+        return forward, backward
+
+    torch._dynamo.reset()
+    compiler = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=compiler)(torch.zeros(1, 3, SIZE, SIZE))
+    return kept
+
+
+def swapped(model: nn.Module) -> nn.Module:
+    swap_in(model)
+    return model
+
+
+PROVIDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], Any]]] = {
+    "timm": (lambda model: model, nullcontext),
+    "swapped": (swapped, lambda: backend("triton")),
+    "swapped, Triton GEMMs": (swapped, lambda: _triton_gemms()),
+}
+
+
+@contextmanager
+def _triton_gemms() -> Iterator[None]:
+    with backend("triton"), forced_route("triton"):
+        yield
+
+
+def block(size: str, provider: str) -> Step:
+    """What one block adds to a step."""
+    prepare, context = PROVIDERS[provider]
+    with context():
+        steps = [count_step(prepare(vit(size, depth))) for depth in (1, 2)]
+    return steps[1].less(steps[0])
+
+
+HEADER = (
+    "model", "provider", "launches forward", "backward", "C bytes forward", "backward",
+    "of minimum", "C bytes kept",
+)  # fmt: skip
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """A line for each model and provider: launches, and bytes a token in units of C."""
+    image = (SIZE // PATCH) ** 2 + 1
+    tokens = BATCH * image
+    for size in ("S", "B", "L"):
+        C, name = VITS[size][0], f"ViT-{size}/{PATCH}"
+        # 12 C^2 elements of weights: cast and read, then read and their fp32 gradient written.
+        least = [
+            sum(MINIMUM[side].values()) + 12 * C * moved / tokens
+            for side, moved in (("forward", 4 + 2 + 2), ("backward", 2 + 4))
+        ]
+        yield name, "minimum", "7", "11", *(f"{n:.1f}" for n in least), "1.00", f"{KEPT:.1f}"
+        for provider in PROVIDERS:
+            step = block(size, provider)
+            moved = [side[1] / (tokens * C) for side in (step.forward, step.backward)]
+            yield (
+                name, provider, str(step.forward[0]), str(step.backward[0]),
+                *(f"{n:.1f}" for n in moved), f"{sum(moved) / sum(least):.2f}",
+                f"{step.kept / (tokens * C):.1f}",
+            )  # fmt: skip
+        kept = kept_by_partitioner(size, 2) - kept_by_partitioner(size, 1)
+        yield name, "torch.compile's partition", *5 * "-", f"{kept / (image * C):.1f}"
+
+
+def table() -> str:
+    lines = [HEADER, *rows()]
+    marked = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([marked[0], "|" + " --- |" * len(HEADER), *marked[1:]])

@@ -1,0 +1,50 @@
+"""`python -m bench traffic`: what it counts, and that our blocks keep to what is promised."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("timm")
+traffic = pytest.importorskip("bench.traffic")
+
+TOKENS, C = traffic.BATCH * 197, 384
+LAUNCHES = 37  # of a block, forward and backward
+
+
+def _units(n: int) -> float:
+    return n / (TOKENS * C)
+
+
+class _TwoLinear(nn.Module):
+    """Costs that can be told by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4, bias=False)
+
+    def forward(self, images):
+        return self.fc(images[:, 0, :1, :8].flatten(1)).relu()
+
+
+def test_traffic_counts_operators_and_bytes():
+    with torch.device("meta"):
+        model = _TwoLinear()
+    step = traffic.count_step(model, batch=16)
+    # forward: x and weight to bf16, product, relu
+    elements = 16 * 8, 4 * 8, 16 * 4
+    casts = 6 * elements[0] + 6 * elements[1]
+    product, relu = 2 * sum(elements), 2 * 2 * elements[2]
+    assert step.forward == (4, casts + product + relu)
+    assert step.kept == 2 * (elements[0] + elements[2])  # x and relu's result in bf16; no weight
+
+
+def test_traffic_of_a_swapped_block_is_what_is_promised():
+    step, eager = traffic.block("S", "swapped"), traffic.block("S", "timm")
+    assert 28.0 <= _units(step.kept) < 28.3 and _units(eager.kept) > 36
+    assert step.forward[0] + step.backward[0] <= LAUNCHES
+    assert step.forward[1] + step.backward[1] < 0.8 * (eager.forward[1] + eager.backward[1])
+
+
+def test_traffic_minimum_is_the_sum_of_its_parts():
+    forward, backward = (sum(traffic.MINIMUM[side].values()) for side in ("forward", "backward"))
+    assert (forward, backward, traffic.KEPT) == (72, 128, 28)
