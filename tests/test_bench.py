@@ -400,7 +400,7 @@ def test_largest_batch(monkeypatch):
 
 def test_first_step_in_processes_of_its_own():
     pytest.importorskip("transformers")
-    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=200.0))
+    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=3600.0))
     assert [(r.mode, r.status, r.note) for r in rows] == [("cold", OK, ""), ("warm", OK, "")]
     assert all(r.ms > 0 for r in rows)
 

@@ -47,7 +47,7 @@ def _smoke(*words, program=None):
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-I", *(["-c", program] if program else [str(CI / "smoke.py")])]
     return subprocess.run(
-        [*command, *words], capture_output=True, text=True, env=environment, timeout=600
+        [*command, *words], capture_output=True, text=True, env=environment, timeout=3600
     )
 
 

@@ -19,7 +19,7 @@ def command(*words, cwd, **variables):
     environment |= variables
     return subprocess.run(
         [sys.executable, "-m", "fastvit_kernels", *words],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_the_command_of_the_long_run():
     words = ["--steps", "4", "--seeds", "2", "--size", "tiny", "--backend", "torch"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(PROGRAMS / "long_run.py"), *words],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("| fp32", "| bf16"))]
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_resumes_from_a_whole_checkpoint(tmp_path):
     moments = ("never", "half", "written", "renamed", "step")
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / "killed_training.py"), str(tmp_path), *moments],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     endings = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}

@@ -506,9 +506,10 @@ def forget_everything():
 
 def in_threads(function, count):
     """function(0), ..., function(count - 1), each in a thread of its own that starts at once."""
-    barrier = threading.Barrier(count)
+    barrier, cores = threading.Barrier(count), torch.get_num_threads()
 
     def work(index):
+        torch.set_num_threads(cores)  # a new thread has torch's default, and bits depend on it
         barrier.wait()
         return function(index)
 

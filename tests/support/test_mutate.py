@@ -65,7 +65,7 @@ def test_a_fault_is_planted_in_its_function_alone():
 def test_planted_fault_is_noticed(name):
     path = package_file(BY_ID[name])
     before = path.read_bytes()
-    result = check(BY_ID[name], timeout=300)
+    result = check(BY_ID[name], timeout=3600)
     assert result.outcome == "noticed", result.output
     assert _test_exists(result.test.removeprefix("tests/"))
     assert path.read_bytes() == before
@@ -74,12 +74,12 @@ def test_planted_fault_is_noticed(name):
 def test_what_changes_no_result_is_not_noticed():
     old, new = "num_rows, N = x.shape", "num_rows = 1 * x.shape[0]; N = x.shape[1]"
     fault = Fault("name", "ops/common/reduction.py", "column_sum", "", old, new, (NO_ROWS,))
-    assert check(fault, timeout=300).outcome == "not noticed"
+    assert check(fault, timeout=3600).outcome == "not noticed"
 
 
 def test_a_package_that_cannot_be_imported_is_no_fault_noticed():
     fault = Fault("n", "ops/common/reduction.py", "", "", "import Any, NamedTuple", "import Any")
-    assert check(fault, timeout=300).outcome == "broken"
+    assert check(fault, timeout=3600).outcome == "broken"
 
 
 def _project(root: Path, test: str, package: str = "fastvit_kernels") -> Path:
@@ -92,20 +92,23 @@ def _project(root: Path, test: str, package: str = "fastvit_kernels") -> Path:
 
 def test_an_endless_loop_is_ended(tmp_path):
     root = _project(tmp_path, "import time\n\ndef test_loop():\n    time.sleep(1000)\n")
-    run = run_tests(root, ["test_it.py"], timeout=10)
-    assert run.status is None
+    for seconds in (4, 16, 64, 256):  # for a loaded machine, where pytest itself takes long
+        run = run_tests(root, ["test_it.py"], timeout=seconds)
+        assert run.status is None
+        if run.started:
+            break
     assert run.started == ["tests/test_it.py::test_loop"]
 
 
 def test_an_installed_package_does_not_stand_in(tmp_path):
     root = _project(tmp_path, "def test_nothing():\n    pass\n", package="other")
-    run = run_tests(root, ["test_it.py"], timeout=300)
+    run = run_tests(root, ["test_it.py"], timeout=3600)
     assert run.status != 0
     assert not run.started
 
 
 def test_a_test_that_fails_without_a_fault_is_said():
-    assert fails_without_a_fault(["tests/ops/test_reduction.py::test_absent"], timeout=300)
+    assert fails_without_a_fault(["tests/ops/test_reduction.py::test_absent"], timeout=3600)
 
 
 def test_list(capsys):

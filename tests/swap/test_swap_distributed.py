@@ -31,7 +31,7 @@ def losses(tmp_path_factory):
     for world in (1, 2):
         out = folder / f"{world}.pt"
         processes = start(world, out)
-        logs = [p.communicate(timeout=300)[0] for p in processes]
+        logs = [p.communicate(timeout=3600)[0] for p in processes]
         assert [p.returncode for p in processes] == [0] * world, "\n".join(logs)
         found[world] = torch.load(out)
     return found

@@ -23,7 +23,7 @@ def _run(*words: str, interpret: bool = False) -> subprocess.CompletedProcess[st
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     return subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=3600
     )
 
 
