@@ -19,7 +19,7 @@ CASES = {case.name: case for case in check_cases(SMALL, DEVICE, torch.float32)}
 
 def test_every_op_has_a_case():
     assert {name.split(",")[0] for name in CASES} == {*OPS, "VisionTransformer"}
-    assert len(CASES) == 22
+    assert len(CASES) >= 22
 
 
 @pytest.mark.parametrize("name", CASES)

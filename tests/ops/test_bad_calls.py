@@ -428,7 +428,7 @@ def test_double_backward(op):
     """Of a loss whose own gradient is a constant too: there a penalty could be lost in silence."""
     arguments = _with_gradients(op)
     x = next(iter(arguments.values()))
-    name = "sdpa" if op.startswith("scaled") else op
+    name = "sdpa" if op == "scaled_dot_product_attention" else op
     loss = GOOD[op].call(**arguments).sum()
     (dx,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(
