@@ -156,7 +156,11 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
                 def started(task: Task) -> None:
                     progress.update(bar, completed=found.index(task), description=task.title)
 
-                skipped = run_tasks(found, bench, results, clock, started)
+                def restart() -> None:
+                    said("a case hangs: its row says so, and a new process goes on.")
+                    machine.restart(_again(words, clock))
+
+                skipped = run_tasks(found, bench, results, clock, started, restart)
                 progress.update(bar, completed=len(found))
                 if skipped:
                     said(f"{skipped} cases were left out: too little time. --resume continues.")
@@ -168,16 +172,21 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
         except DeviceLost as error:
             said(f"the GPU was lost: {error}. A new process goes on.")
             results.close()
-            again = [*words, "--resume"]
-            if clock.budget is not None:
-                again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
-            return machine.restart(again) or 1
+            return machine.restart(_again(words, clock)) or 1
     results.close()
     del bench
     _finish(results, wanted, console)
     rows = list(results.rows.values())
     new = [r for r in rows if arguments.resume or r.key not in measured]
     return ending or (1 if bad_rows(new) else 0)
+
+
+def _again(words: list[str], clock: Clock) -> list[str]:
+    """The command that goes on, with the time that is left."""
+    again = [*words, "--resume"]
+    if clock.budget is not None:
+        again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+    return again
 
 
 def _open(arguments: argparse.Namespace) -> Results:

@@ -113,8 +113,6 @@ def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Tim
     timer, bench.current = bench.timer, entry.provider.name
     try:
         with entry.provider.context():
-            if way.compile_mode is not None:
-                torch._dynamo.reset()
             runner = Runner(case, way, bench.device)
             if oracle is None:
                 entry.compared, entry.note = False, "not compared: float64 does not fit"
@@ -169,6 +167,8 @@ def _measure_group(
     case: Case, group: list[Entry], oracle: Oracle | None, bench: Bench
 ) -> list[Row]:
     timed = {}
+    if any(WAYS[entry.provider.name].compile_mode is not None for entry in group):
+        torch._dynamo.reset()  # once: a second would throw away what the group has compiled
     for entry in group:
         ready = _ready(entry, case, oracle, bench)
         if ready is not None:

@@ -50,14 +50,17 @@ def compiled(reference: Function) -> Provider:
 
     def make() -> Function:
         import torch._dynamo
-        import torch._functorch.config
 
-        torch._dynamo.reset()  # earlier shapes would make this one dynamic
-        # The backward is timed alone, many times over one forward, which donated buffers forbid.
-        torch._functorch.config.donated_buffer = False
+        torch._dynamo.reset()  # of each code object only a few shapes are compiled
         return torch.compile(reference, dynamic=False)
 
-    return Provider("compile", make, compiled=True)
+    def kept_buffers() -> AbstractContextManager[Any]:
+        """The backward is timed alone, many times over one forward: donated buffers forbid it."""
+        import torch._functorch.config
+
+        return torch._functorch.config.patch(donated_buffer=False)
+
+    return Provider("compile", make, kept_buffers, compiled=True)
 
 
 def ours(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import hashlib
 import io
+import json
+import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +24,8 @@ from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 RESULTS = "results.csv"
 OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"
 TIMEOUT = "not finished"
+TRYING = "trying.json"  # there while a case is at work
+COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Row:
     torch: str = ""
     triton: str = ""
     commit: str = ""
+    sources: str = ""  # a hash of what is measured and of what measures it
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -130,14 +137,17 @@ class Results:
         self.folder, self.path = folder, folder / RESULTS
         folder.mkdir(parents=True, exist_ok=True)
         self.rows: dict[tuple[str, ...], Row] = {}
+        self._trying = folder / TRYING
         if resume and self.path.exists():
             self.rows = {row.key: row for row in read_rows(self.path)}
-            torn = not self.path.read_bytes().endswith(b"\n")
-            self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
-            self._write("\n" if torn else "")
-        else:
-            self._file = self.path.open("w", encoding="utf-8", newline="")
-            self._write(",".join(FIELDS) + "\n")
+        # Anew: the columns may have changed, and a crash may have torn the last line.
+        text = "".join([",".join(FIELDS) + "\n", *map(as_line, self.rows.values())])
+        draft = self.path.with_suffix(".new")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, self.path)
+        self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
+        if resume and self._trying.exists():
+            self._give_up()
 
     def _write(self, text: str) -> None:
         self._file.write(text)
@@ -148,6 +158,30 @@ class Results:
         row = dataclasses.replace(row, **environment())
         self.rows[row.key] = row
         self._write(as_line(row))
+
+    @contextmanager
+    def trying(self, keys: Iterable[tuple[str, ...]]) -> Iterator[None]:
+        """Inside, these keys are at work: a process that is killed there leaves a note of it."""
+        self._trying.write_text(json.dumps(list(keys)), encoding="utf-8")
+        try:
+            yield
+        finally:
+            self.tried()
+
+    def tried(self) -> None:
+        """What was at work has its rows."""
+        self._trying.unlink(missing_ok=True)
+
+    def _give_up(self) -> None:
+        """Rows for what a former process did not survive, so that this one does not try it."""
+        try:
+            keys = [tuple(key) for key in json.loads(self._trying.read_text(encoding="utf-8"))]
+        except ValueError:  # torn: nothing had begun
+            keys = []
+        note = "the process of a former run ended here"
+        for op, provider, shape, dtype, mode in self.missing(keys):
+            self.append(Row(op, provider, shape, dtype, mode, status=TIMEOUT, note=note))
+        self.tried()
 
     def missing(self, rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Those keys that have no row yet."""
@@ -167,12 +201,26 @@ def _first_line(*command: str, cwd: Path | None = None) -> str:
 
 
 def _commit() -> str:
+    """By git; where only files have travelled, from the environment."""
     here = Path(__file__).parent
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     commit = _first_line("git", "rev-parse", "--short=10", "HEAD", cwd=here)
     if commit == "unknown":
         return commit
     changes = _first_line("git", "status", "--porcelain", "--", "../fastvit_kernels", cwd=here)
     return commit if changes == "unknown" else f"{commit}+changes"  # no line: nothing changed
+
+
+def sources_hash() -> str:
+    """Of the package and of bench: equal where the same code has run."""
+    root = Path(__file__).parent.parent
+    files = [p for folder in ("fastvit_kernels", "bench") for p in (root / folder).rglob("*.py")]
+    found = hashlib.sha256()
+    for path in sorted(files):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:12]
 
 
 @functools.lru_cache(maxsize=1)
@@ -186,6 +234,7 @@ def environment() -> dict[str, str]:
     return dict(
         gpu=gpu, driver=driver, torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else "", commit=_commit(),
+        sources=sources_hash(),
     )  # fmt: skip
 
 
@@ -193,7 +242,7 @@ def conditions(rows: Iterable[Row]) -> str:
     """One line for a figure or a table: GPU and versions of its rows."""
     seen = {
         f"{r.gpu}, driver {r.driver or 'none'}, torch {r.torch}, triton {r.triton}, "
-        f"commit {r.commit}"
+        f"commit {r.commit}" + (f", sources {r.sources}" if r.sources else "")
         for r in rows
     }
     return "; ".join(sorted(seen)) or "no rows"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from bench.rows import ERROR, FAILED, OK, TIMEOUT, Results, Row
 from bench.timer import DeviceLost
 
 CHECK = "check"
+HUNG_S, HUNG_FACTOR = 120.0, 4.0  # a task hangs after so many seconds, and so many of its guesses
 CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
 
 
@@ -64,6 +66,32 @@ class Clock:
             signal.signal(signal.SIGTERM, former)
 
 
+@contextmanager
+def watched(seconds: float, expired: Callable[[], Any]) -> Iterator[None]:
+    """Call `expired` from a thread where the body takes longer: SIGALRM waits for C code to end."""
+    lock, done = threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not done:
+                expired()
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            done = True
+        timer.cancel()
+
+
+def limit_of(task: Task, clock: Clock) -> float:
+    """Seconds after which a task counts as hung: well past its guess, or past the whole budget."""
+    return min(HUNG_S + HUNG_FACTOR * task.seconds, max(clock.left, 0.0) + HUNG_S)
+
+
 def pending(task: Task, results: Results) -> list[str]:
     """The task's providers without a row, in order."""
     return list(dict.fromkeys(key[1] for key in results.missing(task.keys)))
@@ -72,8 +100,12 @@ def pending(task: Task, results: Results) -> list[str]:
 def run_tasks(
     tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock,
     started: Callable[[Task], None] = lambda task: None,
+    restart: Callable[[], Any] = lambda: None,
 ) -> int:  # fmt: skip
     """Measure what has no row yet. Returns how many tasks the time did not allow.
+
+    A task that hangs gets a row that says so, and `restart`, from another thread, has to replace
+    the process.
 
     Raises: DeviceLost, with a row that says so, where only a new process can go on.
     """
@@ -88,25 +120,36 @@ def run_tasks(
         started(task)
         wanted = set(results.missing(task.keys))
         bench.current = ""
+        limit = limit_of(task, clock)
+
+        def hung(task: Task = task, wanted: set[Any] = wanted, limit: float = limit) -> None:
+            note = f"hung: not finished after {limit:.0f} s"
+            _record_loss(task, wanted, bench.current, TIMEOUT, note, results)
+            results.tried()
+            restart()
+
         try:
-            for row in task.run(bench, names):
-                if row.key in wanted:  # the baseline may have one of an earlier task
-                    results.append(row)
-                bench.say(describe(row))
+            with results.trying(sorted(wanted)), watched(limit, hung):
+                for row in task.run(bench, names):
+                    if row.key in wanted:  # the baseline may have one of an earlier task
+                        results.append(row)
+                    bench.say(describe(row))
         except DeviceLost as error:
-            _record_loss(task, wanted, bench.current, str(error), results)
+            note = f"the GPU was lost: {error}"
+            _record_loss(task, wanted, bench.current, ERROR, note, results)
             raise
     return skipped
 
 
-def _record_loss(task: Task, wanted: set[Any], culprit: str, reason: str, results: Results) -> None:
-    """Rows for the provider that lost the GPU, so that a resumed run leaves it out."""
+def _record_loss(
+    task: Task, wanted: set[Any], culprit: str, status: str, note: str, results: Results
+) -> None:
+    """Rows for the provider that ended the process, so that a resumed run leaves it out."""
     open_keys = set(results.missing(task.keys)) & wanted
     lost = {key for key in open_keys if key[1] == culprit}
-    note = f"the GPU was lost: {reason}"
     # Without a culprit the whole case is given up, or the next process would end here too.
     for op, provider, shape, dtype, mode in sorted(lost or open_keys):
-        results.append(Row(op, provider, shape, dtype, mode, status=ERROR, note=note))
+        results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
 
 
 def describe(row: Row) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,25 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import bench_profile, bench_vit, compare, harness, host, plot, report, roofs, shapes
+from bench import rows as bench_rows
 from bench.__main__ import Machine, main
 from bench.first_step import measure_first_step
 from bench.harness import Bench, measure_op
 from bench.models import WAYS, Case
 from bench.plan import OPS, Task, Wanted, op_of, tasks
-from bench.providers import Provider, plain
-from bench.rows import ERROR, FAILED, OK, RESULTS, Results, Row, as_line, read_rows
+from bench.providers import Provider, compiled, plain
+from bench.rows import (
+    ERROR,
+    FAILED,
+    FIELDS,
+    OK,
+    RESULTS,
+    TIMEOUT,
+    Results,
+    Row,
+    as_line,
+    read_rows,
+)
 from bench.session import CHECK, Clock, TimeOver, bad_rows, run_tasks
 from bench.timer import DeviceLost, Roofs, Step, WallTimer, median_p20_p80
 
@@ -183,7 +196,8 @@ def test_csv_round_trip_and_torn_lines(tmp_path):
     results.close()
     read = read_rows(tmp_path)
     assert [r.provider for r in read] == ["ours", "eager"]
-    assert replace(read[0], gpu="", driver="", torch="", triton="", commit="") == row
+    about = dict.fromkeys(("gpu", "driver", "torch", "triton", "commit", "sources"), "")
+    assert replace(read[0], **about) == row
     assert read[0].torch == torch.__version__
 
     path = tmp_path / RESULTS
@@ -193,6 +207,33 @@ def test_csv_round_trip_and_torn_lines(tmp_path):
     again.append(replace(row, provider="eager"))
     again.close()
     assert [r.provider for r in read_rows(tmp_path)] == ["ours", "eager"]
+
+
+def test_an_older_csv_is_resumed_with_the_columns_of_today(tmp_path):
+    row = Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
+    former = as_line(row).strip().rsplit(",", 1)[0]
+    (tmp_path / RESULTS).write_text(f"{','.join(FIELDS[:-1])}\n{former}\n")
+    results = Results(tmp_path, resume=True)
+    results.append(replace(row, provider="eager"))
+    results.close()
+    old, new = read_rows(tmp_path)
+    assert (old.provider, old.ms, old.sources) == ("ours", 1.0, "")
+    assert new.provider == "eager" and len(new.sources) == 12
+
+
+def test_rows_say_which_code_has_run(monkeypatch, tmp_path):
+    monkeypatch.setenv(bench_rows.COMMIT, "1234567890")
+    bench_rows.environment.cache_clear()
+    assert bench_rows.environment()["commit"] == "1234567890"
+    bench_rows.environment.cache_clear()
+    for folder in ("fastvit_kernels", "bench"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(bench_rows, "__file__", str(tmp_path / "bench" / "rows.py"))
+    before = bench_rows.sources_hash()
+    assert before == bench_rows.sources_hash()
+    (tmp_path / "fastvit_kernels" / "a.py").write_text("x = 2\n")
+    assert bench_rows.sources_hash() != before
 
 
 def test_another_csv_is_refused(tmp_path):
@@ -267,6 +308,64 @@ def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
     ):  # again, and the culprit has its row: the whole case is given up
         run_tasks([task], bench(), results, Clock(None))
     assert len(read_rows(tmp_path)) == 3
+
+
+def test_a_hang_is_the_culprits_row_and_the_next_process_goes_on(monkeypatch, tmp_path):
+    """The body sits in C code where no signal reaches it; here it waits for the stub's restart."""
+    monkeypatch.setattr("bench.session.HUNG_S", 0.05)
+    restarted = threading.Event()
+
+    def hangs(bench, names):
+        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
+        bench.current = "ours"
+        assert restarted.wait(60)
+
+    task = stub_task("a", 0.01, providers=("eager", "ours", "ours-split"), run=hangs)
+    results = Results(tmp_path, False)
+    run_tasks([task], bench(), results, Clock(None), restart=restarted.set)
+    found = {r.provider: r for r in read_rows(tmp_path)}
+    assert set(found) == {"eager", "ours"} and found["eager"].status == OK
+    assert found["ours"].status == TIMEOUT and found["ours"].note.startswith("hung")
+    calls: list = []
+    again = stub_task("a", providers=("eager", "ours", "ours-split"), calls=calls)
+    run_tasks([again], bench(), Results(tmp_path, True), Clock(None))
+    assert calls == [("a", ("ours-split",))]
+
+
+def test_a_task_in_time_is_not_restarted(tmp_path):
+    restarts: list = []
+    work = [stub_task("a"), stub_task("b")]
+    run_tasks(work, bench(), Results(tmp_path, False), Clock(None), restart=restarts.append)
+    assert not restarts and len(read_rows(tmp_path)) == 4
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_a_killed_process_does_not_try_the_same_again(tmp_path):
+    task = stub_task("a")
+    with Results(tmp_path, False).trying(task.keys):
+        again = Results(tmp_path, True)  # another process, after a SIGKILL
+    assert {r.status for r in again.rows.values()} == {TIMEOUT} and len(again.rows) == 2
+    assert "ended here" in read_rows(tmp_path)[0].note
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
+    resets: list = []
+    monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
+    monkeypatch.setattr(bench_vit, "_ready", lambda entry, *_: None)
+    entries = [harness.Entry(bench_vit.provider_of(name), torch.empty) for name in WAYS]
+    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench())
+    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench())
+    assert len(resets) == 1
+
+
+def test_donated_buffers_are_off_for_timed_backwards_alone():
+    from torch._functorch import config
+
+    before = config.donated_buffer
+    with compiled(torch.relu).context():
+        assert config.donated_buffer is False
+    assert config.donated_buffer == before
 
 
 def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():

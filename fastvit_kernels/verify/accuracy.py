@@ -12,7 +12,8 @@ itself. dtype is the coarser one of the compared tensor and the inputs that led 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +116,18 @@ def _run(
     return outputs, dict(zip(wanted, grads, strict=True))
 
 
+@contextmanager
+def convolutions_like_matmuls() -> Iterator[None]:
+    """Inside, cuDNN takes TF32 only where fp32 products may: its own default would, and the
+    yardstick's error, so the limit, would be that of TF32."""
+    former = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = former
+
+
 class Reference:
     """The specification's results on one set of inputs, with which functions are compared.
 
@@ -131,15 +144,16 @@ class Reference:
         dtype: torch.dtype | None = None,
         seed: int = 0,
     ):
-        if upstream is None:
-            outputs, _ = _run(reference, inputs, None, None)
-            generator = torch.Generator().manual_seed(seed)
-            upstream = [
-                torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs
-            ]
-        self.inputs, self.upstream, self.dtype = inputs, upstream, dtype
-        self.oracle, self.oracle_grads = _run(reference, inputs, upstream, torch.float64)
-        self.yardstick, self.yardstick_grads = _run(reference, inputs, upstream, None)
+        with convolutions_like_matmuls():
+            if upstream is None:
+                outputs, _ = _run(reference, inputs, None, None)
+                generator = torch.Generator().manual_seed(seed)
+                upstream = [
+                    torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs
+                ]
+            self.inputs, self.upstream, self.dtype = inputs, upstream, dtype
+            self.oracle, self.oracle_grads = _run(reference, inputs, upstream, torch.float64)
+            self.yardstick, self.yardstick_grads = _run(reference, inputs, upstream, None)
 
     def run(
         self, function: Callable[..., Tensor | tuple[Tensor, ...]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from numerics import assert_accurate, compare, rand
 
-from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels.verify.accuracy import Reference, measure
 
 
 def _square(x):
@@ -73,3 +73,22 @@ def test_nan_counts_as_right_only_where_the_oracle_has_one():
 def test_shapes_must_agree():
     with pytest.raises(AssertionError, match="shape"):
         measure("x", torch.ones(2), torch.ones(3), torch.ones(3), torch.float32)
+
+
+@pytest.mark.parametrize(("precision", "tf32"), [("highest", False), ("high", True)])
+def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf32):
+    """cuDNN takes TF32 by default, which would make the limit of a convolution that of TF32."""
+    seen = []
+
+    def reference(x):
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return x * 2.0
+
+    former = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    try:
+        torch.set_float32_matmul_precision(precision)
+        Reference(reference, {"x": torch.ones(3, requires_grad=True)})
+    finally:
+        torch.set_float32_matmul_precision(former)
+    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is True
