@@ -35,17 +35,11 @@ from ..runtime.arguments import (
     layout,
     needs_gradient,
     row_stride,
-    rows_and_stride,
 )
-from ..runtime.backend import Gpu, device_guard, gpu, use_triton
+from ..runtime.backend import Gpu, device_guard, gpu
 from ..runtime.configs import ConfigTable, launch_plan
-from ..runtime.dispatch import (
-    decide_once,
-    direct_apply,
-    first_order,
-    stays_direct,
-)
-from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
 from .common.reduction import column_sum
 
@@ -229,11 +223,24 @@ def _fwd_plan(
     )  # fmt: skip
 
 
-def _launch_fwd(
-    plan: FwdPlan, out_dtype: torch.dtype, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    launch, sizes, options, y_layout, stats_layout, copies_x = plan
+def _empty_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
+
+
+@operator(fake=_empty_fwd)
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
     device = x.device
+    launch, sizes, options, y_layout, stats_layout, copies_x = _fwd_plan(
+        gpu(device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats
+    )
     y = empty_strided(*y_layout, dtype=out_dtype, device=device)
     stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
     if launch is not None:
@@ -244,35 +251,12 @@ def _launch_fwd(
     return y, stats
 
 
-def _empty_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
-    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
-
-
-@operator(
-    "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype, bool save_stats)"
-    " -> (Tensor, Tensor)",
-    fake=_empty_fwd,
-)
-def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
-    plan = _fwd_plan(
-        gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats
-    )
-    return _launch_fwd(plan, out_dtype, x, weight, bias)
-
-
 class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, int]  # rows, C
+    sizes: tuple[int, ...]  # rows, C, row strides of dy, dresidual and x
+    copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
     options: dict[str, Any]
     dx: Layout
     dparams: Layout
@@ -281,8 +265,9 @@ class BwdPlan(NamedTuple):
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, has_dresidual: bool, needs_dparams: bool
-) -> BwdPlan:
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool,
+    *strides: tuple[int, ...] | None,
+) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = _block_c(C)
     config = BWD_CONFIGS.choose(gpu, block_c)
@@ -291,12 +276,14 @@ def _bwd_plan(
     programs_per_sm = warps_per_sm // config.num_warps
     programs = min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
     staged = config.block_rows * block_c <= MAX_STAGED
+    row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
     return BwdPlan(
         launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
-        sizes=(num_rows, C),
+        sizes=(num_rows, C, *(C if stride is None else stride for stride in row_strides)),
+        copies=tuple(stride is None for stride in row_strides),
         options=dict(
-            HAS_WEIGHT=has_weight, HAS_DRESIDUAL=has_dresidual, NEEDS_DPARAMS=needs_dparams,
-            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
+            NEEDS_DPARAMS=needs_dparams, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
             STAGES=BWD_STAGES if staged else 1, num_warps=config.num_warps,
         ),
         dx=layout(shape),
@@ -313,57 +300,64 @@ def _empty_bwd(
     return x.new_empty(x.shape), x.new_empty(dparams_shape, dtype=param_dtype)
 
 
-@operator(
-    "(Tensor dy, Tensor? dresidual, Tensor x, Tensor? weight, Tensor stats,"
-    " ScalarType param_dtype, bool needs_dparams) -> (Tensor, Tensor)",
-    fake=_empty_bwd,
-)
+@operator(fake=_empty_bwd)
 def layer_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
     device = x.device
-    launch, sizes, options, dx_layout, dparams_layout, partial_layout = _bwd_plan(
-        gpu(device), x.shape, weight is not None, dresidual is not None, needs_dparams
-    )
+    launch, sizes, copies, options, dx_layout, dparams_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, needs_dparams,
+        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    )  # fmt: skip
     dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
     dparams = empty_strided(*dparams_layout, dtype=param_dtype, device=device)
     if launch is None:
         return dx, dparams.zero_()
-    x, stride_x_row = rows_and_stride(x)
-    dy, stride_dy_row = rows_and_stride(dy)
-    stride_dresidual_row, partial = 0, None
-    if dresidual is not None:
-        dresidual, stride_dresidual_row = rows_and_stride(dresidual)
+    rows = (dy, dresidual, x)
+    if any(copies):
+        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
+    partial = None
     if needs_dparams:
         partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     with device_guard(x):
-        launch(
-            dx, partial, dy, dresidual, x, contiguous(weight), stats, *sizes,
-            stride_dy_row, stride_dresidual_row, stride_x_row, **options,
-        )  # fmt: skip
+        launch(dx, partial, *rows, contiguous(weight), contiguous(stats), *sizes, **options)
     if partial is not None:
         column_sum(partial, dparams)
     return dx, dparams
 
 
+class LayerNormDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    eps: float
+    out_dtype: torch.dtype
+    param_dtype: torch.dtype
+
+
+@differentiable
 class LayerNormFunction(torch.autograd.Function):
     """(x, weight, bias) -> y."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, decision):
-        y, stats = _forward(x, weight, bias, decision)
+        y, stats = decision.ops.layer_norm_fwd(
+            x, weight, bias, decision.eps, decision.out_dtype, True
+        )
         ctx.save_for_backward(x, weight, stats)
         ctx.decision = decision
         return y
 
     @staticmethod
-    @first_order
+    @first_order("layer_norm")
     def backward(ctx, dy):
         return _backward(ctx, dy, None)
 
 
+@differentiable
 class LayerNormAndInputFunction(torch.autograd.Function):
     """(x, weight, bias) -> (y, x): the second output is x itself, handed on to the residual.
 
@@ -373,38 +367,15 @@ class LayerNormAndInputFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, decision):
-        y, stats = _forward(x, weight, bias, decision)
-        ctx.save_for_backward(x, weight, stats)
-        ctx.decision = decision
         ctx.set_materialize_grads(False)
-        return y, x.view_as(x)
+        return LayerNormFunction.forward(ctx, x, weight, bias, decision), x.view_as(x)
 
     @staticmethod
-    @first_order
+    @first_order("layer_norm_and_input")
     def backward(ctx, dy, dresidual):
         if dy is None:
             return dresidual, None, None, None
         return _backward(ctx, dy, dresidual)
-
-
-class Decision(NamedTuple):
-    """What `_decide` found for a kind of call. `plan` is None where operators must run."""
-
-    triton_runs: bool
-    needs_gradient: bool
-    eps: float
-    out_dtype: torch.dtype
-    param_dtype: torch.dtype
-    plan: FwdPlan | None
-
-
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, decision: Decision
-) -> tuple[Tensor, Tensor]:
-    _, needs_gradient, eps, out_dtype, _, plan = decision
-    if plan is not None:
-        return _launch_fwd(plan, out_dtype, x, weight, bias)
-    return layer_norm_fwd(x, weight, bias, eps, out_dtype, needs_gradient)
 
 
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -412,10 +383,9 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
     decision = ctx.decision
-    bwd = layer_norm_bwd
-    if decision.plan is not None and stays_direct(dy):
-        bwd = LAUNCHERS["layer_norm_bwd"]
-    dx, dparams = bwd(dy, dresidual, x, weight, stats, decision.param_dtype, needs_dparams)
+    dx, dparams = ops_for(decision.ops, dy, dresidual).layer_norm_bwd(
+        dy, dresidual, x, weight, stats, decision.param_dtype, needs_dparams
+    )
     if not needs_dparams:
         return dx, None, None, None
     dweight, dbias = dparams.unbind(0)
@@ -424,9 +394,9 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
 
 @decide_once
 def _decide(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype | None, direct: bool,
-) -> Decision:  # fmt: skip
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype | None, op: str, ops: Routed,
+) -> LayerNormDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     check_tensor(op, "x", x)
     if x.ndim == 0:
@@ -440,20 +410,10 @@ def _decide(
     if out_dtype is None:
         out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
     param = weight if weight is not None else bias
-    triton_runs = use_triton("layer_norm", x, unsupported)
-    needs = needs_gradient(x, weight, bias)
-    plan = None
-    if direct and triton_runs:
-        plan = _fwd_plan(
-            gpu(x.device), x.shape, x.stride(), weight is not None, bias is not None, eps, needs
-        )
-    return Decision(
-        triton_runs, needs, eps, out_dtype, torch.float32 if param is None else param.dtype, plan
-    )
-
-
-_apply = direct_apply(LayerNormFunction)
-_apply_and_input = direct_apply(LayerNormAndInputFunction)
+    return LayerNormDecision(
+        route("layer_norm", ops, unsupported, x, weight, bias), needs_gradient(x, weight, bias),
+        eps, out_dtype, torch.float32 if param is None else param.dtype,
+    )  # fmt: skip
 
 
 def layer_norm_and_input(
@@ -469,13 +429,13 @@ def layer_norm_and_input(
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
     """
-    decision = _decide("layer_norm_and_input", x, weight, bias, eps, out_dtype)
-    if not decision.triton_runs:
-        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype), x
-    if not decision.needs_gradient:
-        return _forward(x, weight, bias, decision)[0], x
-    apply = LayerNormAndInputFunction.apply if decision.plan is None else _apply_and_input
-    return apply(x, weight, bias, decision)
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input")
+    ops, needs_gradient, _, out_dtype, _ = decision
+    if ops is None:
+        return layer_norm_ref(x, weight, bias, eps, out_dtype), x
+    if not needs_gradient:
+        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, False)[0], x
+    return ops.LayerNormAndInputFunction(x, weight, bias, decision)
 
 
 def layer_norm(
@@ -502,10 +462,10 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    decision = _decide("layer_norm", x, weight, bias, eps, out_dtype)
-    if not decision.triton_runs:
-        return layer_norm_ref(x, weight, bias, eps, decision.out_dtype)
-    if not decision.needs_gradient:
-        return _forward(x, weight, bias, decision)[0]
-    apply = LayerNormFunction.apply if decision.plan is None else _apply
-    return apply(x, weight, bias, decision)
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm")
+    ops, needs_gradient, _, out_dtype, _ = decision
+    if ops is None:
+        return layer_norm_ref(x, weight, bias, eps, out_dtype)
+    if not needs_gradient:
+        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, False)[0]
+    return ops.LayerNormFunction(x, weight, bias, decision)

@@ -28,18 +28,20 @@ from torch import Tensor
 
 from ..runtime.arguments import (
     as_dtype,
+    as_rows,
     autocast_dtype,
-    check_shape,
-    check_tensor,
+    check_epilogue,
+    check_input,
+    check_weight,
     compute_dtype,
     contiguous,
+    empty_gradients,
     needs_gradient,
 )
-from ..runtime.backend import device_guard, gpu, use_triton
-from ..runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
-from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.backend import device_guard, gpu
+from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.operator import DIRECT, Routed, differentiable, operator
 from ..runtime.triton import tl, triton
-from . import library_linear
 from .common import gemm
 from .common.activation import ACTIVATIONS, check_activation
 from .common.epilogue import (
@@ -161,42 +163,6 @@ def _linear_fwd_kernel(
         )  # fmt: skip
 
 
-def launch_linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
-    out_dtype: torch.dtype, save_z: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """y, and z where it is saved; the arguments of `linear_fwd`."""
-    scaled = layer_scale is not None or row_scale is not None
-    N, K = weight.shape
-    if x.numel() == 0:
-        y = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
-        return y, x.new_empty(y.shape) if save_z else None
-    if not (activation or scaled or residual is not None):
-        return gemm.product_with_bias(x, weight, bias), None
-    M = x.numel() // K
-    rows = x.reshape(M, K)
-    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
-    plan = tile_plan(config, rows, weight, transposed=True)
-    if plan is None:
-        z = gemm.product_with_bias(rows, weight, bias).view(*x.shape[:-1], N)
-        if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
-            return z.add_(residual), None
-        y = torch.empty_like(z, dtype=out_dtype)
-        apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
-        return y, z if save_z else None
-    y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
-    z = torch.empty_like(y, dtype=x.dtype) if save_z else None
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(x):
-        tile_launch(
-            plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias), *pointers,
-            M, N, K, sizes[0], *rows.stride(), *weight.stride(), sizes[1],
-            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
-        )  # fmt: skip
-    return y, z
-
-
 def _empty_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
@@ -208,11 +174,7 @@ def _empty_fwd(
     return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
 
 
-@operator(
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? layer_scale,"
-    " Tensor? row_scale, str activation, ScalarType out_dtype, bool save_z) -> (Tensor, Tensor)",
-    fake=_empty_fwd,
-)
+@operator(fake=_empty_fwd)
 def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
@@ -222,21 +184,36 @@ def linear_fwd(
 
     x, weight and bias share one dtype; activation "" is none. Without z the second result is empty.
     """
+    scaled = layer_scale is not None or row_scale is not None
     save_z = save_z and activation != ""
-    y, z = launch_linear_fwd(
-        x, weight, bias, residual, layer_scale, row_scale, activation, out_dtype, save_z
-    )
-    return y, x.new_empty(y.shape if save_z else (0,)) if z is None else z
-
-
-def empty_gradients(
-    device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype | None]
-) -> tuple[Tensor, ...]:
-    """An uninitialised tensor for each (shape, dtype), without elements where dtype is None."""
-    return tuple(
-        torch.empty(shape if dtype else (0,), dtype=dtype or torch.float32, device=device)
-        for shape, dtype in wanted
-    )
+    no_z = x.new_empty(0)
+    if x.numel() == 0:
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+        return y, x.new_empty(y.shape) if save_z else no_z
+    if not (activation or scaled or residual is not None):
+        return gemm.product_with_bias(x, weight, bias), no_z
+    N, K = weight.shape
+    M = x.numel() // K
+    rows = x.reshape(M, K)
+    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    plan = tile_plan(config, rows, weight, transposed=True)
+    if plan is None:
+        z = gemm.product_with_bias(rows, weight, bias).view(*x.shape[:-1], N)
+        if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
+            return z.add_(residual), no_z
+        y = torch.empty_like(z, dtype=out_dtype)
+        apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
+        return y, z if save_z else no_z
+    y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
+    z = torch.empty_like(y, dtype=x.dtype) if save_z else no_z
+    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    with device_guard(x):
+        tile_launch(
+            plan, _linear_fwd_kernel, y, z if save_z else None, rows, weight, contiguous(bias),
+            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), sizes[1],
+            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
+        )  # fmt: skip
+    return y, z
 
 
 def _empty_bwd(
@@ -244,7 +221,7 @@ def _empty_bwd(
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     return empty_gradients(
         dy.device,
@@ -255,31 +232,26 @@ def _empty_bwd(
     )
 
 
-@operator(
-    "(Tensor dy, Tensor? x, Tensor? weight, Tensor? bias, Tensor? z, Tensor? layer_scale,"
-    " Tensor? row_scale, str activation, ScalarType dtype, ScalarType? dx_dtype,"
-    " ScalarType? dweight_dtype, ScalarType? dbias_dtype, ScalarType? dlayer_scale_dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_empty_bwd,
-)
+@operator(fake=_empty_bwd)
 def linear_bwd(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
 
     x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
     wanted gradient reads it.
     """
-    grads = _empty_bwd(
+    dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
         dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype,
         dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype,
     )  # fmt: skip
-    dx, dweight, dbias, dlayer_scale = grads
     if dy.numel() == 0:
-        return tuple(grad.zero_() for grad in grads)
+        for grad in grads:
+            grad.zero_()
+        return grads
     N = dy.shape[-1]
     M = dy.numel() // N
     dy_rows = dy.reshape(M, N)
@@ -308,13 +280,45 @@ def linear_bwd(
     return grads
 
 
-class Decision(NamedTuple):
+def _empty_by_library_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    N = dy.shape[-1]
+    return (
+        dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1])),
+        dy.new_empty(0 if x is None else (N, x.shape[-1])),
+        dy.new_empty(N if needs_dbias else 0),
+    )
+
+
+@operator(fake=_empty_by_library_bwd)
+def linear_by_library_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx of weight, dweight of x, dbias, all in dy's dtype; empty where that is None or False."""
+    dx, dweight, dbias = grads = _empty_by_library_bwd(dy, x, weight, needs_dbias)
+    rows = as_rows(dy)
+    if weight is not None:  # autocast leaves `out=` forms alone
+        torch.mm(rows, weight, out=dx.view(-1, weight.shape[1]))
+    if x is not None:
+        torch.mm(rows.t(), as_rows(x), out=dweight)
+    if needs_dbias:
+        column_sum(rows, dbias)
+    return grads
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y (..., N) from x (..., K) contiguous, weight (N, K), residual (..., N), all of one dtype."""
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y.add_(residual)
+
+
+class LinearDecision(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    triton_runs: bool
+    ops: Routed | None  # None: the specification runs
     needs_gradient: bool
-    direct: bool  # launchers may run instead of operators
-    by_library: bool  # library_linear.py does it all
+    by_library: bool  # nothing is left to fuse
     activation: str  # "" is none
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -327,6 +331,7 @@ class Decision(NamedTuple):
     saves_scales: bool
 
 
+@differentiable
 class LinearFunction(torch.autograd.Function):
     """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
 
@@ -347,7 +352,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @first_order("linear")
     def backward(ctx, dy):
         decision = ctx.decision
         dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = (
@@ -358,8 +363,7 @@ class LinearFunction(torch.autograd.Function):
         wanted = (dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype)
         if not any(wanted):
             return None, None, None, dresidual, None, None, None
-        bwd = LAUNCHERS["linear_bwd"] if decision.direct and stays_direct(dy) else linear_bwd
-        dx, dweight, dbias, dlayer_scale = bwd(
+        dx, dweight, dbias, dlayer_scale = ops_for(decision.ops, dy).linear_bwd(
             dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted
         )
         return (
@@ -375,55 +379,47 @@ class LinearFunction(torch.autograd.Function):
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, decision: Decision,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor | None]:  # fmt: skip
+    layer_scale: Tensor | None, row_scale: Tensor | None, decision: LinearDecision,
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:  # fmt: skip
     """(x, weight, bias) in the compute dtype, y, z."""
     if decision.casts:
         dtype = decision.dtype
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    fwd = launch_linear_fwd if decision.direct else linear_fwd
-    y, z = fwd(
+    assert decision.ops is not None
+    y, z = decision.ops.linear_fwd(
         x, weight, bias, residual, layer_scale, row_scale,
         decision.activation, decision.out_dtype, decision.saves_z,
     )  # fmt: skip
     return (x, weight, bias), y, z
 
 
-_apply = direct_apply(LinearFunction)
+@differentiable
+class LinearByLibraryFunction(torch.autograd.Function):
+    """(x, weight, bias, residual) -> y in few calls: at small batches the host's time decides.
 
+    Nothing is cast: the operands share one dtype.
+    """
 
-def check_epilogue(
-    op: str, x: Tensor, N: int, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-) -> str | None:  # fmt: skip
-    """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
-    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
-    check_shape(op, "layer_scale", layer_scale, (N,), like=x)
-    if row_scale is None:
-        return None
-    if x.ndim < 2:
-        raise ValueError(f"{op}: row_scale needs x of shape (B, ..., K), got {tuple(x.shape)}")
-    check_shape(op, "row_scale", row_scale, (x.shape[0],), like=x)
-    return "row_scale requires a gradient" if row_scale.requires_grad else None
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual):
+        needs_dx, needs_dweight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
+        return _by_library(x, weight, bias, residual)
 
-
-def check_input(op: str, x: Tensor) -> None:
-    """Raise unless x is a dense floating-point tensor with at least one axis."""
-    check_tensor(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
-
-
-def check_weight(
-    op: str, name: str, weight: Tensor, bias: Tensor | None, K: int, like: Tensor
-) -> str | None:
-    """Raise unless weight is (N, K) and bias (N,) or None; return what the kernels cannot do."""
-    check_tensor(op, name, weight, ndim=2)
-    N = weight.shape[0]
-    check_shape(op, name, weight, (N, K), like)
-    check_shape(op, name.replace("weight", "bias"), bias, (N,), like)
-    return None if N > 0 and K > 0 else f"{name} is empty"
+    @staticmethod
+    @first_order("linear")
+    def backward(ctx, dy):
+        needs_dx, needs_dweight, needs_dbias, needs_dresidual = ctx.needs_input_grad
+        dx, dweight, dbias = ops_for(DIRECT, dy).linear_by_library_bwd(
+            dy, *ctx.saved_tensors, needs_dbias
+        )
+        return (
+            dx if needs_dx else None,
+            dweight if needs_dweight else None,
+            dbias if needs_dbias else None,
+            dy if needs_dresidual else None,
+        )
 
 
 def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -441,9 +437,9 @@ def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
 
 @decide_once
 def _decide(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None, direct: bool,
-) -> Decision:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str | None, ops: Routed,
+) -> LinearDecision:  # fmt: skip
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("linear", x)
     unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
@@ -457,15 +453,13 @@ def _decide(
     needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
     needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
     needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
-    triton_runs = use_triton("linear", x, unsupported)
+    chosen = route("linear", ops, unsupported, *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
-    return Decision(
-        triton_runs=triton_runs,
+    return LinearDecision(
+        ops=chosen,
         needs_gradient=needs_gradient(*inputs),
-        direct=direct,
         by_library=(
-            direct
-            and triton_runs
+            chosen is DIRECT
             and not casts
             and not activation
             and layer_scale is None
@@ -515,14 +509,14 @@ def linear(
     Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
     Specification: linear_ref. Derivation: docs/linear.md.
     """
-    decision = _decide(x, weight, bias, activation, residual, layer_scale, row_scale)
-    if not decision.triton_runs:
+    inputs = (x, weight, bias, residual, layer_scale, row_scale)
+    decision = _decide(*inputs, activation)
+    ops = decision.ops
+    if ops is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
     if decision.by_library:
-        run = library_linear.apply if decision.needs_gradient else library_linear.product
+        run = ops.LinearByLibraryFunction if decision.needs_gradient else _by_library
         return run(x, weight, bias, residual)
-    inputs = (x, weight, bias, residual, layer_scale, row_scale)
     if not decision.needs_gradient:
         return _forward(*inputs, decision)[1]
-    apply = _apply if decision.direct else LinearFunction.apply
-    return apply(*inputs, decision)
+    return ops.LinearFunction(*inputs, decision)

@@ -24,10 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import as_dtype, check_flags, compute_dtype, needs_gradient
-from ..runtime.backend import gpu, use_triton
-from ..runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
-from ..runtime.operator import LAUNCHERS, operator
+from ..runtime.arguments import (
+    as_dtype,
+    check_epilogue,
+    check_flags,
+    check_input,
+    check_weight,
+    compute_dtype,
+    empty_gradients,
+    needs_gradient,
+)
+from ..runtime.backend import device_guard, gpu
+from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
 from .common import gemm
 from .common.activation import activate_and_derivative, check_activation
@@ -48,16 +57,8 @@ from .common.gemm import (
 )
 from .common.gemm_configs import HIDDEN_CONFIGS, gemm_key
 from .common.reduction import column_sum
-from .linear import (
-    check_epilogue,
-    check_input,
-    check_weight,
-    empty_gradients,
-    launch_linear_fwd,
-    linear_fwd,
-    linear_ref,
-)
-from .narrow_mlp import is_narrow, narrow_mlp_fwd
+from .linear import linear_ref
+from .narrow_mlp import is_narrow
 
 
 def mlp_ref(
@@ -159,7 +160,7 @@ def _hidden_gradient(
     dz = torch.empty_like(z)
     partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
-    with torch.cuda.device_of(z):
+    with device_guard(z):
         tile_launch(
             plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
             M, F, N, *a.stride(), *b.stride(),
@@ -175,7 +176,7 @@ def _empty_bwd(
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     hidden = z if z is not None else act
     F = 0 if hidden is None else hidden.shape[-1]
@@ -190,14 +191,7 @@ def _empty_bwd(
     )
 
 
-@operator(
-    "(Tensor dy, Tensor? x, Tensor? fc1_weight, Tensor? fc2_weight, Tensor? fc2_bias, Tensor? z,"
-    " Tensor? act, Tensor? layer_scale, Tensor? row_scale, str activation, ScalarType dtype,"
-    " ScalarType? dx_dtype, ScalarType? dfc1_weight_dtype, ScalarType? dfc1_bias_dtype,"
-    " ScalarType? dfc2_weight_dtype, ScalarType? dfc2_bias_dtype, ScalarType? dlayer_scale_dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_empty_bwd,
-)
+@operator(fake=_empty_bwd)
 def mlp_bwd(
     dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
     fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
@@ -205,7 +199,7 @@ def mlp_bwd(
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
 
     Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
@@ -217,7 +211,9 @@ def mlp_bwd(
         dlayer_scale_dtype,
     )  # fmt: skip
     if dy.numel() == 0:
-        return tuple(grad.zero_() for grad in grads)
+        for grad in grads:
+            grad.zero_()
+        return grads
     dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
     N = dy.shape[-1]
     M = dy.numel() // N
@@ -250,12 +246,11 @@ def mlp_bwd(
     return grads
 
 
-class Decision(NamedTuple):
+class MlpDecision(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    triton_runs: bool
+    ops: Routed | None  # None: the specification runs
     needs_gradient: bool
-    direct: bool  # launchers may run instead of operators
     narrow: bool  # one kernel, where no gradient is needed
     activation: str
     dtype: torch.dtype  # to compute in
@@ -270,6 +265,7 @@ class Decision(NamedTuple):
     saves_act: bool
 
 
+@differentiable
 class MlpFunction(torch.autograd.Function):
     """Two `linear_fwd` forward, one `mlp_bwd` backward, which rebuilds act(z) if asked."""
 
@@ -295,28 +291,40 @@ class MlpFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @first_order("mlp")
     def backward(ctx, dy):
         decision = ctx.decision
-        *wanted, dresidual_dtype, dlayer_scale_dtype = (
+        (
+            dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
+            dresidual_dtype, dlayer_scale_dtype,
+        ) = (
             dtype if needed else None
             for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
-        )
-        wanted.append(dlayer_scale_dtype)
+        )  # fmt: skip
         dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        grads: list[Tensor | None] = [None] * len(wanted)
-        if any(wanted):
-            bwd = LAUNCHERS["mlp_bwd"] if decision.direct and stays_direct(dy) else mlp_bwd
-            computed = bwd(dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted)
-            grads = [g if dtype else None for g, dtype in zip(computed, wanted, strict=True)]
-        *dproducts, dlayer_scale = grads
-        return *dproducts, dresidual, dlayer_scale, None, None
+        wanted = (
+            dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
+            dlayer_scale_dtype,
+        )  # fmt: skip
+        if not any(wanted):
+            return None, None, None, None, None, dresidual, None, None, None
+        dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = ops_for(
+            decision.ops, dy
+        ).mlp_bwd(dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted)
+        return (
+            dx if dx_dtype else None,
+            dfc1_weight if dfc1_weight_dtype else None,
+            dfc1_bias if dfc1_bias_dtype else None,
+            dfc2_weight if dfc2_weight_dtype else None,
+            dfc2_bias if dfc2_bias_dtype else None,
+            dresidual,
+            dlayer_scale if dlayer_scale_dtype else None,
+            None,
+            None,
+        )
 
 
-_apply = direct_apply(MlpFunction)
-
-
-def _operands(decision: Decision, *operands: Tensor | None) -> Sequence[Any]:
+def _operands(decision: MlpDecision, *operands: Tensor | None) -> Sequence[Any]:
     """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias in the compute dtype."""
     if not decision.casts:
         return operands
@@ -325,11 +333,12 @@ def _operands(decision: Decision, *operands: Tensor | None) -> Sequence[Any]:
 
 def _forward(
     operands: Sequence[Any], residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, decision: Decision,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    row_scale: Tensor | None, decision: MlpDecision,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y, z and act(z) from operands in the compute dtype."""
     x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
-    fwd = launch_linear_fwd if decision.direct else linear_fwd
+    assert decision.ops is not None
+    fwd = decision.ops.linear_fwd
     act, z = fwd(
         x, fc1_weight, fc1_bias, None, None, None,
         decision.activation, decision.dtype, decision.saves_z,
@@ -344,8 +353,8 @@ def _forward(
 def _decide(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, recompute: bool, direct: bool,
-) -> Decision:  # fmt: skip
+    row_scale: Tensor | None, activation: str, recompute: bool, ops: Routed,
+) -> MlpDecision:  # fmt: skip
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("mlp", x)
     check_activation("mlp", activation)
@@ -367,10 +376,10 @@ def _decide(
     )
     needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
     needs_act = needs_dfc2_weight or needs_dlayer_scale
-    return Decision(
-        triton_runs=use_triton("mlp", x, next(filter(None, reasons), None)),
+    unsupported = next(filter(None, reasons), None)
+    return MlpDecision(
+        ops=route("mlp", ops, unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
-        direct=direct,
         narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]),
         activation=activation,
         dtype=dtype,
@@ -427,16 +436,15 @@ def mlp(
     """
     inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
     decision = _decide(*inputs, activation, recompute)
-    if not decision.triton_runs:
+    ops = decision.ops
+    if ops is None:
         return mlp_ref(
             x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation,
             residual, layer_scale, row_scale,
         )  # fmt: skip
-    if not decision.needs_gradient:
-        operands = _operands(decision, *inputs[:5])
-        if decision.narrow:
-            narrow = LAUNCHERS["narrow_mlp_fwd"] if decision.direct else narrow_mlp_fwd
-            return narrow(*operands, *inputs[5:], activation, decision.out_dtype)
-        return _forward(operands, *inputs[5:], decision)[0]
-    apply = _apply if decision.direct else MlpFunction.apply
-    return apply(*inputs, decision)
+    if decision.needs_gradient:
+        return ops.MlpFunction(*inputs, decision)
+    operands = _operands(decision, *inputs[:5])
+    if decision.narrow:
+        return ops.narrow_mlp_fwd(*operands, *inputs[5:], activation, decision.out_dtype)
+    return _forward(operands, *inputs[5:], decision)[0]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import as_rows
-from ..runtime.backend import Gpu, gpu
+from ..runtime.backend import Gpu, device_guard, gpu
 from ..runtime.configs import ConfigTable
 from ..runtime.dtypes import DTYPE_NAMES, DTYPES
 from ..runtime.operator import operator
@@ -264,12 +264,7 @@ def _empty(
     return torch.empty(shape, dtype=out_dtype, device=x.device)
 
 
-@operator(
-    "(Tensor x, Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias,"
-    " Tensor? residual, Tensor? layer_scale, Tensor? row_scale, str activation,"
-    " ScalarType out_dtype) -> Tensor",
-    fake=_empty,
-)
+@operator(fake=_empty)
 def narrow_mlp_fwd(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
@@ -294,7 +289,7 @@ def narrow_mlp_fwd(
     tiles = TILES.choose(
         device, c0 + c1, n0 + n1, DTYPE_NAMES[x.dtype], min(max(rows_per_sm, 16), 128)
     )
-    with torch.cuda.device_of(x):
+    with device_guard(x):
         _narrow_mlp_fwd_kernel[(triton.cdiv(M, tiles.block_m),)](
             y, rows, fc1_weight, None if fc1_bias is None else fc1_bias.contiguous(),
             fc2_weight, None if fc2_bias is None else fc2_bias.contiguous(), *pointers,

@@ -46,6 +46,39 @@ def check_device(op: str, name: str, x: Tensor, like: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be on {like.device}, got {x.device}")
 
 
+def check_epilogue(
+    op: str, x: Tensor, N: int, residual: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
+    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
+    check_shape(op, "layer_scale", layer_scale, (N,), like=x)
+    if row_scale is None:
+        return None
+    if x.ndim < 2:
+        raise ValueError(f"{op}: row_scale needs x of shape (B, ..., K), got {tuple(x.shape)}")
+    check_shape(op, "row_scale", row_scale, (x.shape[0],), like=x)
+    return "row_scale requires a gradient" if row_scale.requires_grad else None
+
+
+def check_input(op: str, x: Tensor) -> None:
+    """Raise unless x is a dense floating-point tensor with at least one axis."""
+    check_tensor(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+
+
+def check_weight(
+    op: str, name: str, weight: Tensor, bias: Tensor | None, K: int, like: Tensor
+) -> str | None:
+    """Raise unless weight is (N, K) and bias (N,) or None; return what the kernels cannot do."""
+    check_tensor(op, name, weight, ndim=2)
+    N = weight.shape[0]
+    check_shape(op, name, weight, (N, K), like)
+    check_shape(op, name.replace("weight", "bias"), bias, (N,), like)
+    return None if N > 0 and K > 0 else f"{name} is empty"
+
+
 def check_number(
     op: str, name: str, x: object, least: float = -sys.float_info.max,
     most: float = sys.float_info.max, *, wanted: str = "finite",
@@ -176,3 +209,13 @@ def as_rows(x: Tensor) -> Tensor:
     """x as (rows, C), last axis contiguous: a view if the strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def empty_gradients(
+    device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype | None]
+) -> Any:
+    """An uninitialised tensor for each (shape, dtype), without elements where dtype is None."""
+    return tuple(
+        torch.empty(shape if dtype else (0,), dtype=dtype or torch.float32, device=device)
+        for shape, dtype in wanted
+    )

@@ -15,8 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -68,17 +67,13 @@ def backend(name: Backend) -> Iterator[None]:
         set_backend(former)
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """What a launcher may ask of a GPU. `arch` is "sm_90", "gfx942", ..., "cpu"."""
 
     arch: str
     num_sms: int
     shared_limit: int  # bytes of shared memory a block may ask for
     name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
-
-    def __hash__(self) -> int:  # launches look plans up by it
-        return hash(self.arch)
 
 
 _absent_gpu: Gpu | None = None

@@ -1,32 +1,36 @@
 """How a call reaches its kernels at little cost to the host.
 
 Checks and choices depend on what kind of call it is (shapes, strides, dtypes, devices, scalars),
-never on values: `decide_once` runs them at the first call of a kind and remembers the answer. A
-call that nobody watches then goes straight to the launchers; where a compiler, a transform, a
-dispatch mode, a profiler or a tensor subclass looks on, it goes through the registered operators.
-Figures: docs/benchmarks.md, "host".
+never on values: `decide_once` runs them at the first call of a kind and remembers the answer. The
+answer holds the call's route, a namespace of functions: launchers where nobody watches; registered
+operators where a compiler, a transform, a dispatch mode, a profiler or a tensor subclass looks on;
+None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host".
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from .backend import state
+from .backend import state, use_triton
 from .configs import on_change
+from .operator import DIRECT, OPERATORS, Routed
 
 Decision = TypeVar("Decision")
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_OF_COMPILERS = (FakeTensor, FunctionalTensor)
+_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _modes = torch._C._len_torch_dispatch_stack
@@ -38,7 +42,7 @@ _profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttribute
 def is_watched() -> bool:
     """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
     return (
-        torch.compiler.is_compiling()
+        _compiling()
         or _modes() > 0
         or _transforms()
         or forward_ad._current_level >= 0
@@ -47,67 +51,66 @@ def is_watched() -> bool:
     )
 
 
+class _Indirect(Exception):
+    """A tensor whose memory does not hold its values as they are: for the dispatcher to resolve."""
+
+
 def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     """Run `decide` at the first call of each kind only.
 
-    The function that looks the kind up is written out for each signature, as `dataclasses` does for
-    __init__: a loop over the arguments takes twice as long.
-
     Args:
-        decide: (..., direct) -> decision. It depends on the class, shape, strides, dtype, device
-            and requires_grad of the parameters annotated as tensors, on its other arguments, grad
-            mode, autocast, the backend and the launch configs, nothing else. `direct` says that the
-            call may run launchers instead of operators. What it raises is not remembered.
-    Returns: (...) -> decision, positional arguments without `direct`.
+        decide: (*tensors, *others, ops) -> decision. It depends on the shape, strides, dtype,
+            device and requires_grad of the arguments annotated as tensors, which come first, on
+            the other arguments, grad mode, autocast, the backend and the launch configs, nothing
+            else. `ops` is the route, DIRECT or OPERATORS. What it raises is not remembered.
+    Returns: (*tensors, *others) -> decision, positional arguments.
     """
     known: dict[Any, Decision] = {}
     on_change(known.clear)
+    annotations = [str(p.annotation) for p in inspect.signature(decide).parameters.values()]
+    count = sum("Tensor" in annotation for annotation in annotations)
+    assert all("Tensor" in annotation for annotation in annotations[:count])
 
-    def learn(*args: Any) -> Decision:
-        plain = all(type(x) in _PLAIN for x in args if isinstance(x, Tensor))
-        decision = decide(*args, plain)
+    def kind_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        others = args[count:]
+        kind: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
+        kind += others, *map(type, others)  # 2.0 and True equal 2 and 1, and are other arguments
+        for x in args[:count]:
+            if x is None:
+                kind.append(None)
+            elif x.__class__ not in _PLAIN or x.is_neg() or (x.data_ptr() == 0 and x.numel() > 0):
+                raise _Indirect  # a subclass, a negated view, a zero without memory
+            else:
+                kind.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+        return tuple(kind)
+
+    def learn(args: tuple[Any, ...]) -> Decision:
         try:
-            kind = kind_of(*args)
+            kind = kind_of(args)
             hash(kind)
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, no strides, not hashable
-            return decision
+        except _NO_KIND:
+            return decide(*args, OPERATORS)
+        decision = decide(*args, DIRECT)
         if len(known) >= MAX_KINDS:
             known.clear()
         known[kind] = decision
         return decision
 
-    parameters = dict(inspect.signature(decide).parameters)
-    del parameters["direct"]
-    names = ", ".join(parameters)
-    kind = ", ".join(_facts(name, str(p.annotation)) for name, p in parameters.items())
-    source = f"""
-def kind_of({names}):
-    return state(), grad(), autocast() and dtypes(), {kind}
+    @functools.wraps(decide)
+    def decided(*args: Any) -> Decision:
+        if is_watched():
+            return decide(*args, OPERATORS)
+        try:
+            return known[kind_of(args)]
+        except (KeyError, *_NO_KIND):
+            pass
+        return learn(args)
 
-def decided({names}):
-    if is_watched():
-        return decide({names}, False)
-    try:
-        return known[state(), grad(), autocast() and dtypes(), {kind}]
-    except (KeyError, AttributeError, TypeError, RuntimeError):
-        return learn({names})
-"""
-    scope: dict[str, Any] = dict(
-        state=state, grad=_grad_enabled, autocast=_autocast_enabled, dtypes=_autocast_dtypes,
-        is_watched=is_watched, decide=decide, known=known, learn=learn,
-    )  # fmt: skip
-    exec(source, scope)
-    kind_of = scope["kind_of"]
-    return functools.wraps(decide)(scope["decided"])
+    return decided
 
 
-def _facts(name: str, annotation: str) -> str:
-    """The expression for what a call's kind takes from one argument."""
-    if "Tensor" not in annotation:
-        return f"{name}.__class__, {name}"  # 2.0 and True equal 2 and 1, and are other arguments
-    facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device, {name}.requires_grad"
-    facts = f"{name}.__class__, {name}.layout, {facts}"  # an MKLDNN tensor has strides too
-    return f"None if {name} is None else ({facts})" if "None" in annotation else facts
+# No tensor, no memory (sparse, or left over from a transform), not hashable.
+_NO_KIND = (AttributeError, RuntimeError, TypeError, _Indirect)
 
 
 def _autocast_dtypes() -> tuple[Any, ...]:
@@ -117,9 +120,47 @@ def _autocast_dtypes() -> tuple[Any, ...]:
     )
 
 
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its Python prologue, which serves torch.func alone."""
-    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None) -> Routed | None:
+    """The functions that a call of `op` runs: `ops`, or None for PyTorch's specification.
+
+    Args:
+        ops: what `decide_once` found.
+        unsupported: what the op itself cannot do in a kernel, None where it can.
+        tensors: all that the op reads, its first argument first.
+    Raises, warns: as `use_triton`.
+    """
+    first = tensors[0]
+    assert first is not None
+    for x in tensors:
+        unsupported = unsupported or _own_dispatch(x)
+    return ops if use_triton(op, first, unsupported) else None
+
+
+def _own_dispatch(x: Tensor | None) -> str | None:
+    """Why only torch's own functions may read x, or None."""
+    if x is None or type(x) in _PLAIN or isinstance(x, _OF_COMPILERS):
+        return None
+    cls = type(x)
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and cls.__torch_function__ in (
+        Tensor.__torch_function__,
+        nn.Parameter.__torch_function__,
+    ):
+        return None
+    return f"{cls.__name__} has a dispatch of its own"
+
+
+def ops_for(ops: Routed, *grads: Tensor | None) -> Routed:
+    """The route of a backward: the forward's, unless by now somebody watches, or a gradient's
+    memory does not hold its values as they are."""
+    if ops is not DIRECT or is_watched():
+        return OPERATORS
+    try:
+        for x in grads:
+            if x is not None and (x.__class__ not in _PLAIN or x.is_neg() or x.data_ptr() == 0):
+                return OPERATORS
+    except RuntimeError:
+        return OPERATORS
+    return DIRECT
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -140,37 +181,38 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Backward of a Function whose gradients have no gradient, at a cost only under create_graph.
+def first_order(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Backward of a Function of `op` whose gradients have no gradient; costs under create_graph.
 
     torch's `once_differentiable` gives gradients without a graph where the upstream gradient has
     none: a penalty on them, added to the loss, would be left out of its gradient in silence.
     """
-    guarded = once_differentiable(backward)
-    name = backward.__qualname__.split(".")[0].removesuffix("Function")
-    op = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
-    @functools.wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
-        if not _grad_enabled():
-            return backward(ctx, *grads)
-        if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
-            return guarded(ctx, *grads)
-        with torch.no_grad():
-            outputs = backward(ctx, *grads)
-        single = isinstance(outputs, Tensor)
-        outputs = [outputs] if single else list(outputs)
-        places = [i for i, x in enumerate(outputs) if x is not None]
-        if not places:
-            return tuple(outputs)
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = once_differentiable(backward)
+
+        @functools.wraps(backward)
+        def call(ctx: Any, *grads: Any) -> Any:
+            if not _grad_enabled():
+                return backward(ctx, *grads)
+            if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
+                return guarded(ctx, *grads)
+            with torch.no_grad():
+                outputs = backward(ctx, *grads)
+            return _refusing(op, outputs)
+
+        return call
+
+    return decorate
+
+
+def _refusing(op: str, outputs: Any) -> Any:
+    """The gradients with a node behind them that refuses to be run."""
+    single = isinstance(outputs, Tensor)
+    outputs = [outputs] if single else list(outputs)
+    places = [i for i, x in enumerate(outputs) if x is not None]
+    if places:
         refusing = _FirstOrder.apply(op, *(outputs[i].detach().requires_grad_() for i in places))
         for i, x in zip(places, refusing, strict=True):
             outputs[i] = x
-        return outputs[0] if single else tuple(outputs)
-
-    return call
-
-
-def stays_direct(dy: Tensor) -> bool:
-    """Whether the backward of a direct call may run launchers too."""
-    return type(dy) in _PLAIN and not is_watched()
+    return outputs[0] if single else tuple(outputs)

@@ -1,37 +1,61 @@
-"""Registers launchers as torch operators, so that torch.compile, export and FakeTensor see them.
+"""The two routes to a kernel: its launcher called directly, or registered as a torch operator.
+
+torch.compile, export, FakeTensor, dispatch modes and profilers see operators. `DIRECT.linear_fwd`
+is the launcher itself, `OPERATORS.linear_fwd` is `torch.ops.fastvit_kernels.linear_fwd.default`;
+dispatch.py says which of the two namespaces a call gets. Gradients live in the `autograd.Function`
+around the operators, which every compiler traces through.
 
 `define` + `impl` + `register_fake` dispatch in 6.3 us where `torch.library.custom_op` takes 10.7
-(figures of attention-gym #302, not measured here). Gradients live in the `autograd.Function` around
-the operators, which every compiler traces through; dispatch.py says when a call goes past them.
+(figures of attention-gym #302, not measured here).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
-_library = torch.library.Library("fastvit_kernels", "DEF")
+Function = TypeVar("Function", bound=type[torch.autograd.Function])
+Routed = SimpleNamespace  # the functions of one route, by name
 
+DIRECT, OPERATORS = Routed(), Routed()
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> launcher; aot.py traces them
 
+_library = torch.library.Library("fastvit_kernels", "DEF")
 
-def operator(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`.
+
+def operator(*, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`, on both routes.
+
+    Its annotations are the operator's schema.
 
     Args:
-        schema: arguments and returns without the name, "(Tensor x, float eps) -> (Tensor, Tensor)".
         fake: same arguments, returns uninitialised outputs; the launcher calls it to allocate.
     Returns: a decorator whose result is the operator, called like the launcher.
     """
 
     def register(launcher: Callable[..., Any]) -> Any:
         name = launcher.__name__
-        _library.define(name + schema)
+        _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
         _library.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastvit_kernels::{name}", fake, lib=_library)
+        registered = getattr(torch.ops.fastvit_kernels, name).default
         LAUNCHERS[name] = launcher
-        return getattr(torch.ops.fastvit_kernels, name).default
+        setattr(DIRECT, name, launcher)
+        setattr(OPERATORS, name, registered)
+        return registered
 
     return register
+
+
+def differentiable(function: Function) -> Function:
+    """Put `apply` of an autograd.Function on both routes, under the name of its class.
+
+    The direct one leaves out the Python prologue of torch's, which serves torch.func alone.
+    """
+    direct = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(DIRECT, function.__name__, direct)
+    setattr(OPERATORS, function.__name__, function.apply)
+    return function

@@ -21,7 +21,6 @@ TESTS = {  # by file of the package
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
     "swap/hosts/fused.py": ("swap/test_swap.py",),
     "ops/layer_norm.py": ("ops/test_layer_norm.py",),
-    "ops/library_linear.py": ("ops/test_linear.py",),
     "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/mlp.py": ("ops/test_mlp.py",),
     "ops/narrow_mlp.py": ("ops/test_narrow_mlp.py",),
@@ -235,12 +234,12 @@ GEMM = [
         "tl.minimum(num_m - first_m, GROUP_M)", "GROUP_M",
     ),
     Fault(
-        "library-residual", "ops/library_linear.py", "product",
+        "library-residual", "ops/linear.py", "_by_library",
         "the residual forgotten where the library does all",
         "y if residual is None else y.add_(residual)", "y",
     ),
     Fault(
-        "library-dbias", "ops/library_linear.py", "backward",
+        "library-dbias", "ops/linear.py", "linear_by_library_bwd",
         "dbias of the first row alone where the library does all",
         "column_sum(rows, ", "column_sum(rows[:1], ",
     ),

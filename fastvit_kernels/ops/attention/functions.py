@@ -31,9 +31,8 @@ from ...runtime.arguments import (
     empty_strided,
     needs_gradient,
 )
-from ...runtime.backend import use_triton
-from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
-from ...runtime.operator import LAUNCHERS, operator
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
@@ -75,10 +74,7 @@ def _empty_attention_fwd(
     return out, empty_strided((B, H, T), (H * T, T, 1), dtype=torch.float32, device=device)
 
 
-@operator(
-    "(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor, Tensor)",
-    fake=_empty_attention_fwd,
-)
+@operator(fake=_empty_attention_fwd)
 def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
@@ -97,11 +93,7 @@ def _empty_attention_bwd(
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
 
-@operator(
-    "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor? seed, float scale, float dropout_p)"
-    " -> Tensor",
-    fake=_empty_attention_bwd,
-)
+@operator(fake=_empty_attention_bwd)
 def attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
     dropout_p: float,
@@ -117,47 +109,36 @@ def attention_bwd(
     return dqkv
 
 
-class Decision(NamedTuple):
-    """What `_decide` and `_decide_qkv` found for a kind of call."""
+class AttentionDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
 
-    triton_runs: bool
+    ops: Routed | None  # None: the specification runs
     needs_gradient: bool
-    direct: bool  # launchers may run instead of operators
     dtype: torch.dtype  # to compute in
-    casts: bool  # an operand has another dtype
+    casts: bool  # qkv has another dtype
     scale: float
     dropout_p: float
-    num_heads: int
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
 
 
+@differentiable
 class AttentionFunction(torch.autograd.Function):
     """qkv -> out. Saves qkv, out, lse and the dropout seed."""
 
     @staticmethod
     def forward(ctx, qkv, seed, decision):
-        out, lse = _forward(qkv, seed, decision)
+        out, lse = decision.ops.attention_fwd(qkv, seed, decision.scale, decision.dropout_p)
         ctx.save_for_backward(qkv, out, lse, seed)
         ctx.decision = decision
         return out
 
     @staticmethod
-    @first_order
+    @first_order("attention")
     def backward(ctx, dout):
         decision = ctx.decision
-        bwd = _attention_bwd_launcher if decision.direct and stays_direct(dout) else attention_bwd
-        return bwd(dout, *ctx.saved_tensors, decision.scale, decision.dropout_p), None, None
-
-
-def _forward(qkv: Tensor, seed: Tensor | None, decision: Decision) -> tuple[Tensor, Tensor]:
-    fwd = _attention_fwd_launcher if decision.direct else attention_fwd
-    return fwd(qkv, seed, decision.scale, decision.dropout_p)
-
-
-_attention_fwd_launcher = LAUNCHERS["attention_fwd"]
-_attention_bwd_launcher = LAUNCHERS["attention_bwd"]
-_apply = direct_apply(AttentionFunction)
+        dqkv = ops_for(decision.ops, dout).attention_bwd(
+            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p
+        )
+        return dqkv, None, None
 
 
 def _empty_qkv_attention_fwd(
@@ -170,11 +151,7 @@ def _empty_qkv_attention_fwd(
     return qkv, *_empty_attention_fwd(qkv, seed, scale, dropout_p)
 
 
-@operator(
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? seed, int num_heads, float scale,"
-    " float dropout_p) -> (Tensor, Tensor, Tensor)",
-    fake=_empty_qkv_attention_fwd,
-)
+@operator(fake=_empty_qkv_attention_fwd)
 def qkv_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
     scale: float, dropout_p: float,
@@ -202,11 +179,7 @@ def _empty_qkv_projection_bwd(
     )
 
 
-@operator(
-    "(Tensor dqkv, Tensor x, Tensor weight, ScalarType weight_dtype, ScalarType bias_dtype,"
-    " bool[] needs) -> (Tensor, Tensor, Tensor)",
-    fake=_empty_qkv_projection_bwd,
-)
+@operator(fake=_empty_qkv_projection_bwd)
 def qkv_projection_bwd(
     dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
     needs: list[bool],
@@ -225,6 +198,21 @@ def qkv_projection_bwd(
     return dx, dweight, dbias
 
 
+class QkvAttentionDecision(NamedTuple):
+    """What `_decide_qkv` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    scale: float
+    dropout_p: float
+    num_heads: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+
+
+@differentiable
 class QkvAttentionFunction(torch.autograd.Function):
     """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
 
@@ -236,16 +224,14 @@ class QkvAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @first_order("qkv_attention")
     def backward(ctx, dout):
         x, weight, qkv, out, lse, seed = ctx.saved_tensors
         decision = ctx.decision
-        bwd, projection_bwd = attention_bwd, qkv_projection_bwd
-        if decision.direct and stays_direct(dout):
-            bwd, projection_bwd = _attention_bwd_launcher, LAUNCHERS["qkv_projection_bwd"]
-        dqkv = bwd(dout, qkv, out, lse, seed, decision.scale, decision.dropout_p)
+        ops = ops_for(decision.ops, dout)
+        dqkv = ops.attention_bwd(dout, qkv, out, lse, seed, decision.scale, decision.dropout_p)
         needs = list(ctx.needs_input_grad[:3])
-        dx, dweight, dbias = projection_bwd(
+        dx, dweight, dbias = ops.qkv_projection_bwd(
             dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, needs
         )
         return (
@@ -255,20 +241,18 @@ class QkvAttentionFunction(torch.autograd.Function):
 
 
 def _forward_qkv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, decision: Decision
-) -> tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None,
+    decision: QkvAttentionDecision,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x and weight in the compute dtype, qkv, out, lse."""
     if decision.casts:
         x, weight = x.to(decision.dtype), weight.to(decision.dtype)
         bias = None if bias is None else bias.to(decision.dtype)
-    fwd = LAUNCHERS["qkv_attention_fwd"] if decision.direct else qkv_attention_fwd
-    qkv, out, lse = fwd(
+    assert decision.ops is not None
+    qkv, out, lse = decision.ops.qkv_attention_fwd(
         x, weight, bias, seed, decision.num_heads, decision.scale, decision.dropout_p
     )
     return x, weight, qkv, out, lse
-
-
-_apply_qkv = direct_apply(QkvAttentionFunction)
 
 
 def check_head_dim(op: str, D: int) -> None:
@@ -290,7 +274,7 @@ def unsupported_scale(scale: float) -> str | None:
 
 
 @decide_once
-def _decide(qkv: Tensor, scale: float | None, dropout_p: float, direct: bool) -> Decision:
+def _decide(qkv: Tensor, scale: float | None, dropout_p: float, ops: Routed) -> AttentionDecision:
     """Check the arguments of `attention`; what runs, and how."""
     check_tensor("attention", "qkv", qkv, ndim=5)
     if qkv.shape[2] != 3:
@@ -300,17 +284,17 @@ def _decide(qkv: Tensor, scale: float | None, dropout_p: float, direct: bool) ->
     scale = default_scale(qkv.shape[4]) if scale is None else scale
     check_number("attention", "scale", scale)
     dtype = autocast_dtype(qkv) or qkv.dtype
-    return Decision(
-        use_triton("attention", qkv, unsupported_scale(scale)), needs_gradient(qkv), direct,
-        dtype, qkv.dtype != dtype, scale, dropout_p, qkv.shape[3], dtype, dtype,
+    return AttentionDecision(
+        route("attention", ops, unsupported_scale(scale), qkv), needs_gradient(qkv),
+        dtype, qkv.dtype != dtype, scale, dropout_p,
     )  # fmt: skip
 
 
 @decide_once
 def _decide_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
-    dropout_p: float, direct: bool,
-) -> Decision:  # fmt: skip
+    dropout_p: float, ops: Routed,
+) -> QkvAttentionDecision:  # fmt: skip
     """Check the arguments of `qkv_attention`; what runs, and how."""
     op = "qkv_attention"
     check_tensor(op, "x", x, ndim=3)
@@ -327,9 +311,10 @@ def _decide_qkv(
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
     scale = default_scale(D) if scale is None else scale
     check_number(op, "scale", scale)
-    return Decision(
-        use_triton(op, x, unsupported_scale(scale)), needs_gradient(x, weight, bias), direct,
-        dtype, any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+    return QkvAttentionDecision(
+        route(op, ops, unsupported_scale(scale), x, weight, bias),
+        needs_gradient(x, weight, bias), dtype,
+        any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
         scale, dropout_p, num_heads, weight.dtype, weight.dtype if bias is None else bias.dtype,
     )  # fmt: skip
 
@@ -353,15 +338,15 @@ def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """
     decision = _decide(qkv, scale, dropout_p)
-    if not decision.triton_runs:
+    ops, needs_gradient, dtype, casts, scale_, _ = decision
+    if ops is None:
         return attention_ref(qkv, scale, dropout_p)
-    if decision.casts:
-        qkv = qkv.to(decision.dtype)
+    if casts:
+        qkv = qkv.to(dtype)
     seed = draw_seed(qkv.device) if dropout_p > 0 else None
-    if not decision.needs_gradient:
-        return _forward(qkv, seed, decision)[0]
-    apply = _apply if decision.direct else AttentionFunction.apply
-    return apply(qkv, seed, decision)
+    if not needs_gradient:
+        return ops.attention_fwd(qkv, seed, scale_, dropout_p)[0]
+    return ops.AttentionFunction(qkv, seed, decision)
 
 
 def qkv_attention(
@@ -393,10 +378,9 @@ def qkv_attention(
     Specification: qkv_attention_ref. Derivation: docs/attention.md.
     """
     decision = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
-    if not decision.triton_runs:
+    if decision.ops is None:
         return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
     seed = draw_seed(x.device) if dropout_p > 0 else None
     if not decision.needs_gradient:
         return _forward_qkv(x, weight, bias, seed, decision)[3]
-    apply = _apply_qkv if decision.direct else QkvAttentionFunction.apply
-    return apply(x, weight, bias, seed, decision)
+    return decision.ops.QkvAttentionFunction(x, weight, bias, seed, decision)

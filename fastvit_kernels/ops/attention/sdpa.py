@@ -22,9 +22,8 @@ from ...runtime.arguments import (
     check_probability,
     needs_gradient,
 )
-from ...runtime.backend import use_triton
-from ...runtime.dispatch import decide_once, direct_apply, first_order, stays_direct
-from ...runtime.operator import LAUNCHERS, operator
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable, operator
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, unsupported_scale
 from .launch import launch_bwd, launch_fwd, readable
@@ -39,11 +38,7 @@ def _empty_fwd(
     return out, q.new_empty((B, H, T_q), dtype=torch.float32)
 
 
-@operator(
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p,"
-    " bool is_causal) -> (Tensor, Tensor)",
-    fake=_empty_fwd,
-)
+@operator(fake=_empty_fwd)
 def sdpa_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
     dropout_p: float, is_causal: bool,
@@ -67,11 +62,7 @@ def _empty_bwd(
     return dq, dk, torch.empty_like(dk)
 
 
-@operator(
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
-    " Tensor? seed, float scale, float dropout_p, bool is_causal) -> (Tensor, Tensor, Tensor)",
-    fake=_empty_bwd,
-)
+@operator(fake=_empty_bwd)
 def sdpa_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
@@ -87,18 +78,18 @@ def sdpa_bwd(
     return dq, dk, dv
 
 
-class Decision(NamedTuple):
+class SdpaDecision(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    triton_runs: bool
+    ops: Routed | None  # None: torch's own function runs
     needs_gradient: bool
-    direct: bool  # launchers may run instead of operators
     dtype: torch.dtype  # to compute in
     scale: float
     dropout_p: float
     is_causal: bool
 
 
+@differentiable
 class SdpaFunction(torch.autograd.Function):
     """q, k, v -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
 
@@ -110,24 +101,23 @@ class SdpaFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @first_order("sdpa")
     def backward(ctx, dout):
         decision = ctx.decision
-        bwd = LAUNCHERS["sdpa_bwd"] if decision.direct and stays_direct(dout) else sdpa_bwd
-        dq, dk, dv = bwd(
+        dq, dk, dv = ops_for(decision.ops, dout).sdpa_bwd(
             dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, decision.is_causal
         )
         return dq, dk, dv, None, None, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, decision: Decision
-) -> tuple[Tensor, Tensor]:
-    fwd = LAUNCHERS["sdpa_fwd"] if decision.direct else sdpa_fwd
-    return fwd(q, k, v, mask, seed, decision.scale, decision.dropout_p, decision.is_causal)
-
-
-_apply = direct_apply(SdpaFunction)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
+    decision: SdpaDecision,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert decision.ops is not None
+    return decision.ops.sdpa_fwd(
+        q, k, v, mask, seed, decision.scale, decision.dropout_p, decision.is_causal
+    )
 
 
 OP = "scaled_dot_product_attention"
@@ -224,8 +214,8 @@ def _unsupported(
 @decide_once
 def _decide(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, direct: bool,
-) -> Decision:  # fmt: skip
+    is_causal: bool, scale: float | None, ops: Routed,
+) -> SdpaDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
@@ -233,9 +223,10 @@ def _decide(
     if unsupported is None:
         scale_ = default_scale(query.shape[-1]) if scale is None else scale
         unsupported = unsupported_scale(scale_)
-    return Decision(
-        use_triton(OP, query, unsupported), needs_gradient(query, key, value), direct,
-        autocast_dtype(query) or query.dtype, scale_, dropout_p, is_causal,
+    return SdpaDecision(
+        route(OP, ops, unsupported, query, key, value, attn_mask),
+        needs_gradient(query, key, value), autocast_dtype(query) or query.dtype,
+        scale_, dropout_p, is_causal,
     )  # fmt: skip
 
 
@@ -271,7 +262,7 @@ def scaled_dot_product_attention(
     if isinstance(scale, Tensor):
         scale = float(scale)  # torch takes one too
     decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if not decision.triton_runs:
+    if decision.ops is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
@@ -281,5 +272,4 @@ def scaled_dot_product_attention(
     seed = draw_seed(q.device) if dropout_p > 0 else None
     if not decision.needs_gradient:
         return _forward(q, k, v, attn_mask, seed, decision)[0]
-    apply = _apply if decision.direct else SdpaFunction.apply
-    return apply(q, k, v, attn_mask, seed, decision)
+    return decision.ops.SdpaFunction(q, k, v, attn_mask, seed, decision)

@@ -22,16 +22,24 @@ docs/patch_embed.md.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import check_device, check_shape, check_tensor, compute_dtype
-from ...runtime.backend import device_guard, gpu, num_sms, use_triton
-from ...runtime.dispatch import first_order
+from ...runtime.arguments import (
+    as_dtype,
+    check_device,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    needs_gradient,
+)
+from ...runtime.backend import device_guard, gpu, num_sms
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.dtypes import DTYPE_NAMES
-from ...runtime.operator import operator
+from ...runtime.operator import Routed, differentiable, operator
 from ...runtime.triton import triton
 from ..common.gemm import input_precision
 from ..common.reduction import column_sum
@@ -106,11 +114,7 @@ def _empty_fwd(
     return torch.empty(shape, dtype=out_dtype, device=images.device)
 
 
-@operator(
-    "(Tensor images, Tensor weight, Tensor? bias, Tensor? prefix_tokens, Tensor? pos_embed,"
-    " ScalarType out_dtype) -> Tensor",
-    fake=_empty_fwd,
-)
+@operator(fake=_empty_fwd)
 def patch_embed_fwd(
     images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
     pos_embed: Tensor | None, out_dtype: torch.dtype,
@@ -154,11 +158,7 @@ def _empty_bwd_weight(
     return torch.empty(shape, dtype=weight_dtype, device=dout.device)
 
 
-@operator(
-    "(Tensor dout, Tensor images, int patch_h, int patch_w, ScalarType compute_dtype,"
-    " ScalarType weight_dtype) -> Tensor",
-    fake=_empty_bwd_weight,
-)
+@operator(fake=_empty_bwd_weight)
 def patch_embed_bwd_weight(
     dout: Tensor, images: Tensor, patch_h: int, patch_w: int, compute_dtype: torch.dtype,
     weight_dtype: torch.dtype,
@@ -215,11 +215,7 @@ def _empty_bwd_tokens(
     )
 
 
-@operator(
-    "(Tensor dout, int num_prefix, int num_pos, ScalarType? bias_dtype, ScalarType? prefix_dtype,"
-    " ScalarType? pos_dtype) -> (Tensor, Tensor, Tensor)",
-    fake=_empty_bwd_tokens,
-)
+@operator(fake=_empty_bwd_tokens)
 def patch_embed_bwd_tokens(
     dout: Tensor, num_prefix: int, num_pos: int, bias_dtype: torch.dtype | None,
     prefix_dtype: torch.dtype | None, pos_dtype: torch.dtype | None,
@@ -247,10 +243,7 @@ def _empty_bwd_images(
     return torch.empty(shape, dtype=images_dtype, device=dout.device)
 
 
-@operator(
-    "(Tensor dout, Tensor weight, int height, int width, ScalarType images_dtype) -> Tensor",
-    fake=_empty_bwd_images,
-)
+@operator(fake=_empty_bwd_images)
 def patch_embed_bwd_images(
     dout: Tensor, weight: Tensor, height: int, width: int, images_dtype: torch.dtype
 ) -> Tensor:
@@ -283,9 +276,21 @@ def patch_embed_bwd_images(
     return dimages
 
 
+class PatchEmbedDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    dtype: torch.dtype  # to compute in
+    out_dtype: torch.dtype
+
+
+@differentiable
 class PatchEmbedFunction(torch.autograd.Function):
+    """(images, weight, bias, prefix_tokens, pos_embed) -> tokens."""
+
     @staticmethod
-    def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, compute_dtype, out_dtype):
+    def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, decision):
         needs = ctx.needs_input_grad
         ctx.save_for_backward(images if needs[1] else None, weight if needs[0] else None)
         params = (bias, prefix_tokens, pos_embed)
@@ -293,31 +298,45 @@ class PatchEmbedFunction(torch.autograd.Function):
         ctx.dtypes = [x.dtype if need else None for x, need in zip(params, needs[2:5], strict=True)]
         ctx.images_shape, ctx.images_dtype = images.shape, images.dtype
         ctx.patch, ctx.weight_dtype = weight.shape[2:], weight.dtype
-        ctx.compute_dtype = compute_dtype
-        weight = weight.to(compute_dtype)
-        return patch_embed_fwd(images, weight, bias, prefix_tokens, pos_embed, out_dtype)
+        ctx.decision = decision
+        return _forward(images, weight, bias, prefix_tokens, pos_embed, decision)
 
     @staticmethod
-    @first_order
+    @first_order("patch_embed")
     def backward(ctx, dout):
         images, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        grads = [None] * 7
+        needs, dtype = ctx.needs_input_grad, ctx.decision.dtype
+        ops = ops_for(ctx.decision.ops, dout)
+        dimages = dweight = dbias = dprefix = dpos = None
         if needs[0]:
             height, width = ctx.images_shape[2:]
-            grads[0] = patch_embed_bwd_images(
-                dout, weight.to(ctx.compute_dtype), height, width, ctx.images_dtype
+            dimages = ops.patch_embed_bwd_images(
+                dout, as_dtype(weight, dtype), height, width, ctx.images_dtype
             )
         if needs[1]:
-            grads[1] = patch_embed_bwd_weight(
-                dout, images, *ctx.patch, ctx.compute_dtype, ctx.weight_dtype
+            dweight = ops.patch_embed_bwd_weight(dout, images, *ctx.patch, dtype, ctx.weight_dtype)
+        if needs[2] or needs[3] or needs[4]:
+            bias_shape, prefix_shape, pos_shape = ctx.shapes
+            num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
+            num_pos = 0 if pos_shape is None else pos_shape[-2]
+            dbias, dprefix, dpos = ops.patch_embed_bwd_tokens(
+                dout, num_prefix, num_pos, *ctx.dtypes
             )
-        if any(needs[2:5]):
-            num_prefix, num_pos = (0 if s is None else s[-2] for s in ctx.shapes[1:])
-            tokens = patch_embed_bwd_tokens(dout, num_prefix, num_pos, *ctx.dtypes)
-            for i, (grad, shape) in enumerate(zip(tokens, ctx.shapes, strict=True), start=2):
-                grads[i] = grad.view(shape) if needs[i] else None
-        return tuple(grads)
+            dbias = dbias.view(bias_shape) if needs[2] else None
+            dprefix = dprefix.view(prefix_shape) if needs[3] else None
+            dpos = dpos.view(pos_shape) if needs[4] else None
+        return dimages, dweight, dbias, dprefix, dpos, None
+
+
+def _forward(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, decision: PatchEmbedDecision,
+) -> Tensor:  # fmt: skip
+    assert decision.ops is not None
+    weight = as_dtype(weight, decision.dtype)
+    return decision.ops.patch_embed_fwd(
+        images, weight, bias, prefix_tokens, pos_embed, decision.out_dtype
+    )
 
 
 def _check(
@@ -371,6 +390,22 @@ def _check_tokens(op: str, name: str, x: Tensor, C: int, images: Tensor) -> None
     check_device(op, name, x, images)
 
 
+@decide_once
+def _decide(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, ops: Routed,
+) -> PatchEmbedDecision:  # fmt: skip
+    """Check the arguments; what runs, and in which dtypes."""
+    inputs = (images, weight, bias, prefix_tokens, pos_embed)
+    unsupported = _check(*inputs)
+    dtype = out_dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
+    for tokens in (prefix_tokens, pos_embed):
+        out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
+    return PatchEmbedDecision(
+        route("patch_embed", ops, unsupported, *inputs), needs_gradient(*inputs), dtype, out_dtype
+    )
+
+
 def patch_embed(
     images: Tensor,
     weight: Tensor,
@@ -400,13 +435,10 @@ def patch_embed(
         of the patch (16, 16), got (225, 224)"; TypeError.
     Source: arXiv:2010.11929. Specification: patch_embed_ref. Derivation: docs/patch_embed.md.
     """
-    unsupported = _check(images, weight, bias, prefix_tokens, pos_embed)
-    dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
-    if not use_triton("patch_embed", images, unsupported):
-        return patch_embed_ref(images, weight, bias, prefix_tokens, pos_embed)
-    out_dtype = dtype
-    for tokens in (prefix_tokens, pos_embed):
-        out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
-    return PatchEmbedFunction.apply(
-        images, weight, bias, prefix_tokens, pos_embed, dtype, out_dtype
-    )
+    inputs = (images, weight, bias, prefix_tokens, pos_embed)
+    decision = _decide(*inputs)
+    if decision.ops is None:
+        return patch_embed_ref(*inputs)
+    if not decision.needs_gradient:
+        return _forward(*inputs, decision)
+    return decision.ops.PatchEmbedFunction(*inputs, decision)
