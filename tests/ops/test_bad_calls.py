@@ -283,8 +283,6 @@ def _rows() -> list[Bad]:
     )
     for shape in ((5, 5), (6, 5), (2, 5, 5), (3, 2, 5, 6), (1, 1, 1, 5, 6)):
         add(sdpa, "attn_mask", shape, ValueError, r"must broadcast to \(1, 2, 5, 6\), got shape")
-    add(sdpa, "attn_mask", (5, 6), ValueError, "must be None where is_causal is True, got both",
-        is_causal=True)  # fmt: skip
 
     for nested in (NESTED, JAGGED):
         add(sdpa, "query", nested, TypeError, "must be a nested tensor, as query is, got", "key")

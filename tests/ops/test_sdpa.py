@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
-from fastvit_kernels import backend, scaled_dot_product_attention
+from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.runtime.backend import reason_for_torch
 from fastvit_kernels.runtime.configs import forced
@@ -161,3 +161,43 @@ def test_operators_pass_opcheck():
     out, lse = ops.sdpa_fwd(*forward)
     backward = (out, q, k, v, out, lse, mask, None, 0.2, 0.0, False)
     torch.library.opcheck(ops.sdpa_bwd, backward, test_utils=checks)
+
+
+def test_sdpa_of_no_queries_gives_keys_and_values_no_gradient():
+    q, k, v = rand(1, 2, 0, 8), rand(1, 2, 5, 8, seed=1), rand(1, 2, 5, 8, seed=2)
+    out = scaled_dot_product_attention(q, k, v)
+    dk, dv = torch.autograd.grad(out.sum(), (k, v))
+    assert not dk.count_nonzero() and not dv.count_nonzero()
+
+
+def test_sdpa_as_a_drop_in_does_not_call_itself(monkeypatch):
+    q, k, v = (rand(1, 2, 3, 12, seed=i, grad=False) for i in range(3))  # D that torch alone takes
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), wanted)
+    with backend("torch"):
+        assert attention(rand(1, 3, 3, 2, 8, grad=False)).shape == (1, 3, 2, 8)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_sdpa_of_grouped_queries(heads):
+    q, k, v = rand(2, 4, 3, 8), rand(2, heads, 5, 8, seed=1), rand(2, heads, 5, 8, seed=2)
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out, wanted)
+    upstream = rand(*out.shape, seed=3, grad=False)
+    got, wanted = (torch.autograd.grad(y, (q, k, v), upstream) for y in (out, wanted))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_sdpa_rejects_groups_that_do_not_divide():
+    q, k = rand(2, 4, 3, 8), rand(2, 3, 5, 8, seed=1)
+    with pytest.raises(ValueError, match="heads that divide those of query"):
+        scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def test_sdpa_with_a_mask_and_causal_is_torchs():
+    q, k, v = (rand(1, 2, 5, 8, seed=i, grad=False) for i in range(3))
+    mask = rand(5, 5, seed=3, grad=False)
+    got = scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, mask, is_causal=True))

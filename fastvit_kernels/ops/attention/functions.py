@@ -38,11 +38,14 @@ from ..common.reduction import column_sum
 from .configs import MAX_D
 from .launch import launch_bwd, launch_fwd, readable
 
+# Torch's own: F's attribute of this name may be ours by now, as a drop-in.
+torch_sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
     """The specification of `attention`: torch's own, on the three views of qkv."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
+    out = torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale)
     return out.transpose(1, 2)
 
 
@@ -104,8 +107,9 @@ def attention_bwd(
         q, k, v = readable(qkv).unbind(2)
         dq, dk, dv = dqkv.unbind(2)
         launch_bwd(
-            dq, dk, dv, readable(dout), q, k, v, out, lse, None, seed, scale, dropout_p, False
-        )
+            dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse.contiguous(), None, seed,
+            scale, dropout_p, False,
+        )  # fmt: skip
     return dqkv
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import (
@@ -25,7 +24,7 @@ from ...runtime.arguments import (
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from .configs import MAX_D
-from .functions import default_scale, draw_seed, unsupported_scale
+from .functions import default_scale, draw_seed, torch_sdpa, unsupported_scale
 from .launch import launch_bwd, launch_fwd, readable
 
 
@@ -73,8 +72,12 @@ def sdpa_bwd(
         dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         launch_bwd(
             dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
-            out.transpose(1, 2), lse, mask, seed, scale, dropout_p, is_causal,
+            out.transpose(1, 2).contiguous(), lse.contiguous(), mask, seed, scale, dropout_p,
+            is_causal,
         )  # fmt: skip
+    else:
+        for grad in (dk, dv):  # there may be keys without a query
+            grad.zero_()
     return dq, dk, dv
 
 
@@ -145,12 +148,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None
             raise TypeError(f"{OP}: {name} must have the dtype of query, {q.dtype}, got {x.dtype}")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> None:
     """Raise unless query (..., T_q, D), key (..., T_kv, D) and value (..., T_kv, D_v) agree."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 2:
             raise ValueError(f"{OP}: {name} must have axes (..., T, D), got {tuple(x.shape)}")
     for name, x in (("key", k), ("value", v)):
+        if enable_gqa:
+            _check_groups(name, x, q)
+            continue
         pairs = zip(reversed(x.shape[:-2]), reversed(q.shape[:-2]), strict=False)
         if not all(m == n or m == 1 or n == 1 for m, n in pairs):
             raise ValueError(
@@ -163,7 +169,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"{OP}: value must have the T of key, {k.shape[-2]}, got {v.shape[-2]}")
     if mask is None:
         return
-    wanted = (*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    batch = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    wanted = (*batch, q.shape[-2], k.shape[-2])
     pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
     if mask.ndim > len(wanted) or not all(m in (1, n) for m, n in pairs):
         raise ValueError(
@@ -171,20 +178,27 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         )
 
 
+def _check_groups(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise unless the heads of key or value divide those of query."""
+    if x.ndim < 3 or q.ndim < 3 or x.shape[-3] == 0 or q.shape[-3] % x.shape[-3]:
+        raise ValueError(
+            f"{OP}: {name} must have heads that divide those of query, {tuple(q.shape)}, where "
+            f"enable_gqa is True, got {tuple(x.shape)}"
+        )
+
+
 def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None,
+    scale: float | None, enable_gqa: bool,
 ) -> None:  # fmt: skip
     """Raise on what neither the kernels nor torch can compute."""
     _check_tensors(q, k, v, mask)
     check_probability(OP, "dropout_p", dropout_p)
-    check_flags(OP, is_causal=is_causal)
+    check_flags(OP, is_causal=is_causal, enable_gqa=enable_gqa)
     if scale is not None:
         check_number(OP, "scale", scale)
-    if is_causal and mask is not None:
-        raise ValueError(f"{OP}: attn_mask must be None where is_causal is True, got both")
     if not q.is_nested:
-        _check_shapes(q, k, v, mask)
+        _check_shapes(q, k, v, mask, enable_gqa)
 
 
 def _unsupported(
@@ -206,6 +220,8 @@ def _unsupported(
         return "there are no keys"
     if not 0 <= dropout_p < 1:
         return f"dropout_p must be in [0, 1), got {dropout_p}"
+    if attn_mask is not None and is_causal:
+        return "attn_mask and is_causal are both given"  # some of torch's backends add the two
     if attn_mask is not None and attn_mask.requires_grad:
         return "attn_mask needs a gradient"
     return None
@@ -214,10 +230,10 @@ def _unsupported(
 @decide_once
 def _decide(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, ops: Routed,
+    is_causal: bool, scale: float | None, enable_gqa: bool, ops: Routed,
 ) -> SdpaDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
-    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
     scale_ = 0.0
     if unsupported is None:
@@ -238,6 +254,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Drop-in for torch.nn.functional.scaled_dot_product_attention.
 
@@ -250,21 +267,23 @@ def scaled_dot_product_attention(
         dropout_p: as for `attention`. Note that, as in torch, it applies whatever the mode is.
         is_causal: query i sees keys 0..i.
         scale: multiplies the scores, dimensionless. Default D**-0.5.
+        enable_gqa: key and value may have fewer heads than query, a divisor of them.
     Returns:
         (B, H, T_q, D), dtype of query, laid out as (B, T_q, H, D).
     Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
     Saved: query, key, value, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
     Raises: ValueError, such as "scaled_dot_product_attention: key must have the D of query, 64, got
-        32"; TypeError. Whatever the kernels cannot do and torch can (a mask that needs a gradient,
-        D not a multiple of 8, other ranks, nested tensors) takes torch's path.
+        32"; TypeError. Whatever the kernels cannot do and torch can (a mask that needs a gradient
+        or comes with is_causal, fewer heads of key than of query, D not a multiple of 8, other
+        ranks, nested tensors) takes torch's path.
     Specification: torch.nn.functional.scaled_dot_product_attention.
     """
     if isinstance(scale, Tensor):
         scale = float(scale)  # torch takes one too
-    decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if decision.ops is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        return torch_sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     q, k, v = (as_dtype(x, decision.dtype) for x in (query, key, value))
     if attn_mask is not None:
