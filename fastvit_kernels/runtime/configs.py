@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .backend import Gpu
+from .tables import TABLES, Key, Tuned
 
 Config = TypeVar("Config", bound=tuple)  # a NamedTuple of ints, strings and booleans
 Plan = TypeVar("Plan")
-Key = tuple[int | str, ...]
-Tuned = Mapping[tuple[str, Key], Any]  # (table, key) -> config
 
 
 class Choice(NamedTuple):
@@ -31,7 +30,6 @@ class Choice(NamedTuple):
     key: Key
 
 
-TABLES: dict[str, ConfigTable[Any]] = {}
 _tuned: dict[str, Tuned] = {}  # name of a GPU -> what the user measured there
 _forced: dict[str, Any] = {}  # table -> config
 _recorders: list[dict[Choice, None]] = []
@@ -89,7 +87,7 @@ def _tuned_on(gpu: Gpu) -> Tuned:
         return {}
     with _loading:
         if gpu.name not in _tuned:
-            from . import tuned_table  # above this module: it reads TABLES
+            from . import tuned_table  # at the first choice on a GPU: importing reads no file
 
             _tuned[gpu.name] = {}  # a warning may be made an exception: it comes once all the same
             _tuned[gpu.name] = tuned_table.load(gpu)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .backend import Gpu
-from .configs import TABLES, Key, Tuned
+from .tables import TABLES, Key, Tuned
 from .triton import triton
 from .version import __version__
 
