@@ -407,8 +407,9 @@ def _decide(
     check_eps(op, eps)
     check_dtype(op, "out_dtype", out_dtype)
     unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
-    if out_dtype is None:
-        out_dtype = x.dtype if autocast_dtype(x) is None else torch.float32
+    if out_dtype is None:  # a CPU's autocast leaves layer_norm alone
+        widens = autocast_dtype(x) is not None and x.device.type != "cpu"
+        out_dtype = torch.float32 if widens else x.dtype
     param = weight if weight is not None else bias
     return LayerNormDecision(
         route("layer_norm", ops, unsupported, x, weight, bias), needs_gradient(x, weight, bias),
@@ -454,7 +455,8 @@ def layer_norm(
         x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
         weight, bias: (C,), any of these dtypes, or None for 1 and 0.
         eps: added to the variance, in squared units of x. timm and torchvision 1e-6, HF ViT 1e-12.
-        out_dtype: dtype of the result. Default x.dtype; fp32 under autocast, as torch's own.
+        out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
+            as torch's own.
     Returns:
         (..., C) in out_dtype.
     Precision: statistics, sums and dweight/dbias partials fp32, whatever the dtypes.

@@ -259,7 +259,7 @@ def linear_bwd(
     if activation:
         assert z is not None
         dz, partial = backward_epilogue(
-            dy_rows, z.view(M, N), activation, dtype, layer_scale, row_scale,
+            dy_rows, z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
             sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
         )  # fmt: skip
         if dbias_dtype is not None:

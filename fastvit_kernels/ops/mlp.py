@@ -221,8 +221,9 @@ def mlp_bwd(
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
     d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g)
-    z_rows = None if z is None else z.view(M, -1)
-    act_rows = None if act is None else act.view(M, -1)
+    # A hook on saved tensors may have brought them back in other strides.
+    z_rows = None if z is None else z.contiguous().view(M, -1)
+    act_rows = None if act is None else act.contiguous().view(M, -1)
     rebuilt = None
     if act_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
         assert z_rows is not None

@@ -30,6 +30,8 @@ Decision = TypeVar("Decision")
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _OF_COMPILERS = (FakeTensor, FunctionalTensor)
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore[reportAttributeAccessIssue]
+_NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
@@ -140,11 +142,8 @@ def _own_dispatch(x: Tensor | None) -> str | None:
     """Why only torch's own functions may read x, or None."""
     if x is None or type(x) in _PLAIN or isinstance(x, _OF_COMPILERS):
         return None
-    cls = type(x)
-    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and cls.__torch_function__ in (
-        Tensor.__torch_function__,
-        nn.Parameter.__torch_function__,
-    ):
+    cls: Any = type(x)
+    if cls.__torch_dispatch__ is _NO_DISPATCH and cls.__torch_function__ in _NO_FUNCTION:
         return None
     return f"{cls.__name__} has a dispatch of its own"
 

@@ -1,0 +1,203 @@
+"""Which route a call takes where a tensor's memory does not hold its values as they are."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import rand
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fastvit_kernels as fk
+from fastvit_kernels.runtime.operator import DIRECT, LAUNCHERS, OPERATORS
+
+
+class Tagged(Tensor):
+    """A subclass with nothing of its own."""
+
+
+class Doubling(Tensor):
+    """A weight that means twice its memory to F.linear, by __torch_function__ alone."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, 2.0 * weight.as_subclass(Tensor), *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def leaked(x):
+    """x as torch.func.grad saw it, after its end."""
+    kept = []
+    torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
+    return kept[0]
+
+
+INDIRECT = {
+    "negated": lambda x: torch._neg_view(-x),
+    "negated-imaginary": lambda x: torch.complex(x, -x).conj().imag,
+    "zero": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
+    "leaked": leaked,
+    "subclass": lambda x: x.as_subclass(Tagged),
+}
+every_indirect = pytest.mark.parametrize("kind", INDIRECT)
+
+
+def _plain(x):
+    return torch.zeros_like(x) if x._is_zerotensor() else (x.as_subclass(Tensor) + 0.0)
+
+
+@every_indirect
+def test_memory_that_is_not_the_value_is_resolved(kind):
+    """Also where a call of the same shapes is known already."""
+    x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1)
+    odd = INDIRECT[kind](x)
+    for call in (
+        lambda t: fk.layer_norm(t),
+        lambda t: fk.linear(t, weight),
+        lambda t: fk.linear(x, weight, residual=t, activation="gelu"),
+        lambda t: fk.mlp(t, weight, None, weight, None),
+        lambda t: fk.patch_embed(t.reshape(1, 1, 6, 16), weight.view(64, 1, 2, 2)),
+        lambda t: fk.qkv_attention(t, torch.cat([weight] * 3), num_heads=2),
+    ):
+        wanted = call(_plain(odd))
+        torch.testing.assert_close(call(odd).as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
+
+
+@every_indirect
+def test_a_gradient_whose_memory_is_not_its_value_is_resolved(kind):
+    x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
+    upstream = INDIRECT[kind](rand(2, 3, 16, seed=2, grad=False))
+    for call in (
+        fk.layer_norm,
+        lambda x: fk.linear(x, weight, activation="gelu"),
+        lambda x: fk.linear(x, weight),
+        lambda x: fk.mlp(x, weight, None, weight, None),
+    ):
+        (wanted,) = torch.autograd.grad(call(x), x, _plain(upstream))
+        (got,) = torch.autograd.grad(call(x), x, upstream)
+        torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
+    y, residual = fk.layer_norm_and_input(x)
+    outputs = (y, residual)
+    dy = rand(2, 3, 16, seed=3, grad=False)
+    (wanted,) = torch.autograd.grad(outputs, x, (dy, _plain(upstream)), retain_graph=True)
+    (got,) = torch.autograd.grad(outputs, x, (dy, upstream))
+    torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_operators_resolve_a_negated_view():
+    x = rand(2, 3, 16, grad=False)
+    y, _ = torch.ops.fastvit_kernels.layer_norm_fwd(
+        torch._neg_view(-x), None, None, 1e-6, torch.float32, False
+    )
+    torch.testing.assert_close(y, fk.layer_norm(x))
+
+
+def test_a_class_with_a_dispatch_of_its_own_takes_the_pytorch_path():
+    x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
+    both = TwoTensor(x, 2.0 * x)
+    assert isinstance(fk.layer_norm(both), TwoTensor)
+    got = fk.linear(both, weight)
+    torch.testing.assert_close(got.b, F.linear(2.0 * x, weight))
+    twins = TwoTensor(weight.view(64, 1, 2, 2), weight.view(64, 1, 2, 2))
+    assert isinstance(fk.patch_embed(x.view(1, 1, 6, 16), twins), TwoTensor)
+
+
+def test_a_weight_that_means_something_else_to_torch_is_not_read_raw():
+    x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
+    doubling = weight.as_subclass(Doubling)
+    fk.linear(x, weight)
+    torch.testing.assert_close(fk.linear(x, doubling), F.linear(x, 2.0 * weight))
+    qkv = torch.cat([weight] * 3)
+    got = fk.qkv_attention(x, qkv.as_subclass(Doubling), num_heads=2)
+    torch.testing.assert_close(got, fk.qkv_attention(x, 2.0 * qkv, num_heads=2))
+
+
+def test_layer_norm_of_a_distributed_tensor():
+    """As SequenceParallel calls it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, weight = torch.randn(2, 4, 16), torch.randn(16)
+        got = fk.layer_norm(
+            distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Replicate()])
+        )
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.to_local(), F.layer_norm(x, (16,), weight, eps=1e-6))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_linear_with_a_sparse_weight_runs_its_own_forward():
+    model = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True).eval()
+    model.linear1.weight = nn.Parameter(model.linear1.weight.detach().to_sparse())
+    model.requires_grad_(False)
+    x = rand(2, 3, 16, grad=False).requires_grad_()  # torch's own fast path wants dense weights
+    wanted = model(x)
+    fk.swap_in(model)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def _strided(x):
+    """The values of x, every second element of memory."""
+    if x.ndim == 0:
+        return x
+    return torch.stack([x.detach(), torch.full_like(x, 7)], dim=-1)[..., 0]
+
+
+OPS = {
+    "layer_norm": (lambda x, w: fk.layer_norm(x)),
+    "linear": (lambda x, w: fk.linear(x, w)),
+    "linear_gelu": (lambda x, w: fk.linear(x, w, activation="gelu")),
+    "mlp": (lambda x, w: fk.mlp(x, w, None, w, None)),
+    "mlp_recompute": (lambda x, w: fk.mlp(x, w, None, w, None, recompute=True)),
+    "attention": (lambda x, w: fk.attention((x @ w).repeat(1, 1, 3).view(2, 3, 3, 2, 8))),
+    "qkv_attention": (lambda x, w: fk.qkv_attention(x, w.repeat(3, 1), num_heads=2)),
+    "sdpa": (lambda x, w: fk.scaled_dot_product_attention(*[(x @ w).view(2, 3, 2, 8)] * 3)),
+    "patch_embed": (lambda x, w: fk.patch_embed(x.view(1, 1, 6, 16), w.view(64, 1, 2, 2))),
+}
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@every_op
+def test_saved_tensors_may_come_back_in_other_strides(op):
+    x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
+    wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _strided):
+        got = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@every_op
+def test_a_jacobian_in_one_batch(op):
+    x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "There is a performance drop"
+        got = jacobian(lambda x: OPS[op](x, weight).flatten()[:2], x, vectorize=True)
+    wanted = jacobian(lambda x: OPS[op](x, weight).flatten()[:2], x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_has_gradients(op):
+    x, weight = rand(2, 3, 16), rand(16, 16, seed=1, grad=False)
+    traced = torch.jit.trace(lambda x: OPS[op](x, weight), x, check_trace=False)
+    wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(traced(x).square().sum(), x), wanted)
+
+
+def test_both_routes_have_every_operator():
+    for name, launcher in LAUNCHERS.items():
+        assert getattr(DIRECT, name) is launcher
+        assert getattr(OPERATORS, name) is getattr(torch.ops.fastvit_kernels, name).default
