@@ -92,17 +92,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Rank and print; 0."""
+    archs = args.arch or ["sm_90"]
     unknown = [name for name in args.rank if name not in TABLES]
     if unknown:
         raise CommandError(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
-    if missing := [arch for arch in args.arch if arch not in ROOFS]:
+    if missing := [arch for arch in archs if arch not in ROOFS]:
         raise CommandError(f"the model has no rates of {missing[0]}; it has {', '.join(ROOFS)}")
     jobs = [
         Job(arch, T, tuple(args.sizes), tuple(args.rank), args.batch)
-        for arch in args.arch
+        for arch in archs
         for T in args.tokens
     ]
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.jobs or 1, multiprocessing.get_context("spawn")) as pool:
         results = pool.map(_rank, jobs)
         if args.json:
             print(json.dumps([ranking for found in results for ranking in found], indent=1))
@@ -127,4 +128,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", nargs="*", metavar="TABLE", help=hidden)
     parser.add_argument("--sizes", nargs="+", default=["S", "B", "L"], choices=SIZES, help=hidden)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help=hidden)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")

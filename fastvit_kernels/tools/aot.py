@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
-from .machine_code import Code, code_of
+from .machine_code import Code, keep_remarks
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ class Kernel:
     copies: str  # "cp.async", "TMA", joined by "+"
     seconds: float  # to compile, 0 from the cache
     key: str  # Triton's cache key
+    # What `examine` adds, of a launch on one of loop_model.ROOFS; a model, no measurement.
+    hot_loop: str = ""  # the unit that bounds it, and its cycles for one warp's iteration
+    products: str = ""  # waits and HGMMA of the hot loop, "2/8"
+    useful: float | None = None  # multiply-adds that the shape asks for over those done
+    faults: tuple[str, ...] = ()  # faults.py
 
     def row_key(self) -> tuple[str, str, str, str]:
         return self.arch, self.kernel, self.config, self.dtypes
@@ -212,9 +217,37 @@ def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | 
     return LibraryCall(name, M, N, K, moved)
 
 
+class Share(NamedTuple):
+    """One of several processes' part of a step: each `of`-th of its specialisations."""
+
+    number: int
+    of: int
+
+
+WHOLE = Share(0, 1)
+
+
+def _specialisation(function: Any, given: dict[str, Any]) -> str:
+    """Equal where Triton compiles once: values of constants, what it asks of the others."""
+    words = [function.__qualname__]
+    for parameter in function.params:
+        x = given[parameter.name]
+        if isinstance(x, Tensor):
+            words.append(f"{x.dtype} {int(x.storage_offset()) * x.element_size() % 16 == 0}")
+        elif isinstance(x, int) and not parameter.is_constexpr:
+            words.append(f"{x == 1} {x % 16 == 0} {x >> 31 != 0}")
+        else:
+            words.append(repr(x))
+    return "|".join(words)
+
+
 @contextmanager
-def capture(target: Target) -> Iterator[Trace]:
-    """Inside, kernel launches compile for `target` and join the yielded trace."""
+def capture(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
+    """Inside, kernel launches compile for `target` and join the yielded trace.
+
+    Args:
+        share: compile and list this part alone.
+    """
     if not HAS_TRITON:
         raise RuntimeError("triton is not installed")
     if INTERPRETED:
@@ -224,11 +257,16 @@ def capture(target: Target) -> Iterator[Trace]:
 
     trace = Trace()
     seen: dict[str, tuple[Kernel, Code | None]] = {}
+    order: dict[str, int] = {}
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names(self)})
         given.apply_defaults()
+        options = {k: x for k, x in kwargs.items() if k not in given.arguments}
+        same = f"{_specialisation(self, given.arguments)}|{options}"
+        if order.setdefault(same, len(order)) % share.of != share.number:
+            return
         kwargs = {k: _pointers(x) for k, x in kwargs.items()}
         timings: list[float] = []
         triton.knobs.compilation.listener = lambda *, times, cache_hit, **_: timings.append(
@@ -264,15 +302,23 @@ def capture(target: Target) -> Iterator[Trace]:
         driver.set_active(former_driver)  # pyright: ignore[reportArgumentType]
 
 
-def trace_step(step: Callable[[], Any], target: Target) -> Trace:
+@contextmanager
+def tracing(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
+    """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace."""
+    with capture(target, share) as trace, FakeTensorMode(), _RunLaunchers(trace), backend("triton"):
+        yield trace
+
+
+def trace_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) -> Trace:
     """Compile the kernels that `step()` would launch on `target`.
 
     Args:
         step: makes its own tensors, on the CPU; they are fake, so any size is free.
         target: one of TARGETS.
+        share: this part of the kernels alone.
     Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
     """
-    with capture(target) as trace, FakeTensorMode(), _RunLaunchers(trace), backend("triton"):
+    with tracing(target, share) as trace:
         step()
     return trace
 
@@ -328,7 +374,8 @@ def _inspect(
         kinds = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
         text = compiled.asm["ptx"]
         copy_kinds = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
-        code = code_of(compiled, _num_warps(compiled), remarks)
+        keep_remarks(compiled, remarks)
+        code = Code(compiled, _num_warps(compiled))
     config, dtypes = _label(compiled)
     kernel = Kernel(
         kernel=metadata.name.removeprefix("_").removesuffix("_kernel"),

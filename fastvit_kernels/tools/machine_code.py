@@ -20,14 +20,27 @@ from .ptx import Ptx
 
 @dataclass(eq=False)
 class Code:
-    """What became of one kernel for an NVIDIA GPU."""
+    """What became of one kernel for an NVIDIA GPU; the tools run when they are first asked."""
 
-    ttgir: str
-    ptx: str
-    disassembly: str
-    remarks: str  # of ptxas -v
+    compiled: Any  # Triton's CompiledKernel
     num_warps: int  # of a program, those that warp specialisation adds included
-    num_stages: int
+
+    @property
+    def ttgir(self) -> str:
+        return self.compiled.asm["ttgir"]
+
+    @property
+    def num_stages(self) -> int:
+        return self.compiled.metadata.num_stages
+
+    @cached_property
+    def disassembly(self) -> str:
+        return _kept(self.compiled, "sass", lambda: _disassemble(self.compiled.asm["cubin"]))
+
+    @cached_property
+    def remarks(self) -> str:
+        """What ptxas -v says."""
+        return _kept(self.compiled, REMARKS, lambda: _assemble(self.compiled))
 
     @cached_property
     def instructions(self) -> list[sass.Instruction]:
@@ -39,19 +52,16 @@ class Code:
 
     @cached_property
     def blocks(self) -> Ptx:
-        return Ptx(self.ptx)
+        return Ptx(self.compiled.asm["ptx"])
 
 
-def code_of(compiled: Any, num_warps: int, remarks: str) -> Code:
-    """The code of a kernel that Triton compiled; `remarks` are "" where its cache had it."""
-    return Code(
-        ttgir=compiled.asm["ttgir"],
-        ptx=compiled.asm["ptx"],
-        disassembly=_kept(compiled, "sass", lambda: _disassemble(compiled.asm["cubin"])),
-        remarks=_kept(compiled, "ptxas", lambda: remarks or _assemble(compiled)),
-        num_warps=num_warps,
-        num_stages=compiled.metadata.num_stages,
-    )
+REMARKS = "ptxas"
+
+
+def keep_remarks(compiled: Any, text: str) -> None:
+    """Keep what ptxas said when Triton ran it, so that it need not run again."""
+    if "ptxas info" in text:
+        _kept(compiled, REMARKS, lambda: text)
 
 
 def _kept(compiled: Any, kind: str, make: Callable[[], str]) -> str:

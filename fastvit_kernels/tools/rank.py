@@ -23,8 +23,8 @@ from ..ops.mlp import mlp
 from ..ops.patch_embed.functions import patch_embed
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
 from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
-from .loop_model import LAUNCH, NORM, ROOFS, START, Modelled, Roof, launch_time, work
-from .useful import useful_products
+from .examine import Timed, timed
+from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
 
 Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
@@ -77,42 +77,6 @@ def library_time(call: LibraryCall, roof: Roof) -> float:
     waves = math.ceil(math.ceil(call.M / 128) * math.ceil(call.N / 256) / roof.num_sms)
     cycles = waves * (128 * 256 * call.K / (4 * (roof.hgmma or roof.hmma)) + START)
     return LAUNCH + (moved**NORM + (cycles * 1e-3 / roof.ghz) ** NORM) ** (1 / NORM)
-
-
-class Timed(NamedTuple):
-    """A launch and what the model says of it."""
-
-    launch: Launch
-    modelled: Modelled
-    useful: float | None  # useful multiply-adds over those done
-
-
-@functools.lru_cache(maxsize=4096)
-def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int) -> Modelled:
-    launch, roof = _LAUNCHES[key], ROOFS[arch]
-    code, kernel = launch.code, launch.kernel
-    assert code is not None
-    resident = (kernel.warps_per_sm or 0) // code.num_warps
-    done = work(
-        code.instructions, code.blocks, integers, grid, roof, code.num_stages, resident
-    )  # fmt: skip
-    return launch_time(
-        done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
-        tensor_bytes=moved,
-    )  # fmt: skip
-
-
-_LAUNCHES: dict[str, Launch] = {}  # one of each kernel, for _modelled
-
-
-def timed(launch: Launch) -> Timed:
-    """The modelled time of a launch on a GPU that ROOFS lists."""
-    kernel = launch.kernel
-    _LAUNCHES.setdefault(kernel.key, launch)
-    modelled = _modelled(kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes)
-    useful = useful_products(kernel.kernel, launch.arguments)
-    done = modelled.multiply_adds
-    return Timed(launch, modelled, useful / done if useful and done else None)
 
 
 def trace_time(trace: Trace, arch: str) -> tuple[float, list[Timed]]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fastvit_kernels.commands.compile import broken_rules, compare, read_page, resources_page, worst
+from fastvit_kernels.commands.gate import Allowed, broken_rules, exceptions
+from fastvit_kernels.commands.resources import compare, read_page, resources_page, worst
 from fastvit_kernels.tools.aot import TARGETS, Kernel, _warps_per_sm
 
 KERNEL = Kernel(
@@ -71,7 +72,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from fastvit_kernels.tools.aot import TARGETS, compile_step
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
-from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.commands.steps import model_step
 from fastvit_kernels.models.presets import create_vit
 
 target = TARGETS["sm_90"]
@@ -117,6 +118,29 @@ def test_compile_command_gives_the_kernels_of_a_model():
     assert all("wgmma" in k["tensor_cores"] for k in kernels if k["needs_tensor_cores"])
 
 
+SHARES = """
+import json, torch
+from fastvit_kernels.tools.aot import TARGETS, Share, trace_step
+from fastvit_kernels.ops.layer_norm import layer_norm
+
+def step():
+    for C in (64, 64, 128):
+        x = torch.empty(16, C, dtype=torch.bfloat16, requires_grad=True)
+        layer_norm(x, torch.empty(C, requires_grad=True)).backward(torch.empty_like(x))
+
+shares = [Share(0, 1), Share(0, 2), Share(1, 2)]
+print(json.dumps([[k.key for k in trace_step(step, TARGETS["sm_90"], s).kernels] for s in shares]))
+"""
+
+
+def test_processes_share_the_kernels_of_a_step():
+    result = _run("-c", SHARES)
+    assert result.returncode == 0, result.stderr
+    whole, first, second = json.loads(result.stdout)
+    assert first and second and not {*first} & {*second}
+    assert {*first, *second} == {*whole}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(("--model", "vit_giant"), "unknown model 'vit_giant'"), ((), "TRITON_INTERPRET is set")],
@@ -144,6 +168,23 @@ def test_gate_rules(change, message):
     problems = broken_rules([replace(KERNEL, **change)])
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
+
+
+def test_gate_refuses_faults_and_prints_what_it_allows():
+    faulty = replace(KERNEL, faults=("ptxas serialises wgmma (C7515): why", "another"))
+    first, second = broken_rules([faulty])
+    assert "[BLOCK_M=128 w8 s3; bf16]: ptxas serialises wgmma" in first and "another" in second
+    assert broken_rules([replace(faulty, arch="sm_120")]) == []
+    allowed = Allowed("sm_90", "linear_.*", "BLOCK_M=128", "C75", "Not mended by triton 3.6.")
+    assert broken_rules([faulty], [allowed]) == [second]
+    assert exceptions([faulty], [allowed]) == [
+        "- sm_90 linear_.*, BLOCK_M=128, 1 rows: C75. Not mended by triton 3.6."
+    ]
+    wrong = [
+        replace(allowed, arch="sm_80"), replace(allowed, kernel="linear"),
+        replace(allowed, config="BLOCK_M=64"), replace(allowed, problem="spills"),
+    ]  # fmt: skip
+    assert broken_rules([faulty], wrong) == [first, second]
 
 
 def test_gate_compares_with_the_table():

@@ -1,0 +1,197 @@
+"""The steps that `fastvit-kernels compile` traces: a model's, and the cases of its gate."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..models.modules import Mlp
+from ..models.presets import create_vit
+from ..ops.attention.configs import BWD_TABLE as ATTENTION_BWD
+from ..ops.attention.configs import DKDV_TABLE as DKDV
+from ..ops.attention.configs import DQ_TABLE as DQ
+from ..ops.attention.configs import FWD_TABLE as ATTENTION_FWD
+from ..ops.attention.configs import ONE_PASS_TABLE as ONE_PASS
+from ..ops.attention.configs import BwdForm
+from ..ops.attention.functions import attention
+from ..ops.attention.launch import Problem
+from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.common.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
+from ..ops.mlp import mlp
+from ..ops.narrow_mlp import TILES as NARROW_TILES
+from ..runtime.backend import gpu
+from ..runtime.configs import forced
+from .models import input_shape, logits_of
+from .options import DTYPES
+
+
+def model_step(
+    model: str | nn.Module, batch: int, dtype: str, *, train: bool,
+    overrides: dict[str, Any] | None = None, recompute: bool = True,
+) -> Callable[[], None]:  # fmt: skip
+    """A step of a model: forward, and where `train` cross-entropy and backward.
+
+    Args:
+        model: a name of create_vit, or a module on the meta device.
+    """
+
+    def step() -> None:
+        vit = model
+        if isinstance(vit, str):
+            with torch.device("meta"):  # where torch's initialisers do nothing
+                vit = create_vit(vit, **(overrides or {}))
+        vit.train(train)
+        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in vit.named_buffers()}
+        for name, p in vit.named_parameters():
+            empty = torch.empty(p.shape, dtype=p.dtype)
+            state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        for module in vit.modules():
+            if isinstance(module, Mlp):
+                module.recompute = recompute
+        images = torch.empty(batch, *input_shape(vit))
+        autocast = dtype != "fp32"
+        precision = torch.autocast("cpu", DTYPES[dtype]) if autocast else nullcontext()
+        with torch.set_grad_enabled(train), precision:
+            logits = logits_of(torch.func.functional_call(vit, state, images))
+            if train:
+                labels = torch.zeros(batch, dtype=torch.long)
+                loss = F.cross_entropy(logits, labels)
+        if train:
+            loss.backward()
+
+    return step
+
+
+def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
+    """A training step of the model cut to two blocks, the second with drop path if any."""
+    recompute = arguments.pop("recompute", True)
+    overrides = {"depth": 2, **arguments}
+    return model_step(model, batch, dtype, train=True, overrides=overrides, recompute=recompute)
+
+
+def _masked_attention() -> None:
+    """Queries and keys of different lengths, with a boolean mask, an additive one, and causal."""
+    shapes = ((8, 12, 197, 64), (8, 12, 257, 64), (8, 12, 257, 64))
+    q, k, v = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    masks = (torch.empty(197, 257, dtype=torch.bool), torch.empty(8, 1, 1, 257, dtype=q.dtype))
+    for mask in masks:
+        scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
+    scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
+
+
+def _narrow_mlp() -> None:
+    """The MLP of narrow models in inference, in each of its configs that fits the target."""
+    for C, tiles in itertools.product((192, 256), NARROW_TILES.configs):
+        x, residual = torch.empty(50432, C, dtype=torch.bfloat16), torch.empty(50432, C)
+        fc1_weight, fc2_weight = x.new_empty(4 * C, C), x.new_empty(C, 4 * C)
+        biases = x.new_empty(4 * C), x.new_empty(C)
+        with torch.no_grad(), forced(NARROW_TILES.name, tiles):
+            mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
+
+
+def _gemm_configs() -> None:
+    """An MLP, forward and backward, with each GEMM config that ships and fits: few are defaults."""
+    here = gpu(torch.device("cpu"))  # the target
+    for config in FWD_CONFIGS.configs:
+        dtype = torch.float32 if config.block_k == 32 else torch.bfloat16
+        B, T, C, width = 64, 197, 768, 3072
+        key = gemm_key(B * T, width, C, dtype)
+        if config.route == "library" or not FWD_CONFIGS.fits(here, config, *key):
+            continue
+        shapes = ((B, T, C), (width, C), (width,), (C, width), (C,))
+        tensors = [torch.empty(s, dtype=dtype, requires_grad=True) for s in shapes]
+        residual = torch.empty(B, T, C)
+        hidden = config if config in HIDDEN_CONFIGS.configs else LIBRARY
+        with forced(FWD_CONFIGS.name, config), forced(HIDDEN_CONFIGS.name, hidden):
+            y = mlp(*tensors, residual=residual)
+            y.backward(torch.empty_like(y))
+
+
+def _attention_configs() -> None:
+    """Attention, forward and backward, with each launch config that ships and fits at D = 64."""
+    here = gpu(torch.device("cpu"))  # the target
+    for T, H, D in ((50, 24, 32), (50, 12, 64), (197, 12, 64), (577, 12, 64)):
+        qkv = torch.empty(512, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
+        attention(qkv).backward(qkv.new_empty(512, T, H, D))
+        key = Problem(here, qkv.dtype, (512, T, H, D), T, "none", False, "ieee").key()
+        for table in (ATTENTION_FWD, ONE_PASS, DQ, DKDV):
+            form = BwdForm(one_pass=table is ONE_PASS)
+            if D != 64 or (table is not ATTENTION_FWD and form.one_pass != (T < 256)):
+                continue
+            for config in table.candidates(here, *key)[1:]:
+                if T == 50 and getattr(config, "heads", 1) == 1:
+                    continue  # compiled for T = 197
+                with forced(table.name, config), forced(ATTENTION_BWD.name, form):
+                    out = attention(qkv)
+                    if table is not ATTENTION_FWD:
+                        out.backward(torch.empty_like(out))
+
+
+HEAD_DIMS = (32, 64, 72, 80, 96, 128)
+TOKENS = (50, 197, 257, 577, 1025)
+
+
+def _heads(D: int) -> Callable[[], None]:
+    """Attention of one head dim at every length, and its masks, causal form and dropout."""
+
+    def step() -> None:
+        for T in TOKENS:
+            qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
+            attention(qkv).backward(qkv.new_empty(64, T, 12, D))
+        for T in TOKENS if D == 64 else TOKENS[1:2]:
+            q, k, v = (
+                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+            attend = functools.partial(scaled_dot_product_attention, q, k, v)
+            for out in (
+                attend(torch.empty(T, T, dtype=torch.bool)),
+                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
+                attend(is_causal=True),
+                attend(dropout_p=0.1),
+            ):
+                out.backward(torch.empty_like(out))
+
+    return step
+
+
+# What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
+CASES: dict[str, Callable[[], None]] = {
+    "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
+    "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
+    "ViT-Ti/16, inference": model_step(
+        "vit_tiny_patch16_224", 256, "bf16", train=False, overrides={"depth": 1}
+    ),
+    "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
+    "narrow MLP": _narrow_mlp,
+    "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
+    "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
+    "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
+    "ViT-B/14, T=257": _blocks("vit_base_patch14_224", init_values=1e-5, drop_path_rate=0.2),
+    "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
+    "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
+    "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
+    "ViT-H/14, D=80, activations stored": _blocks("vit_huge_patch14_224", recompute=False),
+    "SigLIP so400m/14, D=72, dropout": _blocks(
+        "vit_large_patch14_224", embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh",
+        class_token=False, global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
+    ),
+    "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
+    "masked attention": _masked_attention,
+    "GEMM configs": _gemm_configs,
+    "attention configs": _attention_configs,
+    **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},
+}  # fmt: skip
+LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
+# Their shared memory is that of other cases.
+LISTED_ONLY = {
+    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
+    *(f"attention, D={D}" for D in HEAD_DIMS),
+}  # fmt: skip

@@ -1,0 +1,70 @@
+"""What the code of a launch says: its modelled time, its hot loop, its faults."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from . import sass
+from .aot import Kernel, Launch
+from .faults import faults
+from .loop_model import ROOFS, Modelled, bound, hot_loop, launch_time, unit_cycles, work
+from .useful import useful_products
+
+
+class Timed(NamedTuple):
+    """A launch and what the model says of it."""
+
+    launch: Launch
+    modelled: Modelled
+    useful: float | None  # useful multiply-adds over those done
+
+
+@functools.lru_cache(maxsize=4096)
+def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int) -> Modelled:
+    launch, roof = _LAUNCHES[key], ROOFS[arch]
+    code, kernel = launch.code, launch.kernel
+    assert code is not None
+    resident = (kernel.warps_per_sm or 0) // code.num_warps
+    done = work(
+        code.instructions, code.blocks, integers, grid, roof, code.num_stages, resident
+    )  # fmt: skip
+    return launch_time(
+        done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
+        tensor_bytes=moved,
+    )  # fmt: skip
+
+
+_LAUNCHES: dict[str, Launch] = {}  # one of each kernel, for _modelled
+
+
+def timed(launch: Launch) -> Timed:
+    """The modelled time of a launch on a GPU that ROOFS lists."""
+    kernel = launch.kernel
+    _LAUNCHES.setdefault(kernel.key, launch)
+    modelled = _modelled(kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes)
+    useful = useful_products(kernel.kernel, launch.arguments)
+    done = modelled.multiply_adds
+    return Timed(launch, modelled, useful / done if useful and done else None)
+
+
+def examine(launch: Launch) -> Kernel:
+    """The launch's kernel with what its code says; unchanged where ROOFS lists no such GPU."""
+    kernel, code, roof = launch.kernel, launch.code, ROOFS.get(launch.kernel.arch)
+    if code is None or roof is None:
+        return kernel
+    loop = hot_loop(code.loops)
+    hot, products = "", ""
+    if loop is not None:
+        own = sass.count(loop.own)
+        cycles = unit_cycles(own, roof)
+        unit = bound(cycles)
+        hot, products = (
+            f"{unit} {cycles[unit]:.0f}",
+            f"{own.waits}/{own.hgmma}" if own.hgmma else "",
+        )
+    return replace(
+        kernel, hot_loop=hot, products=products, useful=timed(launch).useful, faults=faults(code)
+    )

@@ -1,0 +1,144 @@
+"""The rules of tools/faults.py and the model, on small kernels compiled for GPUs not there.
+
+Each rule is broken by a kernel that is about it; another kernel, beside it, keeps them all.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SOURCE = '''
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chain_kernel(
+    out_ptr, q_ptr, k_ptr, n, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr
+):
+    """out = sum over tiles of (q k^T) k, the last tile by itself.
+
+    With RUNS the compiler knows that the loop is entered; without, ptxas serialises its products.
+    """
+    offs_m, offs_n, offs_d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    q = tl.load(q_ptr + offs_m[:, None] * D + offs_d[None, :])
+    acc = tl.zeros((M, D), dtype=tl.float32)
+    if RUNS:
+        tl.assume(n > 0)
+    for start in range(0, n, N):
+        k = tl.load(k_ptr + (start + offs_n)[:, None] * D + offs_d[None, :])
+        s = tl.dot(q, tl.trans(k))
+        acc = acc * 0.5
+        acc = tl.dot(s.to(k.dtype), k, acc)
+    k = tl.load(k_ptr + (n + offs_n)[:, None] * D + offs_d[None, :])
+    acc = tl.dot(tl.dot(q, tl.trans(k)).to(k.dtype), k, acc)
+    tl.store(out_ptr + offs_m[:, None] * D + offs_d[None, :], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def through_registers_kernel(
+    out_ptr, q_ptr, k_ptr, n, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr
+):
+    """The products of chain_kernel with every operand from registers: stores are fenced."""
+    offs_m, offs_n, offs_d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
+    q = tl.load(q_ptr + offs_m[:, None] * D + offs_d[None, :])
+    acc = tl.zeros((M, D), dtype=tl.float32)
+    tl.assume(n > 0)
+    for start in range(0, n, N):
+        k = tl.load(k_ptr + (start + offs_n)[:, None] * D + offs_d[None, :])
+        acc = tl.dot((q + 1).to(tl.bfloat16), tl.trans((k + 1).to(tl.bfloat16)), acc)
+    tl.store(out_ptr + offs_m[:, None] * D + offs_d[None, :], acc.to(tl.bfloat16))
+'''
+
+# name -> (kernel, arch, M, N, D, warps, stages, loop runs)
+KERNELS = {
+    "may be empty": ("chain_kernel", "sm_90", 64, 64, 64, 4, 3, False),
+    "runs": ("chain_kernel", "sm_90", 64, 64, 64, 4, 1, True),
+    "pipelined": ("chain_kernel", "sm_90", 64, 64, 64, 4, 3, True),
+    "eight warps": ("chain_kernel", "sm_90", 64, 64, 64, 8, 1, True),
+    "narrow": ("chain_kernel", "sm_90", 64, 16, 64, 8, 1, True),
+    "registers": ("through_registers_kernel", "sm_90", 64, 64, 64, 4, 3, True),
+    "spills": ("chain_kernel", "sm_80", 64, 64, 128, 1, 2, True),
+}
+
+PROGRAM = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+import small_kernels
+from fastvit_kernels.tools.aot import TARGETS, tracing
+from fastvit_kernels.tools.examine import examine, timed
+
+found = {}
+for name, (kernel, arch, M, N, D, warps, stages, runs) in json.loads(sys.argv[2]).items():
+    times = []
+    for n in (N, 8 * N):
+        with tracing(TARGETS[arch]) as trace:
+            out, q, k = (torch.empty(r, D, dtype=torch.bfloat16) for r in (M, M, n + N))
+            getattr(small_kernels, kernel)[(1000,)](
+                out, q, k, n, M=M, N=N, D=D, RUNS=runs, num_warps=warps, num_stages=stages
+            )
+        times.append(timed(trace.launches[0]).modelled)
+    kernel = examine(trace.launches[0])
+    found[name] = kernel.as_dict() | {
+        "us": [m.us for m in times], "products_done": [m.multiply_adds for m in times]
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "small_kernels.py").write_text(SOURCE)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(KERNELS)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("may be empty", ("serialises wgmma (C7515)", "waits 8 times for 8 HGMMA", "cp.async")),
+        ("runs", ()),
+        ("pipelined", ("wgmma reads 1 buffers of cp.async without fence.proxy.async",)),
+        ("eight warps", ("2 products computed more than once: 64x64 on 8x1 warps, 2 times",)),
+        ("narrow", ("products of 8 columns an instruction (HGMMA.64x8x16.F32.BF16)",)),
+        ("registers", ()),  # what the warps themselves store is fenced
+    ],
+)
+def test_each_fault_is_found(compiled, name, expected):
+    found = compiled[name]["faults"]
+    assert len(found) == len(expected)
+    assert all(part in fault for part, fault in zip(expected, found, strict=True))
+
+
+def test_spills_are_seen(compiled):
+    assert compiled["spills"]["spills"] > 0 and compiled["runs"]["spills"] == 0
+
+
+def test_hot_loop(compiled):
+    # 64 x 64 x 64 twice: 8 HGMMA of 32 cycles on a sub-core's tensor core, that nothing exceeds.
+    assert compiled["runs"]["hot_loop"] == "tensor 256" and compiled["runs"]["products"] == "2/8"
+    assert compiled["may be empty"]["products"] == "8/8"
+    assert compiled["spills"]["products"] == ""  # mma.sync does not wait
+
+
+def test_products_done_are_counted(compiled):
+    tile = 2 * 64 * 64 * 64  # multiply-adds of both products, 1000 programs
+    assert compiled["runs"]["products_done"] == pytest.approx([2000 * tile, 9000 * tile])
+    # Eight warps compute the first of the two twice.
+    assert compiled["eight warps"]["products_done"] == pytest.approx([3000 * tile, 13500 * tile])
+
+
+def test_modelled_time_grows_with_the_loop_and_with_faults(compiled):
+    for kernel in compiled.values():
+        short, long = kernel["us"]
+        assert 1.5 * short < long < 9 * short
+    assert compiled["eight warps"]["us"][1] > 1.2 * compiled["runs"]["us"][1]
