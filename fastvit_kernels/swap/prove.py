@@ -240,12 +240,20 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for v in values for t in _tensors(v)] if isinstance(values, (tuple, list)) else []
 
 
+def _form(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({', '.join(map(_form, value))})"
+    return type(value).__name__
+
+
 def _run(module: nn.Module, compute: Callable[[], Any], call: Call) -> dict[str, Tensor | None]:
     """Outputs, gradients and the generator's state after a forward and backward."""
     args, kwargs = call
     torch.default_generator.manual_seed(7)
-    outputs = _tensors(compute())
+    result = compute()
+    outputs = _tensors(result)
     found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
+    found[f"a result of the form {_form(result)}"] = None
     found["the state of the random generator"] = torch.default_generator.get_state()
     leaves = {n: p for n, p in module.named_parameters() if p.requires_grad}
     given = _tensors([list(args), list(kwargs.values())])
@@ -262,6 +270,8 @@ def _difference(
     wanted: dict[str, Tensor | None], got: dict[str, Tensor | None], tolerance: float
 ) -> str | None:
     """What differs, and by how much; None where nothing does."""
+    for name in got.keys() - wanted.keys():
+        return f"there is {name}, which the host does not have"
     for name, a in wanted.items():
         b = got.get(name)
         if a is None or b is None:
@@ -278,7 +288,7 @@ def _difference(
         scale = a.abs().max().item() if a.numel() else 0.0
         if not distance <= tolerance * max(scale, 1.0):  # NaN differs
             return f"{name} differs by {distance:.1e}"
-    return None if wanted.keys() == got.keys() else "another number of outputs"
+    return next((f"there is no {n}" for n in wanted if n not in got), None)
 
 
 class _NotTried(Exception):

@@ -331,8 +331,9 @@ class ParallelScalingBlock(Fused):
         yield "activation of the MLP", 2 * self.in_split[0]
         if self.mlp_bias is not None:
             yield "bias of the MLP", 2 * self.in_split[0]
-        if self.out_proj is not None:
-            yield "attention beside MLP", 2 * self.out_proj.in_features
+        out_proj = getattr(self, "out_proj", None)
+        if out_proj is not None:
+            yield "attention beside MLP", 2 * out_proj.in_features
         for name in ("q_norm", "k_norm"):
             yield from norm_in_pytorch(name, getattr(self, name))
         yield from norm_in_pytorch("in_norm", self.in_norm)
@@ -346,8 +347,9 @@ class ParallelScalingBlock(Fused):
         out = self.fused_heads(qkv)
         hidden = self.mlp_drop(self.mlp_act(hidden))
         epilogue = fold((self.ls, self.drop_path), x)
-        if self.out_proj is not None:
-            pairs = [(self.out_proj, torch.cat((out, hidden), dim=-1))]
+        out_proj = getattr(self, "out_proj", None)  # absent before timm 1.0.16
+        if out_proj is not None:
+            pairs = [(out_proj, torch.cat((out, hidden), dim=-1))]
         else:
             pairs = [(self.attn_out_proj, out), (self.mlp_out_proj, hidden)]
         if epilogue is None:
@@ -396,7 +398,10 @@ TABLE: dict[str, type[Fused]] = {
     "timm.models.beit.Block": BeitBlock,
     "timm.models.eva.EvaAttention": RopeAttention,
     "timm.models.eva.EvaBlock": EvaBlock,
+    "timm.models.vision_transformer.Attention": Attention,  # to timm 1.0.16, like LayerScale
     "timm.models.vision_transformer.Block": Block,
+    "timm.models.vision_transformer.LayerScale": LayerScale,
+    "timm.models.vision_transformer_relpos.LayerScale": LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
     "timm.models.vision_transformer.ResPostBlock": ResPostBlock,

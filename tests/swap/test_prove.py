@@ -1,0 +1,284 @@
+"""The proof before the swap: what it notices, what it leaves untouched, when it is asked again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
+from fastvit_kernels.swap import facts, prove, verdicts
+from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
+from fastvit_kernels.swap.hosts import timm as timm_host
+from fastvit_kernels.swap.hosts.fused import Fused
+
+timm = pytest.importorskip("timm")
+pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend():
+    with backend("torch"):
+        yield
+
+
+@pytest.fixture
+def no_proofs(monkeypatch):
+    """Every proof of the test is made in it, and forgotten with it."""
+    monkeypatch.setattr(prove, "_proofs", {})
+    monkeypatch.setattr(prove, "_count", {})
+
+
+def block(**settings):
+    from timm.models.vision_transformer import Block
+
+    return randomize(Block(32, 2, init_values=0.5, drop_path=0.2, qkv_bias=True, **settings))
+
+
+def reasons(report):
+    return {row.name: row.reason for row in report.left}
+
+
+# An error in a fused forward keeps the module as it was.
+
+
+def _bent(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 1.0001
+
+
+ERRORS = {
+    "mlp": (parts, "mlp", _bent, "mlp"),
+    "attention": (timm_host, "attend_weights", _bent, "attn"),
+    "layer_norm": (fused, "layer_norm", _bent, "norm1"),
+    "drop_path": (
+        fused.DropPath, "fused_row_scale",
+        lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
+    ),
+    "drop_path_draws": (
+        fused.DropPath, "fused_row_scale",
+        lambda f: lambda self, x, dtype: (torch.rand(1), f(self, x, dtype))[1], "",
+    ),
+    "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
+    "layer_scale": (
+        fused.LayerScale, "fused_scale", lambda f: lambda self: f(self).detach(), "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_a_fused_forward_is_noticed(error, monkeypatch, no_proofs):
+    where, name, bend, child = ERRORS[error]
+    monkeypatch.setattr(where, name, bend(getattr(where, name)))
+    module = block()
+    host = copy.deepcopy(module)
+    found = reasons(swap_in(module))
+    assert "computes something else: " in found[child], found
+    assert not isinstance(module.get_submodule(child), Fused)
+    x = torch.randn(2, 5, 32)
+    for m in (module, host):
+        m.eval()
+    torch.testing.assert_close(module(x), host(x))
+
+
+def test_a_fused_forward_that_raises_is_noticed(monkeypatch, no_proofs):
+    def broken(*args, **kwargs):
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(torch_nn, "attend_weights", broken)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+    assert "the fused forward raises: not this one" in reasons(swap_in(layer))["self_attn"]
+
+
+def test_the_form_of_the_result_is_compared(monkeypatch, no_proofs):
+    monkeypatch.setattr(
+        torch_nn.MultiheadAttention, "fused_forward", lambda self, x: self.fused_branch(x)
+    )
+    report = swap_in(nn.MultiheadAttention(16, 2, batch_first=True))
+    assert "a result of the form Tensor" in reasons(report)[""]
+
+
+# What a proof leaves alone.
+
+
+def test_a_proof_draws_nothing_and_calls_no_hook(no_proofs):
+    module, calls = block(), []
+    for m in module.modules():
+        m.register_forward_hook(lambda *a: calls.append("own"))
+    handle = nn.modules.module.register_module_forward_hook(lambda *a: calls.append("global"))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    weights = copy.deepcopy(module.state_dict())
+    try:
+        swap_in(module)
+    finally:
+        handle.remove()
+    assert len(prove._proofs) > 3 and not calls
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_proof_in_the_midst_of_anything(no_proofs):
+    """A proof that a call asks for runs as one at the swap: no mode of the caller is at work."""
+    x = torch.randn(2, 5, 32)
+    host = block().eval()
+    wanted = host(x)
+    other = copy.deepcopy(host)
+    swap_in(other)
+    prove._proofs.clear()
+    contexts = (
+        torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"), torch.autograd.graph.save_on_cpu,
+    )  # fmt: skip
+    for context in contexts:
+        verdicts._known.clear()
+        prove._proofs.clear()
+        with context():
+            got = other(x)
+        assert set(prove._proofs.values()) == {None}, context
+        torch.testing.assert_close(got.float(), wanted, rtol=0.1, atol=0.1)
+    verdicts._known.clear()
+    prove._proofs.clear()
+    torch.func.vmap(other)(x[None])
+    assert set(prove._proofs.values()) == {None}
+
+
+def test_a_proof_copes_with_weights_that_are_not_there_or_not_plain(no_proofs):
+    for change in (
+        lambda m: m.to("meta"),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.half(),
+        lambda m: m.requires_grad_(False),
+        lambda m: m.eval(),
+    ):
+        prove._proofs.clear()
+        report = swap_in(change(block()))
+        assert report.level == "block" and not reasons(report), str(report)
+
+
+def test_a_proof_of_a_large_module_is_narrow(no_proofs, monkeypatch):
+    copied, original = [], prove.Copier.tensor
+
+    def watched(self, tensor, *args):
+        made = original(self, tensor, *args)
+        copied.append(made.numel())
+        return made
+
+    monkeypatch.setattr(prove.Copier, "tensor", watched)
+    with torch.device("meta"):
+        model = timm.create_model("vit_so400m_patch14_siglip_224", depth=1)
+    report = swap_in(model)
+    assert report.level == "block" and max(copied) < 2**18
+
+
+def test_threads_prove_once_each(no_proofs):
+    made, original = [], prove._prove
+    prove._prove = lambda *a: (made.append(1), original(*a))[1]
+    try:
+        workers = [threading.Thread(target=lambda: swap_in(block())) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        prove._prove = original
+    assert len(made) == len(prove._proofs)
+
+
+def test_equal_layers_share_a_proof(no_proofs):
+    model = nn.Sequential(*(block() for _ in range(3)))
+    for index, part in enumerate(model):
+        part.drop_path1.drop_prob = 0.1 * (index + 1)
+    swap_in(model)
+    count = len(prove._proofs)
+    assert count == 4  # LayerNorm, Attention, Mlp, Block
+    swap_in(block())
+    model(torch.randn(2, 5, 32))
+    assert len(prove._proofs) == count
+
+
+def test_settings_that_change_all_the_time_are_given_up(no_proofs, monkeypatch):
+    monkeypatch.setattr(prove, "MOST", 5)
+    norm = nn.LayerNorm(16)
+    host = copy.deepcopy(norm)
+    swap_in(norm)
+    x = torch.randn(3, 16)
+    for step in range(10):
+        norm.eps = host.eps = 10.0 ** (-step)
+        torch.testing.assert_close(norm(x), host(x))
+    assert "more than 5 configurations of LayerNorm were met" in str(swap_in(norm))
+
+
+def test_verdicts_keep_no_module_alive():
+    module = block()
+    swap_in(module)
+    module(torch.randn(2, 5, 32))
+    watch, weight = weakref.ref(module), weakref.ref(module.attn.qkv)
+    module.attn.qkv = nn.Linear(32, 96)
+    gc.collect()
+    assert weight() is None
+    del module
+    gc.collect()
+    assert watch() is None
+
+
+# The facts.
+
+
+def test_facts_hold_until_something_changes():
+    module = block()
+    swap_in(module)
+    known = facts.Facts(module)
+    assert known.hold(module)
+    for change in (
+        lambda m: m.train(not m.training),
+        lambda m: m.to(torch.float64).to(torch.float32),
+        lambda m: m.requires_grad_(False),
+    ):
+        change(module)
+        assert known.hold(module)
+    for name, value in (
+        ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("attn.fused_attn", False),
+        ("attn.proj", nn.Identity()), ("mlp.act", nn.Tanh()), ("ls1", None), ("note", 1),
+        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.5),
+        ("norm2.normalized_shape", (3,)),
+    ):  # fmt: skip
+        other = copy.deepcopy(module)
+        known = facts.Facts(other)
+        owner, _, attribute = name.rpartition(".")
+        setattr(other.get_submodule(owner), attribute, value)
+        assert not known.hold(other), name
+
+
+def test_facts_are_asked_at_every_call(monkeypatch):
+    module, asked = block(), []
+    swap_in(module)
+    x = torch.randn(2, 5, 32)
+    module(x)
+    own = facts.Facts.hold
+    monkeypatch.setattr(facts.Facts, "hold", lambda *a: asked.append(1) or own(*a))
+    for _ in range(3):
+        module(x)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("name", [*HF_MODELS, "vit_tiny_patch16_224", "eva02_tiny_patch14_224",
+                                  "beit_base_patch16_224", "torchvision"])  # fmt: skip
+def test_every_proof_tries_the_fused_forward(name, no_proofs, monkeypatch):
+    """A proof that compares nothing would prove anything."""
+    tried, original = [], prove._difference
+    monkeypatch.setattr(prove, "_difference", lambda *a: tried.append(len(a[0])) or original(*a))
+    if name == "torchvision":
+        model = torchvision_small()[0]
+    else:
+        model = (hf_small if name in HF_MODELS else timm_small)(name)[0]
+    swap_in(model)
+    assert len(tried) >= 3 * len(prove._proofs) and min(tried) >= 4
