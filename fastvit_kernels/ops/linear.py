@@ -20,6 +20,7 @@ inside; gemm_configs.py decides. Derivation: docs/linear.md.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -174,7 +175,11 @@ def _empty_fwd(
     return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
 
 
-@operator(fake=_empty_fwd)
+def _flops_fwd(x, weight, *_, **__):
+    return 2 * math.prod(x) * weight[0]
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
 def linear_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
@@ -232,7 +237,16 @@ def _empty_bwd(
     )
 
 
-@operator(fake=_empty_bwd)
+def _flops_bwd(
+    dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype, dx_dtype, dweight_dtype,
+    *_, **__,
+):  # fmt: skip
+    return 2 * math.prod(dy) * (
+        (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
+    )  # fmt: skip
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
 def linear_bwd(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
@@ -291,7 +305,11 @@ def _empty_by_library_bwd(
     )
 
 
-@operator(fake=_empty_by_library_bwd)
+def _flops_by_library_bwd(dy, x, weight, *_, **__):
+    return 2 * math.prod(dy) * ((weight[1] if weight else 0) + (x[-1] if x else 0))
+
+
+@operator(fake=_empty_by_library_bwd, flops=_flops_by_library_bwd)
 def linear_by_library_bwd(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

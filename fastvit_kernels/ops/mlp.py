@@ -18,6 +18,7 @@ kernel, narrow_mlp.py. Derivation: docs/mlp.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -191,7 +192,19 @@ def _empty_bwd(
     )
 
 
-@operator(fake=_empty_bwd)
+def _flops_bwd(
+    dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
+    dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, *_, **__,
+):  # fmt: skip
+    M, N = math.prod(dy[:-1]), dy[-1]
+    F = (z or act or (0,))[-1]
+    needs_dz = dx_dtype or dfc1_weight_dtype or dfc1_bias_dtype
+    wide = N * (bool(needs_dz) + bool(dfc2_weight_dtype))
+    wide += (fc1_weight[1] if dx_dtype else 0) + (x[-1] if dfc1_weight_dtype else 0)
+    return 2 * M * F * wide
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
 def mlp_bwd(
     dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
     fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,

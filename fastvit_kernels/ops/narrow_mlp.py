@@ -13,6 +13,7 @@ Why it has this shape: docs/mlp.md.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -264,7 +265,12 @@ def _empty(
     return torch.empty(shape, dtype=out_dtype, device=x.device)
 
 
-@operator(fake=_empty)
+def _flops(x, fc1_weight, fc1_bias, fc2_weight, *_, **__):
+    (F, C), N = fc1_weight, fc2_weight[0]
+    return 2 * math.prod(x[:-1]) * F * (C + N)
+
+
+@operator(fake=_empty, flops=_flops)
 def narrow_mlp_fwd(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 Routed = SimpleNamespace  # the functions of one route, by name
@@ -26,13 +27,17 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> launcher; aot.
 _library = torch.library.Library("fastvit_kernels", "DEF")
 
 
-def operator(*, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`, on both routes.
 
     Its annotations are the operator's schema.
 
     Args:
         fake: same arguments, returns uninitialised outputs; the launcher calls it to allocate.
+        flops: the first arguments, shapes in place of tensors, and any more -> what torch's
+            FlopCounterMode counts for torch's own functions: matrix products, 2 a multiply-add.
     Returns: a decorator whose result is the operator, called like the launcher.
     """
 
@@ -42,6 +47,9 @@ def operator(*, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]
         _library.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastvit_kernels::{name}", fake, lib=_library)
         registered = getattr(torch.ops.fastvit_kernels, name).default
+        if flops is not None:
+            packet = getattr(torch.ops.fastvit_kernels, name)
+            register_flop_formula(packet)(flops)
         LAUNCHERS[name] = launcher
         setattr(DIRECT, name, launcher)
         setattr(OPERATORS, name, registered)

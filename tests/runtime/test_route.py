@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import rand
+from numerics import DEVICE, rand
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.operator import DIRECT, LAUNCHERS, OPERATORS
@@ -201,3 +202,29 @@ def test_both_routes_have_every_operator():
     for name, launcher in LAUNCHERS.items():
         assert getattr(DIRECT, name) is launcher
         assert getattr(OPERATORS, name) is getattr(torch.ops.fastvit_kernels, name).default
+
+
+def _flops(call, x):
+    with FlopCounterMode(display=False) as counter:
+        call(x).square().sum().backward()
+    return counter.get_total_flops()
+
+
+@every_op
+def test_flops_are_counted_as_torchs(op):
+    """Forward and backward; torch has no formula for the attention that it runs on a CPU."""
+    x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
+    got = _flops(lambda x: OPS[op](x, weight), x)
+    with fk.backend("torch"):
+        wanted = _flops(lambda x: OPS[op](x, weight), x)
+    if DEVICE.type == "cpu" and op in ("attention", "qkv_attention", "sdpa"):
+        B, H, T, D = (2, 3, 2, 8) if op == "sdpa" else (2, 2, 3, 8)
+        wanted += (4 + 10) * B * H * T * T * D  # torch's formulas for a GPU
+    assert got == wanted
+
+
+def test_flops_of_a_narrow_mlp():
+    x, weight = rand(2, 3, 16, grad=False).bfloat16(), rand(16, 16, seed=1, grad=False).bfloat16()
+    with FlopCounterMode(display=False) as counter:
+        fk.mlp(x, weight, None, weight, None)
+    assert counter.get_total_flops() == 2 * 2 * 6 * 16 * 16

@@ -14,6 +14,7 @@ docs/attention.md.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -77,7 +78,12 @@ def _empty_attention_fwd(
     return out, empty_strided((B, H, T), (H * T, T, 1), dtype=torch.float32, device=device)
 
 
-@operator(fake=_empty_attention_fwd)
+def _flops_fwd(qkv, *_, **__):
+    B, T, _, H, D = qkv
+    return 4 * B * H * T * T * D
+
+
+@operator(fake=_empty_attention_fwd, flops=_flops_fwd)
 def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +102,12 @@ def _empty_attention_bwd(
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
 
-@operator(fake=_empty_attention_bwd)
+def _flops_bwd(dout, *_, **__):
+    B, T, H, D = dout
+    return 10 * B * H * T * T * D  # as torch counts it, with the scores computed anew
+
+
+@operator(fake=_empty_attention_bwd, flops=_flops_bwd)
 def attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
     dropout_p: float,
@@ -155,7 +166,13 @@ def _empty_qkv_attention_fwd(
     return qkv, *_empty_attention_fwd(qkv, seed, scale, dropout_p)
 
 
-@operator(fake=_empty_qkv_attention_fwd)
+def _flops_qkv_fwd(x, weight, *_, **__):
+    B, T, C = x
+    rows = weight[0]  # 3 H D
+    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
+
+
+@operator(fake=_empty_qkv_attention_fwd, flops=_flops_qkv_fwd)
 def qkv_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
     scale: float, dropout_p: float,
@@ -183,7 +200,11 @@ def _empty_qkv_projection_bwd(
     )
 
 
-@operator(fake=_empty_qkv_projection_bwd)
+def _flops_qkv_projection_bwd(dqkv, x, weight, weight_dtype, bias_dtype, needs, **__):
+    return 2 * math.prod(x) * weight[0] * (needs[0] + needs[1])
+
+
+@operator(fake=_empty_qkv_projection_bwd, flops=_flops_qkv_projection_bwd)
 def qkv_projection_bwd(
     dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
     needs: list[bool],

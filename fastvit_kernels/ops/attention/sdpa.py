@@ -6,6 +6,7 @@ or additive mask that broadcasts, causal or not. What the kernels cannot do take
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,11 @@ def _empty_fwd(
     return out, q.new_empty((B, H, T_q), dtype=torch.float32)
 
 
-@operator(fake=_empty_fwd)
+def _flops_fwd(q, k, *_, **__):
+    return 4 * math.prod(q) * k[2]
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
 def sdpa_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
     dropout_p: float, is_causal: bool,
@@ -61,7 +66,11 @@ def _empty_bwd(
     return dq, dk, torch.empty_like(dk)
 
 
-@operator(fake=_empty_bwd)
+def _flops_bwd(dout, q, k, *_, **__):
+    return 10 * math.prod(q) * k[2]  # as torch counts it, with the scores computed anew
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
 def sdpa_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,

@@ -114,7 +114,11 @@ def _empty_fwd(
     return torch.empty(shape, dtype=out_dtype, device=images.device)
 
 
-@operator(fake=_empty_fwd)
+def _flops_fwd(images, weight, *_, **__):
+    return 2 * math.prod(images) * weight[0]  # a pixel lies in one patch only
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
 def patch_embed_fwd(
     images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
     pos_embed: Tensor | None, out_dtype: torch.dtype,
@@ -158,7 +162,11 @@ def _empty_bwd_weight(
     return torch.empty(shape, dtype=weight_dtype, device=dout.device)
 
 
-@operator(fake=_empty_bwd_weight)
+def _flops_bwd_weight(dout, images, *_, **__):
+    return 2 * math.prod(images) * dout[2]
+
+
+@operator(fake=_empty_bwd_weight, flops=_flops_bwd_weight)
 def patch_embed_bwd_weight(
     dout: Tensor, images: Tensor, patch_h: int, patch_w: int, compute_dtype: torch.dtype,
     weight_dtype: torch.dtype,
@@ -243,7 +251,11 @@ def _empty_bwd_images(
     return torch.empty(shape, dtype=images_dtype, device=dout.device)
 
 
-@operator(fake=_empty_bwd_images)
+def _flops_bwd_images(dout, weight, height, width, *_, **__):
+    return 2 * dout[0] * height * width * weight[1] * dout[2]
+
+
+@operator(fake=_empty_bwd_images, flops=_flops_bwd_images)
 def patch_embed_bwd_images(
     dout: Tensor, weight: Tensor, height: int, width: int, images_dtype: torch.dtype
 ) -> Tensor:
