@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.bench_profile import STAGES
 from bench.plan import OPS
-from bench.rows import OK, Row, conditions
+from bench.rows import FAILED, OK, Row, conditions
 from bench.timer import Roofs
 from fastvit_kernels.commands.console import require
 
@@ -48,6 +48,11 @@ def _good(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.status == OK and r.ms]
 
 
+def _measured(rows: Iterable[Row]) -> list[Row]:
+    """Those that broke the 2x rule too: drawn hollow, so that no competitor vanishes."""
+    return [r for r in rows if r.status in (OK, FAILED) and r.ms]
+
+
 def _by_provider(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Providers in the order of COLORS, each with its rows."""
     found: dict[str, list[Row]] = {}
@@ -71,9 +76,16 @@ def _main_dtype(rows: Sequence[Row], op: str) -> str:
 
 def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> None:
     for provider, own in _by_provider(rows).items():
-        points = sorted({r.T: value(r) for r in own if value(r) is not None}.items())
+        mine = provider.startswith("ours")
+        found = {r.T: value(r) for r in own if r.status == FAILED and value(r) is not None}
+        if found:
+            axes.plot(
+                *zip(*sorted(found.items()), strict=True), marker="o", ms=6, ls="", mfc="none",
+                color=color(provider), label=f"{provider}, FAILED",
+            )  # fmt: skip
+        found = {r.T: value(r) for r in own if r.status == OK and value(r) is not None}
+        points = sorted(found.items())
         if points:
-            mine = provider.startswith("ours")
             axes.plot(
                 *zip(*points, strict=True), marker="o", ms=4, lw=2.2 if mine else 1.2,
                 color=color(provider), label=provider, zorder=3 if mine else 2,
@@ -89,7 +101,7 @@ def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> 
 
 def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     """Throughput and speed-up over T of each op, at width 768."""
-    good = [r for r in _good(rows) if r.op in OPS and f"-C{BASE_C}-" in r.shape + "-"]
+    good = [r for r in _measured(rows) if r.op in OPS and f"-C{BASE_C}-" in r.shape + "-"]
     panels = []
     for op in OPS:
         own = [r for r in good if r.op == op]
@@ -118,9 +130,11 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
 
 
 def _bars(
-    axes: Any, groups: dict[str, dict[str, float]], label: str, title: str, form: str
-) -> None:
-    """Grouped bars: group -> provider -> value."""
+    axes: Any, groups: dict[str, dict[str, float]], label: str, title: str, form: str,
+    failed: Collection[tuple[str, str]] = (),
+) -> None:  # fmt: skip
+    """Grouped bars: group -> provider -> value. Those of `failed` (group, provider) are hollow."""
+    names = list(groups)
     providers = list(dict.fromkeys(p for values in groups.values() for p in values))
     providers.sort(key=lambda p: list(COLORS).index(p) if p in COLORS else 99)
     width = 0.8 / max(1, len(providers))
@@ -129,6 +143,9 @@ def _bars(
         heights = [values[provider] for values in groups.values() if provider in values]
         offsets = [g + (i - (len(providers) - 1) / 2) * width for g in places]
         bars = axes.bar(offsets, heights, width, color=color(provider), label=provider)
+        for bar, place in zip(bars, places, strict=True):
+            if (names[place], provider) in failed:
+                bar.set(facecolor="none", edgecolor=color(provider), hatch="//")
         axes.bar_label(bars, fmt=form, fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right", fontsize=8)
     axes.set(ylabel=label, title=title)
@@ -148,7 +165,7 @@ def _group(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> dict[
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     """Images/s, memory, time to the first step, largest batch."""
-    steps = [r for r in _good(rows) if r.op == "vit"]
+    steps = [r for r in _measured(rows) if r.op == "vit"]
     first = [r for r in _good(rows) if r.op == "first_step"]
     largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
     if not steps and not first and not largest:
@@ -160,9 +177,12 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     figure = _figure(15, 17, "Whole models, one GPU", [*steps, *first, *largest])
     top, middle, low = figure.subplots(3, 1, height_ratios=(1.2, 1.2, 1))
     training = [r for r in steps if r.mode == "train"][:72]
-    _bars(top, _group(training, name, "images_per_s"), "images/s", "Training throughput", "%.0f")
+    failed = {(name(r), r.provider) for r in training if r.status == FAILED}
+    speeds = _group(training, name, "images_per_s")
+    _bars(top, speeds, "images/s", "Training throughput; hatched: FAILED", "%.0f", failed)
     peaks = [r for r in training if r.peak_mib is not None]
-    _bars(middle, _group(peaks, name, "peak_mib"), "MiB", "Peak memory of a training step", "%.0f")
+    memory = _group(peaks, name, "peak_mib")
+    _bars(middle, memory, "MiB", "Peak memory of a training step", "%.0f", failed)
     low.axis("off")
     cells = low.get_subplotspec().subgridspec(1, 2)
     left, right = figure.add_subplot(cells[0]), figure.add_subplot(cells[1])
@@ -180,7 +200,7 @@ def _intensity(row: Row) -> float:
 
 def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
-    good = [r for r in _good(rows) if r.op in OPS and r.flops and r.bytes and r.tflops]
+    good = [r for r in _measured(rows) if r.op in OPS and r.flops and r.bytes and r.tflops]
     good = [r for r in good if r.dtype == "bf16" and r.provider in ("eager", "ours", "compile")]
     peak = roofs.matmul_tflops.get("bf16")
     if not good or not peak or not roofs.copy_gbps:
@@ -189,8 +209,9 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     axes = figure.subplots()
     for row in good:
         axes.scatter(
-            _intensity(row), row.tflops, color=color(row.provider), marker=MARKERS[row.op],
-            s=28, alpha=0.75,
+            _intensity(row), row.tflops, edgecolors=color(row.provider), s=28, alpha=0.75,
+            marker=MARKERS[row.op],
+            facecolors="none" if row.status == FAILED else color(row.provider),
         )  # fmt: skip
     intensity = [_intensity(r) for r in good]
     ridge = 1e3 * peak / roofs.copy_gbps

@@ -177,6 +177,32 @@ def test_roofs_by_stand_in(monkeypatch):
     found = roofs.roofs_of(list(roofs.measure_roofs(CPU, FakeTimer(2.0))))
     assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
     assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
+
+
+class Throttling(FakeTimer):
+    """1 ms a call while the chip is cool, 2 ms after 1,200 calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def sample(self, run, count, flush):
+        self.calls += count
+        return [1.0 if self.calls <= 1200 else 2.0] * count
+
+
+def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    timer = Throttling()
+    rows = {r.mode: r for r in roofs.measure_roofs(CPU, timer)}
+    # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
+    assert rows["copy"].ms == rows["matmul"].ms == 1.0
+    assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
+    assert roofs.roofs_of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+
+
+def test_shares_of_the_nearer_roof():
     assert ROOFS.share(1.0, 1e3, 1e7, "fp32") == ("copy", pytest.approx(1.0))
     assert ROOFS.share(2.0, 1e8, 1e2, "fp32") == ("matmul", pytest.approx(0.5))
     assert ROOFS.share(1.0, 1.0, 1.0, "fp8") == ("", None)
@@ -416,7 +442,9 @@ def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys)
     assert "speed-up" in capsys.readouterr().out
     assert main(words, machine) == 2  # results are never overwritten
     assert main([*words, "--resume"], machine) == 0
-    assert len(read_rows(out)) == 1 + 1 + 1 + 4  # copy, matmul, check, two cases
+    assert (
+        len(read_rows(out)) == 1 + 2 + 1 + 4
+    )  # copy, matmul burst and sustained, check, two cases
 
 
 def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
@@ -597,6 +625,20 @@ def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
     summary = (tmp_path / "summary.md").read_text()
     assert "NO SUCH GPU" in summary and "not yet measured" in summary  # host cost has no row
     assert "drawn" in capsys.readouterr().out
+
+
+def test_failed_competitors_are_drawn_hollow(tmp_path):
+    """A picture without them would say that nobody else had tried."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    ops, bars = figure.subplots(1, 2)
+    row = Row("mlp", "liger_kernel", "a", "bf16", "both", T=50, ms=1.0, tflops=3.0)
+    plot._curve(ops, [row, replace(row, T=197, status=FAILED)], lambda r: r.tflops)
+    hollow, whole = ops.get_lines()
+    assert hollow.get_markerfacecolor() == "none" and list(hollow.get_xdata()) == [197]
+    assert hollow.get_label() == "liger_kernel, FAILED" and list(whole.get_xdata()) == [50]
+    plot._bars(bars, {"ViT": {"eager": 1.0, "compile": 2.0}}, "", "", "%f", {("ViT", "compile")})
+    assert [bar.get_facecolor()[3] for bar in bars.patches] == [1.0, 0.0]
+    assert not plot._measured([replace(row, status=ERROR)])
 
 
 def test_no_rows_no_pictures(tmp_path):
