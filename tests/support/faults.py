@@ -26,6 +26,7 @@ TESTS = {  # by file of the package
     "ops/narrow_mlp.py": ("ops/test_narrow_mlp.py",),
     "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
     "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py",),
+    "ops/rebuilt_norm.py": ("ops/test_rebuilt_norm.py",),
     "ops/common/reduction.py": ("ops/test_reduction.py",),
 }
 
@@ -89,6 +90,11 @@ LAYER_NORM = [
         "norm-stale-mean", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
         "backward reads the mean of the block's first row for all its rows",
         "mean = tl.load(stats_ptr + offs_row,", "mean = tl.load(stats_ptr + row + offs_row * 0,",
+    ),
+    Fault(
+        "norm-rebuilt-eps", "ops/rebuilt_norm.py", "unpack",
+        "the rebuilt norm takes another eps",
+        "(*inputs, eps, dtype, False)", "(*inputs, 2 * eps + 1e-3, dtype, False)",
     ),
     Fault(
         "norm-dresidual-stride", "ops/layer_norm.py", "_layer_norm_bwd_kernel",

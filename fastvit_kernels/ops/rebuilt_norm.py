@@ -1,0 +1,72 @@
+"""What reads a LayerNorm may keep the norm's input in place of its output.
+
+    y, x = layer_norm_and_input(x, weight, bias, eps, out_dtype=...)
+    with rebuilt_norm(y, x, weight, bias, eps):
+        x = x + branch(y)
+
+Where an op inside would save y for its backward, it saves nothing: the norm's own backward keeps x
+already, and the backward of the op runs the norm's forward kernel again, which gives y's bits.
+That is one read of x and one write of y more, for y's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.backend import use_triton
+from .layer_norm import MAX_C, layer_norm_fwd
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@contextmanager
+def rebuilt_norm(
+    y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Iterator[None]:  # fmt: skip
+    """Inside, what would be saved of y is rebuilt from x in the backward.
+
+    Args:
+        y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it.
+        x, weight, bias, eps: its arguments; none may change in place before the backward.
+
+    Without effect where the Triton kernels do not run, where no gradient is wanted, and in
+    torch.compile, whose partitioner decides what is kept.
+    """
+    if not y.requires_grad or torch.compiler.is_compiling():
+        yield
+        return
+    if x.shape[-1] > MAX_C or not use_triton("layer_norm", x, None):
+        yield
+        return
+    inputs = tuple(None if t is None else t.detach() for t in (x, weight, bias))
+    versions = _versions(inputs)
+    dtype, shape, place = y.dtype, y.shape, _place(y)
+
+    def pack(saved: Tensor) -> Any:
+        is_y = _place(saved) == place and saved.dtype == dtype and saved.is_contiguous()
+        return saved.shape if is_y and saved.numel() == shape.numel() else saved
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if _versions(inputs) != versions:
+            raise RuntimeError(
+                "rebuilt_norm: x, weight or bias of a LayerNorm changed in place between its "
+                "forward and the backward, which reads them again"
+            )
+        return layer_norm_fwd(*inputs, eps, dtype, False)[0].view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    return [0 if t is None else t._version for t in tensors]

@@ -1,0 +1,110 @@
+"""rebuilt_norm: readers of a LayerNorm keep its input, and every gradient its bits."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastvit_kernels.models.vit import Block, VisionTransformer
+from fastvit_kernels.ops.attention.functions import qkv_attention
+from fastvit_kernels.ops.layer_norm import layer_norm_and_input
+from fastvit_kernels.ops.mlp import mlp
+from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
+from fastvit_kernels.runtime.backend import backend
+
+B, T, C = 2, 5, 32
+SHAPES = {
+    "x": (B, T, C), "norm_weight": (C,), "norm_bias": (C,),
+    "qkv_weight": (3 * C, C), "fc1_weight": (48, C), "fc2_weight": (C, 48),
+}  # fmt: skip
+
+
+def _inputs():
+    return {
+        name: rand(*shape, seed=i, scale=1.0 if name == "x" else C**-0.5)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def _branch(name, y, x, inputs):
+    if name == "mlp":
+        return mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None, residual=x)
+    return qkv_attention(y, inputs["qkv_weight"], num_heads=2)
+
+
+def _gradients(name, inputs, low, spoil=lambda x: None):
+    """The branch's output and the gradient of all that it reads."""
+    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+    x = inputs["x"] * 1.0  # no leaf, so that it may be spoilt
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        y, residual = layer_norm_and_input(x, *norm, out_dtype=torch.float16)
+        with rebuilt_norm(y, x, *norm) if low else nullcontext():
+            out = _branch(name, y, residual, inputs)
+    spoil(x)
+    upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
+    return out, *torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_rebuilt_norm_keeps_every_bit(name):
+    inputs = _inputs()
+    kept, rebuilt = (_gradients(name, inputs, low) for low in (False, True))
+    for a, b in zip(kept, rebuilt, strict=True):
+        assert (a is b is None) or torch.equal(a, b)
+
+
+def test_rebuilt_norm_saves_no_y():
+    inputs = _inputs()
+    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+    with backend("triton"):
+        y, _ = layer_norm_and_input(inputs["x"], *norm)
+        with rebuilt_norm(y, inputs["x"], *norm):
+            out = mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None)
+        reference = StorageWeakRef(y.untyped_storage())
+        assert not reference.expired()
+        del y
+        assert reference.expired()  # nobody keeps it until the backward
+        out.sum().backward()
+    assert inputs["fc1_weight"].grad is not None
+
+
+def test_rebuilt_norm_refuses_an_input_that_has_changed():
+    with pytest.raises(RuntimeError, match="changed in place"):
+        _gradients("mlp", _inputs(), low=True, spoil=lambda x: x.detach().zero_())
+
+
+def test_rebuilt_norm_without_gradients_or_kernels():
+    inputs = _inputs()
+    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+    for context in (torch.no_grad(), backend("torch")):
+        with context:
+            y, x = layer_norm_and_input(inputs["x"], *norm)
+            with rebuilt_norm(y, inputs["x"], *norm):
+                out = mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None, residual=x)
+    torch.autograd.grad(out, inputs["fc1_weight"], torch.ones_like(out))
+
+
+def _model_gradients(memory):
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        8, 4, 3, 5, embed_dim=32, depth=2, num_heads=2, init_values=0.5, memory=memory
+    ).to(DEVICE)
+    images = rand(2, 3, 8, 8, seed=1, grad=False)
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        logits = model(images)
+    logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
+    return [p.grad for p in model.parameters()]
+
+
+def test_vision_transformer_of_low_memory_has_the_same_gradients():
+    default, low = _model_gradients("default"), _model_gradients("low")
+    assert all(torch.equal(a, b) for a, b in zip(default, low, strict=True))
+
+
+@pytest.mark.parametrize("memory", ["tiny", None, 1])
+def test_memory_is_default_or_low(memory):
+    for make in (lambda: Block(32, 2, memory=memory), lambda: VisionTransformer(memory=memory)):
+        with pytest.raises(ValueError, match="memory must be one of"):
+            make()
