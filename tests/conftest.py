@@ -6,13 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+# Read when torch and numpy are imported: the suite's own processes share the cores, and the bits of
+# the interpreter's matrix products depend on how many threads compute one.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(pool, "1")  # the suite's own processes share the cores
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import pytest

@@ -30,7 +30,7 @@ from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.settings import DIGITS_VIT
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
-EPOCHS = 3
+EPOCHS = 2
 OPTIONS = ["--epochs", str(EPOCHS), "--batch", "64", "--no-check", "--device", "cpu"]
 OPTIONS += ["--drop-path", "0.3", "--backend", "torch"]
 # One for each process; a process begins at its last checkpoint: in the first epoch's first step of
