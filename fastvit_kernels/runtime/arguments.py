@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what torch computes in
 _BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -173,6 +174,12 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x.contiguous(); None stays None."""
     return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes; else its rows load element by element."""
+    address = x.storage_offset() * x.itemsize if isinstance(x, FakeTensor) else x.data_ptr()
+    return address % 16 == 0
 
 
 @functools.lru_cache(maxsize=1024)

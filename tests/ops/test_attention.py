@@ -15,7 +15,8 @@ from fastvit_kernels.ops.attention.functions import (
     qkv_attention,
     qkv_attention_ref,
 )
-from fastvit_kernels.ops.attention.launch import bwd_launch
+from fastvit_kernels.ops.attention.launch import bwd_launch, readable
+from fastvit_kernels.runtime.arguments import is_aligned
 from fastvit_kernels.runtime.backend import Gpu, gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 
@@ -355,3 +356,13 @@ def test_attention_agrees_with_a_plain_loop():
     scores = [float(q[2] @ k[s]) / math.sqrt(8) for s in range(6)]
     weights = F.softmax(torch.tensor(scores), dim=0).to(DEVICE)
     torch.testing.assert_close(attention(qkv)[0, 2, 0], (weights[:, None] * v).sum(0))
+
+
+def test_attention_copies_what_begins_off_16_bytes():
+    """Rows would load element by element; the values are the same."""
+    base = rand(1 + 2 * 3 * 3 * 2 * 8, dtype=torch.bfloat16, grad=False)
+    odd = base[1:].view(2, 3, 3, 2, 8)
+    assert not is_aligned(odd) and readable(odd).data_ptr() % 16 == 0
+    assert torch.equal(attention(odd), attention(odd.clone()))
+    even = odd.clone()
+    assert readable(even) is even

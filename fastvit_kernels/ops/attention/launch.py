@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.arguments import is_aligned
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
@@ -230,6 +231,9 @@ def readable(x: Tensor, token_axis: int = 1) -> Tensor:
     """x itself where the kernels can address it, else a contiguous copy.
 
     They need a contiguous last axis (an expanded gradient has none), the other strides multiples of
-    8, so that rows load in vectors, and a token stride that keeps offsets within a tile in 32 bits.
+    8 and an address of 16 bytes, so that rows load in vectors, and a token stride that keeps
+    offsets within a tile in 32 bits.
     """
-    return x if _is_readable(x.stride(), token_axis) else x.contiguous()
+    if _is_readable(x.stride(), token_axis) and is_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
