@@ -11,14 +11,18 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
+from ..runtime.dtypes import DTYPES
 from ..swap.apply import swap_in
 from .console import CommandError, require
 from .zoo import define_torchvision_operators
@@ -158,3 +162,21 @@ def input_shape(model: nn.Module) -> tuple[int, int, int]:
 def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned; transformers wraps them."""
     return output if isinstance(output, Tensor) else output.logits
+
+
+def run_step(forward: Callable[[Tensor], Any], images: Tensor, dtype: str, *, train: bool) -> None:
+    """One step of a model whose parameters are fp32: forward, and in training loss and backward.
+
+    Args:
+        forward: the model.
+        dtype: of autocast; "fp32" for none.
+    """
+    device = images.device.type
+    precision = nullcontext() if dtype == "fp32" else torch.autocast(device, DTYPES[dtype])
+    with torch.set_grad_enabled(train), precision:
+        logits = logits_of(forward(images))
+        if train:
+            labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+            loss = F.cross_entropy(logits, labels)
+    if train:
+        loss.backward()

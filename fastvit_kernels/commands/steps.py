@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..models.modules import Mlp
@@ -28,8 +26,7 @@ from ..ops.mlp import mlp
 from ..ops.narrow_mlp import TILES as NARROW_TILES
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
-from .models import input_shape, logits_of
-from .options import DTYPES
+from .models import input_shape, run_step
 
 
 def model_step(
@@ -56,15 +53,8 @@ def model_step(
             if isinstance(module, Mlp):
                 module.recompute = recompute
         images = torch.empty(batch, *input_shape(vit))
-        autocast = dtype != "fp32"
-        precision = torch.autocast("cpu", DTYPES[dtype]) if autocast else nullcontext()
-        with torch.set_grad_enabled(train), precision:
-            logits = logits_of(torch.func.functional_call(vit, state, images))
-            if train:
-                labels = torch.zeros(batch, dtype=torch.long)
-                loss = F.cross_entropy(logits, labels)
-        if train:
-            loss.backward()
+        forward = functools.partial(torch.func.functional_call, vit, state)
+        run_step(forward, images, dtype, train=train)
 
     return step
 

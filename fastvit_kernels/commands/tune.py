@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..runtime import tuned_table
 from ..runtime.backend import Gpu, backend, gpu, reason_for_torch
@@ -22,8 +20,7 @@ from ..runtime.tuned_table import Entry, TableError
 from ..tools import tuning
 from . import options
 from .console import CommandError
-from .models import fused_model, input_shape, logits_of
-from .options import DTYPES
+from .models import fused_model, input_shape, run_step
 
 
 def model_step(
@@ -40,16 +37,8 @@ def model_step(
     images = torch.randn(batch, *input_shape(vit), device=device)
 
     def step() -> None:
-        autocast = dtype != "fp32"
-        precision = torch.autocast(device.type, DTYPES[dtype]) if autocast else nullcontext()
-        with torch.set_grad_enabled(train):
-            with precision:
-                logits = logits_of(vit(images))
-                labels = torch.zeros(batch, dtype=torch.long, device=device)
-                loss = F.cross_entropy(logits, labels)
-            if train:
-                loss.backward()
-                vit.zero_grad(set_to_none=True)
+        run_step(vit, images, dtype, train=train)
+        vit.zero_grad(set_to_none=True)
 
     return step
 
