@@ -187,7 +187,7 @@ def linear_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
 
-    x, weight and bias share one dtype; activation "" is none. Without z the second result is empty.
+    x and weight share one dtype; activation "" is none. Without z the second result is empty.
     """
     scaled = layer_scale is not None or row_scale is not None
     save_z = save_z and activation != ""
@@ -211,6 +211,8 @@ def linear_fwd(
         return y, z if save_z else no_z
     y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
     z = torch.empty_like(y, dtype=x.dtype) if save_z else no_z
+    if scaled and bias is not None:
+        bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(x):
         tile_launch(
@@ -399,11 +401,10 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, decision: LinearDecision,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:  # fmt: skip
-    """(x, weight, bias) in the compute dtype, y, z."""
+    """(x, weight, bias), the first two in the compute dtype; y, z."""
     if decision.casts:
         dtype = decision.dtype
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight = x.to(dtype), weight.to(dtype)  # the kernels read a bias of any dtype
     assert decision.ops is not None
     y, z = decision.ops.linear_fwd(
         x, weight, bias, residual, layer_scale, row_scale,

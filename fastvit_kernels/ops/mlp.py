@@ -339,10 +339,14 @@ class MlpFunction(torch.autograd.Function):
 
 
 def _operands(decision: MlpDecision, *operands: Tensor | None) -> Sequence[Any]:
-    """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias in the compute dtype."""
+    """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias; x and the weights in the compute dtype."""
     if not decision.casts:
         return operands
-    return [None if t is None else t.to(decision.dtype) for t in operands]
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
+    dtype = decision.dtype
+    assert x is not None and fc1_weight is not None and fc2_weight is not None
+    # the kernels read biases of any dtype
+    return x.to(dtype), fc1_weight.to(dtype), fc1_bias, fc2_weight.to(dtype), fc2_bias
 
 
 def _forward(

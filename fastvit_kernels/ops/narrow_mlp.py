@@ -276,7 +276,7 @@ def narrow_mlp_fwd(
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, activation: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """y (..., N) in out_dtype. x, the weights and the biases share one dtype."""
+    """y (..., N) in out_dtype. x and the weights share one dtype."""
     y = _empty(
         x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
         activation, out_dtype,

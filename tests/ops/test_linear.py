@@ -353,3 +353,11 @@ def test_linear_row_stride_past_int32(route):
 def test_linear_rejects(error, message, arguments):
     with pytest.raises(error, match=f"linear: .*{message}"):
         linear(**{"x": rand(2, 3, 8), "weight": rand(4, 8), **arguments()})
+
+
+def test_linear_epilogue_reads_a_bias_unrounded_under_autocast():
+    x, weight = rand(3, 16, grad=False), torch.zeros(8, 16, device=DEVICE)
+    bias = torch.full((8,), 1 + 2.0**-12, device=DEVICE)  # bf16 has no such number
+    residual = torch.zeros(3, 8, device=DEVICE)
+    with forced_route("triton"), torch.autocast(DEVICE.type, dtype=bf16):
+        assert torch.equal(linear(x, weight, bias, residual=residual), bias.expand(3, 8))

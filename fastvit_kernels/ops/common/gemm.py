@@ -81,7 +81,9 @@ def matmul(
 
 
 def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias, contiguous: x (..., K), weight (N, K), bias (N,) or None, one dtype."""
+    """x weight^T + bias, contiguous: x (..., K), weight (N, K), one dtype; bias (N,) or None."""
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)  # the library's products have one dtype
     if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not _autocast_enabled():
         z = F.linear(x, weight, bias)  # one call, where `out=` forms take four
         return z if z.is_contiguous() else z.contiguous()
