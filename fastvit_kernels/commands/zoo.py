@@ -162,6 +162,23 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}
 
 
+def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
+    """A small model with DropPath for a row of the coverage table, None where there is none."""
+    if host == "timm":
+        rates = {} if name.startswith("swin") else {"drop_path_rate": 0.3}
+        try:
+            return timm_small(name, **rates)
+        except TypeError:  # a family without DropPath
+            return timm_small(name)
+    if host == "torchvision":
+        return torchvision_small() if name.startswith("vit_") else None
+    for key, (model_class, _, _) in HF_MODELS.items():
+        if model_class == name:
+            rates = {"drop_path_rate": 0.3} if key.startswith(("dinov2", "beit")) else {}
+            return hf_small(key, **rates)
+    return None
+
+
 def hf_meta() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """(model class name, builder at the default size) for transformers' image models."""
     import transformers

@@ -19,7 +19,10 @@ TESTS = {  # by file of the package
     "ops/attention/launch.py": ATTENTION,
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
-    "swap/hosts/fused.py": ("swap/test_swap.py",),
+    "swap/facts.py": ("swap/test_prove.py", "swap/test_swap_changes.py"),
+    "swap/hosts/branch.py": ("swap/test_swap.py", "swap/test_prove.py"),
+    "swap/hosts/fused.py": ("swap/test_swap.py", "swap/test_prove.py"),
+    "swap/prove.py": ("swap/test_prove.py",),
     "ops/layer_norm.py": ("ops/test_layer_norm.py",),
     "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/mlp.py": ("ops/test_mlp.py",),
@@ -488,24 +491,68 @@ PATCH_EMBED = [
     ),
 ]  # fmt: skip
 
+PROOF = ("swap/test_prove.py::test_a_proof_copes_with_weights_that_are_not_there_or_not_plain",)
+NOTICED = ("swap/test_prove.py::test_an_error_in_a_fused_forward_is_noticed",)
+HOLD = ("swap/test_prove.py::test_facts_hold_until_something_changes",)
 HOSTS = [
     Fault(
-        "swap-drop-path-keep", "swap/hosts/fused.py", "row_scale",
+        "swap-drop-path-keep", "swap/hosts/fused.py", "fused_row_scale",
         "DropPath without the factor 1 / keep",
-        "return scale.div_(keep) if", "return scale if",
-        only=("swap/test_swap.py::test_timm_randomness_is_the_hosts",),
+        "return scale.div_(keep) if", "return scale if", only=PROOF,
     ),
     Fault(
-        "swap-layer-scale", "swap/hosts/fused.py", "add_body",
+        "swap-layer-scale", "swap/hosts/branch.py", "add_body",
         "the branch's layer scale not handed on",
-        "body.branch(y, x, gamma, rows,", "body.branch(y, x, None, rows,",
-        only=("swap/test_swap.py::test_swap_gives_the_same_step",),
+        "body.fused_branch(y, x, gamma, rows,", "body.fused_branch(y, x, None, rows,", only=PROOF,
     ),
     Fault(
-        "swap-eps", "swap/hosts/fused.py", "and_input",
-        "eps of the host's norm ignored",
-        "self.bias, self.eps,", "self.bias, 1e-2,",
-        only=("swap/test_swap.py::test_swap_gives_the_same_step",),
+        "swap-eps", "swap/hosts/fused.py", "fused_and_input", "eps of the host's norm ignored",
+        "self.bias, self.eps,", "self.bias, 1e-2,", only=PROOF,
+    ),
+    Fault(
+        "prove-distance", "swap/prove.py", "_difference", "outputs are not compared",
+        "if not distance <= tolerance * max(scale, 1.0):", "if distance < 0:", only=NOTICED,
+    ),
+    Fault(
+        "prove-gradients", "swap/prove.py", "_run", "gradients are not compared",
+        "zip(leaves, gradients, strict=True)}", "zip([], [], strict=True)}", only=NOTICED,
+    ),
+    Fault(
+        "prove-numbers-drawn", "swap/prove.py", "_run", "the numbers drawn are not compared",
+        "= torch.default_generator.get_state()", "= torch.zeros(1)", only=NOTICED,
+    ),
+    Fault(
+        "prove-no-call", "swap/prove.py", "_compare", "a proof that tries no call is one",
+        "if not tried:", "if False:",
+        only=("swap/test_prove.py::test_a_module_that_cannot_be_tried_is_left_alone",),
+    ),
+    Fault(
+        "prove-generator", "swap/prove.py", "_undisturbed", "the user's generator is not restored",
+        "torch.default_generator.set_state(state)", "pass",
+        only=("swap/test_prove.py::test_a_proof_draws_nothing_and_calls_no_hook",),
+    ),
+    Fault(
+        "facts-settings", "swap/facts.py", "hold", "settings are not looked at again",
+        "values == self.values", "bool(values) == bool(self.values)", only=HOLD,
+    ),
+    Fault(
+        "facts-classes", "swap/facts.py", "hold", "classes of children are not looked at again",
+        "if list(map(type, modules)) != self.types:", "if not modules:", only=HOLD,
+    ),
+    Fault(
+        "facts-functions", "swap/facts.py", "hold", "functions of classes are not looked at again",
+        "and [get(cls) for cls, get in self.classes] == self.functions", "",
+        only=("swap/test_swap_changes.py::test_a_forward_of_torch_that_is_replaced",),
+    ),
+    Fault(
+        "facts-attention", "swap/facts.py", "hold", "registered functions are not looked at again",
+        "and [modules[p].fused_facts() for p in self.asking] == self.answers", "",
+        only=("swap/test_swap_changes.py::test_an_attention_function_that_is_registered_again",),
+    ),
+    Fault(
+        "swap-arguments", "swap/hosts/fused.py", "fused_given", "arguments are not looked at",
+        "if value is not defaults[name]:", "if False:",
+        only=("swap/test_swap.py::test_masks_and_causality_are_respected",),
     ),
 ]  # fmt: skip
 

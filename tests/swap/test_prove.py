@@ -62,10 +62,7 @@ ERRORS = {
         fused.DropPath, "fused_row_scale",
         lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
     ),
-    "drop_path_draws": (
-        fused.DropPath, "fused_row_scale",
-        lambda f: lambda self, x, dtype: (torch.rand(1), f(self, x, dtype))[1], "",
-    ),
+    "draws": (parts, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
     "layer_scale": (
         fused.LayerScale, "fused_scale", lambda f: lambda self: f(self).detach(), "",
@@ -103,6 +100,18 @@ def test_the_form_of_the_result_is_compared(monkeypatch, no_proofs):
     )
     report = swap_in(nn.MultiheadAttention(16, 2, batch_first=True))
     assert "a result of the form Tensor" in reasons(report)[""]
+
+
+def test_a_module_that_cannot_be_tried_is_left_alone(no_proofs):
+    class Picky(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("not on a copy")
+
+    module = block()
+    module.norm1 = Picky()
+    found = reasons(swap_in(module))
+    assert found[""] == "it could not be tried: not on a copy"
+    assert isinstance(module.mlp, Fused) and not isinstance(module, Fused)
 
 
 # What a proof leaves alone.

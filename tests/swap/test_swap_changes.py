@@ -177,7 +177,8 @@ def test_multihead_attention_after_a_change():
     ):  # fmt: skip
         host, other = swapped(attention())
         torch.testing.assert_close(call(other), call(host), rtol=1e-4, atol=1e-5)
-        change(host), change(other)
+        change(host)
+        change(other)
         torch.testing.assert_close(call(other), call(host), rtol=1e-4, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def _edit(root, draw):
     name = draw.choice(names)
     module = root.get_submodule(name)
     kind = draw.choice(KINDS.split())
-    undo = None
+    undo: Callable[[], None] | None = None
     if kind == "setting":
         own = sorted(
             k for k, v in vars(module).items()
