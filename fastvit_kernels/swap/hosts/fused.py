@@ -106,10 +106,13 @@ class Fused:
             if len(shape) in self.fused_axes:
                 yield (example(generator, *shape),), {}
 
-    @torch._dynamo.assume_constant_result  # looked at while tracing; guards follow what is read
     def fused_verdict(self) -> str | None:
         """Why the host's own forward runs, None where the fused one may."""
         return "a function of torch was replaced" if torch_is_patched() else verdict(self)
+
+    # Looked at while tracing; guards follow what is read. All that assume_constant_result does,
+    # which would import torch._dynamo for it, longer than our whole package takes.
+    fused_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
