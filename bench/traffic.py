@@ -90,7 +90,11 @@ class _Counting(TorchDispatchMode):
                 return LAUNCHERS[func._opname](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if func.namespace == "aten" and not (func.is_view or name.startswith(_MOVES_NOTHING)):
+        # `to` and `reshape` are views by their schema, and copy where they must
+        moves_nothing = name.startswith(_MOVES_NOTHING) or (
+            func.is_view and _is_view_of(result, args)
+        )
+        if func.namespace == "aten" and not moves_nothing:
             self.add(name, (args, kwargs, result))
         return result
 
@@ -98,6 +102,12 @@ class _Counting(TorchDispatchMode):
         moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
         if moved:
             self.count.calls.append(Call(name, moved))
+
+
+def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
+    places = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+    results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    return all(x.untyped_storage()._cdata in places for x in results)
 
 
 @contextmanager
