@@ -105,7 +105,7 @@ def _flash_attn(path: Path) -> Run:
     def run(B: int, T: int, H: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
         qkv = torch.empty(B, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
         with mock.patch.object(torch.Tensor, "is_cuda", True):
-            out = module.flash_attn_qkvpacked_func(qkv)
+            out = module.flash_attn_qkvpacked_func(qkv, None, False, None)
         return out, torch.empty_like(out)
 
     return run

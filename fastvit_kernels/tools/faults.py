@@ -85,7 +85,6 @@ ISSUED, LANDED = 1, 2  # copies under way; copies that have arrived and that no 
 
 def _reads_before_fence(ptx: Ptx) -> bool:
     """Whether a path leads from cp.async over its wait to wgmma without a fence of the proxies."""
-    successors = _successors(ptx)
     states = [0] * len(ptx.blocks)
     open_ = list(range(len(ptx.blocks)))
     while open_:
@@ -102,25 +101,11 @@ def _reads_before_fence(ptx: Ptx) -> bool:
                 state &= ~LANDED
             elif op.name.startswith("wgmma.mma_async") and state & LANDED:
                 return True
-        for following in successors[at]:
+        for following in ptx.successors[at]:
             if states[following] | state != states[following]:
                 states[following] |= state
                 open_.append(following)
     return False
-
-
-def _successors(ptx: Ptx) -> list[list[int]]:
-    found = []
-    for at, block in enumerate(ptx.blocks):
-        last = block.ops[-1] if block.ops else None
-        following = [at + 1] if at + 1 < len(ptx.blocks) else []
-        if last is not None and last.name.startswith("bra"):
-            target = [ptx.place[last.operands[0]]]
-            following = target + (following if last.guard else [])
-        elif last is not None and last.name in ("ret", "exit") and not last.guard:
-            following = []
-        found.append(following)
-    return found
 
 
 _MMA = re.compile(

@@ -110,10 +110,9 @@ def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
     inner: list[Region] = []
     taken: set[int] = set()
     addresses: set[int] = set()
-    for loop, (first, last) in sorted(
-        zip(found, ranges, strict=True), key=lambda pair: pair[1][1] - pair[1][0]
-    ):
-        blocks = tuple(b for b in range(first, last + 1) if b not in taken)
+    pairs = zip(found, ranges, strict=True)
+    for loop, natural in sorted(pairs, key=lambda pair: len(pair[1].blocks)):
+        blocks = tuple(sorted(natural.blocks - taken))
         taken |= set(blocks)
         addresses |= {one.address for one in loop.own}
         inner.append(Region(count(loop.own), blocks, True))

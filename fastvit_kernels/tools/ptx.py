@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from .flow import NaturalLoop, natural_loops
 from .sass import Counts
 
 MAX_STEPS = 2_000_000
@@ -95,15 +96,24 @@ class Ptx:
         return {block.label: i for i, block in enumerate(self.blocks) if block.label}
 
     @cached_property
-    def loops(self) -> list[tuple[int, int]]:
-        """(first, last) block of each loop, by back edges, in the order of their heads."""
-        ends: dict[int, int] = {}
-        for i, block in enumerate(self.blocks):
-            for op in block.ops:
-                target = self.place.get(op.operands[0]) if op.name.startswith("bra") else None
-                if target is not None and target <= i:
-                    ends[target] = max(i, ends.get(target, 0))
-        return sorted(ends.items())
+    def successors(self) -> list[list[int]]:
+        """The blocks that may follow each."""
+        found = []
+        for at, block in enumerate(self.blocks):
+            last = block.ops[-1] if block.ops else None
+            following = [at + 1] if at + 1 < len(self.blocks) else []
+            if last is not None and last.name.startswith("bra"):
+                following = following if last.guard else []
+                following = [self.place[last.operands[0]], *following]
+            elif last is not None and last.name in ("ret", "exit") and not last.guard:
+                following = []
+            found.append(following)
+        return found
+
+    @cached_property
+    def loops(self) -> list[NaturalLoop]:
+        """In the order of their heads."""
+        return natural_loops(self.successors)
 
     @cached_property
     def _deciding(self) -> list[list[Op]]:
@@ -145,6 +155,15 @@ class Ptx:
             for block in self.blocks
         ]
 
+    def _ends_a_loop(self, at: int, op: Op) -> bool:
+        """Whether this branch decides how often a loop runs; one that waits for a copy does not."""
+        target = self.place.get(op.operands[0]) if op.operands else None
+        waits = any("try_wait" in other.name for other in self.blocks[at].ops)
+        return not waits and any(
+            at in loop.blocks and (loop.head == target or target not in loop.blocks)
+            for loop in self.loops
+        )
+
     def executions(
         self, arguments: Sequence[int | None], program: Sequence[int], grid: Sequence[int],
         thread: int = 0,
@@ -176,8 +195,7 @@ class Ptx:
                 if op.guard:
                     value = registers.get(op.guard.lstrip("!"))
                     if value is None and op.name.startswith(("bra", "ret", "exit")):
-                        back = self.place.get(op.operands[0], 0) <= at if op.operands else False
-                        guessed, holds = guessed or back, False
+                        guessed, holds = guessed or self._ends_a_loop(at, op), False
                     else:
                         holds = value is not None and bool(value) != op.guard.startswith("!")
                 if op.name.startswith("bra"):

@@ -1,7 +1,6 @@
 """Reads SASS as nvdisasm prints it: instructions, loops, and what a warp does in each.
 
-A loop is the range of a back edge: from a branch's target up to the branch itself. Triton's loops
-are structured, so ranges nest and an inner loop's instructions belong to the inner loop alone.
+Loops are those of the control-flow graph; an inner loop's instructions are its own alone.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .flow import natural_loops
 
 
 class Instruction(NamedTuple):
@@ -29,7 +30,7 @@ class Loop:
     """A loop of the code and the instructions that are its own, those of inner loops left out."""
 
     first: int  # address of its head
-    last: int  # of the branch back
+    last: int  # of its last instruction
     own: tuple[Instruction, ...]
 
 
@@ -60,24 +61,45 @@ def _with_target(one: Instruction, places: dict[str, int]) -> Instruction:
     return one._replace(operands=hex(places[target[1]]))
 
 
-def loops(code: list[Instruction]) -> list[Loop]:
-    """The loops of a kernel, in the order of their heads, without the padding behind its end."""
-    ends: dict[int, int] = {}
+def _target(one: Instruction) -> int | None:
+    match = re.search(r"(0x[0-9a-f]+)$", one.operands) if one.kind == "BRA" else None
+    return None if match is None else int(match[1], 16)
+
+
+def _blocks(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
+    """Basic blocks, and the successors of each."""
+    starts = {one.address for one in code[:1]} | {_target(one) for one in code}
+    blocks: list[list[Instruction]] = []
+    ended = True
     for one in code:
-        target = re.search(r"(0x[0-9a-f]+)$", one.operands) if one.kind == "BRA" else None
-        if target is not None and int(target[1], 16) < one.address:
-            ends[int(target[1], 16)] = max(one.address, ends.get(int(target[1], 16), 0))
-    ranges = sorted(ends.items())
-    found = []
-    for first, last in ranges:
-        inner = [(a, b) for a, b in ranges if (a, b) != (first, last) and first <= a and b <= last]
-        own = (
-            one
-            for one in code
-            if first <= one.address <= last and not any(a <= one.address <= b for a, b in inner)
+        if ended or one.address in starts:
+            blocks.append([])
+        blocks[-1].append(one)
+        ended = one.kind in ("BRA", "EXIT", "RET")
+    place = {block[0].address: i for i, block in enumerate(blocks)}
+    successors = []
+    for i, block in enumerate(blocks):
+        last = block[-1]
+        target = _target(last)
+        leaves = (
+            last.kind in ("BRA", "EXIT", "RET") and last.guard == "" and "UP" not in last.operands
         )
-        found.append(Loop(first, last, tuple(own)))
-    return found
+        following = [] if leaves or i + 1 == len(blocks) else [i + 1]
+        successors.append(following + ([place[target]] if target in place else []))
+    return blocks, successors
+
+
+def loops(code: list[Instruction]) -> list[Loop]:
+    """The loops of a kernel, in the order of their heads."""
+    blocks, successors = _blocks(code)
+    found = natural_loops(successors)
+    result = []
+    for loop in found:
+        inner = {b for other in found if other.blocks < loop.blocks for b in other.blocks}
+        own = [one for b in sorted(loop.blocks - inner) for one in blocks[b]]
+        first = blocks[loop.head][0].address
+        result.append(Loop(first, max(blocks[b][-1].address for b in loop.blocks), tuple(own)))
+    return result
 
 
 _HGMMA = re.compile(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)")

@@ -3,6 +3,7 @@
 import pytest
 
 from fastvit_kernels.tools import ptx, sass
+from fastvit_kernels.tools.flow import natural_loops
 
 # Two nested loops, a padding loop behind the end, and what a warp does in the inner one.
 SASS = """
@@ -37,6 +38,42 @@ def test_sass_loops():
     outer, inner = sass.loops(code)
     assert (outer.first, outer.last) == (0x10, 0xD0) and (inner.first, inner.last) == (0x20, 0xC0)
     assert [one.kind for one in outer.own] == ["IADD3", "BRA"]
+
+
+# A wait stands behind the kernel's end: it jumps back into the loop, and is not another one.
+WAIT = """
+        /*0000*/                   S2R R0, SR_CTAID.X ;
+.L_x_0:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
+        /*0020*/              @!P3 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   FADD R4, R4, R4 ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+.L_x_2:
+        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
+        /*0070*/              @!P3 BRA `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+"""
+
+
+def test_sass_loops_are_those_of_the_graph():
+    outer, spin = sass.loops(sass.instructions(WAIT))
+    assert outer.first == 0x10 and len(outer.own) == 5  # with the jump back at 0x80
+    assert spin.first == 0x60 and len(spin.own) == 2
+
+
+@pytest.mark.parametrize(
+    ("successors", "loops"),
+    [
+        ([[1], [2], [1, 3], []], [(1, {1, 2})]),
+        ([[1], [1, 2], []], [(1, {1})]),
+        ([[1], [2], [2, 3], [1, 4], []], [(1, {1, 2, 3}), (2, {2})]),
+        ([[1, 2], [2], [1, 3], []], []),  # entered in two places: neither dominates
+    ],
+)
+def test_natural_loops(successors, loops):
+    assert natural_loops(successors) == [(head, frozenset(body)) for head, body in loops]
 
 
 def test_sass_counts():
@@ -90,17 +127,26 @@ $L__BB0_3:
 def test_ptx_trip_counts(n, trips):
     kernel = ptx.Ptx(PTX)
     assert kernel.num_warps == 4 and len(kernel.loops) == 1
-    ((first, last),) = kernel.loops
+    ((first, blocks),) = kernel.loops
     run = kernel.executions([None, n], (0,), (4,))
-    assert first == last and run.blocks[first] == trips and not run.guessed
+    assert blocks == {first} and run.blocks[first] == trips and not run.guessed
     assert run.copied == 16 * min(trips, 2)  # masked copies move nothing
     assert kernel.executions([None, n], (3,), (4,)).blocks[first] == 0
     assert kernel.executions([None, None], (0,), (4,)).guessed
 
 
+def test_ptx_waits_are_no_loops_of_unknown_length():
+    compare, loaded = "setp.lt.s32 \t%p2, %r5, %r4;", "ld.shared.b32 %r4, [%r9]; "
+    assert compare in PTX
+    unknown = ptx.Ptx(PTX.replace(compare, loaded + compare))
+    assert unknown.executions([None, 577], (0,), (4,)).guessed
+    wait = "mbarrier.try_wait.parity.shared.b64 %p2, [%r5], %r4;"
+    assert not ptx.Ptx(PTX.replace(compare, wait)).executions([None, 577], (0,), (4,)).guessed
+
+
 def test_ptx_counts():
     kernel = ptx.Ptx(PTX)
-    ((loop, _),) = kernel.loops
+    (loop,) = [natural.head for natural in kernel.loops]
     counts = ptx.count(kernel.blocks[loop].ops)
     assert counts.products == (("HGMMA", 64, 64, 16, 1),)
     assert counts.operand_bytes == (64 + 64) * 32 // 4
