@@ -256,7 +256,8 @@ def test_facts_hold_until_something_changes():
         assert known.hold(module)
     for name, value in (
         ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("attn.fused_attn", False),
-        ("attn.proj", nn.Identity()), ("mlp.act", nn.Tanh()), ("ls1", None), ("note", 1),
+        ("attn.proj", nn.Identity()), ("attn.norm", nn.Tanh()), ("mlp.act", nn.Tanh()),
+        ("ls1", None), ("note", 1),
         ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.5),
         ("norm2.normalized_shape", (3,)),
     ):  # fmt: skip
@@ -265,6 +266,15 @@ def test_facts_hold_until_something_changes():
         owner, _, attribute = name.rpartition(".")
         setattr(other.get_submodule(owner), attribute, value)
         assert not known.hold(other), name
+
+
+def test_facts_that_are_no_settings():
+    layer = next(m for m in hf_small("vit")[0].modules() if type(m).__name__ == "ViTLayer")
+    swap_in(layer)
+    known = facts.Facts(layer)
+    assert known.hold(layer)
+    layer.attention.config._attn_implementation = "eager"
+    assert not known.hold(layer)
 
 
 def test_facts_are_asked_at_every_call(monkeypatch):

@@ -143,8 +143,10 @@ def _edit(root, draw):
         before = cls.forward
         cls.forward = lambda self, *a, **k: _scaled(None, None, before(self, *a, **k))
 
-        def undo():
+        def restore():
             cls.forward = before
+
+        undo = restore
     elif kind == "mode":
         module.train(not module.training)
     elif kind == "frozen":
