@@ -38,4 +38,10 @@ else:
         triton = tl = _Absent()
         HAS_TRITON = False
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+
+def constant(value: object) -> Any:
+    """A constant that kernels may read as a global."""
+    return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
+
+
+__all__ = ["HAS_TRITON", "constant", "tl", "triton"]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,17 +32,24 @@ from fastvit_kernels.verify.cases import config_cases
 PACKAGE = Path(fk.__file__).parent
 
 
+Steps = tuple[int | str, ...]  # elements of nested tuples, by position or name
+
+
 class Kernels:
     """The @triton.jit functions of some sources, and what kind of value their expressions are."""
 
     def __init__(self, sources: list[str]):
         self.functions: dict[str, list[ast.FunctionDef]] = {}
-        for source in sources:
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.FunctionDef) and any(
-                    ast.unparse(d).startswith("triton.jit") for d in node.decorator_list
-                ):
-                    self.functions.setdefault(node.name, []).append(node)
+        self.tuples: dict[str, list[str]] = {}  # fields of the named tuples that kernels make
+        for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(d).startswith("triton.jit") for d in node.decorator_list
+            ):
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
+                self.tuples[node.name] = [
+                    ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign)
+                ]
 
     def transposes(self) -> Iterator[tuple[str, str, set[str]]]:
         """(function, expression, kinds) of each operand of a transposition."""
@@ -51,47 +58,65 @@ class Kernels:
                 for node in ast.walk(function):
                     operand = _transposed(node)
                     if operand is not None:
-                        kinds = self.kinds(operand, function, frozenset())
+                        kinds = self.kinds(operand, function, (), set())
                         yield name, ast.unparse(node), kinds
 
-    def kinds(self, node: ast.expr, function: ast.FunctionDef, seen: frozenset) -> set[str]:
-        """What an expression may be: "loaded", "pointer", "constant" or "computed"."""
-        step = (function.name, ast.dump(node))
+    def kinds(self, node: ast.expr, function, path: Steps, seen: set) -> set[str]:
+        """What an expression, or its element at `path`, may be.
+
+        "loaded", "pointer", "constant" or "computed".
+        """
+        step = (function.name, ast.dump(node), path)
         if step in seen:
             return set()
-        seen |= {step}
+        seen.add(step)  # what it may be is in the answer already
         if _is_pointer(node):
             return {"pointer"}
         if isinstance(node, ast.IfExp):
-            return self.kinds(node.body, function, seen) | self.kinds(node.orelse, function, seen)
+            return self._all([node.body, node.orelse], function, path, seen)
         if isinstance(node, ast.Name):
-            return self._of_name(node.id, function, seen) or {"computed"}
+            return self._of_name(node.id, function, path, seen)
         if (operand := _transposed(node)) is not None:
-            return self.kinds(operand, function, seen)
+            return self.kinds(operand, function, path, seen)
+        if isinstance(node, ast.Subscript):
+            index = node.slice.value if isinstance(node.slice, ast.Constant) else 0
+            # what is taken by a variable stands in a tuple of equals: the first is as good as any
+            return self.kinds(node.value, function, (index, *path), seen)
+        if isinstance(node, ast.Attribute):
+            return self.kinds(node.value, function, (node.attr, *path), seen)
+        if isinstance(node, ast.Tuple):
+            if path and isinstance(path[0], int):
+                one = node.elts[path[0] : path[0] + 1]  # none, where another return has more
+                return self._all(one, function, path[1:], seen)
+            return self._all(node.elts, function, path, seen)
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called == "tl.load" or called.endswith(".load"):
-                return {"loaded"}
-            if called in ("tl.zeros", "tl.full"):
-                return {"constant"}
-            if called in self.functions:
-                return self._returned(called, None, seen)
+            return self._of_call(node, function, path, seen)
         return {"computed"}
 
-    def _returned(self, name: str, index: int | None, seen: frozenset) -> set[str]:
-        kinds: set[str] = set()
-        for function in self.functions[name]:
-            for node in ast.walk(function):
-                if isinstance(node, ast.Return) and node.value is not None:
-                    value = node.value
-                    if index is not None:
-                        if not isinstance(value, ast.Tuple):
-                            return {"computed"}
-                        value = value.elts[index]
-                    kinds |= self.kinds(value, function, seen)
-        return kinds
+    def _all(self, nodes, function, path: Steps, seen: set) -> set[str]:
+        return {kind for node in nodes for kind in self.kinds(node, function, path, seen)}
 
-    def _of_name(self, name: str, function: ast.FunctionDef, seen: frozenset) -> set[str]:
+    def _of_call(self, node: ast.Call, function, path: Steps, seen: set) -> set[str]:
+        called = ast.unparse(node.func)
+        if called == "tl.load" or called.endswith(".load"):
+            return {"loaded"}
+        if called in ("tl.zeros", "tl.full"):
+            return {"constant"}
+        if called in self.tuples and path and path[0] in self.tuples[called]:
+            position = self.tuples[called].index(str(path[0]))
+            return self.kinds(node.args[position], function, path[1:], seen)
+        if called in self.functions:
+            returned = (
+                (n.value, definition)
+                for definition in self.functions[called]
+                for n in ast.walk(definition)
+                if isinstance(n, ast.Return) and n.value is not None
+            )
+            return {kind for v, d in returned for kind in self.kinds(v, d, path, seen)}
+        return {"computed"}
+
+    def _of_name(self, name: str, function, path: Steps, seen: set) -> set[str]:
+        values = []  # (expression, the function it stands in, path)
         kinds: set[str] = set()
         for node in ast.walk(function):
             if isinstance(node, ast.AugAssign | ast.For):
@@ -100,36 +125,27 @@ class Kernels:
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Name) and target.id == name:
-                        kinds |= self.kinds(node.value, function, seen)
+                        values.append((node.value, function, path))
                     elif isinstance(target, ast.Tuple):
                         for i, element in enumerate(target.elts):
                             if isinstance(element, ast.Name) and element.id == name:
-                                kinds |= self._element(node.value, i, function, seen)
+                                values.append((node.value, function, (i, *path)))
         parameters = [a.arg for a in function.args.args]
         if name in parameters:
-            kinds |= self._passed(function.name, parameters.index(name), name, seen)
-        return kinds
+            passed = self._passed(function.name, parameters.index(name), name)
+            values += [(value, caller, path) for value, caller in passed]
+        if not values:
+            kinds.add("computed")
+        return kinds.union(*(self.kinds(v, f, p, seen) for v, f, p in values))
 
-    def _element(self, value, i: int, function: ast.FunctionDef, seen: frozenset) -> set[str]:
-        if isinstance(value, ast.Tuple):
-            return self.kinds(value.elts[i], function, seen)
-        if isinstance(value, ast.Call) and ast.unparse(value.func) in self.functions:
-            return self._returned(ast.unparse(value.func), i, seen)
-        return {"computed"}
-
-    def _passed(self, name: str, position: int, keyword: str, seen: frozenset) -> set[str]:
-        kinds: set[str] = set()
-        for definitions in self.functions.values():
-            for caller in definitions:
-                for node in ast.walk(caller):
-                    if not isinstance(node, ast.Call) or ast.unparse(node.func) != name:
-                        continue
+    def _passed(self, name: str, position: int, keyword: str) -> Iterator[tuple[ast.expr, Any]]:
+        """What calls of a function pass as one parameter, and the function each call stands in."""
+        for caller in (d for definitions in self.functions.values() for d in definitions):
+            for node in ast.walk(caller):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
                     by_name = [k.value for k in node.keywords if k.arg == keyword]
-                    given = by_name or node.args[position : position + 1]
-                    for value in given:
-                        starred = isinstance(value, ast.Starred)
-                        kinds |= {"computed"} if starred else self.kinds(value, caller, seen)
-        return kinds
+                    for value in by_name or node.args[position : position + 1]:
+                        yield value, caller
 
 
 def _transposed(node: ast.AST) -> ast.expr | None:
@@ -155,10 +171,19 @@ def _is_pointer(node: ast.expr) -> bool:
 SPLIT_FOR_AN_EPILOGUE = {"column_halves"}
 
 PLANTED = """
+class Pair(NamedTuple):
+    loaded: Any
+    sum: Any
+
 @triton.jit
 def _load(x_ptr, FLAG):
     x = tl.load(x_ptr)
     return x, x
+
+@triton.jit
+def _pair(x_ptr):
+    x = tl.load(x_ptr)
+    return Pair(x, tl.sum(x, axis=1))
 
 @triton.jit
 def _use(x, y):
@@ -167,6 +192,7 @@ def _use(x, y):
 @triton.jit
 def _kernel(x_ptr, y_ptrs):
     x, x2 = _load(x_ptr, True)
+    both, pair, pairs = _load(x_ptr, True), _pair(x_ptr), (_pair(x_ptr),)
     y = tl.load(y_ptrs)
     p = _use(x2, y)
     {statement}
@@ -179,6 +205,14 @@ def _kernel(x_ptr, y_ptrs):
         ("_use(y, x)", False),
         ("z = tl.dot(tl.trans(x2), y)", False),
         ("tl.store(tl.trans(y_ptrs + 1), p)", False),
+        ("_use(both[1], y)", False),
+        ("_use(pair.loaded, y)", False),
+        ("_use(pairs[0].loaded, y)", False),
+        ("_use(pairs[i].loaded, y)", False),
+        ("_use((p, x)[1], y)", False),
+        ("_use((p, x)[0], y)", True),
+        ("_use(pair.sum, y)", True),
+        ("_use(pairs[i].sum, y)", True),
         ("_use(p, y)", True),
         ("_use(y=y, x=p.to(y.dtype))", True),
         ("z = tl.dot(tl.trans(p.to(y.dtype)), y)", True),

@@ -41,7 +41,7 @@ def test_sdpa_lengths(lengths, dtype):
     _check(_heads(2, 2, T_q, T_kv, 32, dtype))
 
 
-@pytest.mark.parametrize("lengths", [(40, 40), (20, 50), (50, 20), (130, 130)], ids=str)
+@pytest.mark.parametrize("lengths", [(40, 40), (20, 50), (50, 20), (130, 130), (40, 300)], ids=str)
 def test_sdpa_causal(lengths):
     T_q, T_kv = lengths
     _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
@@ -49,7 +49,7 @@ def test_sdpa_causal(lengths):
 
 @pytest.mark.parametrize("T", [150, 300], ids=["two_parts", "split"])
 def test_sdpa_causal_long(T):
-    _check(_heads(1, 1, T, T, 64, torch.float16), is_causal=True)
+    _check(_heads(1, 2 if T < 256 else 1, T, T, 64, torch.float16), is_causal=True)
 
 
 def test_sdpa_causal_in_three_parts():
@@ -78,6 +78,42 @@ def test_sdpa_fully_masked_rows_give_zeros():
     inputs = _heads(1, 2, 10, 40, 32)
     _check(inputs, attn_mask=mask)
     assert scaled_dot_product_attention(**inputs, attn_mask=mask)[:, :, 3].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_sdpa_additive_mask_of_the_least_number(dtype):
+    """As many models hide keys. A query that sees no key by it gives the mean of v, as in torch.
+
+    Its gradient is that of the formula: torch's fused CPU backward takes 1 for each probability.
+    """
+
+    def reference(query, key, value):
+        scores = query @ key.mT * 32**-0.5 + mask.to(query.dtype)
+        return scores.softmax(-1) @ value
+
+    mask = torch.zeros(10, 40, device=DEVICE, dtype=dtype)
+    mask[:, 30:] = torch.finfo(dtype).min
+    mask[3] = torch.finfo(dtype).min
+    mask[5] = torch.finfo(dtype).min
+    mask[5, :8] = float("-inf")  # these stay unseen
+    inputs = _heads(1, 2, 10, 40, 32, dtype)
+    with backend("triton"):
+        assert_accurate(partial(scaled_dot_product_attention, attn_mask=mask), reference, inputs)
+    if dtype is not torch.float16:  # fp16's least number leaves differences of the scores
+        out = scaled_dot_product_attention(**inputs, attn_mask=mask)
+        for row, first in ((3, 0), (5, 8)):
+            mean = inputs["value"][:, :, first:].float().mean(2)
+            torch.testing.assert_close(out[:, :, row].float(), mean, atol=4e-3, rtol=0)
+
+
+def test_sdpa_mask_with_a_large_stride_over_keys():
+    """Offsets between keys pass 2^31 elements; the pages between are never touched."""
+    T_q, T_kv, stride = 3, 40, 2**26
+    mask = torch.zeros(T_kv * stride, dtype=torch.bool, device=DEVICE)
+    mask = mask.as_strided((T_q, T_kv), (1, stride))
+    mask[:, ::2] = True
+    mask[1, 35:] = True
+    _check(_heads(1, 1, T_q, T_kv, 32), attn_mask=mask)
 
 
 def test_sdpa_additive_mask_with_infinities():

@@ -298,12 +298,12 @@ FORWARD = [
     Fault(
         "attention-rescale", "ops/attention/forward.py", "_attend",
         "the accumulator not rescaled to the new maximum",
-        "acc0 *= rescale[:, None]", "acc0 *= 1.0",
+        "acc = scaled_head(acc, rescale[:, None], FORM)", "acc = acc",
     ),
     Fault(
         "attention-scale", "ops/attention/forward.py", "_attend",
         "softmax to the base 2 instead of e",
-        "scale * 1.4426950408889634", "scale",
+        "scores.scale * LOG2_E", "scores.scale",
     ),
     Fault(
         "attention-rounded-sum", "ops/attention/forward.py", "_attend",
@@ -311,18 +311,18 @@ FORWARD = [
         "new_sum = tl.sum(p, axis=1)", "new_sum = tl.sum(p.to(tl.bfloat16).to(tl.float32), axis=1)",
     ),
     Fault(
-        "attention-lse-base", "ops/attention/forward.py", "_fwd_query_tile",
+        "attention-lse-base", "ops/attention/tiles.py", "save_lse",
         "lse saved with a natural logarithm beside a maximum to the base 2",
         "row_max + tl.log2(row_sum)", "row_max + tl.log(row_sum)",
     ),
     Fault(
-        "attention-keep-scale", "ops/attention/forward.py", "_fwd_query_tile",
+        "attention-keep-scale", "ops/attention/forward.py", "_fwd_head",
         "dropout without the factor 1 / keep",
-        "factor *= keep_scale", "factor *= 1.0",
+        "factor *= scores.dropout.keep_scale", "factor *= 1.0",
         only=("ops/test_attention.py::test_attention_dropout",),
     ),
     Fault(
-        "attention-no-key-lse", "ops/attention/forward.py", "_fwd_query_tile",
+        "attention-no-key-lse", "ops/attention/tiles.py", "save_lse",
         "lse of a query that sees no key left at -inf",
         'lse = tl.where(row_sum == 0.0, float("inf"), lse)', "lse = lse",
         only=("ops/test_sdpa.py",),
@@ -330,10 +330,10 @@ FORWARD = [
     Fault(
         "attention-head", "ops/attention/forward.py", "_fwd_head",
         "every head reads the values of the first",
-        "v_ptr = head_ptr(v_ptr, b, h,", "v_ptr = head_ptr(v_ptr, b, 0,",
+        "head_rows(v, b, h)", "head_rows(v, b, 0)",
     ),
     Fault(
-        "attention-causal-end", "ops/attention/forward.py", "_fwd_query_tile",
+        "attention-causal-end", "ops/attention/forward.py", "_fwd_head",
         "causal: the tile of keys on the diagonal skipped",
         "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
         only=("ops/test_sdpa.py",),
@@ -344,8 +344,8 @@ TILES = [
     Fault(
         "tiles-key-tail", "ops/attention/tiles.py", "mask_scores",
         "off by one: the key past the last is seen",
-        's = tl.where(kv_index < T_kv, s, float("-inf"))',
-        's = tl.where(kv_index <= T_kv, s, float("-inf"))',
+        's = tl.where(kv_index < scores.T_kv, s, float("-inf"))',
+        's = tl.where(kv_index <= scores.T_kv, s, float("-inf"))',
     ),
     Fault(
         "tiles-causal", "ops/attention/tiles.py", "mask_scores",
@@ -356,7 +356,19 @@ TILES = [
     Fault(
         "tiles-additive-mask", "ops/attention/tiles.py", "mask_scores",
         "the additive mask multiplied by scale",
-        ".to(tl.float32) / scale", ".to(tl.float32)",
+        "bias / scores.scale", "bias",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "tiles-least-mask", "ops/attention/tiles.py", "mask_scores",
+        "an additive mask of finfo.min becomes -inf",
+        "tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)", "bias / scores.scale",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "tiles-hidden-lse", "ops/attention/tiles.py", "save_lse",
+        "where finfo.min hides all keys, their number lost beside the maximum",
+        "-ALL_HIDDEN * row_sum, lse)", "lse, lse)",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
@@ -367,7 +379,7 @@ TILES = [
     Fault(
         "tiles-second-columns", "ops/attention/tiles.py", "product_over_d",
         "of a head in two column parts the second alone",
-        "tl.dot(a1, tl.trans(b1), x,", "tl.dot(a1, tl.trans(b1),",
+        "tl.dot(a[1], tl.trans(b[1]), x,", "tl.dot(a[1], tl.trans(b[1]),",
     ),
     Fault(
         "tiles-delta", "ops/attention/tiles.py", "softmax_grad",
@@ -377,14 +389,13 @@ TILES = [
     Fault(
         "tiles-dropout-redrawn", "ops/attention/tiles.py", "softmax_grad",
         "backward redraws the dropout mask transposed",
-        "dropout_keep(seed_ptr, head, q_index, kv_index,",
-        "dropout_keep(seed_ptr, head, kv_index, q_index,",
+        "dropout_keep(scores, q_index, kv_index)", "dropout_keep(scores, kv_index, q_index)",
         only=("ops/test_attention.py::test_attention_dropout",),
     ),
     Fault(
         "tiles-dropout-heads", "ops/attention/tiles.py", "dropout_keep",
         "one dropout mask for all heads",
-        "head.to(tl.int32) + zero", "zero",
+        "scores.head.to(tl.int32) + zero", "zero",
         only=("ops/test_attention.py::test_attention_dropout",),
     ),
 ]  # fmt: skip
@@ -393,17 +404,17 @@ BACKWARD = [
     Fault(
         "one-pass-dk-scale", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
         "scale forgotten in dk",
-        "(dk_t * scale)", "(dk_t * 1.0)",
+        "(dk_t * scores.scale)", "(dk_t * 1.0)",
     ),
     Fault(
         "one-pass-dq-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
-        "scale forgotten in the second part of dq",
-        "dq1 * scale", "dq1",
+        "scale forgotten in dq",
+        "dq[i] * scores.scale", "dq[i]",
     ),
     Fault(
-        "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
+        "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
         "the third part of the queries takes the positions of the second",
-        "k, v, PART0 + PART1, kv_index", "k, v, PART0, kv_index",
+        "lse_ptr, PART0 + PART1, T_q", "lse_ptr, PART0, T_q",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
@@ -412,15 +423,20 @@ BACKWARD = [
         "dq = tl.dot(ds, k, dq,", "dq = tl.dot(ds, k,",
     ),
     Fault(
+        "one-pass-parts", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
+        "dv of the last part of the queries alone",
+        "tl.fma(dv_t, 1.0, dv_i)", "dv_i",
+    ),
+    Fault(
         "one-pass-store-mask", "ops/attention/backward_one_pass.py", "_one_pass_key_tile",
         "dk and dv stored past the last key",
-        "< D) & (kv_index < T_kv)", "< D) & (kv_index >= 0)",
+        "< FORM.D) & (kv_index < T_kv)", "< FORM.D) & (kv_index >= 0)",
         only=("ops/test_fuzz.py::test_fuzz[attention-0]",),
     ),
     Fault(
         "dq-causal-end", "ops/attention/backward_split.py", "_dq_query_tile",
         "causal: the tile of keys on the diagonal skipped in dq",
-        "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
+        "tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK)", "tl.cdiv(start_q, WALK.BLOCK)",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
@@ -432,24 +448,35 @@ BACKWARD = [
     Fault(
         "dkdv-delta-head", "ops/attention/backward_split.py", "_attention_bwd_dkdv_kernel",
         "every sample reads delta of the first",
-        "delta_ptr += head * T_q", "delta_ptr += h * T_q",
+        "row_ptr(delta_ptr, head, T_q)", "row_ptr(delta_ptr, h, T_q)",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "dkdv-mask-head", "ops/attention/backward_split.py", "_attention_bwd_dkdv_kernel",
+        "tiles-mask-head", "ops/attention/tiles.py", "head_scores",
         "every head reads the mask of the first",
-        "h * stride_mask_h", "0 * stride_mask_h",
+        "h * mask.stride_h", "0 * mask.stride_h",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
         "dkdv-dk-of-p", "ops/attention/backward_split.py", "_dkdv_step",
         "p instead of ds in the gradient of k",
-        "accumulate(dk0, dk1, ds_t", "accumulate(dk0, dk1, p_t",
+        "accumulate(dk, ds_t", "accumulate(dk, p_t",
     ),
     Fault(
         "attention-last-axis", "ops/attention/launch.py", "_is_readable",
         "a last axis that is not contiguous taken to be",
         "strides[-1] == 1 and", "",
+    ),
+    Fault(
+        "attention-empty-loop", "ops/attention/launch.py", "_split_launch",
+        "a tile larger than the tokens, so that no full one is there",
+        "_block(T_loop, config.loop)", "config.loop",
+        only=("ops/test_attention_configs.py::test_no_loop_is_empty",),
+    ),
+    Fault(
+        "attention-saved-rows", "ops/attention/launch.py", "_padded_rows",
+        "rows of lse taken to be padded whatever unpacked them",
+        "lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end", "True",
     ),
 ]  # fmt: skip
 

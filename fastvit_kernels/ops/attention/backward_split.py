@@ -1,4 +1,4 @@
-"""Flash attention, backward in two kernels: dq by query tiles, then dk and dv by key tiles.
+"""Flash attention, backward in two kernels: dq by query tiles, then dk and dv by key TILES.
 
     delta = rowsum(out * dout)                       one number a query, written by the dq kernel
     dp = dout v^T,  ds = p * (dp - delta)            p rebuilt as exp2(s - lse), never stored
@@ -10,93 +10,96 @@ a computed one (a miscompile reported on Hopper). Source: arXiv:2307.08691.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ...runtime.triton import tl, triton
 from .tiles import (
+    Dropout,
+    Form,
+    Heads,
+    Mask,
+    Scores,
     accumulate,
     full_tiles,
-    head_ptr,
+    head_rows,
+    head_scores,
     load_head,
+    packed_rows,
+    padded,
     product_over_d,
+    row_ptr,
+    scaled_head,
     softmax_grad,
     store_head,
     zeros_head,
 )
 
 
+class Walk(NamedTuple):
+    """Tile sizes of the tokens that a program loops over: full tiles, then one tail."""
+
+    BLOCK: Any
+    TAIL: Any
+
+
 @triton.jit
-def _row_dot(a0, a1, b0, b1, BLOCK_D1: tl.constexpr):
+def _row_dot(a, b, FORM: tl.constexpr):
     """sum_d a b of two tiles of a head, fp32."""
-    x = tl.sum(a0.to(tl.float32) * b0.to(tl.float32), axis=1)
-    if BLOCK_D1 > 0:
-        x += tl.sum(a1.to(tl.float32) * b1.to(tl.float32), axis=1)
+    x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), axis=1)
+    if FORM.BLOCK_D1 > 0:
+        x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), axis=1)
     return x
 
 
 @triton.jit
 def _dq_step(
-    dq0, dq1, q0, q1, do0, do1, lse, delta, k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv,
-    q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-    scale, threshold, keep_scale,
+    dq, q, do, lse, delta, k_rows, v_rows, start_kv, q_index, scores, FORM: tl.constexpr,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq / scale += ds k for the keys at start_kv."""
-    k0, k1 = load_head(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    v0, v1 = load_head(v_ptr, stride_v_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    s = product_over_d(q0, q1, k0, k1, BLOCK_D1, PRECISION)
-    dp = product_over_d(do0, do1, v0, v1, BLOCK_D1, PRECISION)
+    k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    s = product_over_d(q, k, FORM)
+    dp = product_over_d(do, v, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     _, ds = softmax_grad(
-        s, dp, lse[:, None], delta[:, None], q_index, kv_index, T_q, T_kv,
-        mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-        CHECK_KV, MASK, IS_CAUSAL, HAS_DROPOUT,
-    )  # fmt: skip
-    return accumulate(dq0, dq1, ds.to(k0.dtype), k0, k1, BLOCK_D1, PRECISION)
+        s, dp, lse[:, None], delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
+    )
+    return accumulate(dq, ds.to(k[0].dtype), k, FORM)
 
 
 @triton.jit
 def _dq_query_tile(
-    dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
-    start_q, head, H, T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t, stride_k_t, stride_v_t,
-    stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-    BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
+    scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
 ):  # fmt: skip
+    T_q, T_kv = scores.T_q, scores.T_kv
     offs_q = start_q + tl.arange(0, BLOCK_Q)
     q_index = offs_q[:, None]
-    q0, q1 = load_head(q_ptr, stride_q_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
-    do0, do1 = load_head(do_ptr, stride_do_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
-    out0, out1 = load_head(out_ptr, H * D, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
-    delta = _row_dot(out0, out1, do0, do1, BLOCK_D1)
-    tl.store(delta_ptr + offs_q, delta, mask=offs_q < T_q)
-    lse = tl.load(lse_ptr + offs_q, mask=offs_q < T_q, other=float("inf"))
-    dq0, dq1 = zeros_head(BLOCK_Q, BLOCK_D0, BLOCK_D1)
+    q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
+    do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
+    out = load_head(out_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
+    delta = _row_dot(out, do, FORM)
+    tl.store(delta_ptr + offs_q, delta, mask=offs_q < padded(T_q))
+    lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
+    dq = zeros_head(FORM, BLOCK_Q)
 
-    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
-    full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
+    full_kv = full_tiles(T_kv, WALK.BLOCK, WALK.TAIL) * WALK.BLOCK
     end_kv = full_kv
-    if IS_CAUSAL:
-        end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-    for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
-        dq0, dq1 = _dq_step(
-            dq0, dq1, q0, q1, do0, do1, lse, delta, k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv,
-            q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-            scale, threshold, keep_scale, BLOCK_KV, CHECK_KV,
-            D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+    if FORM.IS_CAUSAL:
+        end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK) * WALK.BLOCK)
+    tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
+    for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=True):
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_rows, v_rows, start_kv, q_index, scores, FORM,
+            WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
         )  # fmt: skip
-    if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
-        dq0, dq1 = _dq_step(
-            dq0, dq1, q0, q1, do0, do1, lse, delta, k_ptr, v_ptr, stride_k_t, stride_v_t, full_kv,
-            q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-            scale, threshold, keep_scale, TAIL_KV, True,
-            D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    dq0 *= scale
-    if BLOCK_D1 > 0:
-        dq1 *= scale
-    store_head(dq_ptr, dq0, dq1, stride_dq_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1)
+    if WALK.TAIL > 0 and WALK.TAIL < WALK.BLOCK:
+        dq = _dq_step(
+            dq, q, do, lse, delta, k_rows, v_rows, full_kv, q_index, scores, FORM, WALK.TAIL, True
+        )
+    dq = scaled_head(dq, scores.scale, FORM)
+    store_head(dq_rows, dq, start_q, T_q, FORM, BLOCK_Q)
 
 
 @triton.jit
@@ -108,7 +111,7 @@ def _attention_bwd_dq_kernel(
     stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -116,107 +119,88 @@ def _attention_bwd_dq_kernel(
     pid_q = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
     b, h = head // H, head % H
-    dq_ptr += b * T_q * stride_dq_t + h * D
-    delta_ptr += head * T_q
-    lse_ptr += head * T_q
-    out_ptr += (b * T_q * H + h) * D
-    do_ptr = head_ptr(do_ptr, b, h, stride_do_b, stride_do_h)
-    q_ptr = head_ptr(q_ptr, b, h, stride_q_b, stride_q_h)
-    k_ptr = head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
-    v_ptr = head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    mask, dropout = (), ()
     if MASK != "none":
-        mask_ptr += b * stride_mask_b + h * stride_mask_h
+        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+    if HAS_DROPOUT:
+        dropout = Dropout(seed_ptr, threshold, keep_scale)
+    scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)
+    dq_rows = packed_rows(dq_ptr, stride_dq_t, b, h, T_q, D)
+    out_rows = packed_rows(out_ptr, H * D, b, h, T_q, D)
+    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
+    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
+    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
+    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
+    delta_ptr = row_ptr(delta_ptr, head, T_q)
+    lse_ptr = row_ptr(lse_ptr, head, T_q)
+    WALK: tl.constexpr = Walk(BLOCK_KV, TAIL_KV)
     start_q = pid_q * BLOCK_Q
-    if pid_q < full_tiles(T_q, BLOCK_Q, TAIL_Q):
-        _dq_query_tile(
-            dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
-            start_q, head, H, T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t, stride_k_t,
-            stride_v_t, stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-            BLOCK_Q, TAIL_Q == BLOCK_Q, BLOCK_KV, TAIL_KV, D, BLOCK_D0, BLOCK_D1, PRECISION,
-            MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    else:
-        if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
-            _dq_query_tile(
-                dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr,
-                seed_ptr, start_q, head, H, T_q, T_kv, stride_dq_t, stride_do_t, stride_q_t,
-                stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-                TAIL_Q, True, BLOCK_KV, TAIL_KV, D, BLOCK_D0, BLOCK_D1, PRECISION,
-                MASK, IS_CAUSAL, HAS_DROPOUT,
-            )  # fmt: skip
+    _dq_query_tile(
+        dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
+        scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
+    )  # fmt: skip
 
 
 @triton.jit
 def _dkdv_step(
-    dk0, dk1, dv0, dv1, k0, k1, v0, v1, do_ptr, q_ptr, lse_ptr, delta_ptr, stride_do_t, stride_q_t,
-    start_q, kv_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-    scale, threshold, keep_scale,
-    BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, kv_index, scores,
+    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
 ):  # fmt: skip
     """dv += p^T dout and dk / scale += ds^T q for the queries at start_q, all of it (kv, q)."""
+    T_q = scores.T_q
     offs_q = start_q + tl.arange(0, BLOCK_Q)
-    q0, q1 = load_head(q_ptr, stride_q_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
-    do0, do1 = load_head(do_ptr, stride_do_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
+    q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
+    do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
     if CHECK_Q:  # lse +inf makes p of a query that is not there exactly 0
-        lse = tl.load(lse_ptr + offs_q, mask=offs_q < T_q, other=float("inf"))
-        delta = tl.load(delta_ptr + offs_q, mask=offs_q < T_q, other=0.0)
+        lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
+        delta = tl.load(delta_ptr + offs_q, mask=offs_q < padded(T_q), other=0.0)
     else:
         lse = tl.load(lse_ptr + offs_q)
         delta = tl.load(delta_ptr + offs_q)
-    s_t = product_over_d(k0, k1, q0, q1, BLOCK_D1, PRECISION)
-    dp_t = product_over_d(v0, v1, do0, do1, BLOCK_D1, PRECISION)
+    s_t = product_over_d(k, q, FORM)
+    dp_t = product_over_d(v, do, FORM)
     # Keys that are not there fill rows of s_t that nobody stores: no check of kv_index is needed.
     p_t, ds_t = softmax_grad(
-        s_t, dp_t, lse[None, :], delta[None, :], offs_q[None, :], kv_index, T_q, T_kv,
-        mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-        False, MASK, IS_CAUSAL, HAS_DROPOUT,
-    )  # fmt: skip
-    dv0, dv1 = accumulate(dv0, dv1, p_t.to(do0.dtype), do0, do1, BLOCK_D1, PRECISION)
-    dk0, dk1 = accumulate(dk0, dk1, ds_t.to(q0.dtype), q0, q1, BLOCK_D1, PRECISION)
-    return dk0, dk1, dv0, dv1
+        s_t, dp_t, lse[None, :], delta[None, :], offs_q[None, :], kv_index, scores, FORM, False
+    )
+    dv = accumulate(dv, p_t.to(do[0].dtype), do, FORM)
+    dk = accumulate(dk, ds_t.to(q[0].dtype), q, FORM)
+    return dk, dv
 
 
 @triton.jit
 def _dkdv_key_tile(
-    dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-    start_kv, head, T_q, T_kv, stride_dk_t, stride_do_t, stride_q_t, stride_k_t, stride_v_t,
-    stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
+    scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
 ):  # fmt: skip
+    T_kv = scores.T_kv
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[:, None]
-    k0, k1 = load_head(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    v0, v1 = load_head(v_ptr, stride_v_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    dk0, dk1 = zeros_head(BLOCK_KV, BLOCK_D0, BLOCK_D1)
-    dv0, dv1 = zeros_head(BLOCK_KV, BLOCK_D0, BLOCK_D1)
+    k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
+    v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
+    dk, dv = zeros_head(FORM, BLOCK_KV), zeros_head(FORM, BLOCK_KV)
 
-    CHECK_Q: tl.constexpr = TAIL_Q == BLOCK_Q
-    full_q = full_tiles(T_q, BLOCK_Q, TAIL_Q) * BLOCK_Q
+    BLOCK_Q: tl.constexpr = WALK.BLOCK
+    TAIL_Q: tl.constexpr = WALK.TAIL
+    full_q = full_tiles(scores.T_q, BLOCK_Q, TAIL_Q) * BLOCK_Q
     first_q = 0
-    if IS_CAUSAL:
-        first_q = tl.minimum(full_q, start_kv // BLOCK_Q * BLOCK_Q)
+    if FORM.IS_CAUSAL:
+        # where all full tiles lie before the key, the last one: it adds zeros
+        first_q = tl.minimum(full_q - BLOCK_Q, start_kv // BLOCK_Q * BLOCK_Q)
+    tl.assume(full_q > first_q)
     for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=True):
-        dk0, dk1, dv0, dv1 = _dkdv_step(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, do_ptr, q_ptr, lse_ptr, delta_ptr,
-            stride_do_t, stride_q_t, start_q, kv_index, T_q, T_kv,
-            mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            BLOCK_Q, CHECK_Q, D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+        dk, dv = _dkdv_step(
+            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, kv_index, scores, FORM,
+            BLOCK_Q, TAIL_Q == BLOCK_Q,
         )  # fmt: skip
     if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
-        dk0, dk1, dv0, dv1 = _dkdv_step(
-            dk0, dk1, dv0, dv1, k0, k1, v0, v1, do_ptr, q_ptr, lse_ptr, delta_ptr,
-            stride_do_t, stride_q_t, full_q, kv_index, T_q, T_kv,
-            mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold, keep_scale,
-            TAIL_Q, True, D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+        dk, dv = _dkdv_step(
+            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, kv_index, scores, FORM,
+            TAIL_Q, True,
         )  # fmt: skip
-    dk0 *= scale
-    if BLOCK_D1 > 0:
-        dk1 *= scale
-    store_head(dk_ptr, dk0, dk1, stride_dk_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1)
-    store_head(dv_ptr, dv0, dv1, stride_dk_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1)
+    dk = scaled_head(dk, scores.scale, FORM)
+    store_head(dk_rows, dk, start_kv, T_kv, FORM, BLOCK_KV)
+    store_head(dv_rows, dv, start_kv, T_kv, FORM, BLOCK_KV)
 
 
 @triton.jit
@@ -228,7 +212,7 @@ def _attention_bwd_dkdv_kernel(
     stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -236,31 +220,24 @@ def _attention_bwd_dkdv_kernel(
     pid_kv = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
     b, h = head // H, head % H
-    dk_ptr += b * T_kv * stride_dk_t + h * D
-    dv_ptr += b * T_kv * stride_dk_t + h * D
-    lse_ptr += head * T_q
-    delta_ptr += head * T_q
-    do_ptr = head_ptr(do_ptr, b, h, stride_do_b, stride_do_h)
-    q_ptr = head_ptr(q_ptr, b, h, stride_q_b, stride_q_h)
-    k_ptr = head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
-    v_ptr = head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    mask, dropout = (), ()
     if MASK != "none":
-        mask_ptr += b * stride_mask_b + h * stride_mask_h
+        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+    if HAS_DROPOUT:
+        dropout = Dropout(seed_ptr, threshold, keep_scale)
+    scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)
+    dk_rows = packed_rows(dk_ptr, stride_dk_t, b, h, T_kv, D)
+    dv_rows = packed_rows(dv_ptr, stride_dk_t, b, h, T_kv, D)
+    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
+    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
+    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
+    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
+    lse_ptr = row_ptr(lse_ptr, head, T_q)
+    delta_ptr = row_ptr(delta_ptr, head, T_q)
+    WALK: tl.constexpr = Walk(BLOCK_Q, TAIL_Q)
     start_kv = pid_kv * BLOCK_KV
-    if pid_kv < full_tiles(T_kv, BLOCK_KV, TAIL_KV):
-        _dkdv_key_tile(
-            dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-            start_kv, head, T_q, T_kv, stride_dk_t, stride_do_t, stride_q_t, stride_k_t, stride_v_t,
-            stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-            BLOCK_KV, TAIL_KV == BLOCK_KV, BLOCK_Q, TAIL_Q, D, BLOCK_D0, BLOCK_D1, PRECISION,
-            MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    else:
-        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
-            _dkdv_key_tile(
-                dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr,
-                seed_ptr, start_kv, head, T_q, T_kv, stride_dk_t, stride_do_t, stride_q_t,
-                stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv, scale, threshold, keep_scale,
-                TAIL_KV, True, BLOCK_Q, TAIL_Q, D, BLOCK_D0, BLOCK_D1, PRECISION,
-                MASK, IS_CAUSAL, HAS_DROPOUT,
-            )  # fmt: skip
+    _dkdv_key_tile(
+        dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
+        scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
+    )  # fmt: skip

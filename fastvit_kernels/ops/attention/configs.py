@@ -1,14 +1,17 @@
 """Launch configs of the attention kernels, and everything about a launch but the pointers.
 
-Tiles are not padded where it costs. Tokens: full tiles without masks, then one tail of 16, 32 or
-64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail takes too many
-registers (wide heads, fp32), all tiles are masked. Head dim: D is cut into a power of two and a
-rest (D = 72 -> 64 + 16).
+Tiles are not padded where it costs. Tokens that a program walks: full tiles without masks, then one
+tail of 16, 32 or 64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail
+takes too many registers (wide heads, fp32), all tiles are masked. Tokens that it owns: full tiles,
+for a tile with less than 16 rows a warp is computed by several warps alike. Head dim: D is cut into
+a power of two and a rest (D = 72 -> 64 + 16).
 
 A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
 of queries and keys, by its upper end; mask one of "none", "causal", "bool", "add", or with dropout
-"none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, else "few". Not yet
-measured: the compile command chose the configs, so that no default spills on sm_80 and sm_90.
+"none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, "scarce" where
+there is less than one, else "few". Not yet measured: the compile command chose the configs, so that
+no default spills on sm_80 and sm_90, and that wgmma on sm_90 stays in flight and is at least 16
+columns wide.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ PART = 128  # queries of a one-pass program whose scores are alive together
 class FwdConfig(NamedTuple):
     """The forward kernel: a program owns block_q queries and walks block_kv keys at a time.
 
-    `tail` is the smallest tile for the rows that full tiles leave over, in both directions. Where
-    it is as large as the tile there is no second copy of the code: all tiles check their rows.
+    `tail` is the smallest tile for the keys that full tiles leave over. Where it is as large as the
+    tile there is no second copy of the code: all tiles check their keys.
     """
 
     block_q: int
@@ -115,50 +118,68 @@ def query_parts(T: int, close: bool = False) -> tuple[int, int, int] | None:
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
-    (2, 64): FwdConfig(64, 64, 16, 1, 4, 3),
-    (2, 96): FwdConfig(64, 64, 16, 1, 4, 2),
+    (2, 80): FwdConfig(64, 64, 16, 1, 4, 2),
     (2, 128): FwdConfig(64, 64, 64, 1, 4, 2),
     (2, 256): FwdConfig(64, 32, 64, 1, 8, 2),
     (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
 # T above 1024, 16 bits, D <= 64: twice the queries and the warps.
-FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 3)
+FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
 # T <= 64: the tile is the whole head, and the next head's loads run beside its products. At D = 64
 # that takes twice the registers (157 to 78), so that half the warps fit; at D = 32 it pays.
 FWD_HEADS = FwdConfig(64, 64, 16, 4, 4, 3)
-FWD_CONFIGS = [*FWD.values(), FWD_LONG, FWD_HEADS, FwdConfig(64, 64, 16, 2, 4, 2)]
+# Pointers into a mask take registers.
+FWD_MASKED = FwdConfig(64, 32, 32, 1, 4, 2)
+FWD_MASKED_WIDE = FwdConfig(64, 16, 16, 1, 4, 2)  # D above 96
+FWD_CONFIGS = [
+    *FWD.values(),
+    FWD_MASKED,
+    FWD_MASKED_WIDE,
+    FWD_LONG,
+    FWD_HEADS,
+    FwdConfig(64, 64, 16, 1, 4, 3),
+    FwdConfig(128, 64, 16, 1, 8, 3),
+    FwdConfig(64, 64, 16, 2, 4, 2),
+]
+# Rows that a program owns: 16 a warp, so that no warp repeats another's product.
 DQ = {
     (2, 64): SplitConfig(128, 64, 16, 8, 2),
-    (2, 128): SplitConfig(64, 64, 64, 8, 2),
-    (2, 256): SplitConfig(64, 32, 64, 8, 1),
+    (2, 128): SplitConfig(128, 32, 32, 8, 2),
+    (2, 256): SplitConfig(64, 32, 32, 8, 1),
     (4, 64): SplitConfig(32, 32, 32, 4, 2),
-    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
 }
-# On sm_90, where fewer registers let twice the warps of (128, 64) fit: T <= 640, and above.
-DQ_HOPPER = SplitConfig(64, 64, 16, 8, 2)
-DQ_HOPPER_LONG = SplitConfig(128, 32, 16, 8, 2)
+DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
+DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96
+DQ_CONFIGS = [*DQ.values(), DQ_MASKED, DQ_MASKED_WIDE, SplitConfig(128, 32, 16, 8, 2)]
 DKDV = {
     (2, 64): SplitConfig(128, 32, 16, 8, 2),
-    (2, 128): SplitConfig(64, 32, 64, 8, 2),
-    (2, 256): SplitConfig(64, 16, 64, 8, 1),
+    (2, 96): SplitConfig(128, 32, 32, 8, 2),
+    (2, 128): SplitConfig(128, 16, 16, 8, 2),
+    (2, 256): SplitConfig(64, 16, 16, 8, 1),
     (4, 64): SplitConfig(32, 32, 32, 4, 2),
-    (4, 128): SplitConfig(32, 16, 32, 4, 2),
+    (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 4, 1),
 }
-DKDV_CONFIGS = [*DKDV.values(), SplitConfig(64, 32, 16, 8, 2)]
+DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
+DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
+DKDV_CONFIGS = [*DKDV.values(), DKDV_HOPPER, DKDV_MASKED]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
-ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 8, 1)
-ONE_PASS_HOPPER = OnePassConfig(32, 16, False, 1, 8, 2)  # a tail would spill above T = 256
+ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)
+ONE_PASS_HOPPER = OnePassConfig(64, 64, False, 1, 8, 2)  # above T = 256 it spills
+# T <= 64: one part of 64 rows has work for four warps, and one tile of keys needs no loop.
+ONE_PASS_SHORT = OnePassConfig(64, 64, False, 1, 4, 2)
 ONE_PASS_CONFIGS = [
     ONE_PASS,
     ONE_PASS_FP32,
     ONE_PASS_HOPPER,
+    ONE_PASS_SHORT,
     OnePassConfig(32, 32, False, 1, 8, 3),
     OnePassConfig(32, 32, True, 1, 8, 2),
-    OnePassConfig(16, 16, False, 1, 8, 2),
-    OnePassConfig(64, 64, False, 2, 8, 2),
+    OnePassConfig(32, 32, False, 1, 4, 2),
+    OnePassConfig(64, 64, False, 2, 4, 2),
 ]
 
 
@@ -174,6 +195,9 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
 
 
 def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
+    on_hopper = gpu.arch == "sm_90" and D <= 64
+    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
+        return FWD_MASKED if D <= 96 else FWD_MASKED_WIDE
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
@@ -182,12 +206,19 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
 
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if gpu.arch == "sm_90" and ITEMSIZE[dtype] == 2 and D <= 64 and not _has_tensor(mask):
-        return DQ_HOPPER if tokens <= 640 else DQ_HOPPER_LONG
+    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
+        return DQ_MASKED if D <= 96 else DQ_MASKED_WIDE
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    widest = 128 if gpu.arch == "sm_90" else 96
+    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and widest >= D:
+        return DKDV_MASKED
+    if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
+        return DKDV_HOPPER
+    if mask.endswith("dropout") and ITEMSIZE[dtype] == 2 and D <= 128:
+        return DKDV[2, 128]
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
@@ -201,7 +232,10 @@ def _default_one_pass(
 ) -> OnePassConfig:
     if ITEMSIZE[dtype] == 4:
         return ONE_PASS_FP32
-    return ONE_PASS_HOPPER if (gpu.arch, mask) == ("sm_90", "none") and tokens <= 256 else ONE_PASS
+    if tokens <= 64:
+        return ONE_PASS_SHORT
+    on_hopper = (gpu.arch, mask, D) == ("sm_90", "none", 64) and tokens <= 256
+    return ONE_PASS_HOPPER if on_hopper else ONE_PASS
 
 
 def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
@@ -209,6 +243,8 @@ def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     longest = 320 if gpu.arch in ("sm_90", "sm_100") and mask == "none" else 256
     if _is_ampere(gpu) and not ONE_PASS_ON_AMPERE:
         longest = 64
+    if heads == "scarce" and tokens > 64:
+        longest = 0  # a program a head would leave SMs idle
     form = BwdForm(tokens <= longest)
     return form if _bwd_fits(gpu, form, dtype, D, tokens, mask, heads) else BwdForm(False)
 
@@ -217,7 +253,7 @@ def _tiles_fit(dtype: str, D: int, own: int, loop: int, num_warps: int) -> bool:
     """Whether a tile is of the tensor cores' size, and its fp32 accumulator leaves registers."""
     if ITEMSIZE[dtype] == 4:
         return own * loop <= 1024 and own * D <= 32 * num_warps * 64
-    return own >= 64 and own * D <= 32 * num_warps * 96
+    return own >= 64 and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * 32
 
 
 def _is_ampere(gpu: Gpu) -> bool:
@@ -266,8 +302,10 @@ def _one_pass_fits(
     parts = query_parts(tokens)
     if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or _has_tensor(mask):
         return False
-    if ITEMSIZE[dtype] == 4 and (tokens > 64 or config != ONE_PASS_FP32):
-        return False
+    if ITEMSIZE[dtype] == 4 and (tokens > 64 or D > 32 or config != ONE_PASS_FP32):
+        return False  # at D = 64 it spills by four warps, and by eight TF32 products are 8 wide
+    if config.num_warps == 4 and tokens > 64:
+        return False  # triton #11366
     if config.tail < config.block_kv and _is_ampere(gpu):
         return False  # a second copy of the body spills 672 bytes a thread on sm_80
     # That of sm_80, the largest: q and dout twice, k and v of each stage, p and ds.
@@ -285,7 +323,5 @@ BWD_TABLE = ConfigTable("attention_bwd", [BwdForm(True), BwdForm(False)], _defau
 ONE_PASS_TABLE = ConfigTable(
     "attention_bwd_one_pass", ONE_PASS_CONFIGS, _default_one_pass, _one_pass_fits
 )
-DQ_TABLE = ConfigTable(
-    "attention_bwd_dq", [*DQ.values(), DQ_HOPPER, DQ_HOPPER_LONG], _default_dq, _split_fits
-)
+DQ_TABLE = ConfigTable("attention_bwd_dq", DQ_CONFIGS, _default_dq, _split_fits)
 DKDV_TABLE = ConfigTable("attention_bwd_dkdv", DKDV_CONFIGS, _default_dkdv, _split_fits)

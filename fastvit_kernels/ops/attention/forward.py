@@ -8,159 +8,127 @@ keys with the online softmax. Source: arXiv:2205.14135, arXiv:2307.08691.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ...runtime.triton import tl, triton
 from .tiles import (
+    LOG2_E,
+    Dropout,
+    Form,
+    Heads,
+    Mask,
+    Scores,
     accumulate,
     dropout_keep,
     full_tiles,
-    head_ptr,
+    head_rows,
+    head_scores,
     load_head,
     mask_scores,
+    packed_rows,
+    padded,
     product_over_d,
+    row_ptr,
+    save_lse,
+    scaled_head,
     store_head,
     zeros_head,
 )
 
 
+class Tiles(NamedTuple):
+    """The tiles of a program."""
+
+    BLOCK_Q: Any
+    RAGGED_Q: Any  # the last tile of queries is not full
+    BLOCK_KV: Any
+    TAIL_KV: Any
+    ONE_KV: Any  # one tile holds all keys
+
+
 @triton.jit
 def _attend(
-    acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t, start_kv, q_index,
-    T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head, scale, threshold,
+    acc, row_max, row_sum, q, k_rows, v_rows, start_kv, q_index, scores, FORM: tl.constexpr,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, FIRST: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile of keys and values at start_kv."""
-    k0, k1 = load_head(k_ptr, stride_k_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    s = product_over_d(q0, q1, k0, k1, BLOCK_D1, PRECISION)
+    k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    s = product_over_d(q, k, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
-    s = mask_scores(
-        s, q_index, kv_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, scale,
-        CHECK_KV, MASK, IS_CAUSAL,
-    )  # fmt: skip
-    scale_log2 = scale * 1.4426950408889634
+    s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
+    scale_log2 = scores.scale * LOG2_E
     new_max = tl.maximum(row_max, tl.max(s, axis=1) * scale_log2)
     shift = new_max
-    if MASK != "none":  # a row may have seen no key yet, and -inf - -inf is NaN
+    if FORM.MASK != "none":  # a row may have seen no key yet, and -inf - -inf is NaN
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(s * scale_log2 - shift[:, None])
     new_sum = tl.sum(p, axis=1)
     if not FIRST:  # there is a former sum and accumulator, relative to the former maximum
         rescale = tl.exp2(row_max - shift)
         new_sum += row_sum * rescale
-        acc0 *= rescale[:, None]
-        if BLOCK_D1 > 0:
-            acc1 *= rescale[:, None]
-    if HAS_DROPOUT:
-        p = tl.where(dropout_keep(seed_ptr, head, q_index, kv_index, threshold), p, 0.0)
-    v0, v1 = load_head(v_ptr, stride_v_t, start_kv, T_kv, BLOCK_KV, D, BLOCK_D0, BLOCK_D1, CHECK_KV)
-    acc0, acc1 = accumulate(acc0, acc1, p.to(v0.dtype), v0, v1, BLOCK_D1, PRECISION)
-    return acc0, acc1, new_max, new_sum
-
-
-@triton.jit
-def _fwd_query_tile(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
-    stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    ONE_KV: tl.constexpr,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr,
-    MASK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
-    offs_q = start_q + tl.arange(0, BLOCK_Q)
-    q_index = offs_q[:, None]
-    q0, q1 = load_head(q_ptr, stride_q_t, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1, CHECK_Q)
-    acc0, acc1 = zeros_head(BLOCK_Q, BLOCK_D0, BLOCK_D1)
-    row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-
-    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
-    if ONE_KV:
-        acc0, acc1, row_max, row_sum = _attend(
-            acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t, 0,
-            q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr, head,
-            scale, threshold, BLOCK_KV, CHECK_KV, True, D, BLOCK_D0, BLOCK_D1, PRECISION,
-            MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    else:
-        full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
-        end_kv = full_kv
-        if IS_CAUSAL:
-            end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-        # disable_licm: hoisted out, the descriptors of tiles in shared memory spill.
-        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
-            acc0, acc1, row_max, row_sum = _attend(
-                acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t,
-                start_kv, q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr,
-                head, scale, threshold, BLOCK_KV, CHECK_KV, False, D, BLOCK_D0, BLOCK_D1, PRECISION,
-                MASK, IS_CAUSAL, HAS_DROPOUT,
-            )  # fmt: skip
-        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
-            acc0, acc1, row_max, row_sum = _attend(
-                acc0, acc1, row_max, row_sum, q0, q1, k_ptr, v_ptr, stride_k_t, stride_v_t,
-                full_kv, q_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, seed_ptr,
-                head, scale, threshold, TAIL_KV, True, False, D, BLOCK_D0, BLOCK_D1, PRECISION,
-                MASK, IS_CAUSAL, HAS_DROPOUT,
-            )  # fmt: skip
-
-    lse = row_max + tl.log2(row_sum)
-    factor = 1.0 / row_sum
-    if MASK != "none":  # a row that sees no key: out 0, and lse +inf makes its p 0 in backward
-        lse = tl.where(row_sum == 0.0, float("inf"), lse)
-        factor = tl.where(row_sum == 0.0, 0.0, factor)
-    if HAS_DROPOUT:
-        factor *= keep_scale
-    acc0 *= factor[:, None]
-    if BLOCK_D1 > 0:
-        acc1 *= factor[:, None]
-    store_head(out_ptr, acc0, acc1, H * D, start_q, T_q, BLOCK_Q, D, BLOCK_D0, BLOCK_D1)
-    tl.store(lse_ptr + offs_q, lse, mask=offs_q < T_q)
+        acc = scaled_head(acc, rescale[:, None], FORM)
+    if FORM.HAS_DROPOUT:
+        p = tl.where(dropout_keep(scores, q_index, kv_index), p, 0.0)
+    v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    acc = accumulate(acc, p.to(v[0].dtype), v, FORM)
+    return acc, new_max, new_sum
 
 
 @triton.jit
 def _fwd_head(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, pid_q, head, H, T_q, T_kv,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-    stride_v_b, stride_v_t, stride_v_h,
-    stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    ONE_KV: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM: tl.constexpr, TILES: tl.constexpr
+):
     """Query tile pid_q of one head, head = b * H + h."""
+    T_q, T_kv = scores.T_q, scores.T_kv
     b, h = head // H, head % H
-    out_ptr += (b * T_q * H + h) * D
-    lse_ptr += head * T_q
-    q_ptr = head_ptr(q_ptr, b, h, stride_q_b, stride_q_h)
-    k_ptr = head_ptr(k_ptr, b, h, stride_k_b, stride_k_h)
-    v_ptr = head_ptr(v_ptr, b, h, stride_v_b, stride_v_h)
-    if MASK != "none":
-        mask_ptr += b * stride_mask_b + h * stride_mask_h
+    out_rows = packed_rows(out_ptr, H * FORM.D, b, h, T_q, FORM.D)
+    lse_ptr = row_ptr(lse_ptr, head, T_q)
+    q_rows, k_rows, v_rows = head_rows(q, b, h), head_rows(k, b, h), head_rows(v, b, h)
+    scores = head_scores(scores, b, h, head, FORM)
+    BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
     start_q = pid_q * BLOCK_Q
-    if TAIL_Q == 0 or TAIL_Q == BLOCK_Q:
-        _fwd_query_tile(
-            out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
-            stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, BLOCK_Q, TAIL_Q == BLOCK_Q, BLOCK_KV, TAIL_KV, ONE_KV,
-            D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
-    elif pid_q < T_q // BLOCK_Q:
-        _fwd_query_tile(
-            out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
-            stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, BLOCK_Q, False, BLOCK_KV, TAIL_KV, ONE_KV,
-            D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
+    offs_q = start_q + tl.arange(0, BLOCK_Q)
+    q_index = offs_q[:, None]
+    q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
+    acc = zeros_head(FORM, BLOCK_Q)
+    row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+
+    BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
+    TAIL_KV: tl.constexpr = TILES.TAIL_KV
+    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
+    if TILES.ONE_KV:
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_rows, v_rows, 0, q_index, scores, FORM,
+            BLOCK_KV, CHECK_KV, True,
         )  # fmt: skip
     else:
-        _fwd_query_tile(
-            out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, start_q, head, H, T_q, T_kv,
-            stride_q_t, stride_k_t, stride_v_t, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, TAIL_Q, True, BLOCK_KV, TAIL_KV, ONE_KV,
-            D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
+        full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
+        end_kv = full_kv
+        if FORM.IS_CAUSAL:
+            end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
+        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
+        # disable_licm: hoisted out, the descriptors of tiles in shared memory spill.
+        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, q_index, scores, FORM,
+                BLOCK_KV, CHECK_KV, False,
+            )  # fmt: skip
+        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_rows, v_rows, full_kv, q_index, scores, FORM,
+                TAIL_KV, True, False,
+            )  # fmt: skip
+
+    lse = tl.where(offs_q < T_q, save_lse(row_max, row_sum, scores, FORM), float("inf"))
+    tl.store(lse_ptr + offs_q, lse, mask=offs_q < padded(T_q))
+    factor = 1.0 / row_sum
+    if FORM.MASK != "none":  # a row that sees no key
+        factor = tl.where(row_sum == 0.0, 0.0, factor)
+    if FORM.HAS_DROPOUT:
+        factor *= scores.dropout.keep_scale
+    acc = scaled_head(acc, factor[:, None], FORM)
+    store_head(out_rows, acc, start_q, T_q, FORM, BLOCK_Q)
 
 
 @triton.jit
@@ -171,30 +139,30 @@ def _attention_fwd_kernel(
     stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
+    q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
+    k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
+    v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)
+    mask, dropout = (), ()
+    if MASK != "none":
+        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+    if HAS_DROPOUT:
+        dropout = Dropout(seed_ptr, threshold, keep_scale)
+    scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    TILES: tl.constexpr = Tiles(BLOCK_Q, RAGGED_Q, BLOCK_KV, TAIL_KV, ONE_KV)
     # Query tiles of a head are neighbours: its keys and values stay in L2.
-    tiles = tl.cdiv(T_q, BLOCK_Q)
-    pid_q = tl.program_id(0) % tiles
-    first = tl.program_id(0) // tiles * HEADS
+    num_tiles = tl.cdiv(T_q, BLOCK_Q)
+    pid_q = tl.program_id(0) % num_tiles
+    first = tl.program_id(0) // num_tiles * HEADS
     if HEADS == 1:
-        _fwd_head(
-            out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, pid_q, first.to(tl.int64),
-            H, T_q, T_kv, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-            stride_v_b, stride_v_t, stride_v_h,
-            stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-            scale, threshold, keep_scale, D, BLOCK_D0, BLOCK_D1, BLOCK_Q, TAIL_Q, BLOCK_KV, TAIL_KV,
-            ONE_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-        )  # fmt: skip
+        head = first.to(tl.int64)
+        _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)
     else:
-        for head in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
-            _fwd_head(
-                out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, pid_q,
-                tl.cast(head, tl.int64), H, T_q, T_kv, stride_q_b, stride_q_t, stride_q_h,
-                stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
-                stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-                scale, threshold, keep_scale, D, BLOCK_D0, BLOCK_D1, BLOCK_Q, TAIL_Q, BLOCK_KV,
-                TAIL_KV, ONE_KV, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT,
-            )  # fmt: skip
+        tl.assume(first < num_heads)
+        for i in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
+            head = tl.cast(i, tl.int64)
+            _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)

@@ -37,7 +37,7 @@ from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
-from .launch import launch_bwd, launch_fwd, readable
+from .launch import empty_rows, launch_bwd, launch_fwd, readable
 
 # Torch's own: F's attribute of this name may be ours by now, as a drop-in.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
@@ -75,7 +75,7 @@ def _empty_attention_fwd(
     B, T, _, H, D = qkv.shape
     C, device = H * D, qkv.device
     out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=device)
-    return out, empty_strided((B, H, T), (H * T, T, 1), dtype=torch.float32, device=device)
+    return out, empty_rows(out)
 
 
 def _flops_fwd(qkv, *_, **__):
@@ -118,7 +118,7 @@ def attention_bwd(
         q, k, v = readable(qkv).unbind(2)
         dq, dk, dv = dqkv.unbind(2)
         launch_bwd(
-            dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse.contiguous(), None, seed,
+            dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse, None, seed,
             scale, dropout_p, False,
         )  # fmt: skip
     return dqkv

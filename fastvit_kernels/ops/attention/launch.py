@@ -10,9 +10,10 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import is_aligned
+from ...runtime.arguments import empty_strided, is_aligned
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
@@ -39,6 +40,8 @@ from .configs import (
 )
 from .forward import _attention_fwd_kernel
 
+ROW_PAD = 4  # as tiles.ROW_PAD
+
 
 class Problem(NamedTuple):
     """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags."""
@@ -55,7 +58,7 @@ class Problem(NamedTuple):
         B, T_q, H, D = self.shape
         tokens = next((t for t in TOKEN_BUCKETS if max(T_q, self.T_kv) <= t), TOKEN_BUCKETS[-1])
         heads_per_sm = B * H // self.gpu.num_sms
-        heads = "many" if heads_per_sm >= MANY_HEADS else "few"
+        heads = "many" if heads_per_sm >= MANY_HEADS else "few" if heads_per_sm else "scarce"
         mask = f"{self.mask}+dropout" if self.dropout else self.mask
         return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
 
@@ -93,7 +96,7 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
     options = dict(
         BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-        BLOCK_Q=block_q, TAIL_Q=tail_tile(T_q, block_q, config.tail),
+        BLOCK_Q=block_q, RAGGED_Q=T_q % block_q != 0,
         BLOCK_KV=block_kv, TAIL_KV=tail_tile(T_kv, block_kv, config.tail),
         ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -107,10 +110,11 @@ def _split_launch(
     """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
     B, T_q, H, D = problem.shape
     block_d0, block_d1 = split_head_dim(D)
+    block_loop = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
     options = {
         "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
-        f"BLOCK_{own}": config.own, f"TAIL_{own}": tail_tile(T_own, config.own, config.tail),
-        f"BLOCK_{loop}": config.loop, f"TAIL_{loop}": tail_tile(T_loop, config.loop, config.tail),
+        f"BLOCK_{own}": config.own, f"RAGGED_{own}": T_own % config.own != 0,
+        f"BLOCK_{loop}": block_loop, f"TAIL_{loop}": tail_tile(T_loop, block_loop, config.tail),
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     grid = (triton.cdiv(T_own, config.own) * B * H,)
@@ -177,6 +181,25 @@ def _bth(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
+def empty_rows(q: Tensor) -> Tensor:
+    """One fp32 number a query of q (B, T, H, D): (B, H, T), each row padded to 16 bytes."""
+    B, T, H, _ = q.shape
+    length = -(-T // ROW_PAD) * ROW_PAD
+    strides = (H * length, length, 1)
+    rows = empty_strided((B, H, length), strides, dtype=torch.float32, device=q.device)
+    return rows if length == T else rows.narrow(2, 0, T)
+
+
+def _padded_rows(lse: Tensor) -> Tensor:
+    """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
+    B, H, T = lse.shape
+    length = -(-T // ROW_PAD) * ROW_PAD
+    end = 4 * (lse.storage_offset() + B * H * length)
+    if lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end:
+        return lse
+    return F.pad(lse, (0, length - T), value=float("inf"))
+
+
 def launch_fwd(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
@@ -197,6 +220,7 @@ def launch_bwd(
 ) -> None:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
     one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
+    lse = _padded_rows(lse)
     strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
     scalars = (scale, *_dropout_arguments(dropout_p))
     if one_pass is not None:
@@ -209,7 +233,7 @@ def launch_bwd(
     assert split is not None
     for_dq, for_dkdv = split
     mask, mask_strides = _mask_arguments(mask)
-    delta = torch.empty_like(lse)
+    delta = empty_rows(q)
     with device_guard(q):
         _attention_bwd_dq_kernel[for_dq.grid](
             dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,

@@ -26,7 +26,7 @@ from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, torch_sdpa, unsupported_scale
-from .launch import launch_bwd, launch_fwd, readable
+from .launch import empty_rows, launch_bwd, launch_fwd, readable
 
 
 def _empty_fwd(
@@ -35,7 +35,7 @@ def _empty_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, T_q, D = q.shape
     out = q.new_empty((B, T_q, H, D)).transpose(1, 2)
-    return out, q.new_empty((B, H, T_q), dtype=torch.float32)
+    return out, empty_rows(out.transpose(1, 2))
 
 
 def _flops_fwd(q, k, *_, **__):
@@ -81,7 +81,7 @@ def sdpa_bwd(
         dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         launch_bwd(
             dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
-            out.transpose(1, 2).contiguous(), lse.contiguous(), mask, seed, scale, dropout_p,
+            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
             is_causal,
         )  # fmt: skip
     else:

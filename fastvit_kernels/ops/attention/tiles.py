@@ -1,13 +1,82 @@
 """What the attention kernels share: tiles of a head in and out, products, scores, dropout.
 
-Kernels take q, k, v by the strides of (B, T, H, D) views with a contiguous last axis. A tile of one
-head comes as two column parts, a power of two and a rest (D = 72 -> 64 + 16), so that every product
-over D is the sum of two.
+What travels together is one argument, a tuple by name: the constants of a launch (`Form`, passed as
+a constexpr), and pointers with their strides and scalars. Constants stand apart, because Triton
+makes a tensor of what is assigned as part of another tuple. A tile of one head is a tuple of its
+column parts, (x0,) or (x0, x1): a power of two and a rest (D = 72 -> 64 + 16), so that every
+product over D is the sum of two.
 """
 
 from __future__ import annotations
 
-from ...runtime.triton import tl, triton
+from typing import Any, NamedTuple
+
+from ...runtime.triton import constant, tl, triton
+
+LOG2_E = constant(1.4426950408889634)
+# Seven rounds of Philox 4x32 pass BigCrush: Salmon et al., SC 2011, table 2.
+PHILOX_ROUNDS = constant(7)
+# Rows of lse and delta are padded to 16 bytes, one copy; lse +inf there makes p exactly 0.
+ROW_PAD = constant(4)
+HIDDEN = constant(1e30)  # additive masks reach from -HIDDEN to HIDDEN, in unscaled scores
+ALL_HIDDEN = constant(1e32)  # lse is minus this times the number of keys: `save_lse`
+
+
+class Form(NamedTuple):
+    """Constants of a launch that device functions share."""
+
+    D: Any
+    BLOCK_D0: Any
+    BLOCK_D1: Any  # 0 where one part holds all columns
+    PRECISION: Any
+    MASK: Any  # "none", "bool" or "add"
+    IS_CAUSAL: Any
+    HAS_DROPOUT: Any
+
+
+class Heads(NamedTuple):
+    """(B, T, H, D) in memory, the last axis contiguous; strides are multiples of 8."""
+
+    ptr: Any
+    stride_b: Any
+    stride_t: Any
+    stride_h: Any
+
+
+class Rows(NamedTuple):
+    """One head of `Heads`: its first element and the stride between tokens."""
+
+    ptr: Any
+    stride_t: Any
+
+
+class Mask(NamedTuple):
+    """A mask (B, H, T_q, T_kv), or with its first strides spent that of one head."""
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_q: Any
+    stride_kv: Any
+
+
+class Dropout(NamedTuple):
+    """Which probabilities are dropped, and what the others are scaled by."""
+
+    seed_ptr: Any
+    threshold: Any
+    keep_scale: Any
+
+
+class Scores(NamedTuple):
+    """What makes probabilities of the products q k^T; () where there is no mask, no dropout."""
+
+    T_q: Any
+    T_kv: Any
+    scale: Any
+    mask: Any
+    dropout: Any
+    head: Any  # its number, b * H + h
 
 
 @triton.jit
@@ -17,36 +86,69 @@ def full_tiles(T, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D):
+def head_rows(x, b, h):
+    """Head h of sample b; b is an int64."""
+    return Rows(x.ptr + tl.multiple_of(b * x.stride_b + h * x.stride_h, 8), x.stride_t)
+
+
+@triton.jit
+def packed_rows(ptr, stride_t, b, h, T, D: tl.constexpr):
+    """As `head_rows`, of a tensor whose samples are T tokens and whose heads are D apart."""
+    return Rows(ptr + (b * T * stride_t + h * D), stride_t)
+
+
+@triton.jit
+def head_scores(scores, b, h, head, FORM: tl.constexpr):
+    """The scores of one head of a call."""
+    mask = scores.mask
+    if FORM.MASK != "none":
+        first = mask.ptr + (b * mask.stride_b + h * mask.stride_h)
+        mask = Mask(first, 0, 0, mask.stride_q, mask.stride_kv)
+    return Scores(scores.T_q, scores.T_kv, scores.scale, mask, scores.dropout, head)
+
+
+@triton.jit
+def padded(T):
+    """The length of a row of lse or delta."""
+    return tl.multiple_of(tl.cdiv(T, ROW_PAD) * ROW_PAD, 4)
+
+
+@triton.jit
+def row_ptr(ptr, head, T):
+    """The head's row of lse or delta."""
+    return ptr + tl.multiple_of(head * padded(T), 4)
+
+
+@triton.jit
+def tile_ptrs(rows, start, BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers of a tile: the scalar part in 64 bits, offsets within the tile in 32.
 
     Offsets of 64 bits for every row would take the registers that accumulators need; the launcher
     bounds stride_t (MAX_TOKEN_STRIDE) and sees to it that it is a multiple of 8.
     """
-    first = ptr + tl.multiple_of(tl.cast(start, tl.int64) * stride_t, 8)
-    rows = tl.multiple_of(tl.arange(0, BLOCK_T)[:, None] * stride_t, (8, 8))
+    first = rows.ptr + tl.multiple_of(tl.cast(start, tl.int64) * rows.stride_t, 8)
+    offs_t = tl.multiple_of(tl.arange(0, BLOCK_T)[:, None] * rows.stride_t, (8, 8))
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    return first + (rows + offs_d[None, :])
+    return first + (offs_t + offs_d[None, :])
 
 
 @triton.jit
-def transposed_tile_ptrs(ptr, stride_t, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+def transposed_tile_ptrs(rows, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers (BLOCK_D, BLOCK_T) of a tile. Not by tl.trans: AMD's backend transposes none."""
-    first = ptr + tl.multiple_of(tl.cast(start, tl.int64) * stride_t, 8)
-    columns = tl.multiple_of(tl.arange(0, BLOCK_T)[None, :] * stride_t, (8, 8))
-    return first + (columns + tl.arange(0, BLOCK_D)[:, None])
+    first = rows.ptr + tl.multiple_of(tl.cast(start, tl.int64) * rows.stride_t, 8)
+    offs_t = tl.multiple_of(tl.arange(0, BLOCK_T)[None, :] * rows.stride_t, (8, 8))
+    return first + (offs_t + tl.arange(0, BLOCK_D)[:, None])
 
 
 @triton.jit
 def load_part(
-    ptr, stride_t, start, T,
-    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
-    CHECK_T: tl.constexpr,
+    rows, start, T, D: tl.constexpr,
+    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_T: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_T, BLOCK_D) at token `start`, column FIRST_D; zeros past T and D."""
     offs_t = start + tl.arange(0, BLOCK_T)
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs = tile_ptrs(ptr, stride_t, start, BLOCK_T, FIRST_D, BLOCK_D)
+    ptrs = tile_ptrs(rows, start, BLOCK_T, FIRST_D, BLOCK_D)
     if CHECK_T and FIRST_D + BLOCK_D > D:
         return tl.load(ptrs, mask=(offs_t[:, None] < T) & (offs_d[None, :] < D), other=0.0)
     elif CHECK_T:
@@ -58,126 +160,147 @@ def load_part(
 
 
 @triton.jit
-def load_head(
-    ptr, stride_t, start, T,
-    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    CHECK_T: tl.constexpr,
-):  # fmt: skip
-    """A tile of one head as its two column parts; the second repeats the first where unused."""
-    x0 = load_part(ptr, stride_t, start, T, BLOCK_T, 0, BLOCK_D0, D, CHECK_T)
-    x1 = x0
-    if BLOCK_D1 > 0:
-        x1 = load_part(ptr, stride_t, start, T, BLOCK_T, BLOCK_D0, BLOCK_D1, D, CHECK_T)
-    return x0, x1
+def load_head(rows, start, T, FORM: tl.constexpr, BLOCK_T: tl.constexpr, CHECK_T: tl.constexpr):
+    """A tile of one head as its column parts."""
+    x0 = load_part(rows, start, T, FORM.D, BLOCK_T, 0, FORM.BLOCK_D0, CHECK_T)
+    if FORM.BLOCK_D1 > 0:
+        x1 = load_part(rows, start, T, FORM.D, BLOCK_T, FORM.BLOCK_D0, FORM.BLOCK_D1, CHECK_T)
+        return x0, x1
+    else:
+        return (x0,)
 
 
 @triton.jit
 def store_part(
-    ptr, x, stride_t, start, T,
-    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+    rows, x, start, T, D: tl.constexpr,
+    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_t = start + tl.arange(0, BLOCK_T)
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs = tile_ptrs(ptr, stride_t, start, BLOCK_T, FIRST_D, BLOCK_D)
+    ptrs = tile_ptrs(rows, start, BLOCK_T, FIRST_D, BLOCK_D)
     mask = (offs_t[:, None] < T) & (offs_d[None, :] < D)
-    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs, x.to(rows.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_head(
-    ptr, x0, x1, stride_t, start, T,
-    BLOCK_T: tl.constexpr, D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-):  # fmt: skip
-    store_part(ptr, x0, stride_t, start, T, BLOCK_T, 0, BLOCK_D0, D)
-    if BLOCK_D1 > 0:
-        store_part(ptr, x1, stride_t, start, T, BLOCK_T, BLOCK_D0, BLOCK_D1, D)
+def store_head(rows, x, start, T, FORM: tl.constexpr, BLOCK_T: tl.constexpr):
+    store_part(rows, x[0], start, T, FORM.D, BLOCK_T, 0, FORM.BLOCK_D0)
+    if FORM.BLOCK_D1 > 0:
+        store_part(rows, x[1], start, T, FORM.D, BLOCK_T, FORM.BLOCK_D0, FORM.BLOCK_D1)
 
 
 @triton.jit
-def zeros_head(BLOCK_T: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr):
-    """Accumulator of a head's tile; an unused second part is one element, to cost no registers."""
-    x0 = tl.zeros((BLOCK_T, BLOCK_D0), dtype=tl.float32)
-    if BLOCK_D1 > 0:
-        return x0, tl.zeros((BLOCK_T, BLOCK_D1), dtype=tl.float32)
+def zeros_head(FORM: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Accumulator of a head's tile."""
+    x0 = tl.zeros((BLOCK_T, FORM.BLOCK_D0), dtype=tl.float32)
+    if FORM.BLOCK_D1 > 0:
+        return x0, tl.zeros((BLOCK_T, FORM.BLOCK_D1), dtype=tl.float32)
     else:
-        return x0, tl.zeros((1, 1), dtype=tl.float32)
+        return (x0,)
 
 
 @triton.jit
-def product_over_d(a0, a1, b0, b1, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr):
+def scaled_head(x, factor, FORM: tl.constexpr):
+    if FORM.BLOCK_D1 > 0:
+        return x[0] * factor, x[1] * factor
+    else:
+        return (x[0] * factor,)
+
+
+@triton.jit
+def product_over_d(a, b, FORM: tl.constexpr):
     """a b^T (rows of a, rows of b), both tiles loaded."""
-    x = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
-    if BLOCK_D1 > 0:
-        x = tl.dot(a1, tl.trans(b1), x, input_precision=PRECISION)
+    x = tl.dot(a[0], tl.trans(b[0]), input_precision=FORM.PRECISION)
+    if FORM.BLOCK_D1 > 0:
+        x = tl.dot(a[1], tl.trans(b[1]), x, input_precision=FORM.PRECISION)
     return x
 
 
 @triton.jit
-def accumulate(acc0, acc1, p, x0, x1, BLOCK_D1: tl.constexpr, PRECISION: tl.constexpr):
+def accumulate(acc, p, x, FORM: tl.constexpr):
     """acc + p x over the rows of x."""
-    acc0 = tl.dot(p, x0, acc0, input_precision=PRECISION)
-    if BLOCK_D1 > 0:
-        acc1 = tl.dot(p, x1, acc1, input_precision=PRECISION)
-    return acc0, acc1
+    acc0 = tl.dot(p, x[0], acc[0], input_precision=FORM.PRECISION)
+    if FORM.BLOCK_D1 > 0:
+        return acc0, tl.dot(p, x[1], acc[1], input_precision=FORM.PRECISION)
+    else:
+        return (acc0,)
 
 
 @triton.jit
-def mask_scores(
-    s, q_index, kv_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, scale,
-    CHECK_KV: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-):  # fmt: skip
+def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
     """Unscaled scores with -inf where a key may not be seen, and the additive mask / scale.
 
     q_index and kv_index are shaped to broadcast over s in either orientation.
     """
-    if MASK != "none":
-        ptrs = mask_ptr + q_index.to(tl.int64) * stride_mask_q + kv_index * stride_mask_kv
-        seen = (q_index < T_q) & (kv_index < T_kv)
-        if MASK == "bool":
+    mask = scores.mask
+    if FORM.MASK != "none":
+        offs_kv = kv_index.to(tl.int64) * mask.stride_kv
+        ptrs = mask.ptr + (q_index.to(tl.int64) * mask.stride_q + offs_kv)
+        seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
+        if FORM.MASK == "bool":
             s = tl.where(tl.load(ptrs, mask=seen, other=0) != 0, s, float("-inf"))
         else:
-            s += tl.load(ptrs, mask=seen, other=0.0).to(tl.float32) / scale
+            bias = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
+            # finfo.min / scale would be -inf: what is finite stays so, and swallows the score
+            finite = tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)
+            s = tl.where(bias == float("-inf"), bias, s + finite)
     if CHECK_KV:
-        s = tl.where(kv_index < T_kv, s, float("-inf"))
-    if IS_CAUSAL:
+        s = tl.where(kv_index < scores.T_kv, s, float("-inf"))
+    if FORM.IS_CAUSAL:
         s = tl.where(kv_index <= q_index, s, float("-inf"))
     return s
 
 
 @triton.jit
-def dropout_keep(seed_ptr, head, q_index, kv_index, threshold):
-    """Which probabilities are kept: Philox bits of (head, query, key), redrawn in backward."""
-    seed = tl.load(seed_ptr)
-    zero = q_index * 0 + kv_index * 0
-    c0, c1, c2 = kv_index + zero, q_index + zero, head.to(tl.int32) + zero
-    bits, _, _, _ = tl.philox(
-        seed, c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), zero.to(tl.uint32)
-    )
-    return (bits >> 1).to(tl.int32) >= threshold
+def save_lse(row_max, row_sum, scores, FORM: tl.constexpr):
+    """lse = log2 sum exp of each row, as backward takes it (`probabilities`).
+
+    A row that sees no key gets +inf, which makes its p 0. Where an additive mask hides all keys by
+    a finite number, all weigh the same, and row_max would swallow log2(row_sum): row_sum is saved.
+    """
+    lse = row_max + tl.log2(row_sum)
+    if FORM.MASK != "none":
+        lse = tl.where(row_sum == 0.0, float("inf"), lse)
+    if FORM.MASK == "add":
+        hidden = row_max < -0.5 * HIDDEN * (scores.scale * LOG2_E)
+        lse = tl.where(hidden & (row_sum > 0.0), -ALL_HIDDEN * row_sum, lse)
+    return lse
 
 
 @triton.jit
-def head_ptr(ptr, b, h, stride_b, stride_h):
-    """The head's first element. The launcher sees to strides that are multiples of 8."""
-    return ptr + tl.multiple_of(b * stride_b + h * stride_h, 8)
+def probabilities(s, lse, scores, FORM: tl.constexpr):
+    """p = exp2(s - lse) of masked scores; lse is shaped to broadcast over s."""
+    scale_log2 = scores.scale * LOG2_E
+    if FORM.MASK == "add":
+        hidden = lse < -0.5 * ALL_HIDDEN
+        shared = tl.where(hidden, -ALL_HIDDEN / lse, 0.0)
+        p = tl.where(hidden, shared, tl.exp2(s * scale_log2 - lse))
+        return tl.where(s == float("-inf"), 0.0, p)
+    else:
+        return tl.exp2(s * scale_log2 - lse)
+
+
+@triton.jit
+def dropout_keep(scores, q_index, kv_index):
+    """Which probabilities are kept: Philox bits of (head, query, key), redrawn in backward."""
+    seed = tl.load(scores.dropout.seed_ptr)
+    zero = q_index * 0 + kv_index * 0
+    c0, c1, c2 = kv_index + zero, q_index + zero, scores.head.to(tl.int32) + zero
+    c0, c1, c2, c3 = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), zero.to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, c0, c1, c2, c3, PHILOX_ROUNDS)
+    return (bits >> 1).to(tl.int32) >= scores.dropout.threshold
 
 
 @triton.jit
 def softmax_grad(
-    s, dp, lse, delta, q_index, kv_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv,
-    seed_ptr, head, scale, threshold, keep_scale,
-    CHECK_KV: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    s, dp, lse, delta, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr
+):
     """p (as it met v, so after dropout) and ds = p (dp - delta), in the orientation of s."""
-    s = mask_scores(
-        s, q_index, kv_index, T_q, T_kv, mask_ptr, stride_mask_q, stride_mask_kv, scale,
-        CHECK_KV, MASK, IS_CAUSAL,
-    )  # fmt: skip
-    p = tl.exp2(s * (scale * 1.4426950408889634) - lse)
-    if HAS_DROPOUT:
-        keep = dropout_keep(seed_ptr, head, q_index, kv_index, threshold)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
-        return tl.where(keep, p * keep_scale, 0.0), p * (dp - delta)
+    s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
+    p = probabilities(s, lse, scores, FORM)
+    if FORM.HAS_DROPOUT:
+        keep = dropout_keep(scores, q_index, kv_index)
+        dp = tl.where(keep, dp * scores.dropout.keep_scale, 0.0)
+        return tl.where(keep, p * scores.dropout.keep_scale, 0.0), p * (dp - delta)
     else:
         return p, p * (dp - delta)
