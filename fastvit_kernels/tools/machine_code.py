@@ -87,12 +87,13 @@ def _disassemble(cubin: bytes) -> str:
 
 def _assemble(compiled: Any) -> str:
     """ptxas's remarks, from a second run with the options that Triton gives it."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     arch = compiled.metadata.target.arch
-    tool = triton.knobs.nvidia.ptxas_blackwell if arch >= 100 else triton.knobs.nvidia.ptxas
     options = ["-lineinfo", "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"]
     options += [] if compiled.metadata.enable_fp_fusion else ["--fmad=false"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(compiled.asm["ptx"])
-        command = [tool.path, *options, str(source), "-o", str(source.with_suffix(".o"))]
+        command = [get_ptxas(arch).path, *options, str(source), "-o", str(source.with_suffix(".o"))]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
