@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 
+from fastvit_kernels.commands.options import add_batch
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.tools.aot import TARGETS, CompileError, Trace, tracing
@@ -141,7 +142,7 @@ def main() -> int:
     )
     parser.add_argument("--arch", default="sm_90", choices=list(ROOFS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[197, 257, 577, 1025])
-    parser.add_argument("--batch", type=int, default=256)
+    add_batch(parser, 256)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--tutorial", type=Path, help="triton's 06-fused-attention.py")

@@ -10,9 +10,10 @@ import torch
 
 import fastvit_kernels as fk
 from bench.__main__ import build_parser as bench_parser
-from fastvit_kernels.commands import cli, compile, options
+from fastvit_kernels.commands import cli, options
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model, fused_model, input_shape, logits_of
+from fastvit_kernels.runtime import dtypes
 
 ROOT = Path(__file__).parents[2]
 SHARED = {
@@ -163,4 +164,4 @@ def test_a_step_of_a_host_is_compiled_as_ours_is():
     words = ["compile", "--model", "vit_mnist", "--img-size", "8", "--batch", "3", "--infer"]
     arguments = cli.build_parser(words).parse_args(words)
     assert (arguments.img_size, arguments.batch, arguments.train) == (8, 3, False)
-    assert compile.DTYPES is options.DTYPES
+    assert options.DTYPES is dtypes.DTYPES  # one table

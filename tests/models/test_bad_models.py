@@ -330,7 +330,7 @@ def test_bad_swap(call, error, message):
 MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     *((x, torch.ones(1, 3, 16, 16), TypeError, "model must be an nn.Module, got")
       for x in (None, "vit", fk.VisionTransformer, 3)),
-    (nn.Linear(2, 2), torch.ones(1, 2), ValueError, "Linear holds no fastvit_kernels.Attention"),
+    (nn.Linear(2, 2), torch.ones(1, 2), ValueError, "attention_maps: Linear computes no attention"),
     *((_vit(), x, TypeError, "images must be") for x in
       (None, [1.0], np.ones((1, 3, 16, 16)), torch.ones(1, 3, 16, 16).long(),
        torch.ones(1, 3, 16, 16).to_sparse())),
