@@ -24,9 +24,9 @@ from unittest import mock
 
 import torch
 
-from fastvit_kernels.commands.options import add_batch
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
+from fastvit_kernels.commands.options import add_batch
 from fastvit_kernels.tools.aot import TARGETS, CompileError, Trace, tracing
 from fastvit_kernels.tools.examine import timed
 from fastvit_kernels.tools.faults import faults
