@@ -14,6 +14,7 @@ from torch import nn
 from fastvit_kernels import backend, register_attention, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small, timm_small
+from fastvit_kernels.runtime.plain import is_plain
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")
@@ -290,7 +291,9 @@ def test_a_weight_that_watches_what_is_done_with_it():
         weight = module[0].weight.detach().as_subclass(Doubled)
         del module[0].weight
         module[0].weight = weight
-    assert_alike(host, other, tokens())
+        assert not is_plain(module[0])
+    with backend("auto"):  # a kernel would read its memory
+        assert_alike(host, other, tokens())
 
 
 # Names.
@@ -353,8 +356,9 @@ def test_a_child_of_a_name_of_ours():
 def test_a_patch_convolution_can_be_viewed():
     host, other = swapped(nn.Conv2d(3, 8, 4, 4))
     x = tokens(2, 3, 8, 12)
-    assert other(x).stride() == host(x).stride()
-    torch.testing.assert_close(other(x).view(2, -1), host(x).view(2, -1), rtol=1e-4, atol=1e-5)
+    with backend("auto"):
+        assert other(x).stride() == host(x).stride()
+        torch.testing.assert_close(other(x).view(2, -1), host(x).view(2, -1), rtol=1e-3, atol=1e-4)
 
 
 def test_patches_of_a_vit_are_not_copied():
