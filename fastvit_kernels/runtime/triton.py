@@ -6,6 +6,7 @@ For a type checker their attributes are Any: a kernel is Python syntax for anoth
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
     triton: Any
     HAS_TRITON: bool
+    VERSION: tuple[int, ...]  # (3, 6, 0); () where there is none
 else:
     try:
         import triton
         import triton.language as tl
 
         HAS_TRITON = True
+        VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
     except ModuleNotFoundError:
 
         class _Absent:
@@ -37,6 +40,7 @@ else:
 
         triton = tl = _Absent()
         HAS_TRITON = False
+        VERSION = ()
 
 
 def constant(value: object) -> Any:
@@ -44,4 +48,4 @@ def constant(value: object) -> Any:
     return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
 
 
-__all__ = ["HAS_TRITON", "constant", "tl", "triton"]
+__all__ = ["HAS_TRITON", "VERSION", "constant", "tl", "triton"]

@@ -536,21 +536,16 @@ def unfenced_wgmma(ptx: str) -> list[str]:
     return unfenced
 
 
-# Their K, V, q and dout come by cp.async; equal bits of repeated runs must show that no race
-# follows: test_all_configs.py.
-UNFENCED_BEFORE_3_7_1 = {
-    "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_one_pass",
-}  # fmt: skip
-
-
 def test_wgmma_reads_what_cp_async_wrote_behind_a_fence(compiled):
     """cp.async writes through the generic proxy, wgmma reads through the async one: triton #9610,
     #10537. GEMMs take TMA on sm_90; patch_embed and narrow_mlp have an operand from registers,
-    whose fence serves both."""
-    wrong = [k for k in compiled if unfenced_wgmma(k.ptx) and k.name not in UNFENCED_BEFORE_3_7_1]
+    whose fence serves both; attention has a fence of its own."""
+    wrong = [k for k in compiled if unfenced_wgmma(k.ptx)]
     assert not wrong, [str(kernel) for kernel in wrong]
     fenced = {k.name for k in compiled if "cp.async.wait_" in k.ptx and "wgmma" in k.ptx}
     assert {"patch_embed_fwd", "patch_embed_bwd_weight", "narrow_mlp_fwd"} <= fenced
+    assert {"attention_fwd", "attention_bwd_one_pass"} <= fenced
+    assert {"attention_bwd_dq", "attention_bwd_dkdv"} <= fenced
     by_tma = {k.name for k in compiled if "cp.async.bulk.tensor" in k.ptx and "wgmma" in k.ptx}
     assert by_tma == {"linear_fwd", "mlp_bwd_hidden"}
 

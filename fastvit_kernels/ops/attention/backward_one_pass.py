@@ -16,6 +16,7 @@ from .tiles import (
     Form,
     Heads,
     Scores,
+    fence_async,
     head_rows,
     head_scores,
     load_part,
@@ -68,11 +69,12 @@ def _load_part_of_queries(
 @triton.jit
 def _one_pass_part(dq, part, k, v, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
     """The five products of one key tile with one part of the queries, scores as (q, kv)."""
+    lse = fence_async(part.lse, FORM)
     s = tl.dot(part.q, tl.trans(k), input_precision=FORM.PRECISION)
     dp = tl.dot(part.do, tl.trans(v), input_precision=FORM.PRECISION)
     q_index = (part.start_q + tl.arange(0, part.q.shape[0]))[:, None]
     p, ds = softmax_grad(
-        s, dp, part.lse[:, None], part.delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
+        s, dp, lse[:, None], part.delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
     )
     ds = ds.to(k.dtype)
     dv_t = tl.dot(tl.trans(part.do), p.to(v.dtype), input_precision=FORM.PRECISION)
@@ -186,7 +188,7 @@ def _attention_bwd_one_pass_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     RAGGED_Q: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     do = Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h)
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
@@ -195,7 +197,7 @@ def _attention_bwd_one_pass_kernel(
     dropout = ()
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
-    FORM: tl.constexpr = Form(D, BLOCK_D, 0, PRECISION, "none", IS_CAUSAL, HAS_DROPOUT)
+    FORM: tl.constexpr = Form(D, BLOCK_D, 0, PRECISION, "none", IS_CAUSAL, HAS_DROPOUT, FENCE)
     TILES: tl.constexpr = Tiles(BLOCK_KV, TAIL_KV, ONE_KV, PART0, PART1, PART2, RAGGED_Q)
     scores = Scores(T_q, T_kv, scale, (), dropout, 0)
     first = tl.program_id(0) * HEADS

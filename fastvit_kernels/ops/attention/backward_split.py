@@ -20,6 +20,7 @@ from .tiles import (
     Mask,
     Scores,
     accumulate,
+    fence_async,
     full_tiles,
     head_rows,
     head_scores,
@@ -59,6 +60,7 @@ def _dq_step(
     """dq / scale += ds k for the keys at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    lse = fence_async(lse, FORM)
     s = product_over_d(q, k, FORM)
     dp = product_over_d(do, v, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
@@ -113,13 +115,13 @@ def _attention_bwd_dq_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T_q, BLOCK_Q)
     pid_q = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
     b, h = head // H, head % H
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
     mask, dropout = (), ()
     if MASK != "none":
         mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
@@ -158,6 +160,7 @@ def _dkdv_step(
     else:
         lse = tl.load(lse_ptr + offs_q)
         delta = tl.load(delta_ptr + offs_q)
+    lse = fence_async(lse, FORM)
     s_t = product_over_d(k, q, FORM)
     dp_t = product_over_d(v, do, FORM)
     # Keys that are not there fill rows of s_t that nobody stores: no check of kv_index is needed.
@@ -214,13 +217,13 @@ def _attention_bwd_dkdv_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
     b, h = head // H, head % H
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
     mask, dropout = (), ()
     if MASK != "none":
         mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)

@@ -20,6 +20,7 @@ from .tiles import (
     Scores,
     accumulate,
     dropout_keep,
+    fence_async,
     full_tiles,
     head_rows,
     head_scores,
@@ -53,6 +54,7 @@ def _attend(
 ):  # fmt: skip
     """One step of the online softmax: the tile of keys and values at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
+    row_sum = fence_async(row_sum, FORM)
     s = product_over_d(q, k, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
@@ -141,7 +143,7 @@ def _attention_fwd_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
 ):  # fmt: skip
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
     k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
@@ -152,7 +154,7 @@ def _attention_fwd_kernel(
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
     scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT)
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
     TILES: tl.constexpr = Tiles(BLOCK_Q, RAGGED_Q, BLOCK_KV, TAIL_KV, ONE_KV)
     # Query tiles of a head are neighbours: its keys and values stay in L2.
     num_tiles = tl.cdiv(T_q, BLOCK_Q)

@@ -32,6 +32,7 @@ class Form(NamedTuple):
     MASK: Any  # "none", "bool" or "add"
     IS_CAUSAL: Any
     HAS_DROPOUT: Any
+    FENCE: Any  # `fence_async` does something
 
 
 class Heads(NamedTuple):
@@ -205,6 +206,20 @@ def scaled_head(x, factor, FORM: tl.constexpr):
         return x[0] * factor, x[1] * factor
     else:
         return (x[0] * factor,)
+
+
+@triton.jit
+def fence_async(x, FORM: tl.constexpr):
+    """x of 32 bits, behind a fence: wgmma that follows reads what cp.async wrote before.
+
+    wgmma reads shared memory through the async proxy, cp.async writes it through the generic one,
+    and before 3.7.1 Triton puts no fence between (triton #9610, #10537). The assembly passes x on,
+    and x has to be of the loop's last stage, or the pipeliner fails.
+    """
+    if FORM.FENCE:
+        fence: tl.constexpr = "fence.proxy.async.shared::cta; mov.b32 $0, $1;"
+        x = tl.inline_asm_elementwise(fence, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return x
 
 
 @triton.jit
