@@ -253,12 +253,15 @@ from fastvit_kernels.runtime.configs import TABLES, forced, recording
 out, target = Path(sys.argv[1]), aot.TARGETS["sm_90"]
 bf16 = torch.bfloat16
 
-def keep(compiled, target, seconds):
+inspect = aot._inspect
+
+def keep(compiled, *rest):
     name = f"{len(list(out.glob('*.ptx'))):03d}-{compiled.metadata.name}"
     for kind in ("ttir", "ttgir", "ptx"):
         (out / f"{name}.{kind}").write_text(compiled.asm[kind])
     config, dtypes = aot._label(compiled)
     (out / f"{name}.label").write_text(f"{config}; {dtypes}\\n{compiled.metadata.shared}")
+    return inspect(compiled, *rest)
 
 aot._inspect = keep
 parameter = lambda *shape, dtype=bf16: torch.empty(shape, dtype=dtype, requires_grad=True)

@@ -69,12 +69,11 @@ def _load_part_of_queries(
 @triton.jit
 def _one_pass_part(dq, part, k, v, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
     """The five products of one key tile with one part of the queries, scores as (q, kv)."""
-    lse = fence_async(part.lse, FORM)
     s = tl.dot(part.q, tl.trans(k), input_precision=FORM.PRECISION)
     dp = tl.dot(part.do, tl.trans(v), input_precision=FORM.PRECISION)
     q_index = (part.start_q + tl.arange(0, part.q.shape[0]))[:, None]
     p, ds = softmax_grad(
-        s, dp, lse[:, None], part.delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
+        s, dp, part.lse[:, None], part.delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
     )
     ds = ds.to(k.dtype)
     dv_t = tl.dot(tl.trans(part.do), p.to(v.dtype), input_precision=FORM.PRECISION)
@@ -94,6 +93,7 @@ def _one_pass_key_tile(
     k = load_part(k_rows, start_kv, T_kv, FORM.D, BLOCK_KV, 0, BLOCK_D, CHECK_KV)
     v = load_part(v_rows, start_kv, T_kv, FORM.D, BLOCK_KV, 0, BLOCK_D, CHECK_KV)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
+    fence_async(scores, FORM)
     dk_t, dv_t, dq_0 = _one_pass_part(dq[0], parts[0], k, v, kv_index, scores, FORM, CHECK_KV)
     new_dq = (dq_0,)
     for i in tl.static_range(1, len(parts)):

@@ -60,7 +60,7 @@ def _dq_step(
     """dq / scale += ds k for the keys at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
-    lse = fence_async(lse, FORM)
+    fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
     dp = product_over_d(do, v, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
@@ -160,7 +160,7 @@ def _dkdv_step(
     else:
         lse = tl.load(lse_ptr + offs_q)
         delta = tl.load(delta_ptr + offs_q)
-    lse = fence_async(lse, FORM)
+    fence_async(scores, FORM)
     s_t = product_over_d(k, q, FORM)
     dp_t = product_over_d(v, do, FORM)
     # Keys that are not there fill rows of s_t that nobody stores: no check of kv_index is needed.

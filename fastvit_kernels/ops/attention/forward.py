@@ -54,7 +54,7 @@ def _attend(
 ):  # fmt: skip
     """One step of the online softmax: the tile of keys and values at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
-    row_sum = fence_async(row_sum, FORM)
+    fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)

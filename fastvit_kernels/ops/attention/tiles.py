@@ -32,7 +32,7 @@ class Form(NamedTuple):
     MASK: Any  # "none", "bool" or "add"
     IS_CAUSAL: Any
     HAS_DROPOUT: Any
-    FENCE: Any  # `fence_async` does something
+    FENCE: Any  # `fence_async` is needed
 
 
 class Heads(NamedTuple):
@@ -209,17 +209,16 @@ def scaled_head(x, factor, FORM: tl.constexpr):
 
 
 @triton.jit
-def fence_async(x, FORM: tl.constexpr):
-    """x of 32 bits, behind a fence: wgmma that follows reads what cp.async wrote before.
+def fence_async(scores, FORM: tl.constexpr):
+    """Lets wgmma that follows read what cp.async wrote before.
 
     wgmma reads shared memory through the async proxy, cp.async writes it through the generic one,
-    and before 3.7.1 Triton puts no fence between (triton #9610, #10537). The assembly passes x on,
-    and x has to be of the loop's last stage, or the pipeliner fails.
+    and before 3.7.1 Triton puts no fence between (triton #9610, #10537). Elementwise assembly needs
+    an operand: any scalar, but not one that the loop changes, on which the pipeliner fails.
     """
     if FORM.FENCE:
         fence: tl.constexpr = "fence.proxy.async.shared::cta; mov.b32 $0, $1;"
-        x = tl.inline_asm_elementwise(fence, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
-    return x
+        tl.inline_asm_elementwise(fence, "=r,r", [scores.scale], tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
