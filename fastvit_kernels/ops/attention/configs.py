@@ -195,7 +195,7 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
 
 
 def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
-    on_hopper = gpu.arch == "sm_90" and D <= 64
+    on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
         return FWD_MASKED if D <= 96 else FWD_MASKED_WIDE
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
@@ -243,6 +243,8 @@ def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     longest = 320 if gpu.arch in ("sm_90", "sm_100") and mask == "none" else 256
     if _is_ampere(gpu) and not ONE_PASS_ON_AMPERE:
         longest = 64
+    if gpu.arch == "sm_90" and D <= 32:
+        longest = 64  # dk and dv, 32 rows, are no wgmma: the warps would repeat one another
     if heads == "scarce" and tokens > 64:
         longest = 0  # a program a head would leave SMs idle
     form = BwdForm(tokens <= longest)
@@ -253,7 +255,8 @@ def _tiles_fit(dtype: str, D: int, own: int, loop: int, num_warps: int) -> bool:
     """Whether a tile is of the tensor cores' size, and its fp32 accumulator leaves registers."""
     if ITEMSIZE[dtype] == 4:
         return own * loop <= 1024 and own * D <= 32 * num_warps * 64
-    return own >= 64 and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * 32
+    rows = 16 * num_warps if D <= 128 else 64  # with fewer the warps repeat one another
+    return own >= rows and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * 32
 
 
 def _is_ampere(gpu: Gpu) -> bool:
@@ -306,6 +309,8 @@ def _one_pass_fits(
         return False  # at D = 64 it spills by four warps, and by eight TF32 products are 8 wide
     if config.num_warps == 4 and tokens > 64:
         return False  # triton #11366
+    if config.close and gpu.arch == "sm_90":
+        return False  # eight warps repeat the products of 64 rows
     if config.tail < config.block_kv and _is_ampere(gpu):
         return False  # a second copy of the body spills 672 bytes a thread on sm_80
     # That of sm_80, the largest: q and dout twice, k and v of each stage, p and ds.
