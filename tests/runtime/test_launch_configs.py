@@ -15,7 +15,7 @@ from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
-from fastvit_kernels.tools.aot import TARGETS, _RunLaunchers
+from fastvit_kernels.tools.aot import TARGETS, Trace, _RunLaunchers
 from fastvit_kernels.verify.all_configs import launches_left_out
 
 
@@ -199,7 +199,7 @@ def test_every_default_ships_and_fits(gpu):
     wrong = []
     with (
         on_absent_gpu(gpu), launches_left_out(), backend("triton"), recording() as choices,
-        FakeTensorMode(), _RunLaunchers(),
+        FakeTensorMode(), _RunLaunchers(Trace()),
     ):  # fmt: skip
         for call, arguments in _calls():
             call(*arguments)
