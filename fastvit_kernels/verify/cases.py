@@ -362,6 +362,7 @@ SDPA = Op(
     },
     options={
         "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": SCALE,
+        "enable_gqa": Option("flag"),
     },
     settings=lambda s: dict(is_causal=getattr(s, "is_causal", False)),
     shapes=_sdpa_shapes,

@@ -62,13 +62,13 @@ def _planted(x, backward):
     return y
 
 
-@operator("(Tensor x) -> Tensor", fake=torch.empty_like)
-def planted_fwd(x):
+@operator(fake=torch.empty_like)
+def planted_fwd(x: torch.Tensor) -> torch.Tensor:
     return _planted(x, backward=False)
 
 
-@operator("(Tensor dy) -> Tensor", fake=torch.empty_like)
-def planted_bwd(dy):
+@operator(fake=torch.empty_like)
+def planted_bwd(dy: torch.Tensor) -> torch.Tensor:
     return _planted(dy, backward=True)
 
 
