@@ -44,7 +44,51 @@ class Allowed:
         )
 
 
-ALLOWED: tuple[Allowed, ...] = ()
+ALLOWED: tuple[Allowed, ...] = (
+    Allowed(
+        "sm_80",
+        "attention_bwd_one_pass",
+        "",
+        "computed more than once",
+        "dk and dv of a head have 64 rows or fewer, so that their warps repeat one another; by the "
+        "model it still takes less time than the split kernels at D = 64, T = 197.",
+    ),
+    Allowed(
+        "sm_80",
+        "attention_bwd_one_pass",
+        "HEADS=2|HAS_DROPOUT",
+        "spills (24|64) bytes",
+        "Known and open: a few registers short. Two heads a program is no default.",
+    ),
+    Allowed(
+        "sm_80",
+        "attention_bwd_dkdv",
+        "MASK=none",
+        "spills (16|40) bytes",
+        "Known and open: a few registers short.",
+    ),
+    Allowed(
+        "sm_80",
+        "attention_fwd",
+        "D=96 .*MASK=bool|D=128 .*HAS_DROPOUT",
+        "spills (24|32) bytes",
+        "Known and open: a few registers short.",
+    ),
+    Allowed(
+        "sm_80",
+        "attention_(fwd|bwd_dkdv)",
+        "D=128 .*MASK=(bool|add)",
+        "computed more than once",
+        "Known and open: a tile of 16 keys or queries has no work for all warps.",
+    ),
+    Allowed(
+        "sm_80|sm_90",
+        "narrow_mlp_fwd",
+        "",
+        "computed more than once|of 8 columns",
+        "Known and open: tiles of few rows have no work for all warps. Inference alone.",
+    ),
+)
 
 
 def _problems(k: Kernel) -> Iterator[str]:

@@ -69,8 +69,13 @@ class Problem(NamedTuple):
     def flags(self) -> dict[str, Any]:
         return dict(
             D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
-            HAS_DROPOUT=self.dropout, FENCE=self.gpu.arch == "sm_90" and UNFENCED,
+            HAS_DROPOUT=self.dropout, FENCE=self.needs_fence(),
         )  # fmt: skip
+
+    def needs_fence(self) -> bool:
+        """Whether wgmma reads what cp.async wrote; exact fp32 products take no tensor cores."""
+        on_tensor_cores = self.dtype.itemsize == 2 or self.precision != "ieee"
+        return self.gpu.arch == "sm_90" and UNFENCED and on_tensor_cores
 
 
 class Launch(NamedTuple):

@@ -147,7 +147,7 @@ def patch_embed_fwd(
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
             HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
-            FENCE=images.dtype == weight.dtype and needs_fence(gpu(images.device)),
+            FENCE=images.dtype == weight.dtype and needs_fence(gpu(images.device), weight.dtype),
             INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_K=block_k, **config.options(),
         )  # fmt: skip
@@ -199,7 +199,8 @@ def patch_embed_bwd_weight(
             num_patches, grid_w, *images.stride(),
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), PIXELS_LEFT=images.dtype == compute_dtype,
-            FENCE=images.dtype == dout.dtype == compute_dtype and needs_fence(gpu(dout.device)),
+            FENCE=images.dtype == dout.dtype == compute_dtype
+            and needs_fence(gpu(dout.device), compute_dtype),
             COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=input_precision(),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             **config.options(),
@@ -281,7 +282,7 @@ def patch_embed_bwd_images(
             *dimages.stride()[:3],
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(dimages, patch_w),
-            FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device)),
+            FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype),
             INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             **config.options(),
         )  # fmt: skip
