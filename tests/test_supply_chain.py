@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_ci_installs_nothing_without_a_version():
         if "PIP_CONSTRAINT=''" in line:
             packages = line.split("--no-deps")[1].split()
             assert packages and all("==" in package for package in packages), line
+    hosts = runpy.run_path(str(ROOT / "tests/swap/versions.py"))["HOSTS"]
+    assert all("==" in package for packages in hosts.values() for package in packages)
     for address in re.findall(r"https?://\S+", script):
         raise AssertionError(f"CI names {address}")
 

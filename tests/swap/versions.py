@@ -55,7 +55,9 @@ def installed(name: str, folder: Path) -> Path:
     home = folder / name
     if not home.exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*command, str(home), *HOSTS[name]], check=True)
+        # A constraints file of CI names the newest of each; HOSTS pins its own.
+        environment = {k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"}
+        subprocess.run([*command, str(home), *HOSTS[name]], env=environment, check=True)
     return home
 
 
