@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import HAS_TRITON, triton
+from ...runtime.triton import VERSION, triton
 
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_D = 256
@@ -185,7 +185,7 @@ ONE_PASS_CONFIGS = [
 
 # Triton 3.9 holds all queries of a head in registers there: 6,424 bytes of spills a thread at
 # T = 197, the split kernels 240; with 3.6 one pass has none.
-ONE_PASS_ON_AMPERE = HAS_TRITON and triton.__version__.startswith("3.6.")
+ONE_PASS_ON_AMPERE = VERSION[:2] == (3, 6)
 
 
 def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
