@@ -37,13 +37,12 @@ from ..runtime.arguments import (
     row_stride,
 )
 from ..runtime.backend import Gpu, device_guard, gpu
-from ..runtime.configs import ConfigTable, launch_plan
+from ..runtime.configs import launch_plan
 from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
 from .common.reduction import column_sum
-
-MAX_C = 65536  # one row is held in the registers of one program
+from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, norm_tables
 
 
 def layer_norm_ref(
@@ -59,42 +58,7 @@ def layer_norm_ref(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
 
 
-class NormConfig(NamedTuple):
-    """BLOCK_ROWS rows a program takes at once, and its warps."""
-
-    block_rows: int
-    num_warps: int
-
-
-# Key: BLOCK_C. Forward: small rows share a program, so that every warp has full vector loads.
-# Backward: four elements a thread, 48 to 64 registers, and the loads of two further steps on their
-# way. Not yet measured.
-FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
-BWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 8), 2048: (1, 16)}
-LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
-CONFIGS = [NormConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16)]
-BWD_STAGES = 3
-MAX_STAGED = 2048  # elements of a row block: two further ones of x, dy and dresidual take 48 KB
-
-
-def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
-    """Whether a thread holds at most 64 elements of a row block, and at least one vector."""
-    elements = config.block_rows * block_c // (32 * config.num_warps)
-    return 4 <= elements <= 64 or (block_c > 2048 and config == LARGE_CONFIG)
-
-
-FWD_CONFIGS = ConfigTable(
-    "layer_norm_fwd",
-    [*CONFIGS, NormConfig(1, 2), LARGE_CONFIG],
-    lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
-    _fits,
-)
-BWD_CONFIGS = ConfigTable(
-    "layer_norm_bwd",
-    [*CONFIGS, LARGE_CONFIG],
-    lambda gpu, block_c: NormConfig(*BWD_ROWS.get(block_c, LARGE_CONFIG)),
-    _fits,
-)
+FWD_CONFIGS, BWD_CONFIGS = norm_tables("layer_norm")
 
 
 @triton.jit
@@ -185,10 +149,6 @@ def _layer_norm_bwd_kernel(
         tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
 
 
-def _block_c(C: int) -> int:
-    return max(64, triton.next_power_of_2(C))
-
-
 class FwdPlan(NamedTuple):
     """All that a forward launch derives from the kind of its arguments."""
 
@@ -207,7 +167,7 @@ def _fwd_plan(
 ) -> FwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     stride = row_stride(shape, strides)
-    block_c = _block_c(C)
+    block_c = block_width(C)
     config = FWD_CONFIGS.choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
     return FwdPlan(
@@ -269,13 +229,9 @@ def _bwd_plan(
     *strides: tuple[int, ...] | None,
 ) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
-    block_c = _block_c(C)
+    block_c = block_width(C)
     config = BWD_CONFIGS.choose(gpu, block_c)
-    # As many as an SM holds at once, by registers: none waits for another to end.
-    warps_per_sm = 40 if config.block_rows == 1 and config.num_warps <= 8 else 32
-    programs_per_sm = warps_per_sm // config.num_warps
-    programs = min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
-    staged = config.block_rows * block_c <= MAX_STAGED
+    programs = bwd_programs(gpu, config, num_rows)
     row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
     return BwdPlan(
         launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
@@ -284,7 +240,7 @@ def _bwd_plan(
         options=dict(
             HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
             NEEDS_DPARAMS=needs_dparams, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
-            STAGES=BWD_STAGES if staged else 1, num_warps=config.num_warps,
+            STAGES=bwd_stages(config, block_c), num_warps=config.num_warps,
         ),
         dx=layout(shape),
         dparams=layout((2, C if needs_dparams else 0)),

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..runtime.backend import use_triton
-from .layer_norm import MAX_C, layer_norm_fwd
+from .common.rows import MAX_C
+from .layer_norm import layer_norm_fwd
 
 
 def _place(x: Tensor) -> int:

@@ -1,0 +1,74 @@
+"""How kernels that normalise rows share the rows among programs: of LayerNorm and RMSNorm.
+
+A program holds whole rows, BLOCK_C = C up to a power of two, in registers: BLOCK_ROWS of them at
+once. In the backward, program p takes row blocks p, p + P, p + 2P, ... and keeps its own sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...runtime.backend import Gpu
+from ...runtime.configs import ConfigTable
+from ...runtime.triton import triton
+
+MAX_C = 65536  # one row is held in the registers of one program
+
+
+class NormConfig(NamedTuple):
+    """BLOCK_ROWS rows a program takes at once, and its warps."""
+
+    block_rows: int
+    num_warps: int
+
+
+# Key: BLOCK_C. Forward: small rows share a program, so that every warp has full vector loads.
+# Backward: four elements a thread, 48 to 64 registers, and the loads of two further steps on their
+# way. Not yet measured.
+FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
+BWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 8), 2048: (1, 16)}
+LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
+CONFIGS = [NormConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16)]
+BWD_STAGES = 3
+MAX_STAGED = 2048  # elements of a row block: two further ones of x, dy and dresidual take 48 KB
+
+
+def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
+    """Whether a thread holds at most 64 elements of a row block, and at least one vector."""
+    elements = config.block_rows * block_c // (32 * config.num_warps)
+    return 4 <= elements <= 64 or (block_c > 2048 and config == LARGE_CONFIG)
+
+
+def norm_tables(op: str) -> tuple[ConfigTable[NormConfig], ConfigTable[NormConfig]]:
+    """The launch configs of an op's forward and backward."""
+    return (
+        ConfigTable(
+            f"{op}_fwd",
+            [*CONFIGS, NormConfig(1, 2), LARGE_CONFIG],
+            lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
+            _fits,
+        ),
+        ConfigTable(
+            f"{op}_bwd",
+            [*CONFIGS, LARGE_CONFIG],
+            lambda gpu, block_c: NormConfig(*BWD_ROWS.get(block_c, LARGE_CONFIG)),
+            _fits,
+        ),
+    )
+
+
+def block_width(C: int) -> int:
+    """BLOCK_C of rows of C elements."""
+    return max(64, triton.next_power_of_2(C))
+
+
+def bwd_programs(gpu: Gpu, config: NormConfig, num_rows: int) -> int:
+    """As many as the SMs hold at once, by registers: none waits for another to end."""
+    warps_per_sm = 40 if config.block_rows == 1 and config.num_warps <= 8 else 32
+    programs_per_sm = warps_per_sm // config.num_warps
+    return min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
+
+
+def bwd_stages(config: NormConfig, block_c: int) -> int:
+    """Of the loads in the backward's loop: small row blocks come two steps ahead."""
+    return BWD_STAGES if config.block_rows * block_c <= MAX_STAGED else 1
