@@ -84,9 +84,9 @@ def test_the_first_change_of_backend_is_seen_by_calls_of_a_known_kind():
     program = (
         "import torch, fastvit_kernels as fk\n"
         "x = torch.randn(2, 8, requires_grad=True)\n"
-        "print(fk.layer_norm(x).grad_fn.name())\n"
+        "print(type(fk.layer_norm(x).grad_fn).__name__)\n"
         "fk.set_backend('torch')\n"
-        "print(fk.layer_norm(x).grad_fn.name())\n"
+        "print(type(fk.layer_norm(x).grad_fn).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     first, second = done.stdout.split()

@@ -104,7 +104,9 @@ def pre_norm_branch(
         y, x = norm.fused_and_input(x, _low(x, body if bypass else None))
     else:
         y = norm(x)
-    return add_body(x, y, body, tail, call or body, bypass, context)
+    # Dynamo of torch 2.11 does not take the truth of a function.
+    call = body if call is None else call
+    return add_body(x, y, body, tail, call, bypass, context)
 
 
 class PreNormBlock(Fused):
