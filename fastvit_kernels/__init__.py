@@ -15,6 +15,7 @@ from .ops.layer_norm import layer_norm, layer_norm_and_input
 from .ops.linear import linear
 from .ops.mlp import mlp
 from .ops.patch_embed.functions import patch_embed
+from .ops.rms_norm import rms_norm, rms_norm_and_input
 from .runtime.backend import backend, get_backend, set_backend
 from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
@@ -43,6 +44,8 @@ __all__ = [
     "patch_embed",
     "qkv_attention",
     "register_attention",
+    "rms_norm",
+    "rms_norm_and_input",
     "scaled_dot_product_attention",
     "set_backend",
     "swap_in",

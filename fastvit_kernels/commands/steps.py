@@ -24,6 +24,7 @@ from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import TILES as NARROW_TILES
+from ..ops.rms_norm import rms_norm, rms_norm_and_input
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
 from .models import input_shape, run_step
@@ -74,6 +75,18 @@ def _masked_attention() -> None:
     for mask in masks:
         scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
     scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
+
+
+def _rms_norm() -> None:
+    """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries."""
+    for C, dtype in ((768, torch.float32), (1024, torch.bfloat16), (3200, torch.bfloat16)):
+        x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
+        weight = torch.empty(C, requires_grad=True)
+        y, x = rms_norm_and_input(x, weight, out_dtype=torch.bfloat16)
+        torch.autograd.backward([y, x], [torch.empty_like(y), torch.empty_like(x)])
+    for D in (64, 128):
+        q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
+        rms_norm(q, torch.empty(D, requires_grad=True)).backward(torch.empty_like(q))
 
 
 def _narrow_mlp() -> None:
@@ -161,6 +174,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
     "narrow MLP": _narrow_mlp,
+    "RMSNorm": _rms_norm,
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),

@@ -206,7 +206,7 @@ empty_strided = torch.empty_strided  # the quickest of torch's ways to allocate
 
 def layout(shape: tuple[int, ...]) -> Layout:
     """Shape and contiguous strides, for `empty_strided`."""
-    strides = [1]
+    strides = [1] if shape else []
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * max(n, 1))
     return tuple(shape), tuple(reversed(strides))

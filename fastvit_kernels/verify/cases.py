@@ -21,6 +21,7 @@ from ..ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
 from ..ops.linear import linear, linear_ref
 from ..ops.mlp import mlp, mlp_ref
 from ..ops.patch_embed.functions import patch_embed, patch_embed_ref
+from ..ops.rms_norm import rms_norm, rms_norm_and_input, rms_norm_ref
 from ..runtime.arguments import autocast_dtype
 from .op import (
     Arg,
@@ -53,22 +54,37 @@ def _with_epilogue(shapes: dict[str, Shape], rows: Shape, N: int) -> dict[str, S
     return {**shapes, "residual": (*rows, N), "layer_scale": (N,), **row_scale}
 
 
-# layer_norm
+# layer_norm, rms_norm
+
+
+def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
+    """What the specification of a norm is asked for."""
+    if x.dtype is torch.float64:
+        return None  # the oracle rounds nothing
+    widens = out_dtype is None and autocast_dtype(x) is not None
+    return torch.float32 if widens else out_dtype
 
 
 def _layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    if x.dtype is torch.float64:
-        out_dtype = None  # the oracle rounds nothing
-    elif out_dtype is None and autocast_dtype(x) is not None:
-        out_dtype = torch.float32
-    return layer_norm_ref(x, weight, bias, eps, out_dtype)
+    return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype))
 
 
 def _layer_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return _layer_norm(x, *args, **options), x.view_as(x)
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype))
+
+
+def _rms_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _rms_norm(x, *args, **options), x.view_as(x)
 
 
 def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
@@ -109,6 +125,19 @@ LAYER_NORM_AND_INPUT = Op(
     layer_norm_and_input, _layer_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
     eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
     **_NORM,
+)  # fmt: skip
+_RMS: dict[str, Any] = {
+    **_NORM,
+    "args": {"x": Arg(required=True), "weight": Arg()},
+    "shapes": lambda s: dict(x=(*s.rows, s.C), weight=(s.C,)),
+}
+RMS_NORM = Op(
+    rms_norm, _rms_norm, configs=lambda large: [],
+    eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), **_RMS,
+)  # fmt: skip
+RMS_NORM_AND_INPUT = Op(
+    rms_norm_and_input, _rms_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x), **_RMS,
 )  # fmt: skip
 
 
@@ -438,7 +467,8 @@ PATCH_EMBED = Op(
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        LAYER_NORM, LAYER_NORM_AND_INPUT, LINEAR, ATTENTION, QKV_ATTENTION, SDPA, MLP, PATCH_EMBED,
+        LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT, LINEAR, ATTENTION,
+        QKV_ATTENTION, SDPA, MLP, PATCH_EMBED,
     )
 }  # fmt: skip
 

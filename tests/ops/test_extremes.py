@@ -26,6 +26,7 @@ from fastvit_kernels import (
     linear,
     mlp,
     qkv_attention,
+    rms_norm_and_input,
     scaled_dot_product_attention,
 )
 from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
@@ -33,6 +34,7 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.layer_norm import layer_norm_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
+from fastvit_kernels.ops.rms_norm import rms_norm_ref
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import Op, Sizes
 
@@ -307,6 +309,16 @@ def test_layer_norm_and_input_addresses_past_2_31():
         layer_norm_and_input,
         lambda x: (layer_norm_ref(x), x.view_as(x)),
         {"x": _far(rand(3, 64, dtype=fp16))},
+        upstream=upstream,
+    )
+
+
+def test_rms_norm_addresses_past_2_31():
+    upstream = [_far(rand(3, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
+    assert_accurate(
+        rms_norm_and_input,
+        lambda x, weight: (rms_norm_ref(x, weight), x.view_as(x)),
+        {"x": _far(rand(3, 64, dtype=fp16)), "weight": rand(64, dtype=fp16, seed=1)},
         upstream=upstream,
     )
 

@@ -30,6 +30,7 @@ TESTS = {  # by file of the package
     "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
     "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py",),
     "ops/rebuilt_norm.py": ("ops/test_rebuilt_norm.py",),
+    "ops/rms_norm.py": ("ops/test_rms_norm.py",),
     "ops/common/reduction.py": ("ops/test_reduction.py",),
 }
 
@@ -120,6 +121,64 @@ LAYER_NORM = [
         "offsets of rows in 32 bits",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         only=("ops/test_extremes.py::test_layer_norm_addresses_past_2_31",),
+    ),
+]  # fmt: skip
+
+RMS_NORM = [
+    Fault(
+        "rms-centred", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "variance in place of the mean square",
+        "x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)",
+        "x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)\n"
+        "    x = tl.where(mask, x - tl.sum(x, axis=1)[:, None] / C, 0.0)",
+    ),
+    Fault(
+        "rms-width", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "mean square over the padded width",
+        "axis=1) / C + eps)", "axis=1) / BLOCK_C + eps)",
+    ),
+    Fault(
+        "rms-eps-outside", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "eps added outside the root",
+        "tl.rsqrt(tl.sum(x * x, axis=1) / C + eps)",
+        "1.0 / (tl.sqrt(tl.sum(x * x, axis=1) / C) + eps)",
+    ),
+    Fault(
+        "rms-rounded-early", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "x * rstd rounded to the result's type before the weight",
+        "y = x * rstd[:, None]",
+        "y = (x * rstd[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)",
+    ),
+    Fault(
+        "rms-rstd-bf16", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "the saved rstd rounded to bf16",
+        "rstd_ptr + offs_row, rstd,", "rstd_ptr + offs_row, rstd.to(tl.bfloat16),",
+    ),
+    Fault(
+        "rms-dx-weight", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
+        "the weight forgotten in the mean that dx subtracts",
+        "tl.sum(g * xhat, axis=1)", "tl.sum(dy * xhat, axis=1)",
+    ),
+    Fault(
+        "rms-dweight-x", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
+        "dweight from x, not from x * rstd",
+        "dweight += dy * xhat", "dweight += dy * x",
+    ),
+    Fault(
+        "rms-dweight-overwritten", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
+        "dweight of a program's last row block alone",
+        "dweight += dy * xhat", "dweight = dy * xhat",
+    ),
+    Fault(
+        "rms-dresidual-stride", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
+        "the residual's gradient read by the row stride of dy",
+        "offs_row[:, None] * stride_dresidual_row", "offs_row[:, None] * stride_dy_row",
+    ),
+    Fault(
+        "rms-int32-offsets", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
+        "offsets of rows in 32 bits",
+        "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
+        only=("ops/test_extremes.py::test_rms_norm_addresses_past_2_31",),
     ),
 ]  # fmt: skip
 
@@ -584,6 +643,6 @@ HOSTS = [
 ]  # fmt: skip
 
 FAULTS: list[Fault] = [
-    *LAYER_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *FORWARD, *TILES, *BACKWARD,
+    *LAYER_NORM, *RMS_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *FORWARD, *TILES, *BACKWARD,
     *PATCH_EMBED, *HOSTS,
 ]  # fmt: skip

@@ -1,0 +1,99 @@
+"""rms_norm beside torch, liger_kernel and quack. `amp`: fp32 in, bf16 out, as in training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.harness import Draw, Op, itemsize
+from bench.providers import Function, Provider, compiled, eager, imported, ours
+from bench.shapes import Shape, batch, vits
+from fastvit_kernels import rms_norm
+from fastvit_kernels.ops.rms_norm import rms_norm_ref
+
+EPS = 1e-6
+HEADS = "heads"  # a norm of each head's queries: rows of D
+
+
+def shapes() -> Iterator[Shape]:
+    yield from vits()
+    # Queries of DINOv3's and Perception Encoder's sizes; InternViT-6B normalises all heads at once.
+    for T, H, D in ((201, 12, 64), (261, 16, 64), (1025, 25, 128)):
+        yield Shape(f"D{D}", batch(T), T, H * D, H, 4 * H * D, 2, variant=HEADS)
+    yield Shape("InternViT-6B", batch(1025), 1025, 3200, 25, 12800, 2)
+
+
+def _width(shape: Shape) -> int:
+    return shape.D if shape.variant == HEADS else shape.C
+
+
+def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | None]:
+    C = _width(shape)
+    return {"x": draw(shape.B, shape.T, shape.C // C, C).squeeze(2), "weight": draw(C)}
+
+
+def _torch(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _torch_amp(x: Tensor, weight: Tensor) -> Tensor:
+    return _torch(x, weight).to(torch.bfloat16)
+
+
+def reference(shape: Shape, dtype: str) -> Function:
+    def specification(x: Tensor, weight: Tensor) -> Tensor:
+        rounded = dtype == "amp" and x.dtype is not torch.float64
+        return rms_norm_ref(x, weight, EPS, torch.bfloat16 if rounded else None)
+
+    return specification
+
+
+def flops(shape: Shape, mode: str) -> float:
+    """An element: forward squares 2, scale 1, weight 1; backward 9 likewise."""
+    return {"fwd": 4.0, "bwd": 9.0, "both": 13.0}[mode] * shape.B * shape.T * shape.C
+
+
+def bytes_(shape: Shape, dtype: str, mode: str) -> float:
+    """Forward: x in, y out. Backward: dy, x in, dx out. Each: rstd, fp32, a row."""
+    x, y = (4, 2) if dtype == "amp" else (itemsize(dtype),) * 2
+    elements = shape.B * shape.T * shape.C
+    rstd = 4 * elements // _width(shape)
+    forward = elements * (x + y) + rstd
+    backward = elements * (2 * x + y) + rstd
+    return float({"fwd": forward, "bwd": backward, "both": forward + backward}[mode])
+
+
+def _liger(module: Any) -> Function:
+    """Its default rounds as Llama does; "gemma" keeps fp32 until the store, as we do."""
+    return lambda x, weight: module.LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "gemma", False)
+
+
+def _quack(module: Any) -> Function:
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return module.rmsnorm(x.view(-1, x.shape[-1]), weight.float(), eps=EPS).view(x.shape)
+
+    return run
+
+
+def providers(shape: Shape, dtype: str) -> list[Provider]:
+    if dtype == "amp":
+        fused = functools.partial(rms_norm, eps=EPS, out_dtype=torch.bfloat16)
+        return [eager(_torch_amp), ours("ours", fused), compiled(_torch_amp)]
+    return [
+        eager(_torch),
+        imported("liger_kernel", "liger_kernel.ops.rms_norm", _liger),
+        imported("quack", "quack.rmsnorm", _quack),
+        ours("ours", functools.partial(rms_norm, eps=EPS)),
+        compiled(_torch),
+    ]
+
+
+OP = Op(
+    "rms_norm", shapes, inputs, reference, providers, flops, bytes_,
+    dtypes=("bf16", "amp", "fp16", "fp32"),
+)  # fmt: skip

@@ -1,0 +1,398 @@
+"""RMSNorm over the last axis, and its variant that hands its input on.
+
+    y = x * rstd * weight,   rstd = (sum(x^2) / C + eps)**-0.5
+
+With xhat = x * rstd and g = dy * weight:
+
+    dx      = rstd * (g - xhat * mean_C(g * xhat))  [+ dresidual]
+    dweight = sum_rows dy * xhat
+
+Saved: x, and rstd (fp32, one a row).
+Precision: fp32 from the load to the store, weight included, and one rounding, as torch's rms_norm
+(transformers' classes round x * rstd to x.dtype before the weight: one rounding more). fp32
+partials for dweight, one row a program, summed in a fixed order by a second kernel. No atomics.
+Source: arXiv:1910.07467. Derivation: docs/rms_norm.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.arguments import (
+    Layout,
+    autocast_dtype,
+    check_dtype,
+    check_eps,
+    check_input,
+    check_shape,
+    contiguous,
+    empty_strided,
+    layout,
+    needs_gradient,
+    row_stride,
+)
+from ..runtime.backend import Gpu, device_guard, gpu
+from ..runtime.configs import launch_plan
+from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.operator import Routed, differentiable, operator
+from ..runtime.triton import tl, triton
+from .common.reduction import column_sum
+from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, norm_tables
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The specification of `rms_norm`: torch's own, in x.dtype, then one cast."""
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
+
+
+FWD_CONFIGS, BWD_CONFIGS = norm_tables("rms_norm")
+
+
+@triton.jit
+def _rms_norm_fwd_kernel(
+    y_ptr, rstd_ptr, x_ptr, weight_ptr,
+    num_rows, C, stride_x_row, eps,
+    HAS_WEIGHT: tl.constexpr, SAVE_STATS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    pid_rows = tl.program_id(0).to(tl.int64)
+    offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_row, mask_c = offs_row < num_rows, offs_c < C
+    mask = mask_row[:, None] & mask_c[None, :]
+
+    x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:  # on its way during the sum
+        weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / C + eps)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= weight.to(tl.float32)[None, :]
+
+    if SAVE_STATS:
+        tl.store(rstd_ptr + offs_row, rstd, mask=mask_row)
+    y_ptrs = y_ptr + offs_row[:, None] * C + offs_c[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_bwd_kernel(
+    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, rstd_ptr,
+    num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
+    HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of dweight.
+    pid = tl.program_id(0).to(tl.int64)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for row in tl.range(pid * BLOCK_ROWS, num_rows, step, num_stages=STAGES):
+        offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        mask_row = offs_row < num_rows
+        mask = mask_row[:, None] & mask_c[None, :]
+        x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
+        dy_ptrs = dy_ptr + offs_row[:, None] * stride_dy_row + offs_c[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if HAS_DRESIDUAL:
+            dresidual_ptrs = dresidual_ptr + offs_row[:, None] * stride_dresidual_row
+            dresidual_ptrs += offs_c[None, :]
+            dresidual = tl.load(dresidual_ptrs, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + offs_row, mask=mask_row, other=0.0)
+
+        xhat = x * rstd[:, None]
+        g = dy * weight if HAS_WEIGHT else dy
+        mean_g_xhat = tl.sum(g * xhat, axis=1) / C
+        dx = rstd[:, None] * (g - xhat * mean_g_xhat[:, None])
+        if HAS_DRESIDUAL:
+            dx += dresidual
+        dx_ptrs = dx_ptr + offs_row[:, None] * C + offs_c[None, :]
+        tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEEDS_DWEIGHT:
+            dweight += dy * xhat
+
+    if NEEDS_DWEIGHT:
+        tl.store(partial_ptr + pid * C + offs_c, tl.sum(dweight, axis=0), mask=mask_c)
+
+
+class FwdPlan(NamedTuple):
+    """All that a forward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int, int, float]  # rows, C, row stride of x, eps
+    options: dict[str, Any]
+    y: Layout
+    rstd: Layout
+    copies_x: bool  # its rows are no view
+
+
+@launch_plan
+def _fwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool, eps: float,
+    save_stats: bool,
+) -> FwdPlan:  # fmt: skip
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    stride = row_stride(shape, strides)
+    block_c = block_width(C)
+    config = FWD_CONFIGS.choose(gpu, block_c)
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    return FwdPlan(
+        launch=_rms_norm_fwd_kernel[grid] if num_rows * C else None,
+        sizes=(num_rows, C, C if stride is None else stride, eps),
+        options=dict(
+            HAS_WEIGHT=has_weight, SAVE_STATS=save_stats, BLOCK_ROWS=config.block_rows,
+            BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        y=layout(shape),
+        rstd=layout(shape[:-1] if save_stats else (0,)),
+        copies_x=stride is None,
+    )  # fmt: skip
+
+
+def _empty_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool
+) -> tuple[Tensor, Tensor]:
+    rstd_shape = x.shape[:-1] if save_stats else (0,)
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(rstd_shape, dtype=torch.float32)
+
+
+@operator(fake=_empty_fwd)
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool
+) -> tuple[Tensor, Tensor]:
+    """(..., C) -> y (..., C) in out_dtype, rstd (...) fp32; empty if not saved."""
+    device = x.device
+    launch, sizes, options, y_layout, rstd_layout, copies_x = _fwd_plan(
+        gpu(device), x.shape, x.stride(), weight is not None, eps, save_stats
+    )
+    y = empty_strided(*y_layout, dtype=out_dtype, device=device)
+    rstd = empty_strided(*rstd_layout, dtype=torch.float32, device=device)
+    if launch is not None:
+        if copies_x:
+            x = x.contiguous()
+        with device_guard(x):
+            launch(y, rstd, x, contiguous(weight), *sizes, **options)
+    return y, rstd
+
+
+class BwdPlan(NamedTuple):
+    """All that a backward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, ...]  # rows, C, row strides of dy, dresidual and x
+    copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
+    options: dict[str, Any]
+    dx: Layout
+    dweight: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dweight: bool,
+    *strides: tuple[int, ...] | None,
+) -> BwdPlan:  # fmt: skip
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = block_width(C)
+    config = BWD_CONFIGS.choose(gpu, block_c)
+    programs = bwd_programs(gpu, config, num_rows)
+    row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
+    return BwdPlan(
+        launch=_rms_norm_bwd_kernel[(programs,)] if num_rows * C else None,
+        sizes=(num_rows, C, *(C if stride is None else stride for stride in row_strides)),
+        copies=tuple(stride is None for stride in row_strides),
+        options=dict(
+            HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
+            NEEDS_DWEIGHT=needs_dweight, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            STAGES=bwd_stages(config, block_c), num_warps=config.num_warps,
+        ),
+        dx=layout(shape),
+        dweight=layout((C if needs_dweight else 0,)),
+        partial=layout((programs, C)),
+    )  # fmt: skip
+
+
+def _empty_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    weight_dtype: torch.dtype, needs_dweight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dweight_shape = (x.shape[-1] if needs_dweight else 0,)
+    return x.new_empty(x.shape), x.new_empty(dweight_shape, dtype=weight_dtype)
+
+
+@operator(fake=_empty_bwd)
+def rms_norm_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    weight_dtype: torch.dtype, needs_dweight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients: dx (..., C) in x.dtype; dweight (C,) in weight_dtype."""
+    device = x.device
+    launch, sizes, copies, options, dx_layout, dweight_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, needs_dweight,
+        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    )  # fmt: skip
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    dweight = empty_strided(*dweight_layout, dtype=weight_dtype, device=device)
+    if launch is None:
+        return dx, dweight.zero_()
+    rows = (dy, dresidual, x)
+    if any(copies):
+        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
+    partial = None
+    if needs_dweight:
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    with device_guard(x):
+        launch(dx, partial, *rows, contiguous(weight), contiguous(rstd), *sizes, **options)
+    if partial is not None:
+        column_sum(partial, dweight)
+    return dx, dweight
+
+
+class RmsNormDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    eps: float
+    out_dtype: torch.dtype
+    weight_dtype: torch.dtype
+
+
+@differentiable
+class RmsNormFunction(torch.autograd.Function):
+    """(x, weight) -> y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, decision):
+        y, rstd = decision.ops.rms_norm_fwd(x, weight, decision.eps, decision.out_dtype, True)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.decision = decision
+        return y
+
+    @staticmethod
+    @first_order("rms_norm")
+    def backward(ctx, dy):
+        return _backward(ctx, dy, None)
+
+
+@differentiable
+class RmsNormAndInputFunction(torch.autograd.Function):
+    """(x, weight) -> (y, x): the second output is x itself, handed on to the residual.
+
+    Its gradient arrives beside dy and is added inside the backward kernel, as in layer_norm.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, decision):
+        ctx.set_materialize_grads(False)
+        return RmsNormFunction.forward(ctx, x, weight, decision), x.view_as(x)
+
+    @staticmethod
+    @first_order("rms_norm_and_input")
+    def backward(ctx, dy, dresidual):
+        if dy is None:
+            return dresidual, None, None
+        return _backward(ctx, dy, dresidual)
+
+
+def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    needs_dweight, decision = ctx.needs_input_grad[1], ctx.decision
+    dx, dweight = ops_for(decision.ops, dy, dresidual).rms_norm_bwd(
+        dy, dresidual, x, weight, rstd, decision.weight_dtype, needs_dweight
+    )
+    return dx, dweight if needs_dweight else None, None
+
+
+@decide_once
+def _decide(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype | None, op: str,
+    ops: Routed,
+) -> RmsNormDecision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    check_input(op, x)
+    C = x.shape[-1]
+    check_shape(op, "weight", weight, (C,), like=x)
+    check_eps(op, eps)
+    check_dtype(op, "out_dtype", out_dtype)
+    unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
+    if out_dtype is None:  # a CPU's autocast leaves rms_norm alone
+        widens = autocast_dtype(x) is not None and x.device.type != "cpu"
+        out_dtype = torch.float32 if widens else x.dtype
+    return RmsNormDecision(
+        route("rms_norm", ops, unsupported, x, weight), needs_gradient(x, weight), eps, out_dtype,
+        torch.float32 if weight is None else weight.dtype,
+    )  # fmt: skip
+
+
+def rms_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm that hands its input on: returns (`rms_norm(x, ...)`, x).
+
+    For a pre-norm branch, `y, x = rms_norm_and_input(x, ...); x = x + branch(y)`: the residual's
+    gradient is then added inside the norm's backward kernel. Arguments as for `rms_norm`.
+    """
+    decision = _decide(x, weight, eps, out_dtype, "rms_norm_and_input")
+    ops, needs_gradient, _, out_dtype, _ = decision
+    if ops is None:
+        return rms_norm_ref(x, weight, eps, out_dtype), x
+    if not needs_gradient:
+        return ops.rms_norm_fwd(x, weight, eps, out_dtype, False)[0], x
+    return ops.RmsNormAndInputFunction(x, weight, decision)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMSNorm over the last axis.
+
+    y = x * (mean(x^2) + eps)**-0.5 * weight
+
+    Args:
+        x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
+            (B, T, H D) for a norm of queries over all heads, (B, T, H, D) for one of each head.
+        weight: (C,), any of these dtypes, or None for 1.
+        eps: added to the mean square, in squared units of x. AIMv2 1e-5, the other towers 1e-6.
+        out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
+            as torch's own.
+    Returns:
+        (..., C) in out_dtype.
+    Precision: fp32 until the store, the product with weight included; dweight's partials fp32.
+    Saved: x, and rstd (fp32, x.shape[:-1]); nothing where no gradient is wanted.
+    Raises: ValueError, such as "rms_norm: weight must have shape (768,), got (384,)"; TypeError.
+    Source: arXiv:1910.07467. Specification: rms_norm_ref. Derivation: docs/rms_norm.md.
+    """
+    decision = _decide(x, weight, eps, out_dtype, "rms_norm")
+    ops, needs_gradient, _, out_dtype, _ = decision
+    if ops is None:
+        return rms_norm_ref(x, weight, eps, out_dtype)
+    if not needs_gradient:
+        return ops.rms_norm_fwd(x, weight, eps, out_dtype, False)[0]
+    return ops.RmsNormFunction(x, weight, decision)
