@@ -36,6 +36,7 @@ from ..runtime.arguments import (
     check_weight,
     compute_dtype,
     contiguous,
+    empty,
     empty_gradients,
     needs_gradient,
 )
@@ -191,7 +192,7 @@ def linear_fwd(
     """
     scaled = layer_scale is not None or row_scale is not None
     save_z = save_z and activation != ""
-    no_z = x.new_empty(0)
+    no_z = empty((0,), x.dtype, x.device)
     if x.numel() == 0:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
         return y, x.new_empty(y.shape) if save_z else no_z
@@ -199,17 +200,17 @@ def linear_fwd(
         return gemm.product_with_bias(x, weight, bias), no_z
     N, K = weight.shape
     M = x.numel() // K
-    rows = x.reshape(M, K)
     config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    rows = x if config.route == "library" else x.reshape(M, K)
     plan = tile_plan(config, rows, weight, transposed=True)
     if plan is None:
-        z = gemm.product_with_bias(rows, weight, bias).view(*x.shape[:-1], N)
+        z = gemm.product_with_bias(x, weight, bias)
         if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
             return z.add_(residual), no_z
         y = torch.empty_like(z, dtype=out_dtype)
         apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
         return y, z if save_z else no_z
-    y = torch.empty((*x.shape[:-1], N), dtype=out_dtype, device=x.device)
+    y = empty((*x.shape[:-1], N), out_dtype, x.device)
     z = torch.empty_like(y, dtype=x.dtype) if save_z else no_z
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)

@@ -204,12 +204,22 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 empty_strided = torch.empty_strided  # the quickest of torch's ways to allocate
 
 
+@functools.lru_cache(maxsize=1024)
 def layout(shape: tuple[int, ...]) -> Layout:
     """Shape and contiguous strides, for `empty_strided`."""
     strides = [1] if shape else []
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * max(n, 1))
     return tuple(shape), tuple(reversed(strides))
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, by way of the quicker torch.empty_strided where no size is a SymInt."""
+    try:
+        size, strides = layout(shape)
+    except TypeError:  # a SymInt has no hash
+        return torch.empty(shape, dtype=dtype, device=device)
+    return empty_strided(size, strides, dtype=dtype, device=device)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -223,6 +233,5 @@ def empty_gradients(
 ) -> Any:
     """An uninitialised tensor for each (shape, dtype), without elements where dtype is None."""
     return tuple(
-        torch.empty(shape if dtype else (0,), dtype=dtype or torch.float32, device=device)
-        for shape, dtype in wanted
+        empty(shape if dtype else (0,), dtype or torch.float32, device) for shape, dtype in wanted
     )

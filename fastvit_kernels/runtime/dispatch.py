@@ -10,7 +10,6 @@ None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host"
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,10 +28,11 @@ Decision = TypeVar("Decision")
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_SCALARS = frozenset({type(None), bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (FakeTensor, FunctionalTensor)
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore[reportAttributeAccessIssue]
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _modes = torch._C._len_torch_dispatch_stack
@@ -61,58 +61,50 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     """Run `decide` at the first call of each kind only.
 
     Args:
-        decide: (*tensors, *others, ops) -> decision. It depends on the shape, strides, dtype,
-            device and requires_grad of the arguments annotated as tensors, which come first, on
-            the other arguments, grad mode, autocast, the backend and the launch configs, nothing
-            else. `ops` is the route, DIRECT or OPERATORS. What it raises is not remembered.
-    Returns: (*tensors, *others) -> decision, positional arguments.
+        decide: (*args, ops) -> decision. It depends on the shape, strides, dtype, device and
+            requires_grad of tensors, on the other arguments, grad mode, autocast, the backend and
+            the launch configs, nothing else. `ops` is the route, DIRECT or OPERATORS. What it
+            raises is not remembered.
+    Returns: (*args) -> decision, positional arguments.
     """
     known: dict[Any, Decision] = {}
     on_change(known.clear)
-    annotations = [str(p.annotation) for p in inspect.signature(decide).parameters.values()]
-    count = sum("Tensor" in annotation for annotation in annotations)
-    assert all("Tensor" in annotation for annotation in annotations[:count])
-
-    def kind_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        others = args[count:]
-        kind: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
-        kind += others, *map(type, others)  # 2.0 and True equal 2 and 1, and are other arguments
-        for x in args[:count]:
-            if x is None:
-                kind.append(None)
-            elif x.__class__ not in _PLAIN or x.is_neg() or (x.data_ptr() == 0 and x.numel() > 0):
-                raise _Indirect  # a subclass, a negated view, a zero without memory
-            else:
-                kind.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
-        return tuple(kind)
-
-    def learn(args: tuple[Any, ...]) -> Decision:
-        try:
-            kind = kind_of(args)
-            hash(kind)
-        except _NO_KIND:
-            return decide(*args, OPERATORS)
-        decision = decide(*args, DIRECT)
-        if len(known) >= MAX_KINDS:
-            known.clear()
-        known[kind] = decision
-        return decision
 
     @functools.wraps(decide)
     def decided(*args: Any) -> Decision:
         if is_watched():
             return decide(*args, OPERATORS)
+        facts: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
+        learn = facts.append
         try:
-            return known[kind_of(args)]
-        except (KeyError, *_NO_KIND):
-            pass
-        return learn(args)
+            for x in args:
+                cls = x.__class__
+                if cls in _PLAIN:
+                    if x.is_neg() or not (x.data_ptr() or x.numel() == 0):
+                        raise _Indirect  # a negated view, a zero without memory
+                    # An index stands for its device: a process has one kind of accelerator.
+                    learn((x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad))
+                elif cls in _SCALARS or not isinstance(x, Tensor):
+                    learn(cls)  # 2.0 and True equal 2 and 1, and are other arguments
+                    learn(x)
+                else:
+                    raise _Indirect  # a subclass
+            kind = tuple(facts)
+            decision = known.get(kind)
+        except _NO_KIND:
+            return decide(*args, OPERATORS)
+        if decision is None:
+            decision = decide(*args, DIRECT)
+            if len(known) >= MAX_KINDS:
+                known.clear()
+            known[kind] = decision
+        return decision
 
     return decided
 
 
-# No tensor, no memory (sparse, or left over from a transform), not hashable.
-_NO_KIND = (AttributeError, RuntimeError, TypeError, _Indirect)
+# No memory (sparse, or left over from a transform), not hashable.
+_NO_KIND = (RuntimeError, TypeError, _Indirect)
 
 
 def _autocast_dtypes() -> tuple[Any, ...]:
@@ -155,7 +147,7 @@ def ops_for(ops: Routed, *grads: Tensor | None) -> Routed:
         return OPERATORS
     try:
         for x in grads:
-            if x is not None and (x.__class__ not in _PLAIN or x.is_neg() or x.data_ptr() == 0):
+            if x is not None and (x.__class__ not in _PLAIN or x.is_neg() or not x.data_ptr()):
                 return OPERATORS
     except RuntimeError:
         return OPERATORS

@@ -29,6 +29,7 @@ from ...runtime.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
+    empty,
     empty_strided,
     needs_gradient,
 )
@@ -99,7 +100,7 @@ def _empty_attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
     dropout_p: float,
 ) -> Tensor:  # fmt: skip
-    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    return empty(qkv.shape, qkv.dtype, qkv.device)
 
 
 def _flops_bwd(dout, *_, **__):
