@@ -21,9 +21,9 @@ from ..ops.attention.configs import BwdForm
 from ..ops.attention.functions import attention
 from ..ops.attention.launch import Problem
 from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.common.gemm_configs import FWD_CONFIGS, HIDDEN_CONFIGS, LIBRARY, gemm_key
+from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from ..ops.mlp import mlp
-from ..ops.narrow_mlp import TILES as NARROW_TILES
+from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
 from ..ops.rms_norm import rms_norm, rms_norm_and_input
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
@@ -91,28 +91,28 @@ def _rms_norm() -> None:
 
 def _narrow_mlp() -> None:
     """The MLP of narrow models in inference, in each of its configs that fits the target."""
-    for C, tiles in itertools.product((192, 256), NARROW_TILES.configs):
+    for C, tiles in itertools.product((192, 256), NARROW_TABLE.configs):
         x, residual = torch.empty(50432, C, dtype=torch.bfloat16), torch.empty(50432, C)
         fc1_weight, fc2_weight = x.new_empty(4 * C, C), x.new_empty(C, 4 * C)
         biases = x.new_empty(4 * C), x.new_empty(C)
-        with torch.no_grad(), forced(NARROW_TILES.name, tiles):
+        with torch.no_grad(), forced(NARROW_TABLE.name, tiles):
             mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
 
 
 def _gemm_configs() -> None:
     """An MLP, forward and backward, with each GEMM config that ships and fits: few are defaults."""
     here = gpu(torch.device("cpu"))  # the target
-    for config in FWD_CONFIGS.configs:
+    for config in FWD_TABLE.configs:
         dtype = torch.float32 if config.block_k == 32 else torch.bfloat16
         B, T, C, width = 64, 197, 768, 3072
         key = gemm_key(B * T, width, C, dtype)
-        if config.route == "library" or not FWD_CONFIGS.fits(here, config, *key):
+        if config.route == "library" or not FWD_TABLE.fits(here, config, *key):
             continue
         shapes = ((B, T, C), (width, C), (width,), (C, width), (C,))
         tensors = [torch.empty(s, dtype=dtype, requires_grad=True) for s in shapes]
         residual = torch.empty(B, T, C)
-        hidden = config if config in HIDDEN_CONFIGS.configs else LIBRARY
-        with forced(FWD_CONFIGS.name, config), forced(HIDDEN_CONFIGS.name, hidden):
+        hidden = config if config in HIDDEN_TABLE.configs else LIBRARY
+        with forced(FWD_TABLE.name, config), forced(HIDDEN_TABLE.name, hidden):
             y = mlp(*tensors, residual=residual)
             y.backward(torch.empty_like(y))
 

@@ -63,7 +63,7 @@ from .common.gemm import (
     tile_plan,
     tile_product,
 )
-from .common.gemm_configs import FWD_CONFIGS, gemm_key
+from .common.gemm_configs import FWD_TABLE, gemm_key
 from .common.reduction import column_sum
 
 
@@ -200,7 +200,7 @@ def linear_fwd(
         return gemm.product_with_bias(x, weight, bias), no_z
     N, K = weight.shape
     M = x.numel() // K
-    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
     rows = x if config.route == "library" else x.reshape(M, K)
     plan = tile_plan(config, rows, weight, transposed=True)
     if plan is None:
@@ -451,7 +451,7 @@ def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     if residual is None:
         return True
     (N, K), M = weight.shape, x.numel() // x.shape[-1]
-    config = FWD_CONFIGS.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
     return config.route == "library" and residual.dtype == x.dtype
 
 

@@ -56,7 +56,7 @@ from .common.gemm import (
     tile_plan,
     tile_product,
 )
-from .common.gemm_configs import HIDDEN_CONFIGS, gemm_key
+from .common.gemm_configs import HIDDEN_TABLE, gemm_key
 from .common.reduction import column_sum
 from .linear import linear_ref
 from .narrow_mlp import is_narrow
@@ -153,7 +153,7 @@ def _hidden_gradient(
     """
     a, b = input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
-    config = HIDDEN_CONFIGS.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
+    config = HIDDEN_TABLE.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
     plan = tile_plan(config, a, b)
     if plan is None:
         dact = gemm.matmul(a, b)

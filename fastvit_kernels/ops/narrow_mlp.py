@@ -87,7 +87,7 @@ def _default(gpu: Gpu, C: int, N: int, dtype: str, rows: int) -> NarrowTiles:
 
 
 # (C, N padded, dtype, rows a program would have if each SM got one: 16, 32, 64, 128)
-TILES = ConfigTable("narrow_mlp_fwd", ALL, _default, _fits)
+FWD_TABLE = ConfigTable("narrow_mlp_fwd", ALL, _default, _fits)
 
 
 def _parts(width: int) -> tuple[int, int]:
@@ -292,7 +292,7 @@ def narrow_mlp_fwd(
     (c0, c1), (n0, n1) = _parts(C), _parts(N)
     device = gpu(x.device)
     rows_per_sm = triton.next_power_of_2(triton.cdiv(M, device.num_sms))
-    tiles = TILES.choose(
+    tiles = FWD_TABLE.choose(
         device, c0 + c1, n0 + n1, DTYPE_NAMES[x.dtype], min(max(rows_per_sm, 16), 128)
     )
     with device_guard(x):

@@ -57,7 +57,7 @@ def rms_norm_ref(
     return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
 
 
-FWD_CONFIGS, BWD_CONFIGS = norm_tables("rms_norm")
+FWD_TABLE, BWD_TABLE = norm_tables("rms_norm")
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def _fwd_plan(
     C, num_rows = shape[-1], math.prod(shape[:-1])
     stride = row_stride(shape, strides)
     block_c = block_width(C)
-    config = FWD_CONFIGS.choose(gpu, block_c)
+    config = FWD_TABLE.choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
     return FwdPlan(
         launch=_rms_norm_fwd_kernel[grid] if num_rows * C else None,
@@ -212,7 +212,7 @@ def _bwd_plan(
 ) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
-    config = BWD_CONFIGS.choose(gpu, block_c)
+    config = BWD_TABLE.choose(gpu, block_c)
     programs = bwd_programs(gpu, config, num_rows)
     row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
     return BwdPlan(

@@ -10,8 +10,8 @@ from numerics import DEVICE, assert_accurate, dtype_id, rand
 from fastvit_kernels.ops import linear as linear_module
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
-    FWD_CONFIGS,
-    HIDDEN_CONFIGS,
+    FWD_TABLE,
+    HIDDEN_TABLE,
     HOPPER_WS,
     LIBRARY,
     PERSISTENT,
@@ -34,7 +34,7 @@ from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-TABLES = (FWD_CONFIGS, HIDDEN_CONFIGS)
+TABLES = (FWD_TABLE, HIDDEN_TABLE)
 TRITON = {table.name: [c for c in table.configs if c.route == "triton"] for table in TABLES}
 GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
 
@@ -81,7 +81,7 @@ def _linear_inputs(M, K, N, dtype, aligned):
 def test_gemm_configs_of_linear(config, aligned):
     dtype = fp32 if config.block_k == 32 else bf16
     M, K, N = config.block_m + 3, config.block_k + 8, config.block_n + 24
-    _skip_what_does_not_fit(FWD_CONFIGS, config, M, N, K, dtype)
+    _skip_what_does_not_fit(FWD_TABLE, config, M, N, K, dtype)
     inputs = _linear_inputs(M, K, N, dtype, aligned)
     with forced("linear_fwd", config):
         _check_twice(
@@ -96,7 +96,7 @@ def test_gemm_configs_of_linear(config, aligned):
 def test_gemm_configs_of_mlp(config, recompute):
     dtype = fp32 if config.block_k == 32 else fp16
     M, C, F, N = config.block_m + 3, 24, config.block_n + 24, config.block_k + 8
-    _skip_what_does_not_fit(HIDDEN_CONFIGS, config, M, F, N, dtype)
+    _skip_what_does_not_fit(HIDDEN_TABLE, config, M, F, N, dtype)
     inputs = {
         "x": rand(M, C, dtype=dtype),
         "fc1_weight": rand(F, C, dtype=dtype, seed=1, scale=C**-0.5),
@@ -217,16 +217,16 @@ def test_gemm_rule_gives_configs_that_ship_and_fit(gpu):
 
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
-    choose = FWD_CONFIGS.choose
+    choose = FWD_TABLE.choose
     assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
     assert choose(on["sm_90"], 32768, 768, 192, "fp16") == TMA_PAIR
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
-    assert HIDDEN_CONFIGS.choose(on["sm_90"], 65536, 3072, 768, "bf16") == LIBRARY
-    assert HIDDEN_CONFIGS.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == LIBRARY
+    assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
     with forced_route("triton"):
-        assert HIDDEN_CONFIGS.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY
@@ -236,6 +236,6 @@ def test_gemm_shipped_entries_say_where_they_come_from():
     archs = {gpu.arch: gpu for gpu in GPUS}
     for (arch, *key), (config, source) in SHIPPED.items():
         assert source, key
-        assert config in FWD_CONFIGS.configs and FWD_CONFIGS.fits(archs[arch], config, *key)
-        hidden = HIDDEN_CONFIGS.default(archs[arch], *key)
-        assert hidden in HIDDEN_CONFIGS.configs and HIDDEN_CONFIGS.fits(archs[arch], hidden, *key)
+        assert config in FWD_TABLE.configs and FWD_TABLE.fits(archs[arch], config, *key)
+        hidden = HIDDEN_TABLE.default(archs[arch], *key)
+        assert hidden in HIDDEN_TABLE.configs and HIDDEN_TABLE.fits(archs[arch], hidden, *key)

@@ -13,9 +13,9 @@ from fastvit_kernels.ops import narrow_mlp
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.ops.narrow_mlp import (
+    FWD_TABLE,
     MAX_OFFSET,
     MAX_WIDTH,
-    TILES,
     _rows,
     is_narrow,
     narrow_mlp_fwd,
@@ -99,7 +99,7 @@ def test_narrow_mlp_sizes(M, C, F, N, dtype):
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16], ids=dtype_id)
-@pytest.mark.parametrize("config", TILES.configs, ids=lambda config: "-".join(map(str, config)))
+@pytest.mark.parametrize("config", FWD_TABLE.configs, ids=lambda config: "-".join(map(str, config)))
 def test_narrow_mlp_every_config(config, dtype):
     """M, C, N and F with tails of every tile; F of one step, of whole steps and of a rest."""
     for C, N, F in ((96, 128, 64), (128, 72, 128), (40, 40, 200)):
@@ -108,7 +108,7 @@ def test_narrow_mlp_every_config(config, dtype):
             _check(inputs)
             first, second = _narrow(**inputs), _narrow(**inputs)
         (choice,) = taken
-        assert TILES.fits(choice.gpu, config, *choice.key)  # else another one ran
+        assert FWD_TABLE.fits(choice.gpu, config, *choice.key)  # else another one ran
         assert torch.equal(first, second)
 
 
@@ -117,9 +117,9 @@ def test_narrow_mlp_default_fits_every_target():
     for target in TARGETS.values():
         gpu = Gpu(target.name, target.num_sms, target.shared_limit)
         for (C, N), dtype, rows in itertools.product(sizes, ("bf16", "fp16"), (16, 32, 64, 128)):
-            tiles = TILES.default(gpu, C, N, dtype, rows)
-            assert tiles in TILES.configs and tiles.block_m <= rows
-            assert TILES.fits(gpu, tiles, C, N, dtype, rows), (target.name, C, N, dtype, rows)
+            tiles = FWD_TABLE.default(gpu, C, N, dtype, rows)
+            assert tiles in FWD_TABLE.configs and tiles.block_m <= rows
+            assert FWD_TABLE.fits(gpu, tiles, C, N, dtype, rows), (target.name, C, N, dtype, rows)
             if target.name in ("sm_90", "sm_100"):
                 assert tiles.block_f >= 64  # the rows of a wgmma tile
 

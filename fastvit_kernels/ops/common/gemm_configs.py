@@ -169,20 +169,20 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
     return config.shared(itemsize) <= gpu.shared_limit
 
 
-FWD_CONFIGS = ConfigTable(
+FWD_TABLE = ConfigTable(
     "linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, HOPPER_WS, BLACKWELL_WS), _default, _fits
 )
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
-HIDDEN_CONFIGS = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
+HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
 
 
 @contextmanager
 def forced_route(route: str) -> Iterator[None]:
     """Inside, every product with an epilogue takes this route: for tests and benchmarks."""
-    tables = (FWD_CONFIGS, HIDDEN_CONFIGS)
+    tables = (FWD_TABLE, HIDDEN_TABLE)
     rules = (triton_tile, hidden_tile) if route == "triton" else 2 * (lambda *_: LIBRARY,)
     former = [table.default for table in tables]
-    with forced(FWD_CONFIGS.name, None), forced(HIDDEN_CONFIGS.name, None):
+    with forced(FWD_TABLE.name, None), forced(HIDDEN_TABLE.name, None):
         try:
             for table, rule in zip(tables, rules, strict=True):
                 table.default = rule

@@ -44,10 +44,10 @@ from ...runtime.triton import triton
 from ..common.gemm import input_precision
 from ..common.reduction import column_sum
 from .kernels import (
-    BWD_IMAGES_CONFIGS,
-    BWD_WEIGHT_CONFIGS,
+    BWD_IMAGES_TABLE,
     BWD_WEIGHT_PROGRAMS_PER_SM,
-    FWD_CONFIGS,
+    BWD_WEIGHT_TABLE,
+    FWD_TABLE,
     MIN_ROWS_PER_SPLIT,
     STAGE_BYTES,
     TL_DTYPES,
@@ -132,7 +132,7 @@ def patch_embed_fwd(
     weight = weight.reshape(C, -1).contiguous()
     bias = None if bias is None else bias.contiguous()
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
-    config = FWD_CONFIGS.choose(gpu(images.device), weight.itemsize)
+    config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype])
     block_m, block_n, block_k = config[:3]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
     K = weight.shape[1]
@@ -180,7 +180,7 @@ def patch_embed_bwd_weight(
     grid_h, grid_w = _grid(images, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, dweight[0].numel()
     num_rows = B * num_patches
-    config = BWD_WEIGHT_CONFIGS.choose(gpu(dout.device), compute_dtype.itemsize)
+    config = BWD_WEIGHT_TABLE.choose(gpu(dout.device), DTYPE_NAMES[compute_dtype])
     block_m, block_n, block_k = config[:3]
     block_n, block_k = _block(block_n, C), _block(block_k, K)
     bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
@@ -270,7 +270,7 @@ def patch_embed_bwd_images(
     weight = weight.reshape(C, -1).contiguous()
     grid_h, grid_w = _grid(dimages, (patch_h, patch_w))
     num_patches, K = grid_h * grid_w, weight.shape[1]
-    config = BWD_IMAGES_CONFIGS.choose(gpu(dout.device), weight.itemsize)
+    config = BWD_IMAGES_TABLE.choose(gpu(dout.device), DTYPE_NAMES[weight.dtype])
     block_m, block_n, block_k = config[:3]
     block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)

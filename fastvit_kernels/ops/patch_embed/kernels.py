@@ -42,50 +42,43 @@ def needs_fence(gpu: Gpu, dtype: torch.dtype) -> bool:
 
 
 def _table(
-    name: str,
-    by_itemsize: dict[int, list[PatchConfig]],
-    by_wgmma: dict[int, PatchConfig] | None = None,
+    name: str, half: list[PatchConfig], fp32: list[PatchConfig], by_wgmma: PatchConfig | None = None
 ) -> ConfigTable[PatchConfig]:
-    """Key: bytes of an element of the compute dtype. The default: by_wgmma on sm_90 and sm_100
-    where it has one, else the first config."""
+    """Key: the compute dtype. The default: the first config; for 16 bits on sm_90 and sm_100
+    by_wgmma where there is one."""
+    by_dtype = {"fp16": half, "bf16": half, "fp32": fp32}
 
-    def default(gpu: Gpu, itemsize: int) -> PatchConfig:
-        wide = (by_wgmma or {}).get(itemsize) if gpu.arch in TMA_ARCHS else None
-        return wide or by_itemsize[itemsize][0]
+    def default(gpu: Gpu, dtype: str) -> PatchConfig:
+        if by_wgmma is not None and dtype != "fp32" and gpu.arch in TMA_ARCHS:
+            return by_wgmma
+        return by_dtype[dtype][0]
 
-    configs = [config for configs in by_itemsize.values() for config in configs]
     return ConfigTable(
-        name, configs, default, lambda gpu, config, itemsize: config in by_itemsize[itemsize]
+        name, [*half, *fp32], default, lambda gpu, config, dtype: config in by_dtype[dtype]
     )
 
 
 # 64 rows leave room in a stage for 64 of K beside fp32 pixels, and on sm_90 for two blocks on an
 # SM. Not yet measured.
-FWD_CONFIGS = _table(
+FWD_TABLE = _table(
     "patch_embed_fwd",
-    {
-        2: [
-            PatchConfig(128, 128, 64, 8, 3),
-            PatchConfig(64, 128, 64, 8, 3),
-            PatchConfig(64, 128, 64, 4, 3),
-        ],
-        4: [PatchConfig(64, 64, 32, 4, 3)],
-    },
-    {2: PatchConfig(64, 128, 64, 8, 3)},
+    [
+        PatchConfig(128, 128, 64, 8, 3),
+        PatchConfig(64, 128, 64, 8, 3),
+        PatchConfig(64, 128, 64, 4, 3),
+    ],
+    [PatchConfig(64, 64, 32, 4, 3)],
+    by_wgmma=PatchConfig(64, 128, 64, 8, 3),
 )
-BWD_WEIGHT_CONFIGS = _table(
+BWD_WEIGHT_TABLE = _table(
     "patch_embed_bwd_weight",
-    {
-        2: [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
-        4: [PatchConfig(32, 64, 64, 4, 3)],
-    },
+    [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
+    [PatchConfig(32, 64, 64, 4, 3)],
 )
-BWD_IMAGES_CONFIGS = _table(
+BWD_IMAGES_TABLE = _table(
     "patch_embed_bwd_images",
-    {
-        2: [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
-        4: [PatchConfig(64, 32, 64, 4, 3)],
-    },
+    [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
+    [PatchConfig(64, 32, 64, 4, 3)],
 )
 STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
 TL_DTYPES = {
