@@ -3,6 +3,7 @@
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
     python -m bench attention --shape T197 --dtype bf16
     python -m bench vit --mode train --provider swapped
+    python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
     python -m bench plot DIR                            redraw from DIR/results.csv
     python -m bench compare A B                         ratios, regressions first
     python -m bench traffic                             launches and bytes of a block, counted
@@ -29,7 +30,7 @@ from bench import plot, report
 from bench.compare import THRESHOLD, newly_failed, ratios, table
 from bench.harness import MODES, Bench
 from bench.host import measure_host
-from bench.plan import OPS, WHOLE, Task, Wanted, tasks
+from bench.plan import OPS, WHOLE, Task, Wanted, named_cases, tasks
 from bench.roofs import measure_roofs, roofs_of
 from bench.rows import RESULTS, Results, Row, conditions, read_rows
 from bench.session import (
@@ -59,7 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in ("all", *OPS, *WHOLE):
-        _add_measuring(commands.add_parser(name, help=f"measure {name}"))
+        measuring = commands.add_parser(name, help=f"measure {name}")
+        _add_measuring(measuring)
+        if name == "vit":
+            options.add_model(measuring, None, "in place of the plan's models")
+            options.add_batch(measuring)
+            options.add_img_size(measuring)
     drawing = commands.add_parser("plot", help="redraw everything from a CSV")
     drawing.add_argument("folder", type=Path)
     comparing = commands.add_parser("compare", help="ratios of two results, regressions first")
@@ -124,12 +130,14 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
     clock = Clock(arguments.time_budget)
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
-    results = _open(arguments)
     wanted = Wanted(
         ops=(*WHOLE, *OPS) if arguments.command == "all" else (arguments.command,),
         providers=arguments.provider or (), shapes=arguments.shape or (),
-        dtypes=arguments.dtype or (), modes=arguments.mode or (),
+        dtypes=arguments.dtype or (), modes=arguments.mode or (), **_model_wanted(arguments),
     )  # fmt: skip
+    if wanted.model:
+        list(named_cases(wanted))  # a mistake is said before anything is measured
+    results = _open(arguments)
     ending, measured = 0, set(results.rows)
     with _progress(console) as progress:
         say = progress.console.print
@@ -179,6 +187,25 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
     rows = list(results.rows.values())
     new = [r for r in rows if arguments.resume or r.key not in measured]
     return ending or (1 if bad_rows(new) else 0)
+
+
+def _model_wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `--model`, `--batch` and `--img-size` ask for.
+
+    Raises: CommandError where they do not fit together.
+    """
+    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
+    given = {n: x for n, x in given.items() if x is not None}
+    if given and "model" not in given:
+        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
+    unknown = sorted(set(arguments.dtype or ()) - {"amp", "bf16"}) if given else []
+    unknown += sorted(set(arguments.mode or ()) - {"train", "infer"}) if given else []
+    if unknown:
+        raise CommandError(
+            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
+            f"{', '.join(unknown)}"
+        )
+    return given
 
 
 def _again(words: list[str], clock: Clock) -> list[str]:
@@ -330,6 +357,9 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
             report.write_docs()
             return 0
         machine = machine or this_machine(arguments)
+        given = _model_wanted(arguments)
+        if machine is None and given:
+            raise CommandError(f"torch sees no GPU to measure {given['model']} on")
         if machine is None:
             return run_without_gpu(arguments, run_check, console)
         arguments.out = arguments.out or Path("bench-out")

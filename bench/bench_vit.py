@@ -30,7 +30,7 @@ INTERLEAVED = ("Ti", "S", "B")  # larger models are measured one after the other
 
 def row_of(case: Case, provider: str, op: str = OP, mode: str | None = None) -> Row:
     return Row(
-        op, provider, case.id, case.dtype, mode or case.mode, f"ViT-{case.model}",
+        op, provider, case.id, case.dtype, mode or case.mode, case.preset,
         case.batch, case.tokens,
     )  # fmt: skip
 

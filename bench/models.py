@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.shapes import VITS
-from fastvit_kernels import swap_in
+from fastvit_kernels import VisionTransformer, backend, swap_in
+from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.commands.zoo import define_torchvision_operators
 
 NUM_CLASSES = 1000
@@ -36,6 +40,15 @@ class Case:
         return 14 if self.model == "H" and self.size == 224 else 16
 
     @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        return 3, self.size, self.size
+
+    @property
+    def preset(self) -> str:
+        return f"ViT-{self.model}"
+
+    @property
     def tokens(self) -> int:
         return (self.size // self.patch) ** 2 + 1
 
@@ -54,8 +67,56 @@ class Case:
         return float(forward * (3 if self.mode == "train" else 1))
 
 
+@dataclass(frozen=True)
+class NamedCase(Case):
+    """A case whose `model` is a name for `build_model`; `size` 0 is the model's own."""
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        return input_shape(_on_meta(self.model, self.size))
+
+    @property
+    def preset(self) -> str:
+        return self.model
+
+    @property
+    def tokens(self) -> int:
+        """As if a patch had 16 x 16 pixels."""
+        return math.prod(max(1, n // 16) for n in self.image[1:])
+
+    @property
+    def id(self) -> str:
+        _, height, width = self.image
+        side = f"{height}" if height == width else f"{height}x{width}"
+        return f"{self.model}-{side}-B{self.batch}"
+
+    @property
+    def flops(self) -> float:
+        """Of a step, the forward's products as torch counts them; training is 3 forwards."""
+        image = torch.empty((1, *self.image), device="meta")
+        with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
+            _on_meta(self.model, self.size)(image)
+        steps = 3 if self.mode == "train" else 1
+        return float(self.batch * counter.get_total_flops() * steps)
+
+
+def _by_name(name: str, size: int) -> nn.Module:
+    overrides = {"img_size": size} if size else {}
+    return build_model(name, num_classes=NUM_CLASSES, **overrides)
+
+
+@functools.lru_cache(maxsize=4)
+def _on_meta(name: str, size: int) -> nn.Module:
+    """The model without weights, for what follows from shapes."""
+    with torch.device("meta"):
+        return _by_name(name, size).eval()
+
+
 def build(case: Case) -> nn.Module:
     """The host's model with random weights, the same at every call."""
+    if isinstance(case, NamedCase):
+        torch.manual_seed(0)
+        return _by_name(case.model, case.size)
     C, depth, H, mlp = VITS[case.model]
     torch.manual_seed(0)
     define_torchvision_operators()  # timm and transformers import torchvision too
@@ -111,7 +172,8 @@ class Runner:
         self.case, self.way, self.device = case, way, device
         dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
         self.model = build(case).to(device, dtype).train(case.mode == "train")
-        if way.swapped:
+        self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
+        if way.swapped and not self.is_own:
             report = swap_in(self.model)
             if report.level == "none":
                 raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
@@ -128,7 +190,11 @@ class Runner:
 
     def logits(self) -> Tensor:
         amp = self.case.dtype == "amp"
-        with torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext():
+        plain = self.is_own and not self.way.swapped
+        with (
+            torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext(),
+            backend("torch") if plain else nullcontext(),
+        ):
             out = self.forward(self.images)
         return out if isinstance(out, Tensor) else out.logits
 
@@ -166,7 +232,7 @@ class Runner:
 def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """Images and labels, the same at every call."""
     generator = torch.Generator(device).manual_seed(1)
-    shape = (case.batch, 3, case.size, case.size)
+    shape = (case.batch, *case.image)
     images = torch.randn(shape, generator=generator, device=device)
     labels = torch.randint(NUM_CLASSES, (case.batch,), generator=generator, device=device)
     return images.to(torch.bfloat16 if case.dtype == "bf16" else torch.float32), labels

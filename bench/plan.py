@@ -17,10 +17,11 @@ import torch
 
 from bench import bench_profile, bench_vit, first_step, host
 from bench.harness import MODES, Bench, Op, measure_op
-from bench.models import HOSTS, WAYS, Case
+from bench.models import HOSTS, WAYS, Case, NamedCase
 from bench.providers import BASELINE, installed
 from bench.rows import Row
 from bench.shapes import VITS, Shape
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 
 # Ops of the registry that have a bench_<op>.py.
@@ -49,6 +50,9 @@ class Wanted:
     shapes: Sequence[str] = ()  # parts of a shape's id
     dtypes: Sequence[str] = ()
     modes: Sequence[str] = ()
+    model: str = ""  # whole models: this one in place of the plan's, by a name of the commands
+    batch: int = 128
+    img_size: int = 0  # 0: the model's
     said: list[str] = field(default_factory=list)  # what could not be had, and why
 
     def say(self, text: str) -> None:
@@ -131,6 +135,24 @@ def vit_cases() -> Iterator[tuple[int, float, Case]]:
                 yield 4, 1.0, Case(host_, model, 224, 64, "amp", mode)
 
 
+def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
+    """`vit_cases` of the model that was asked for by name; by default it trains under autocast.
+
+    Raises: CommandError for a name or a size that cannot be had.
+    """
+    host, colon, _ = wanted.model.partition(":")
+    for dtype in wanted.dtypes or ("amp",):
+        for mode in wanted.modes or ("train",):
+            case = NamedCase(
+                host if colon else "", wanted.model, wanted.img_size, wanted.batch, dtype, mode
+            )
+            try:
+                _ = case.flops  # a forward without weights
+            except RuntimeError as error:
+                raise CommandError(f"--model {wanted.model}: {error}") from error
+            yield 0, 1.0, case
+
+
 # (later by so many tiers, guessed seconds for ViT-B, ways)
 _VIT_GROUPS = (
     (0, 25.0, ("eager", "swapped", "swapped+graph")),
@@ -147,8 +169,8 @@ def _has_host(wanted: Wanted, name: str) -> bool:
 
 
 def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
-    for tier, factor, case in vit_cases():
-        if not _has_host(wanted, case.host):
+    for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
+        if not wanted.model and not _has_host(wanted, case.host):
             continue
         asked = wanted.shape(case.id) and wanted.dtype(case.dtype) and wanted.mode(case.mode)
         for later, seconds, names in _VIT_GROUPS:
@@ -158,7 +180,7 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
             keys = tuple((bench_vit.OP, n, case.id, case.dtype, case.mode) for n in names)
             title = f"{case.id} {case.dtype} {case.mode}"
             yield Task(tier + later, factor * seconds, title, keys, _vit_runner(case))
-    if not _has_host(wanted, "timm"):
+    if wanted.model or not _has_host(wanted, "timm"):
         return
     base = Case("timm", "B", 224, 128)
     first = replace(base, batch=32)
