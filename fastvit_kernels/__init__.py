@@ -11,6 +11,7 @@ from .models.presets import create_vit
 from .models.vit import Block, VisionTransformer
 from .ops.attention.functions import attention, qkv_attention
 from .ops.attention.sdpa import scaled_dot_product_attention
+from .ops.gated_mlp.functions import gated_mlp
 from .ops.layer_norm import layer_norm, layer_norm_and_input
 from .ops.linear import linear
 from .ops.mlp import mlp
@@ -35,6 +36,7 @@ __all__ = [
     "attention_maps",
     "backend",
     "create_vit",
+    "gated_mlp",
     "get_backend",
     "layer_norm",
     "layer_norm_and_input",

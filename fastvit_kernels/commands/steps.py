@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.gated_mlp import GluMlp, SwiGLU
 from ..models.modules import Mlp
 from ..models.presets import create_vit
 from ..ops.attention.configs import BWD_TABLE as ATTENTION_BWD
@@ -22,6 +23,9 @@ from ..ops.attention.functions import attention
 from ..ops.attention.launch import Problem
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
+from ..ops.gated_mlp.functions import gated_mlp
+from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
+from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
 from ..ops.rms_norm import rms_norm, rms_norm_and_input
@@ -51,7 +55,7 @@ def model_step(
             empty = torch.empty(p.shape, dtype=p.dtype)
             state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
         for module in vit.modules():
-            if isinstance(module, Mlp):
+            if isinstance(module, (Mlp, GluMlp, SwiGLU)):
                 module.recompute = recompute
         images = torch.empty(batch, *input_shape(vit))
         forward = functools.partial(torch.func.functional_call, vit, state)
@@ -97,6 +101,46 @@ def _narrow_mlp() -> None:
         biases = x.new_empty(4 * C), x.new_empty(C)
         with torch.no_grad(), forced(NARROW_TABLE.name, tiles):
             mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
+
+
+def _gated_mlp() -> None:
+    """Gated MLPs, forward and backward: widths with a divisor of 8, 4 and 2 elements (EVA02-L), and
+    the inner LayerNorm in each config that fits."""
+    here = gpu(torch.device("cpu"))  # the target
+
+    def run(C: int, F: int, dtype: torch.dtype, activation: str, norm: bool, packed: bool) -> None:
+        fc1 = 2 * F if packed else F
+        shapes = {
+            "fc1_weight": (fc1, C),
+            "fc1_bias": (fc1,),
+            "fc2_weight": (C, F),
+            "fc2_bias": (C,),
+        }
+        if not packed:
+            shapes |= {"gate_weight": (F, C), "gate_bias": (F,)}
+        given: dict[str, Any] = {
+            n: torch.empty(s, dtype=dtype, requires_grad=True) for n, s in shapes.items()
+        }
+        if norm:
+            names = ("norm_weight", "norm_bias")
+            given |= {n: torch.empty(F, requires_grad=True) for n in names}
+        x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
+        y = gated_mlp(x, **given, activation=activation)
+        y.backward(torch.empty_like(y))
+
+    for activation, dtype in itertools.product(
+        ("silu", "gelu", "gelu_tanh"), (torch.bfloat16, torch.float32)
+    ):
+        run(1536, 4096, dtype, activation, norm=False, packed=True)
+        if activation == "silu":
+            run(768, 2048, dtype, activation, norm=True, packed=False)
+            run(1024, 2730, dtype, activation, norm=True, packed=False)
+    run(1280, 3420, torch.bfloat16, "silu", norm=False, packed=False)
+    for config in GATED_NORM_BWD.configs:
+        for F in (384, 1024, 2048, 4096):
+            if GATED_NORM_BWD.fits(here, config, 1 << (F - 1).bit_length(), "bf16"):
+                with forced(GATED_NORM_FWD.name, config), forced(GATED_NORM_BWD.name, config):
+                    run(768, F, torch.bfloat16, "gelu", norm=True, packed=False)
 
 
 def _gemm_configs() -> None:
@@ -189,6 +233,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
+    "gated MLP": _gated_mlp,
     "GEMM configs": _gemm_configs,
     "attention configs": _attention_configs,
     **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},

@@ -25,15 +25,8 @@ from ..runtime.arguments import (
     check_probability,
 )
 from ..runtime.plain import is_hooked
-from .modules import (
-    Attention,
-    DropPath,
-    LayerNorm,
-    LayerScale,
-    Mlp,
-    PatchEmbed,
-    Size,
-)
+from .gated_mlp import GluMlp, SwiGLU, check_mlp_layer, create_mlp
+from .modules import Attention, DropPath, LayerNorm, LayerScale, PatchEmbed, Size
 
 Memory = Literal["default", "low"]
 
@@ -62,10 +55,11 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False,
         proj_bias: bool = True, proj_drop=0.0, attn_drop=0.0, init_values: float | None = None,
         drop_path=0.0, act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
-        memory: Memory = "default",
+        memory: Memory = "default", mlp_layer: str = "Mlp", scale_mlp_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
         _check_memory("Block", memory)
+        check_mlp_layer("Block", mlp_layer, scale_mlp_norm)
         _check_common("Block", mlp_ratio, init_values, norm_eps, dim=dim, num_heads=num_heads)
         check_probability("Block", "drop_path", drop_path)
         self.norm1 = LayerNorm(dim, norm_eps)
@@ -75,7 +69,10 @@ class Block(nn.Module):
         self.ls1 = LayerScale(dim, init_values) if init_values else None
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = LayerNorm(dim, norm_eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop)
+        self.mlp = create_mlp(
+            mlp_layer, dim, int(dim * mlp_ratio), act_layer, norm_eps if scale_mlp_norm else None,
+            proj_bias, proj_drop,
+        )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values) if init_values else None
         self.drop_path2 = DropPath(drop_path)
         self.memory = memory
@@ -106,6 +103,9 @@ class VisionTransformer(nn.Module):
     the head) and `conv_stem_configs` (convolutions before the projection). memory="low" keeps no
     LayerNorm output of a block for the backward, which rebuilds it with the same bits: under bf16
     autocast 24 C bytes a token and block instead of 28 C, for one more LayerNorm forward each.
+    `mlp_layer` is the name of timm's class: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant) or
+    "SwiGLU"; as there, act_layer is the gate's, so that a SwiGLU wants "silu", and mlp_ratio counts
+    gate and value of the packed two.
     """
 
     def __init__(
@@ -119,10 +119,12 @@ class VisionTransformer(nn.Module):
         act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
         representation_size: int | None = None,
         conv_stem_configs: Sequence[Sequence[Any]] | None = None, memory: Memory = "default",
+        mlp_layer: str = "Mlp", scale_mlp_norm: bool = False,
     ):  # fmt: skip
         super().__init__()
         op = "VisionTransformer"
         _check_memory(op, memory)
+        check_mlp_layer(op, mlp_layer, scale_mlp_norm)
         _check_common(
             op, mlp_ratio, init_values, norm_eps, in_chans=in_chans, embed_dim=embed_dim,
             num_heads=num_heads,
@@ -167,6 +169,7 @@ class VisionTransformer(nn.Module):
             Block(
                 embed_dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop_rate,
                 attn_drop_rate, init_values, drop_path, act_layer, norm_eps, attn_head_dim, memory,
+                mlp_layer, scale_mlp_norm,
             )
             for drop_path in drop_paths
         ))  # fmt: skip
@@ -191,6 +194,9 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, (GluMlp, SwiGLU)):
+                module.init_weights()
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:

@@ -58,6 +58,7 @@ from .common.gemm import (
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
 from .common.reduction import column_sum
+from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from .linear import linear_ref
 from .narrow_mlp import is_narrow
 
@@ -73,7 +74,12 @@ def mlp_ref(
     layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `mlp`: two of `linear_ref`."""
+    """The specification of `mlp`: two of `linear_ref`, or `gated_mlp_ref`."""
+    if activation in GATED:
+        return gated_mlp_ref(
+            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=GATED[activation],
+            residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+        )  # fmt: skip
     hidden = linear_ref(x, fc1_weight, fc1_bias, activation)
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 
@@ -434,7 +440,9 @@ def mlp(
         x: (B, ..., C), fp16, bf16 or fp32, any strides.
         fc1_weight: (F, C), fc1_bias: (F,) or None, fc2_weight: (N, F), fc2_bias: (N,) or None; any
             strides, in x.dtype unless under autocast.
-        activation: "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        activation: "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu"; or "swiglu", "geglu" or
+            "geglu_tanh" with gate and value packed in fc1_weight (2F, C), the gate first.
+            `gated_mlp` has them with separate weights, the gate last, or a LayerNorm inside.
         residual: (B, ..., N), any floating dtype, added last.
         layer_scale: (N,), any floating dtype.
         row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
@@ -452,6 +460,11 @@ def mlp(
         TypeError.
     Specification: mlp_ref. Derivation: docs/mlp.md.
     """
+    if activation.__class__ is str and activation in GATED:
+        return gated_mlp(
+            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=GATED[activation],
+            residual=residual, layer_scale=layer_scale, row_scale=row_scale, recompute=recompute,
+        )  # fmt: skip
     inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
     decision = _decide(*inputs, activation, recompute)
     ops = decision.ops

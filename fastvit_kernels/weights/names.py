@@ -25,12 +25,15 @@ MAX_LAYERS = 1000
 _TARGET = re.compile(
     r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
     r"|(?:patch_embed\.proj|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
-    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|proj)|mlp\.fc[12])\.(?:weight|bias)"
+    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|proj)|mlp\.(?:fc[12]|fc1_[gx]|norm))"
+    r"\.(?:weight|bias)"
 )
 
 _TIMM = {
     r"blocks\.(\d+)\.gamma_([12])": r"blocks.\1.ls\2.gamma",
     r"register_tokens|dist_token": "reg_token",
+    r"blocks\.(\d+)\.mlp\.w12\.(\w+)": r"blocks.\1.mlp.fc1.\2",  # DINOv2's own SwiGLU
+    r"blocks\.(\d+)\.mlp\.w3\.(\w+)": r"blocks.\1.mlp.fc2.\2",
 }
 
 _TV_LAYER = r"encoder\.layers\.encoder_layer_(\d+)\."
@@ -64,8 +67,11 @@ _TRANSFORMERS = {
     _HF_LAYER + r"attention\.(?:output\.dense|o_proj)\.(\w+)": r"blocks.\1.attn.proj.\2",
     _HF_LAYER + r"layer_scale([12])\.lambda1": r"blocks.\1.ls\2.gamma",
     _HF_LAYER + r"(?:layernorm_after|norm2)\.(\w+)": r"blocks.\1.norm2.\2",
-    _HF_LAYER + r"(?:intermediate\.dense|mlp\.fc1)\.(\w+)": r"blocks.\1.mlp.fc1.\2",
-    _HF_LAYER + r"(?:output\.dense|mlp\.fc2)\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    _HF_LAYER + r"(?:intermediate\.dense|mlp\.(?:fc1|weights_in))\.(\w+)": r"blocks.\1.mlp.fc1.\2",
+    _HF_LAYER + r"mlp\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",
+    _HF_LAYER + r"mlp\.up_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
+    _HF_LAYER
+    + r"(?:output\.dense|mlp\.(?:fc2|weights_out|down_proj))\.(\w+)": r"blocks.\1.mlp.fc2.\2",
     _HF + r"layernorm\.(\w+)": r"norm.\1",
     _HF + r"pooler\.dense\.(\w+)": r"pre_logits.fc.\1",
     r"classifier\.(\w+)": r"head.\1",

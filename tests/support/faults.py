@@ -25,6 +25,9 @@ TESTS = {  # by file of the package
     "swap/prove.py": ("swap/test_prove.py",),
     "ops/layer_norm.py": ("ops/test_layer_norm.py",),
     "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "ops/gated_mlp/functions.py": ("ops/test_gated_mlp.py",),
+    "ops/gated_mlp/kernels.py": ("ops/test_gated_mlp.py",),
+    "ops/gated_mlp/launch.py": ("ops/test_gated_mlp.py",),
     "ops/mlp.py": ("ops/test_mlp.py",),
     "ops/narrow_mlp.py": ("ops/test_narrow_mlp.py",),
     "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
@@ -353,6 +356,79 @@ GEMM = [
     ),
 ]  # fmt: skip
 
+GATED_MLP = [
+    Fault(
+        "gated-halves", "ops/gated_mlp/kernels.py", "_z_sizes",
+        "gate and value of packed weights confused",
+        "(F, 0) if gate_last else (0, F)", "(0, F) if gate_last else (F, 0)",
+    ),
+    Fault(
+        "gated-dz-halves", "ops/gated_mlp/kernels.py", "dz_columns",
+        "dgate and dvalue of packed weights confused",
+        "(F, 0) if gate_last else (0, F)", "(0, F) if gate_last else (F, 0)",
+    ),
+    Fault(
+        "gated-slope", "ops/gated_mlp/kernels.py", "_gate_bwd_kernel",
+        "dgate without the activation's slope",
+        "dhidden * value * derivative", "dhidden * value",
+    ),
+    Fault(
+        "gated-dvalue", "ops/gated_mlp/kernels.py", "_gate_bwd_kernel",
+        "dvalue multiplied by the gate, not by act(gate)",
+        "dhidden * act", "dhidden * gate",
+    ),
+    Fault(
+        "gated-split-end", "ops/gated_mlp/kernels.py", "_gate_bwd_kernel",
+        "the first rows of the next split counted in the sums of dz",
+        "(offs_m < last)[:, None] & mask_f", "(offs_m < M)[:, None] & mask_f",
+    ),
+    Fault(
+        "gated-vector", "ops/gated_mlp/kernels.py", "_gate_fwd_kernel",
+        "rows of z taken to lie closer than they do",
+        "stride_z_m = F * VECTOR, stride_z_m * VECTOR", "stride_z_m = F * VECTOR, stride_z_m",
+    ),
+    Fault(
+        "gated-norm-mean-mask", "ops/gated_mlp/kernels.py", "_gate_norm_fwd_kernel",
+        "columns past F counted in the mean",
+        "tl.where(mask, hidden - mean[:, None], 0.0), axis=1", "hidden - mean[:, None], axis=1",
+    ),
+    Fault(
+        "gated-norm-second-pass", "ops/gated_mlp/kernels.py", "_gate_norm_fwd_kernel",
+        "the mean in one pass: a constant row's rounding error passes for variance",
+        "mean += tl.sum", "mean += 0.0 * tl.sum",
+    ),
+    Fault(
+        "gated-norm-projection", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",
+        "dh of the LayerNorm without the part along xhat",
+        "xhat * mean_g_xhat[:, None]", "0.0 * mean_g_xhat[:, None]",
+    ),
+    Fault(
+        "gated-norm-weight", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",
+        "the LayerNorm's weight left out of its input gradient",
+        "g = dnormed * weight", "g = dnormed",
+    ),
+    Fault(
+        "gated-norm-rebuilt", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",
+        "the rebuilt hidden layer without its bias",
+        "normed += bias.to(tl.float32)[None, :]", "normed += 0.0 * bias.to(tl.float32)[None, :]",
+    ),
+    Fault(
+        "gated-dx", "ops/gated_mlp/launch.py", "gated_mlp_bwd",
+        "of separate weights, dx of the second alone",
+        "_add_product(dx_rows, dhalf, weight)", "gemm.matmul(dhalf, weight, out=dx_rows)",
+    ),
+    Fault(
+        "gated-norm-params", "ops/gated_mlp/launch.py", "gated_mlp_bwd",
+        "the gradients of the LayerNorm's weight and bias confused",
+        "((0, dnorm_weight), (F, dnorm_bias))", "((F, dnorm_weight), (0, dnorm_bias))",
+    ),
+    Fault(
+        "gated-saved-hidden", "ops/gated_mlp/functions.py", "_decide",
+        "the hidden layer saved although the backward rebuilds it",
+        "needs_hidden and not (recompute and needs_dhidden)", "needs_hidden",
+    ),
+]  # fmt: skip
+
 FORWARD = [
     Fault(
         "attention-rescale", "ops/attention/forward.py", "_attend",
@@ -643,6 +719,6 @@ HOSTS = [
 ]  # fmt: skip
 
 FAULTS: list[Fault] = [
-    *LAYER_NORM, *RMS_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *FORWARD, *TILES, *BACKWARD,
-    *PATCH_EMBED, *HOSTS,
+    *LAYER_NORM, *RMS_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *GATED_MLP, *FORWARD, *TILES,
+    *BACKWARD, *PATCH_EMBED, *HOSTS,
 ]  # fmt: skip

@@ -1,0 +1,178 @@
+"""MLPs with a gate, timm's GluMlp and SwiGLU: their arguments, their state_dict keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.common.activation import ACTIVATIONS, check_activation
+from ..ops.gated_mlp.functions import gated_mlp
+from ..runtime.arguments import check_flags, check_int, check_probability
+from ..runtime.plain import add_branch, is_hooked, is_plain, is_raw
+from .modules import LayerNorm, Mlp
+
+
+class _GatedMlp(nn.Module):
+    """What both share: the activation, the norm of the hidden layer, fc2."""
+
+    fc2: nn.Linear
+
+    def __init__(
+        self, in_features: int, hidden_features: int, width: int, act_layer: str,
+        norm_layer: Callable[[int], nn.Module] | None, bias: bool, drop: float,
+    ):  # fmt: skip
+        super().__init__()
+        op = type(self).__name__
+        if act_layer is None:
+            raise TypeError(f"{op}: act_layer must be one of {sorted(ACTIVATIONS)}, got None")
+        check_activation(op, act_layer, "act_layer")
+        check_flags(op, bias=bias)
+        check_probability(op, "drop", drop)
+        if norm_layer is not None and not callable(norm_layer):
+            raise TypeError(f"{op}: norm_layer must be None or a class, got {norm_layer!r}")
+        self.act_layer = act_layer
+        self.recompute = True  # False saves the hidden layer too and rebuilds nothing
+        self._add_first(in_features, width, bias)
+        self.norm = nn.Identity() if norm_layer is None else norm_layer(width)
+        self.fc2 = nn.Linear(width, in_features, bias)
+        self.drop = nn.Dropout(drop)
+
+    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
+        raise NotImplementedError
+
+    def _fused(
+        self, first: nn.Linear, gate: nn.Linear | None, x: Tensor, **epilogue: Any
+    ) -> Tensor | None:
+        """All in one op, or None where a layer has to be called."""
+        norm, layers = self.norm, (first, self.fc2, first if gate is None else gate)
+        if not all(map(is_plain, layers)) or is_hooked(norm):
+            return None
+        if self.training and self.drop.p > 0:
+            return None
+        given: dict[str, Any] = {}
+        if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):
+            weight, bias = norm.weight, norm.bias
+            if weight is None or not is_raw(weight) or not (bias is None or is_raw(bias)):
+                return None
+            given = dict(norm_weight=weight, norm_bias=bias, norm_eps=norm.eps)
+        elif type(norm) is not nn.Identity:
+            return None
+        if gate is not None:
+            given |= dict(gate_weight=gate.weight, gate_bias=gate.bias)
+        return gated_mlp(
+            x, first.weight, first.bias, self.fc2.weight, self.fc2.bias,
+            activation=self.act_layer, recompute=self.recompute, **given, **epilogue,
+        )  # fmt: skip
+
+    def _called(self, gate: Tensor, value: Tensor, **epilogue: Any) -> Tensor:
+        """The rest of the MLP, layer by layer."""
+        hidden = self.norm(self.drop(ACTIVATIONS[self.act_layer](gate) * value))
+        return add_branch(self.drop(self.fc2(hidden)), **epilogue)
+
+
+class GluMlp(_GatedMlp):
+    """(B, T, C) -> (B, T, C): fc1 with gate and value packed, their product, [norm], fc2.
+
+    `hidden_features` counts both halves, as in timm. With gate_last=False and "silu" it is timm's
+    SwiGLUPacked, DINOv2's SwiGLUFFN.
+    """
+
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: str = "silu",
+        norm_layer: Callable[[int], nn.Module] | None = None, bias=True, drop=0.0, gate_last=True,
+    ):  # fmt: skip
+        check_int("GluMlp", "in_features", in_features)
+        check_int("GluMlp", "hidden_features", hidden_features, least=2)
+        check_flags("GluMlp", gate_last=gate_last)
+        if hidden_features % 2:
+            raise ValueError(
+                f"GluMlp: hidden_features must be even, gate and value, got {hidden_features}"
+            )
+        super().__init__(
+            in_features, hidden_features, hidden_features // 2, act_layer, norm_layer, bias, drop
+        )
+        self.gate_last = gate_last
+
+    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
+        self.fc1 = nn.Linear(in_features, 2 * width, bias)
+
+    def init_weights(self) -> None:
+        """timm's: the second half begins near 0 with a bias of 1."""
+        half = self.fc1.out_features // 2
+        if self.fc1.bias is not None:
+            nn.init.ones_(self.fc1.bias[half:])
+        nn.init.normal_(self.fc1.weight[half:], std=1e-6)
+
+    def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
+        epilogue = dict(residual=residual, layer_scale=layer_scale, row_scale=row_scale)
+        y = self._fused(self.fc1, None, x, gate_last=self.gate_last, **epilogue)
+        if y is not None:
+            return y
+        first, second = self.fc1(x).chunk(2, dim=-1)
+        gate, value = (second, first) if self.gate_last else (first, second)
+        return self._called(gate, value, **epilogue)
+
+
+class SwiGLU(_GatedMlp):
+    """(B, T, C) -> (B, T, C): fc1_g and fc1_x, act(gate) * value, [norm], fc2."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: str = "silu",
+        norm_layer: Callable[[int], nn.Module] | None = None, bias=True, drop=0.0, align_to=0,
+    ):  # fmt: skip
+        check_int("SwiGLU", "in_features", in_features)
+        check_int("SwiGLU", "hidden_features", hidden_features)
+        check_int("SwiGLU", "align_to", align_to, least=0)
+        if align_to:
+            hidden_features += -hidden_features % align_to
+        super().__init__(
+            in_features, hidden_features, hidden_features, act_layer, norm_layer, bias, drop
+        )
+
+    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
+        self.fc1_g = nn.Linear(in_features, width, bias)
+        self.fc1_x = nn.Linear(in_features, width, bias)
+
+    def init_weights(self) -> None:
+        """timm's: the gate begins near 0 with a bias of 1."""
+        if self.fc1_g.bias is not None:
+            nn.init.ones_(self.fc1_g.bias)
+        nn.init.normal_(self.fc1_g.weight, std=1e-6)
+
+    def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
+        epilogue = dict(residual=residual, layer_scale=layer_scale, row_scale=row_scale)
+        y = self._fused(self.fc1_x, self.fc1_g, x, **epilogue)
+        return self._called(self.fc1_g(x), self.fc1_x(x), **epilogue) if y is None else y
+
+
+# By the names of timm's classes, which its VisionTransformer takes as `mlp_layer`.
+MLP_LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "Mlp": Mlp,
+    "GluMlp": GluMlp,
+    "SwiGLUPacked": partial(GluMlp, gate_last=False),
+    "SwiGLU": SwiGLU,
+}
+
+
+def check_mlp_layer(op: str, mlp_layer: object, scale_mlp_norm: object) -> None:
+    """Raise unless mlp_layer is one of MLP_LAYERS, and has a norm where one is asked for."""
+    if not isinstance(mlp_layer, str) or mlp_layer not in MLP_LAYERS:
+        error = ValueError if isinstance(mlp_layer, str) else TypeError
+        raise error(f"{op}: mlp_layer must be one of {sorted(MLP_LAYERS)}, got {mlp_layer!r}")
+    check_flags(op, scale_mlp_norm=scale_mlp_norm)
+    if scale_mlp_norm and mlp_layer == "Mlp":
+        raise ValueError(f"{op}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
+
+
+def create_mlp(
+    mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_eps: float | None,
+    bias: bool, drop: float,
+) -> nn.Module:  # fmt: skip
+    """The MLP of a block, with a LayerNorm inside unless norm_eps is None."""
+    norm = {} if norm_eps is None else dict(norm_layer=partial(LayerNorm, eps=norm_eps))
+    return MLP_LAYERS[mlp_layer](
+        dim, hidden_features, act_layer=act_layer, bias=bias, drop=drop, **norm
+    )

@@ -1,0 +1,338 @@
+"""Gated MLP of a ViT block: SwiGLU, GeGLU, with an optional LayerNorm inside.
+
+    gate = x Wg^T + bg,   value = x W1^T + b1,   h = act(gate) * value   [n = LayerNorm(h), else h]
+    y = residual + row_scale[sample] * layer_scale * (n W2^T + b2)
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    dn = d (layer_scale * W2)   [dh of the LayerNorm, else dn]
+    dgate = dh * value * act'(gate),   dvalue = dh * act(gate)
+    dWg = dgate^T x,  dbg = sum dgate,   dW1 = dvalue^T x,  db1 = sum dvalue
+    dx = dgate Wg + dvalue W1
+    G = d^T n,  g = sum d:   dW2, db2, dlayer_scale from them, as in mlp;   dresidual = dy
+
+The weights are packed, Wg and W1 the halves of one (2F, C), or separate; neither is ever copied.
+Saved: x, gate, value, the weights, with a LayerNorm its mean and rstd. h (or n) is not: the pass
+that reads gate and value for their gradients writes it again. With recompute=False it is saved too.
+Precision: fp32 accumulators, gate, product and LayerNorm; gate, value and h (or n) are rounded to
+the compute dtype. No atomics.
+Products are the library's, but fc2 takes linear's routes. Files: launch.py, kernels.py.
+Source: arXiv:2002.05202; the LayerNorm: arXiv:2303.11331. Derivation: docs/gated_mlp.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.arguments import (
+    as_dtype,
+    check_epilogue,
+    check_eps,
+    check_flags,
+    check_input,
+    check_shape,
+    check_weight,
+    compute_dtype,
+    needs_gradient,
+)
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable
+from ..common.activation import ACTIVATIONS, check_activation
+from ..linear import linear_ref
+from . import launch as launch  # registers the operators
+from .kernels import MAX_NORM_F
+
+# Names that `mlp` has for an MLP with packed weights -> the activation of its gate.
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+
+
+def gated_mlp_ref(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_last: bool = False,
+    norm_eps: float = 1e-6,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """The specification of `gated_mlp`: torch's own operations, one after the other."""
+    value = linear_ref(x, fc1_weight, fc1_bias)
+    if gate_weight is not None:
+        gate = linear_ref(x, gate_weight, gate_bias)
+    elif gate_last:
+        value, gate = value.chunk(2, dim=-1)
+    else:
+        gate, value = value.chunk(2, dim=-1)
+    hidden = ACTIVATIONS[activation](gate) * value
+    if norm_weight is not None:
+        dtype = torch.promote_types(hidden.dtype, norm_weight.dtype)
+        weight, bias = (None if t is None else t.to(dtype) for t in (norm_weight, norm_bias))
+        normed = torch.layer_norm(hidden.to(dtype), hidden.shape[-1:], weight, bias, norm_eps)
+        hidden = normed.to(hidden.dtype)
+    return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
+
+
+class GatedMlpDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    activation: str
+    gate_last: bool
+    norm_eps: float
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of all inputs but row_scale
+    saves_x: bool
+    saves_fc1_weight: bool  # and the gate's
+    saves_fc2_weight: bool
+    saves_fc2_bias: bool
+    saves_z: bool  # value, stats and the norm's parameters too
+    saves_hidden: bool
+
+
+@differentiable
+class GatedMlpFunction(torch.autograd.Function):
+    """`gated_hidden_fwd` and `linear_fwd` forward, one `gated_mlp_bwd` backward."""
+
+    @staticmethod
+    def forward(
+        ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
+        norm_bias, residual, layer_scale, row_scale, decision,
+    ):  # fmt: skip
+        operands = _operands(
+            decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias
+        )
+        y, hidden, z, value, stats = _forward(
+            operands, (norm_weight, norm_bias), (residual, layer_scale, row_scale), decision
+        )
+        x, fc1_weight, _, fc2_weight, fc2_bias, gate_weight, _ = operands
+        saves_z = decision.saves_z
+        ctx.save_for_backward(
+            x if decision.saves_x else None,
+            fc1_weight if decision.saves_fc1_weight else None,
+            fc2_weight if decision.saves_fc2_weight else None,
+            fc2_bias if decision.saves_fc2_bias else None,
+            gate_weight if decision.saves_fc1_weight else None,
+            norm_weight if saves_z else None,
+            norm_bias if saves_z else None,
+            layer_scale,
+            row_scale,
+            z if saves_z else None,
+            value if saves_z and gate_weight is not None else None,
+            hidden if decision.saves_hidden else None,
+            stats if saves_z and norm_weight is not None else None,
+        )
+        ctx.decision = decision
+        return y
+
+    @staticmethod
+    @first_order("gated_mlp")
+    def backward(ctx, dy):
+        decision = ctx.decision
+        *wanted, dresidual_dtype, dlayer_scale_dtype = (
+            dtype if needed else None
+            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        )
+        wanted.append(dlayer_scale_dtype)
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
+        if not any(wanted):
+            return (*[None] * 9, dresidual, None, None, None)
+        grads = ops_for(decision.ops, dy).gated_mlp_bwd(
+            dy, *ctx.saved_tensors, decision.activation, decision.gate_last, decision.norm_eps,
+            decision.dtype, *wanted,
+        )  # fmt: skip
+        *grads, dlayer_scale = (
+            grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)
+        )
+        return (*grads, dresidual, dlayer_scale, None, None)
+
+
+def _operands(decision: GatedMlpDecision, *operands: Tensor | None) -> Sequence[Any]:
+    """x, the weights of fc1, fc2, gate, each with its bias; all but biases in the compute dtype."""
+    if not decision.casts:
+        return operands
+    biases = (2, 4, 6)  # the products read them in any dtype
+    return [
+        t if t is None or i in biases else t.to(decision.dtype) for i, t in enumerate(operands)
+    ]  # fmt: skip
+
+
+def _forward(
+    operands: Sequence[Any], norm: Sequence[Tensor | None], epilogue: Sequence[Tensor | None],
+    decision: GatedMlpDecision,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, hidden, z, value and stats from operands in the compute dtype."""
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias = operands
+    assert decision.ops is not None
+    hidden, z, value, stats = decision.ops.gated_hidden_fwd(
+        x, fc1_weight, fc1_bias, gate_weight, gate_bias, *norm,
+        decision.activation, decision.gate_last, decision.norm_eps,
+    )  # fmt: skip
+    y, _ = decision.ops.linear_fwd(
+        hidden, fc2_weight, fc2_bias, *epilogue, "", decision.out_dtype, False
+    )
+    return y, hidden, z, value, stats
+
+
+def _check_gate(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, gate_weight: Tensor | None,
+    gate_bias: Tensor | None, gate_last: bool,
+) -> tuple[int, str | None]:  # fmt: skip
+    """Raise on a bad fc1 or gate; F, and what the kernels cannot do."""
+    op = "gated_mlp"
+    unsupported = check_weight(op, "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x)
+    rows = fc1_weight.shape[0]
+    if gate_weight is None:
+        if gate_bias is not None:
+            raise ValueError(f"{op}: gate_bias needs a gate_weight, got None")
+        if rows % 2:
+            raise ValueError(
+                f"{op}: fc1_weight must have an even number of rows, gate and value, got {rows}; "
+                "separate weights come as fc1_weight and gate_weight"
+            )
+        return rows // 2, unsupported
+    check_shape(op, "gate_weight", gate_weight, tuple(fc1_weight.shape), x)
+    check_shape(op, "gate_bias", gate_bias, (rows,), x)
+    if gate_last:
+        raise ValueError(
+            f"{op}: gate_last must be False beside a gate_weight, got True; it is for packed ones"
+        )
+    return rows, unsupported
+
+
+@decide_once
+def _decide(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
+    fc2_bias: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, gate_last: bool,
+    norm_eps: float, recompute: bool, ops: Routed,
+) -> GatedMlpDecision:  # fmt: skip
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    op = "gated_mlp"
+    check_input(op, x)
+    check_activation(op, activation)
+    if activation is None:
+        raise ValueError(f"{op}: activation must not be None; wanted one of {sorted(ACTIVATIONS)}")
+    check_flags(op, gate_last=gate_last, recompute=recompute)
+    check_eps(op, norm_eps, "norm_eps")
+    F, unsupported = _check_gate(x, fc1_weight, fc1_bias, gate_weight, gate_bias, gate_last)
+    reasons = [unsupported, check_weight(op, "fc2_weight", fc2_weight, fc2_bias, F, x)]
+    check_shape(op, "norm_weight", norm_weight, (F,), x)
+    check_shape(op, "norm_bias", norm_bias, (F,), x)
+    if norm_weight is None and norm_bias is not None:
+        raise ValueError(f"{op}: norm_bias needs a norm_weight, got None")
+    if norm_weight is not None and F > MAX_NORM_F:
+        reasons.append(f"a LayerNorm over more than {MAX_NORM_F} hidden features, got {F}")
+    reasons.append(check_epilogue(op, x, fc2_weight.shape[0], residual, layer_scale, row_scale))
+    dtype = compute_dtype(
+        op, x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight,
+        fc2_bias=fc2_bias, gate_weight=gate_weight, gate_bias=gate_bias,
+    )  # fmt: skip
+    operands = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias)
+    inputs = (*operands, norm_weight, norm_bias, residual, layer_scale)
+    needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, _, needs_dgate_weight, *_ = map(
+        needs_gradient, inputs
+    )
+    needs_dlayer_scale = needs_gradient(layer_scale)
+    needs_dhidden = needs_gradient(*operands[:3], *operands[5:], norm_weight, norm_bias)
+    needs_hidden = needs_dfc2_weight or needs_dlayer_scale
+    return GatedMlpDecision(
+        ops=route(op, ops, next(filter(None, reasons), None), *inputs, row_scale),
+        needs_gradient=needs_gradient(*inputs),
+        activation=activation,
+        gate_last=gate_last,
+        norm_eps=norm_eps,
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in operands),
+        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dfc1_weight or needs_dgate_weight,
+        saves_fc1_weight=needs_dx,
+        saves_fc2_weight=needs_dhidden or needs_dlayer_scale,
+        saves_fc2_bias=needs_dlayer_scale,
+        saves_z=needs_dhidden,
+        saves_hidden=needs_hidden and not (recompute and needs_dhidden),
+    )
+
+
+def gated_mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    *,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_last: bool = False,
+    norm_eps: float = 1e-6,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    recompute: bool = True,
+) -> Tensor:
+    """The gated MLP of a ViT block, SwiGLU or GeGLU, with all that follows it.
+
+    hidden = act(x Wg^T + bg) * (x W1^T + b1)   [then LayerNorm(hidden)]
+    y = residual + row_scale[sample] * layer_scale * (hidden W2^T + b2)
+
+    Args:
+        x: (B, ..., C), fp16, bf16 or fp32, any strides.
+        fc1_weight: (2F, C), gate and value packed, the gate in the first half (DINOv2's w12, timm's
+            SwiGLUPacked); or beside a gate_weight the value's (F, C). fc1_bias: its rows, or None.
+        fc2_weight: (N, F), fc2_bias: (N,) or None.
+        gate_weight: (F, C), gate_bias: (F,) or None, where gate and value have separate weights
+            (timm's SwiGLU: fc1_g; transformers: gate_proj, with up_proj as fc1). All weights and
+            biases have any strides, and x.dtype unless under autocast.
+        norm_weight, norm_bias: (F,), any floating dtype: a LayerNorm of the hidden layer (EVA02).
+        activation: of the gate: "silu" (SwiGLU), "gelu" (GeGLU, exact erf), "gelu_tanh" or
+            "quick_gelu".
+        gate_last: with packed weights, whether the gate is the second half (timm's GluMlp).
+        norm_eps: added to the LayerNorm's variance.
+        residual, layer_scale, row_scale: as for `mlp`.
+        recompute: save gate and value alone and rebuild the hidden layer in the backward, at the
+            cost of one write of (B, ..., F). False saves that too. Without effect on the PyTorch
+            path.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators, gate, product and LayerNorm; gate, value and what fc2 reads are
+        rounded to the compute dtype. Parameter gradients accumulate in fp32, each in its
+        parameter's dtype.
+    Saved: x and the weights in the compute dtype, gate and value (B, ..., F) each, of a LayerNorm
+        mean and rstd, fp32, and without recompute the hidden layer.
+    Raises: ValueError, such as "gated_mlp: fc2_weight must have shape (768, 2048), got
+        (768, 4096)"; TypeError.
+    Specification: gated_mlp_ref. Derivation: docs/gated_mlp.md.
+    """
+    inputs = (
+        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
+        norm_bias, residual, layer_scale, row_scale,
+    )  # fmt: skip
+    decision = _decide(*inputs, activation, gate_last, norm_eps, recompute)
+    ops = decision.ops
+    if ops is None:
+        return gated_mlp_ref(
+            *inputs[:9], activation, gate_last, norm_eps, residual, layer_scale, row_scale
+        )
+    if decision.needs_gradient:
+        return ops.GatedMlpFunction(*inputs, decision)
+    operands = _operands(decision, *inputs[:7])
+    return _forward(operands, inputs[7:9], inputs[9:], decision)[0]

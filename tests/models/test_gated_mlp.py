@@ -1,0 +1,204 @@
+"""Gated MLPs of other libraries, with their weights: outputs and all gradients."""
+
+from functools import partial
+
+import pytest
+import timm.layers
+import torch
+import transformers
+from numerics import DEVICE, assert_accurate, rand
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.aimv2.modeling_aimv2 import Aimv2MLP
+from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
+from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTGatedMLP
+
+from fastvit_kernels import Block, VisionTransformer, backend, gated_mlp
+from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
+
+C, HIDDEN = 48, 42
+norm_1e_6 = partial(nn.LayerNorm, eps=1e-6)
+# timm's arguments, ours, of a GluMlp or SwiGLU with these hidden features
+TIMM = {
+    "GluMlp": (timm.layers.GluMlp, GluMlp, dict(act_layer=nn.GELU), dict(act_layer="gelu")),
+    "GluMlp-norm": (
+        timm.layers.GluMlp, GluMlp, dict(act_layer=nn.SiLU, norm_layer=norm_1e_6),
+        dict(norm_layer=norm_1e_6),
+    ),
+    "SwiGLUPacked": (timm.layers.SwiGLUPacked, GluMlp, {}, dict(gate_last=False)),
+    "SwiGLUPacked-no_bias": (
+        timm.layers.SwiGLUPacked, GluMlp, dict(bias=False), dict(gate_last=False, bias=False),
+    ),
+    "SwiGLU": (timm.layers.SwiGLU, SwiGLU, {}, {}),
+    "SwiGLU-norm-align8": (
+        timm.layers.SwiGLU, SwiGLU, dict(norm_layer=norm_1e_6, align_to=8),
+        dict(norm_layer=norm_1e_6, align_to=8),
+    ),
+}  # fmt: skip
+
+
+def _randomised(module: nn.Module) -> nn.Module:
+    for i, p in enumerate(module.parameters()):
+        p.data = rand(*p.shape, seed=i, scale=p.shape[-1] ** -0.5 if p.ndim == 2 else 1.0).data
+    return module.to(DEVICE)
+
+
+def _functional(module: nn.Module):
+    """The module as a function of x and its parameters, by keyword, dots as underscores."""
+    names = {name.replace(".", "_"): name for name, _ in module.named_parameters()}
+
+    def call(x, **parameters):
+        given = {names[name]: p for name, p in parameters.items()}
+        return torch.func.functional_call(module, given, (x,))
+
+    return call, {
+        name: module.get_parameter(path).detach().clone().requires_grad_()
+        for name, path in names.items()
+    }
+
+
+def _pair(what):
+    host_class, own_class, host_arguments, own_arguments = TIMM[what]
+    host = _randomised(host_class(C, HIDDEN, **host_arguments))
+    own = own_class(C, HIDDEN, **own_arguments).to(DEVICE)
+    own.load_state_dict(host.state_dict())
+    return host, own
+
+
+@pytest.mark.parametrize("what", TIMM)
+def test_timm_through_the_kernels(what):
+    host, own = _pair(what)
+    (reference, parameters), (function, _) = _functional(host), _functional(own)
+    with backend("triton"):
+        own(rand(2, 9, C))  # raises where the kernels do not run
+
+    def through_kernels(**inputs):
+        with backend("triton"):
+            # functional_call sets plain tensors, which is_plain lets pass
+            return function(**inputs)
+
+    assert_accurate(through_kernels, reference, {"x": rand(2, 9, C), **parameters})
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("what", TIMM)
+def test_timm_on_the_torch_backend_in_float64(what, training):
+    host, own = (module.double().train(training) for module in _pair(what))
+    upstream = rand(2, 9, C, dtype=torch.float64, seed=3, grad=False)
+    results = []
+    for module in (host, own):
+        x = rand(2, 9, C, dtype=torch.float64)
+        with backend("torch"):
+            y = module(x)
+        y.backward(upstream)
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        results.append({"y": y.detach(), "x": x.grad, **grads})
+    assert results[0].keys() == results[1].keys()
+    for name, wanted in results[0].items():
+        torch.testing.assert_close(results[1][name], wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["GluMlp", "SwiGLUPacked", "SwiGLU-norm-align8"])
+def test_layers_that_are_watched_are_called(what):
+    """With a hook on each layer: the same numbers, and every hook runs."""
+    _, own = _pair(what)
+    x, residual, gamma = rand(2, 9, C), rand(2, 9, C, seed=1), rand(C, seed=2)
+    keep = torch.tensor([0.0, 1.25], device=DEVICE)
+    wanted = own(x, residual, gamma, keep)
+    for name, layer in own.named_children():
+        if name == "drop":
+            continue
+        called = []
+        handle = layer.register_forward_hook(lambda *_, called=called: called.append(1))
+        torch.testing.assert_close(own(x, residual, gamma, keep), wanted)
+        handle.remove()
+        assert called, name
+
+
+def test_dropout_is_timms():
+    host, own = _pair("SwiGLUPacked")
+    own.drop.p = 0.5
+    host.drop1.p = host.drop2.p = 0.5
+    x = rand(2, 9, C)
+    torch.manual_seed(5)
+    wanted = host.train()(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(own.train()(x), wanted)
+
+
+_DINOV3 = partial(transformers.DINOv3ViTConfig, hidden_size=C, intermediate_size=HIDDEN)
+# -> (its class, its config, its activation)
+HF = {
+    "Dinov2SwiGLUFFN": (
+        Dinov2SwiGLUFFN, transformers.Dinov2Config(hidden_size=C, mlp_ratio=2), "silu"
+    ),
+    "DINOv3ViTGatedMLP": (DINOv3ViTGatedMLP, _DINOV3(hidden_act="silu"), "silu"),
+    "DINOv3ViTGatedMLP-gelu": (DINOv3ViTGatedMLP, _DINOV3(hidden_act="gelu"), "gelu"),
+    "Aimv2MLP": (
+        Aimv2MLP, transformers.Aimv2VisionConfig(hidden_size=C, intermediate_size=HIDDEN), "silu"
+    ),
+}  # fmt: skip
+OURS = {"gate": "gate_proj", "fc1": "up_proj", "fc2": "down_proj"}
+
+
+@pytest.mark.parametrize("what", HF)
+def test_transformers(what):
+    host_class, config, activation = HF[what]
+    host = _randomised(host_class(config))
+    reference, parameters = _functional(host)
+
+    def function(x, **given):
+        ours = {
+            f"{name}_{kind}": given.get(f"{key}_{kind}")
+            for name, key in OURS.items()
+            for kind in ("weight", "bias")
+        }
+        return gated_mlp(x, **ours, activation=activation)
+
+    assert_accurate(function, reference, {"x": rand(2, 9, C), **parameters})
+
+
+def test_dinov2_packed():
+    """The repository's own SwiGLUFFN: w12, w3; x1, x2 = w12(x).chunk(2); w3(silu(x1) * x2)."""
+    w12, w3 = nn.Linear(C, 2 * HIDDEN), nn.Linear(HIDDEN, C)
+    own = GluMlp(C, 2 * HIDDEN, gate_last=False)
+    own.load_state_dict({
+        "fc1.weight": w12.weight, "fc1.bias": w12.bias, "fc2.weight": w3.weight, "fc2.bias": w3.bias
+    })  # fmt: skip
+    x = rand(2, 9, C).cpu()
+    x1, x2 = w12(x).chunk(2, dim=-1)
+    torch.testing.assert_close(own(x), w3(F.silu(x1) * x2))
+
+
+def test_models_take_timms_names():
+    arguments = dict(img_size=16, patch_size=8, embed_dim=C, depth=1, num_heads=3, num_classes=2)
+    packed = VisionTransformer(**arguments, mlp_layer="SwiGLUPacked", act_layer="silu")
+    assert packed.blocks[0].mlp.fc1.out_features == 4 * C and not packed.blocks[0].mlp.gate_last
+    separate = VisionTransformer(
+        **arguments, mlp_layer="SwiGLU", act_layer="silu", scale_mlp_norm=True, norm_eps=1e-5
+    )
+    mlp = separate.blocks[0].mlp
+    assert mlp.norm.eps == 1e-5 and mlp.fc1_g.out_features == 4 * C
+    assert mlp.fc1_g.bias.eq(1).all() and mlp.fc1_g.weight.abs().max() < 1e-4  # timm's
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (ValueError, "GluMlp: hidden_features must be even", lambda: GluMlp(8, 7)),
+        (ValueError, "GluMlp: act_layer must be None or one of", lambda: GluMlp(8, 6, "relu")),
+        (TypeError, "SwiGLU: act_layer must be one of", lambda: SwiGLU(8, 6, None)),
+        (TypeError, "SwiGLU: norm_layer must be None or a class", lambda: SwiGLU(8, 6, "silu", 3)),
+        (TypeError, "SwiGLU: align_to must be an int", lambda: SwiGLU(8, 6, align_to=8.0)),
+        (TypeError, "GluMlp: gate_last must be True or False", lambda: GluMlp(8, 6, gate_last=1)),
+        (ValueError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer="swiglu")),
+        (TypeError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer=SwiGLU)),
+        (ValueError, "Block: scale_mlp_norm needs a gated mlp_layer",
+         lambda: Block(8, 1, scale_mlp_norm=True)),
+        (TypeError, "Block: scale_mlp_norm must be True or False",
+         lambda: Block(8, 1, mlp_layer="SwiGLU", scale_mlp_norm=1)),
+    ],
+)  # fmt: skip
+def test_rejects(error, message, make):
+    with pytest.raises(error, match=message):
+        make()

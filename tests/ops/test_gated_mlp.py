@@ -1,0 +1,425 @@
+import pytest
+import torch
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.common.activation import ACTIVATIONS
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.runtime.backend import backend
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, FULL = (), ("residual", "layer_scale", "row_scale")
+FORMS = ("packed", "packed, gate last", "separate", "normed")
+
+# numpy, which runs the kernels where there is no GPU, announces every infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@pytest.fixture(params=["library", "triton"])
+def route(request):
+    with forced_route(request.param):
+        yield request.param
+
+
+def _inputs(
+    rows=(3, 9), C=65, F=41, N=33, dtype=fp32, form="packed", bias=True, epilogue=FULL,
+    norm_dtype=None,
+):  # fmt: skip
+    separate = form in ("separate", "normed")
+    fc1 = F if separate else 2 * F
+    inputs = {
+        "x": rand(*rows, C, dtype=dtype),
+        "fc1_weight": rand(fc1, C, dtype=dtype, seed=1, scale=C**-0.5),
+        "fc1_bias": rand(fc1, dtype=dtype, seed=2) if bias else None,
+        "fc2_weight": rand(N, F, dtype=dtype, seed=3, scale=F**-0.5),
+        "fc2_bias": rand(N, dtype=dtype, seed=4) if bias else None,
+    }
+    if separate:
+        inputs["gate_weight"] = rand(F, C, dtype=dtype, seed=5, scale=C**-0.5)
+        inputs["gate_bias"] = rand(F, dtype=dtype, seed=6) if bias else None
+    if form == "normed":
+        inputs["norm_weight"] = rand(F, dtype=norm_dtype or dtype, seed=7)
+        inputs["norm_bias"] = rand(F, dtype=norm_dtype or dtype, seed=8) if bias else None
+    if "residual" in epilogue:
+        inputs["residual"] = rand(*rows, N, dtype=dtype, seed=9)
+    if "layer_scale" in epilogue:
+        inputs["layer_scale"] = rand(N, dtype=dtype, seed=10)
+    if "row_scale" in epilogue:
+        keep = torch.arange(rows[0], device=DEVICE) % 3 != 1
+        inputs["row_scale"] = (keep / 0.7).to(dtype)
+    return inputs
+
+
+def _options(form, activation="silu"):
+    return {"activation": activation, "gate_last": form == "packed, gate last"}
+
+
+def _check(inputs, form="packed", activation="silu", recompute=True, **options):
+    given = _options(form, activation)
+    return assert_accurate(
+        lambda **kw: gated_mlp(**kw, **given, recompute=recompute),
+        lambda **kw: gated_mlp_ref(**kw, **given),
+        inputs,
+        **options,
+    )
+
+
+def _leaves(inputs):
+    return {k: x for k, x in inputs.items() if x is not None and x.requires_grad}
+
+
+def _gradients(inputs, form="packed", activation="silu", recompute=True):
+    y = gated_mlp(**inputs, **_options(form, activation), recompute=recompute)
+    upstream = rand(*y.shape, dtype=y.dtype, seed=19, grad=False)
+    leaves = _leaves(inputs)
+    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), upstream), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlp_backward(activation, form, dtype):
+    _check(_inputs(dtype=dtype, form=form), form, activation)
+
+
+@pytest.mark.parametrize("epilogue", [PLAIN, ("residual",), ("layer_scale",), FULL], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["b", "no_b"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_mlp_parts(route, form, bias, epilogue):
+    _check(_inputs((4, 9), 24, 50, 16, form=form, bias=bias, epilogue=epilogue), form)
+
+
+def test_gated_mlp_knows_gate_from_value():
+    """The gate is the first half; with gate_last, and beside a gate_weight, it is the other one."""
+    x, fc2 = rand(5, 8), torch.eye(6, device=DEVICE)
+    a, b = rand(6, 8, seed=1), rand(6, 8, seed=2)
+    packed = torch.cat([a, b])
+    wanted = torch.nn.functional.silu(x @ a.t()) * (x @ b.t())
+    swapped = torch.nn.functional.silu(x @ b.t()) * (x @ a.t())
+    for y, expected in (
+        (gated_mlp(x, packed, None, fc2, None), wanted),
+        (gated_mlp(x, packed, None, fc2, None, gate_last=True), swapped),
+        (gated_mlp(x, b, None, fc2, None, gate_weight=a), wanted),
+        (gated_mlp(x, a, None, fc2, None, gate_weight=b), swapped),
+    ):
+        torch.testing.assert_close(y, expected)
+    assert not torch.allclose(wanted, swapped)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_gated_mlp_knows_its_activations(name, form):
+    """Under the 2x rule of another activation it fails: they are not to be confused."""
+    inputs = _inputs(form=form)
+    for other in {"gelu", "gelu_tanh", "silu"} - {name}:
+        with pytest.raises(AssertionError):
+            assert_accurate(
+                lambda **kw: gated_mlp(**kw, **_options(form, name)),
+                lambda other=other, **kw: gated_mlp_ref(**kw, **_options(form, other)),
+                inputs,
+            )
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate"), [("swiglu", "silu"), ("geglu", "gelu"), ("geglu_tanh", "gelu_tanh")]
+)
+def test_mlp_takes_packed_gates_by_name(activation, gate):
+    inputs = _inputs()
+    assert mlp(**inputs, activation=activation).equal(gated_mlp(**inputs, activation=gate))
+    assert_accurate(
+        lambda **kw: mlp(**kw, activation=activation),
+        lambda **kw: mlp_ref(**kw, activation=activation),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_gated_mlp_recompute_keeps_every_bit(form, dtype):
+    inputs = _inputs(dtype=dtype, form=form)
+    stored, rebuilt = (_gradients(inputs, form, recompute=r) for r in (False, True))
+    for name in stored:
+        assert torch.equal(stored[name], rebuilt[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_gated_mlp_stored_beside_a_norm(dtype):
+    _check(_inputs(dtype=dtype, form="normed"), "normed", recompute=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("M", "C", "F", "N"),
+    [(1, 65, 41, 34), (1, 3, 1, 2), (300, 24, 50, 20), (3, 16, 342, 16), (5, 64, 128, 64)],
+    ids=str,
+)
+def test_gated_mlp_sizes(M, C, F, N, form, dtype):
+    """F a multiple of 1, 2 and 8 elements, and wider than a tile; one row, many."""
+    _check(_inputs((M,), C, F, N, dtype, form), form)
+
+
+@pytest.mark.parametrize("form", ["packed", "separate"])
+def test_gated_mlp_layouts(route, form):
+    B, T, C, F, N = 3, 5, 40, 48, 24
+    base = _inputs((B, T), C, F, N, form=form)
+    fc1 = F if form == "separate" else 2 * F
+    strided = {
+        "x": rand(B, 2 * T, 2 * C, grad=False)[:, ::2, C:],
+        "fc1_weight": rand(C, fc1, grad=False, seed=1).t(),
+        "fc1_bias": rand(2 * fc1, grad=False, seed=2)[::2],
+        "fc2_weight": rand(F, N, grad=False, seed=3).t(),
+        "fc2_bias": rand(1, grad=False, seed=4).expand(N),
+        "residual": rand(B, N, T, grad=False, seed=5).transpose(1, 2),
+        "layer_scale": rand(N, 2, grad=False, seed=6)[:, 1],
+        "row_scale": rand(B, 2, grad=False, seed=7)[:, 1],
+    }
+    if form == "separate":
+        strided["gate_weight"] = rand(C, F, grad=False, seed=8).t()
+        strided["gate_bias"] = rand(2 * F, grad=False, seed=9)[::2]
+        strided["norm_weight"] = rand(2 * F, grad=False, seed=10)[::2]
+        strided["norm_bias"] = rand(1, grad=False, seed=11).expand(F)
+        base["norm_weight"] = rand(F, seed=12)
+    for name, x in strided.items():
+        _check({**base, name: x.requires_grad_(name != "row_scale")}, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_mlp_expanded_gradient(form):
+    inputs = _inputs((4, 6), 40, 48, 24, form=form, epilogue=PLAIN)
+    one, row = torch.randn((), device=DEVICE), torch.randn(24, device=DEVICE)
+    strided = torch.randn(24, 6, 4, device=DEVICE).permute(2, 1, 0)
+    for upstream in (one.expand(4, 6, 24), row.expand(4, 6, 24), strided):
+        _check(inputs, form, upstream=[upstream])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlp_extremes(activation, form, dtype):
+    """Gates up to 1e4, past where exp overflows; values small enough for the product in fp16."""
+    F = 40
+    inputs = _inputs((2, 8), 48, F, 24, dtype, form, epilogue=PLAIN)
+    with torch.no_grad():
+        if "gate_weight" in inputs:
+            inputs["gate_weight"] *= 2.5e3
+        elif form == "packed":
+            inputs["fc1_weight"][:F] *= 2.5e3
+        else:
+            inputs["fc1_weight"][F:] *= 2.5e3
+    upstream = rand(2, 8, 24, dtype=dtype, seed=9, scale=1e-3, grad=False)
+    errors = _check(inputs, form, activation, upstream=[upstream])
+    assert all(e.max < float("inf") for e in errors)
+
+
+def test_gated_mlp_norm_of_a_constant_row_is_its_bias():
+    """Equal hidden values: the rounding of their mean must not pass for a variance."""
+    inputs = _inputs((4,), 8, 341, 16, form="normed", epilogue=PLAIN)
+    with torch.no_grad():
+        inputs["gate_weight"].copy_(inputs["gate_weight"][:1].expand(341, 8))
+        inputs["fc1_weight"].copy_(inputs["fc1_weight"][:1].expand(341, 8)).mul_(1e3)
+        inputs["fc1_bias"].zero_()
+        inputs["gate_bias"].zero_()
+    with torch.no_grad():
+        y = gated_mlp(**inputs)
+        bias = inputs["norm_bias"] @ inputs["fc2_weight"].t() + inputs["fc2_bias"]
+    torch.testing.assert_close(y, bias.expand(4, 16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gated_mlp_empty_batch(recompute, form):
+    inputs = _inputs((0, 7), 16, 32, 24, form=form, epilogue=("residual", "layer_scale"))
+    inputs["row_scale"] = torch.ones(0, device=DEVICE)
+    gradients = _gradients(inputs, form, recompute=recompute)
+    assert gated_mlp(**inputs).shape == (0, 7, 24)
+    for name, gradient in gradients.items():
+        assert gradient.shape == inputs[name].shape and gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("x_dtype", [fp32, bf16], ids=dtype_id)
+def test_gated_mlp_autocast(route, x_dtype, form):
+    """fp32 parameters under bf16 autocast: torch's dtypes, and the 2x rule against torch there."""
+    inputs = _inputs((3, 20), 48, 56, 40, form=form)
+    inputs["x"] = inputs["x"].detach().to(x_dtype).requires_grad_()
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        _check(inputs, form, dtype=bf16)
+        y = gated_mlp(**inputs, **_options(form))
+    assert y.dtype == fp32
+    leaves = list(_leaves(inputs).values())
+    gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert [g.dtype for g in gradients] == [x.dtype for x in leaves]
+
+
+@pytest.mark.parametrize("dtype", [fp16, bf16], ids=dtype_id)
+def test_gated_mlp_norm_in_fp32_beside_16_bits(dtype):
+    _check(_inputs(dtype=dtype, form="normed", norm_dtype=fp32), "normed")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gated_mlp_frozen_inputs(form, recompute):
+    """Each gradient alone has the bits that it has among all, and the others stay away."""
+    inputs = _inputs((2, 7), 24, 20, 16, form=form)
+    together = _gradients(inputs, form, recompute=recompute)
+    for name in together:
+        alone = {
+            k: None if x is None else x.detach().requires_grad_(k == name)
+            for k, x in inputs.items()
+        }  # fmt: skip
+        gradients = _gradients(alone, form, recompute=recompute)
+        assert list(gradients) == [name] and torch.equal(gradients[name], together[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_mlp_asked_for_one_gradient(form):
+    """By torch.autograd.grad, where all require one: what the others need is not saved for it."""
+    inputs = _inputs((2, 7), 24, 20, 16, form=form)
+    together = _gradients(inputs, form)
+    y = gated_mlp(**inputs, **_options(form))
+    upstream = rand(*y.shape, dtype=y.dtype, seed=19, grad=False)
+    for name, x in _leaves(inputs).items():
+        (alone,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+        assert torch.equal(alone, together[name]), name
+
+
+def test_gated_mlp_with_one_weight_for_gate_and_value():
+    inputs = _inputs(form="separate", bias=False, epilogue=PLAIN)
+    x, fc2_weight = inputs["x"], inputs["fc2_weight"]
+    shared = inputs["fc1_weight"]
+
+    def call(function, **kw):
+        return function(kw["x"], kw["w"], None, kw["fc2"], None, gate_weight=kw["w"])
+
+    assert_accurate(
+        lambda **kw: call(gated_mlp, **kw),
+        lambda **kw: call(gated_mlp_ref, **kw),
+        {"x": x, "w": shared, "fc2": fc2_weight},
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_mlp_is_deterministic(form):
+    inputs = _inputs((300,), 24, 40, 16, form=form)
+    first, second = _gradients(inputs, form), _gradients(inputs, form)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _saved_shapes(function):
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: shapes.append(tuple(x.shape)), lambda x: x
+    ):
+        function()
+    return sorted(shapes)
+
+
+def test_gated_mlp_saves_what_it_says():
+    M, C, F, N = 12, 40, 56, 24
+    inputs = _inputs((M,), C, F, N, epilogue=("residual",))
+    products = [(M, C), (2 * F, C), (N, F)]
+    stored = _saved_shapes(lambda: gated_mlp(**inputs, recompute=False))
+    assert stored == sorted([*products, (M, F), (M, 2 * F)])
+    assert _saved_shapes(lambda: gated_mlp(**inputs)) == sorted([*products, (M, 2 * F)])
+    only_x = {k: x.detach().requires_grad_(k == "x") for k, x in inputs.items()}
+    assert _saved_shapes(lambda: gated_mlp(**only_x)) == sorted([(2 * F, C), (N, F), (M, 2 * F)])
+    only_fc2 = {k: x.detach().requires_grad_(k == "fc2_weight") for k, x in inputs.items()}
+    assert _saved_shapes(lambda: gated_mlp(**only_fc2)) == [(M, F)]
+    with torch.no_grad():
+        assert _saved_shapes(lambda: gated_mlp(**inputs)) == []
+    normed = _inputs((M,), C, F, N, form="normed", epilogue=())
+    assert _saved_shapes(lambda: gated_mlp(**normed)) == sorted(
+        [(M, C), (F, C), (F, C), (N, F), (F,), (F,), (2, M), (M, F), (M, F)]
+    )
+
+
+def test_gated_mlp_wide_norm_takes_the_torch_path():
+    inputs = _inputs((2,), 4, 4104, 4, form="normed")
+    with backend("triton"), pytest.raises(RuntimeError, match="more than 4096 hidden features"):
+        gated_mlp(**inputs)
+    _check(inputs, "normed")
+
+
+def test_gated_mlp_operators_pass_opcheck():
+    for form in FORMS:
+        inputs = _inputs((2, 5), 24, 40, 16, bf16, form)
+        given = {k: None if x is None else x.detach() for k, x in inputs.items()}
+        operators = torch.ops.fastvit_kernels
+        weights = (given["fc1_weight"], given["fc2_weight"], given["fc2_bias"])
+        gate, norm = given.get("gate_weight"), (given.get("norm_weight"), given.get("norm_bias"))
+        options = ("silu", False, 1e-6)
+        args = (given["x"], weights[0], given["fc1_bias"], gate, given.get("gate_bias"), *norm)
+        torch.library.opcheck(operators.gated_hidden_fwd.default, (*args, *options))
+        hidden, z, value, stats = operators.gated_hidden_fwd(*args, *options)
+        scales = (given["layer_scale"], given["row_scale"])
+        for kept in (hidden, None):
+            saved = (z, None if gate is None else value, kept, stats)
+            both = (given["residual"], given["x"], *weights, gate, *norm, *scales, *saved)
+            beside = (fp32, fp32) if gate is not None else (None, None)
+            normed = (fp32, bf16) if norm[0] is not None else (None, None)
+            torch.library.opcheck(
+                operators.gated_mlp_bwd.default,
+                (*both, *options, bf16, fp32, fp32, bf16, bf16, fp32, *beside, *normed, fp32),
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_mlp_compiles_without_graph_breaks(form):
+    inputs = _inputs((2, 5), 24, 40, 16, form=form)
+    call = torch.compile(
+        lambda kw: gated_mlp(**kw, **_options(form)), fullgraph=True, backend="aot_eager"
+    )
+    y, expected = call(inputs), gated_mlp(**inputs, **_options(form))
+    leaves, upstream = list(_leaves(inputs).values()), rand(*y.shape, seed=9, grad=False)
+    assert torch.equal(y, expected)
+    for a, b in zip(
+        torch.autograd.grad(y, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_gated_mlp_row_scale_with_gradient_takes_the_torch_path():
+    inputs = _inputs()
+    inputs["row_scale"].requires_grad_()
+    _check(inputs)
+    with backend("triton"), pytest.raises(RuntimeError, match="row_scale requires a gradient"):
+        gated_mlp(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "x must be a Tensor, got list", dict(x=[1.0])),
+        (ValueError, r"fc1_weight must have shape \(12, 8\)", dict(fc1_weight=rand(12, 7))),
+        (ValueError, "an even number of rows, .* got 7", dict(fc1_weight=rand(7, 8))),
+        (ValueError, r"fc1_bias must have shape \(12,\), got \(6,\)", dict(fc1_bias=rand(6))),
+        (ValueError, r"fc2_weight must have shape \(4, 6\)", dict(fc2_weight=rand(4, 12))),
+        (ValueError, r"gate_weight must have shape \(12, 8\)", dict(gate_weight=rand(6, 8))),
+        (ValueError, "gate_bias needs a gate_weight", dict(gate_bias=rand(6))),
+        (ValueError, "norm_bias needs a norm_weight", dict(norm_bias=rand(6))),
+        (ValueError, r"norm_weight must have shape \(6,\)", dict(norm_weight=rand(12))),
+        (
+            ValueError,
+            "gate_last must be False beside a gate_weight",
+            dict(
+                fc1_weight=rand(6, 8), gate_weight=rand(6, 8), gate_last=True
+            ),
+        ),
+        (TypeError, "gate_last must be True or False", dict(gate_last=1)),
+        (ValueError, "norm_eps must be finite", dict(norm_eps=-1.0)),
+        (TypeError, "gate_weight must have the dtype",
+         dict(fc1_weight=rand(6, 8), gate_weight=rand(6, 8, dtype=bf16))),
+        (ValueError, "activation must be None or one of", dict(activation="swiglu")),
+        (ValueError, "activation must not be None", dict(activation=None)),
+        (ValueError, r"residual must have shape \(2, 3, 4\)", dict(residual=rand(2, 3, 8))),
+    ],
+)  # fmt: skip
+def test_gated_mlp_rejects(error, message, arguments):
+    base = {"x": rand(2, 3, 8), "fc1_weight": rand(12, 8), "fc1_bias": None,
+            "fc2_weight": rand(4, 6), "fc2_bias": None}  # fmt: skip
+    with pytest.raises(error, match=f"gated_mlp: .*{message}"):
+        gated_mlp(**{**base, **arguments})
