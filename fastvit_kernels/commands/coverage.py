@@ -1,37 +1,41 @@
 """The coverage command: which models of the installed host libraries swap_in understands, and how.
 
 Each model is built at its own size without memory, swapped, and given a row: its level and, where
-that is not the block level, why. `--verify` also builds each name small and compares the swapped
-model with the host's, forward and all gradients, by the 2x rule, through the kernels and through
-PyTorch.
+that is not the block level, why. `--verify` also makes each small and compares the swapped model
+with the host's in a training step in float64; plain ViTs are compared by the 2x rule too, through
+the kernels and through PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import importlib.metadata
+import os
+import re
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..runtime.backend import Backend, backend
 from ..swap.apply import swap_in
+from ..swap.facts import CONTAINERS, host_of
 from ..swap.hosts import host_path
-from ..swap.report import SwapReport
-from ..verify.accuracy import Error, measure
-from . import options, zoo
+from ..swap.hosts.fused import Fused
+from ..swap.report import SwapReport, ancestors
+from . import cut, options, zoo
+from .beside import difference, fingerprint, model_errors, randomize
 from .console import CommandError, require
 
-VERIFIED = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that --verify runs
+TRIED = 4  # cut models of a name of which the host refuses a training step
 
 
 @dataclasses.dataclass
@@ -43,170 +47,83 @@ class Row:
     verified: str = ""
 
 
-def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Move every parameter off its initial value, so that no gradient is zero for want of one.
-
-    Fresh models have zero biases, LayerScale of 1e-5 and zero-initialised heads, which would hide
-    an error in what they multiply.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-            p.add_(noise, alpha=0.2 if p.ndim < 2 else 0.05)
-    return model
-
-
-def _outputs(result: Any) -> list[Tensor]:
-    """The tensors of a model's output with a gradient, in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    values = result.values() if isinstance(result, Mapping) else result
-    return [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
-
-
-def _run(
-    model: nn.Module, inputs: Any, upstream_seed: int, autocast: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """Outputs and gradients by name: of the images and of every parameter."""
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    inputs = inputs if isinstance(inputs, Mapping) else {"": inputs}
-    leaves = {
-        k: v.detach().clone().to(dtype).requires_grad_() if v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
-    torch.manual_seed(upstream_seed)
-    device = next(iter(leaves.values())).device.type
-    with torch.autocast(device, autocast, enabled=autocast is not None):
-        outputs = _outputs(model(leaves[""]) if "" in leaves else model(**leaves))
-    generator = torch.Generator().manual_seed(upstream_seed)
-    upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
-    torch.autograd.backward(outputs, upstream)
-    found = {f"out{i}": o.detach() for i, o in enumerate(outputs)}
-    found |= {f"d{k or 'images'}": v.grad for k, v in leaves.items() if v.grad is not None}
-    found |= {f"d{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return found
-
-
-def _layer(name: str) -> str:
-    """The block that a parameter belongs to, or its module outside the stack of blocks."""
-    parts = name.split(".")
-    # The last place number, but for that of a parameter's own module in a Sequential.
-    places = [i for i, part in enumerate(parts[:-2]) if part.isdigit()]
-    return ".".join(parts[: places[-1] + 1] if places else parts[:-1])
-
-
-def model_errors(
-    model: nn.Module,
-    inputs: Any,
-    swap: Callable[[nn.Module], Any] = swap_in,
-    autocast: torch.dtype | None = None,
-    seed: int = 0,
-) -> list[Error]:
-    """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
-
-    The oracle is the host in float64, the yardstick the host in the model's own dtype. A gradient
-    that is zero but for rounding (the bias of the keys) is measured by the largest gradient of its
-    layer: the floor, 2 eps of that.
-
-    Args:
-        model: a host's model, not swapped; it is copied.
-        inputs: a tensor of images, or keyword arguments.
-        swap: what makes the copy ours.
-        autocast: run host and copy under it; its dtype then sets the floor.
-    Raises: AssertionError where one of them has a gradient that the other has not.
-    """
-    dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    oracle = _run(copy.deepcopy(model).double(), inputs, seed)
-    yardstick = _run(copy.deepcopy(model), inputs, seed, autocast)
-    swapped = copy.deepcopy(model)
-    swap(swapped)
-    actual = _run(swapped, inputs, seed, autocast)
-    assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
-    peaks: defaultdict[str, float] = defaultdict(float)
-    for name, o in oracle.items():
-        if not o.numel():
-            continue
-        peaks[_layer(name)] = max(peaks[_layer(name)], o.abs().max().item())
-    errors = []
-    for name, o in oracle.items():
-        error = measure(name, actual[name], yardstick[name], o, dtype)
-        floor = torch.finfo(dtype).eps * peaks[_layer(name)]
-        errors.append(
-            dataclasses.replace(
-                error,
-                limit_max=error.limit_max + 2 * floor,
-                limit_rms=error.limit_rms + 2 * floor,
-            )
-        )
-    return errors
-
-
-def _fingerprint(model: nn.Module, inputs: Any) -> str:
-    """Equal for two small models that are the same: classes, settings, shapes, in order."""
-    simple = (bool, int, float, str, tuple, type(None))
-    tensors = inputs.values() if isinstance(inputs, Mapping) else [inputs]
-    parts = [str([tuple(t.shape) for t in tensors])]
-    for name, module in model.named_modules():
-        settings = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
-        shapes = [(n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None]
-        parts.append(f"{name} {host_path(type(module))} {sorted(settings.items())} {shapes}")
-    return "\n".join(parts)
-
-
-def _training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
-    """`_run` of a model that may refuse: the numbers drawn are in it."""
-    try:
-        found = _run(model, inputs, 3)
-    except Exception as error:
-        return error
-    return found | {"the random generator": torch.get_rng_state().double()}
-
-
-def difference(model: nn.Module, inputs: Any) -> str:
-    """What the swapped model does otherwise than its host in a training step in float64, with
-    DropPath and dropout as the model has them and the same seed; "" where it is the same."""
-    host = copy.deepcopy(model).double().train()
-    swapped = copy.deepcopy(host)
-    try:
-        swap_in(swapped)
-    except Exception as error:
-        return f"swap_in raises {type(error).__name__}: {error}"
-    wanted, actual = _training_step(host, inputs), _training_step(swapped, inputs)
-    if isinstance(wanted, Exception):
-        return "" if isinstance(actual, Exception) else f"the host raises {wanted}"
-    if isinstance(actual, Exception):
-        return f"raises {type(actual).__name__}: {actual}"
-    if actual.keys() != wanted.keys():
-        return f"other gradients: {sorted(actual.keys() ^ wanted.keys())}"
-    for name, a in wanted.items():
-        if a.numel() and not (a - actual[name]).abs().max() <= 1e-9 * (1 + a.abs().max()):
-            return f"{name} differs by {(a - actual[name]).abs().max():.1e} in float64"
-    return ""
+def swapped_parts(model: nn.Module) -> frozenset[Any]:
+    """The swapped modules of a model but for their sizes: class, place in which parent, settings
+    that are no numbers."""
+    modules, found = dict(model.named_modules()), set()
+    for name, module in modules.items():
+        if isinstance(module, Fused):
+            above = [modules[a] for a in ancestors(name.rpartition(".")[0]) if a in modules]
+            parent = next((m for m in above if type(m) not in CONTAINERS), module)
+            flags = {k: v for k, v in vars(module).items() if isinstance(v, (bool, str))}
+            flags.pop("training")
+            place = re.sub(r"\d+", "i", name.rpartition(".")[2])
+            host = host_path(type(module).fused_host)
+            parts = host_path(host_of(type(parent))), place, host, tuple(sorted(flags.items()))
+            found.add((*parts, tuple(n for n, p in module._parameters.items() if p is None)))
+    return frozenset(found)
 
 
 class Verifier:
-    """Small models by host and name: a training step in float64, then the 2x rule through each of
-    the backends. Equal small models are run once."""
+    """Models small enough to run, by host and name: a training step in float64; for names that can
+    be made narrow, the 2x rule through each of the backends.
+
+    Equal narrow models are run once; a cut model is run where it has swapped parts, or places for
+    them, that no model before it had.
+    """
 
     def __init__(self, backends: Sequence[Backend]):
         self.backends = backends
         self.known: dict[str, str] = {}
+        self.parts: set[Any] = set()  # of the models that passed
+        self.not_run: dict[str, str] = {}  # name -> why
 
-    def __call__(self, host: str, name: str) -> str:
-        """ "yes", what is wrong, or "" for a name of which there is no small model."""
+    def __call__(self, host: str, name: str, swapped: nn.Module | None) -> str:
+        """ "yes", "float64", "same parts", what is wrong, or "" for a name that was not run.
+
+        Args:
+            swapped: the model at its own size, swapped; None where that does not build.
+        """
+        parts = frozenset() if swapped is None else swapped_parts(swapped)
         torch.manual_seed(0)
+        found = self._narrow(host, name)
+        if found is None:
+            if swapped is not None and not parts - self.parts:
+                return "same parts" if parts else "nothing swapped"
+            found = self._cut(host, name)
+        if found in ("yes", "float64"):
+            self.parts |= parts
+        return found
+
+    def _narrow(self, host: str, name: str) -> str | None:
         try:
             found = zoo.small(host, name)
-        except Exception:  # a host's model that does not build is the host's business
-            return ""
+        except Exception:  # a host's name that does not get narrow
+            return None
         if found is None:
-            return ""
+            return None
         model, inputs = found
-        key = _fingerprint(randomize(model).eval(), inputs)
+        key = fingerprint(randomize(model).eval(), inputs)
         if key not in self.known:
             self.known[key] = self._run(model, inputs)
         return self.known[key]
+
+    def _cut(self, host: str, name: str) -> str:
+        candidates, reason = cut.candidates(host, name), ""
+        for _ in range(TRIED):
+            try:
+                model, inputs = next(candidates)
+            except cut.NotCut as error:
+                reason = reason or str(error)
+                break
+            try:
+                found = difference(randomize(model), inputs)
+            except cut.NotCut as error:
+                reason = str(error)
+                continue
+            return f"WRONG: {found}" if found else "float64"
+        self.not_run[name] = reason
+        return ""
 
     def _run(self, model: nn.Module, inputs: Any) -> str:
         found = difference(model, inputs)
@@ -219,6 +136,11 @@ class Verifier:
             if failed:
                 return f"WRONG ({chosen}): {failed[0]}"
         return "yes"
+
+
+def _run_as(row: Row) -> str:
+    """How a row was verified, in a word or two."""
+    return row.verified.partition(":")[0].partition(" (")[0] or "not run"
 
 
 def _reason(report: SwapReport) -> str:
@@ -236,32 +158,39 @@ def _reason(report: SwapReport) -> str:
     return f"{swapped or 'nothing'}; {why}"
 
 
-def _models() -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
+def _models(hosts: Sequence[str]) -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
     """(host, name, builder on the meta device) for every model that gets a row."""
-    for name in zoo.timm_names(*zoo.TIMM_FAMILIES):
-        yield "timm", name, lambda name=name: zoo.timm_meta(name)
-    for name in zoo.torchvision_names():
-        yield "torchvision", name, lambda name=name: zoo.torchvision_meta(name)
-    for name, build in zoo.hf_meta():
-        yield "transformers", name, build
+    for host in hosts:
+        names, build = zoo.META[host]
+        for name in names():
+            yield host, name, partial(build, name)
 
 
-def rows(prefixes: tuple[str, ...], verify: Verifier | None) -> Iterator[Row]:
-    """A row for each model whose name begins with one of the prefixes."""
-    for host, name, build in _models():
-        if not name.startswith(prefixes):
-            continue
+def _row(host: str, name: str, build: Callable[[], nn.Module], verify: Verifier | None) -> Row:
+    try:
+        model = build()
+    except Exception as error:  # a host's model that does not build is the host's business
+        model, first = None, (str(error) or type(error).__name__).splitlines()[0]
+        row = Row(host, name, "not built", first[:80])
+    else:
         try:
-            model = build()
-        except Exception as error:  # a host's model that does not build is the host's business
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            row = Row(host, name, "not built", first[:80])
-        else:
             report = swap_in(model)
-            row = Row(host, name, report.level, _reason(report))
-        if verify is not None and (host != "timm" or name.startswith(VERIFIED)):
-            row.verified = verify(host, name)
-        yield row
+        except Exception as error:
+            wrong = f"WRONG: swap_in raises {type(error).__name__}: {error}"
+            return Row(host, name, "none", "", wrong)
+        row = Row(host, name, report.level, _reason(report))
+    if verify is not None:
+        row.verified = verify(host, name, model)
+    return row
+
+
+def rows(
+    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = zoo.HOSTS
+) -> Iterator[Row]:
+    """A row for each model of these hosts whose name begins with one of the prefixes."""
+    for host, name, build in _models(hosts):
+        if name.startswith(prefixes):
+            yield _row(host, name, build, verify)
 
 
 def write_table(found: Sequence[Row], out: Path) -> None:
@@ -269,8 +198,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
     versions = ", ".join(f"{host} {importlib.metadata.version(host)}" for host in hosts)
     vits = [r for r in found if r.host == "timm" and r.model.startswith("vit_")]
     blocks = sum(r.level == "block" for r in vits)
-    verified = [r for r in found if r.verified]
-    right = sum(r.verified == "yes" for r in verified)
+    verified = any(r.verified for r in found)
     lines = [
         "# Coverage",
         "",
@@ -282,18 +210,22 @@ def write_table(found: Sequence[Row], out: Path) -> None:
         f"timm's `vit_*`: {len(vits)} names, {blocks} at block level.",
     ]
     if verified:
+        runs = ", ".join(f"{n} {v}" for v, n in Counter(_run_as(r) for r in found).items())
         lines += [
             "",
-            "Column 2x (`coverage --verify`): the model cut to depth 2 and a narrow width,",
-            "swapped beside the host's: output, all gradients and the numbers drawn in a training",
-            "step in float64, with DropPath; output and gradients in fp32 by the 2x rule, through",
-            "Triton kernels and through PyTorch. Names whose cut models are the same are run once.",
-            f"{right} of {len(verified)} names pass.",
+            "Column run (`coverage --verify`): the model swapped beside the host's, small.",
+            "`float64`: layers that repeat cut to two; output, all gradients and the numbers drawn",
+            "in a training step in float64, with DropPath.",
+            "`yes`: narrow besides, and output and gradients in fp32 by the 2x rule, through",
+            "Triton kernels and through PyTorch.",
+            "`same parts`: its swapped modules, their settings and their places are in models",
+            "above that ran. A name without a word was not run: the host refuses the step.",
+            f"{runs}.",
         ]
     for host in hosts:
         mine = [r for r in found if r.host == host]
         levels = ", ".join(f"{n} {level}" for level, n in Counter(r.level for r in mine).items())
-        lines += ["", f"## {host} ({levels})", "", "| model | level | 2x | why not block |"]
+        lines += ["", f"## {host} ({levels})", "", "| model | level | run | why not block |"]
         lines += ["|---|---|---|---|"]
         lines += [f"| {r.model} | {r.level} | {r.verified} | {r.reason} |" for r in mine]
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -303,10 +235,13 @@ def write_table(found: Sequence[Row], out: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_out(parser, "file to write", Path("docs/coverage.md"), "FILE")
     parser.add_argument(
-        "--verify", action="store_true", help="run small models by the 2x rule too (slow)"
+        "--verify", action="store_true", help="run small models beside the host's (slow)"
     )
     parser.add_argument(
         "--models", nargs="*", default=[""], metavar="PREFIX", help="only names that begin so"
+    )
+    parser.add_argument(
+        "--hosts", nargs="*", choices=zoo.HOSTS, default=zoo.HOSTS, help="only models of these"
     )
     parser.add_argument(
         "--backends", nargs="*", choices=("auto", "torch"), default=["auto", "torch"],
@@ -315,16 +250,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model that wants weights of another one is not built
     zoo.define_torchvision_operators()
-    for package in ("timm", "torchvision", "transformers"):
+    for package in arguments.hosts:
         require(package, package)
     warnings.filterwarnings("ignore")
     verify = Verifier(arguments.backends) if arguments.verify else None
     found, start = [], time.monotonic()
-    for row in rows(tuple(arguments.models), verify):
+    for row in rows(tuple(arguments.models), verify, arguments.hosts):
         found.append(row)
         seconds = time.monotonic() - start
-        print(f"{seconds:7.1f} s  {row.host} {row.model}: {row.level} {row.verified}", flush=True)
+        why = row.verified or (verify.not_run.get(row.model, "") if verify else "")
+        print(f"{seconds:7.1f} s  {row.host} {row.model}: {row.level} {why}", flush=True)
     if not found:
         raise CommandError(f"no model's name begins with {' or '.join(arguments.models)}")
     if verify is not None and not any(row.verified for row in found):
@@ -333,5 +270,9 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = [r for r in found if r.verified.startswith("WRONG")]
     for row in wrong:
         print(f"{row.model}: {row.verified}", file=sys.stderr)
-    print(f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong")
+    runs = ", ".join(f"{n} {v}" for v, n in Counter(_run_as(r) for r in found).items())
+    print(
+        f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong"
+        + f"; {runs}" * bool(verify)
+    )
     return 1 if wrong else 0

@@ -6,19 +6,29 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-# timm's families of transformers for images
-TIMM_FAMILIES = (
-    "beit", "cait", "crossvit", "deit", "eva", "flexivit", "naflexvit", "pit", "samvit", "swin",
-    "tnt", "vit", "xcit",
+# Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
+TIMM_FILES = (
+    "beit", "cait", "coat", "convit", "crossvit", "davit", "deepseek_vit", "deit", "edgenext",
+    "efficientformer", "efficientformer_v2", "efficientvit_mit", "efficientvit_msra", "eva",
+    "fastvit", "focalnet", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "iformer", "levit",
+    "lowformer", "maxxvit", "metaformer", "mlp_mixer", "mobilevit", "mvitv2", "naflexvit", "nest",
+    "nextvit", "pit", "pvt_v2", "qwen3_vit", "sequencer", "shvit", "swiftformer",
+    "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt",
+    "twins", "visformer", "vision_transformer", "vision_transformer_hybrid",
+    "vision_transformer_relpos", "vision_transformer_sam", "vitamin", "volo", "xcit",
 )  # fmt: skip
 
 
@@ -46,11 +56,30 @@ def define_torchvision_operators() -> None:
 _libraries: list[torch.library.Library] = []
 
 
-def timm_names(*prefixes: str) -> list[str]:
-    """timm's model names that begin with one of the prefixes, in timm's order."""
+class _RatesOnCpu(TorchFunctionMode):
+    """Constructors of older versions ask torch.linspace for the values of their rates."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace:
+            kwargs.setdefault("device", "cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules that are made inside have no memory."""
+    with torch.device("meta"), _RatesOnCpu():
+        yield
+
+
+def timm_names() -> list[str]:
+    """The names of timm's transformers, in timm's order."""
     import timm
 
-    return [n for n in timm.list_models() if n.startswith(prefixes)]
+    files = set(timm.list_modules())
+    names = [n for file in TIMM_FILES if file in files for n in timm.list_models(module=file)]
+    return sorted(set(names), key=timm.list_models().index)
 
 
 def _patch(name: str) -> int:
@@ -61,6 +90,9 @@ def _patch(name: str) -> int:
 def _swin_overrides(name: str) -> dict[str, Any]:
     small = dict(embed_dim=32, depths=(2, 2), num_heads=(2, 2), img_size=32, window_size=4)
     return small | (dict(patch_size=4) if "_cr_" in name or "s3" in name else {})
+
+
+NARROW = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that timm_small takes
 
 
 def _timm_overrides(name: str) -> dict[str, Any]:
@@ -95,7 +127,7 @@ def timm_meta(name: str) -> nn.Module:
     """The model of this name at its own size, without memory."""
     import timm
 
-    with torch.device("meta"):
+    with on_meta():
         return timm.create_model(name, pretrained=False)
 
 
@@ -108,7 +140,7 @@ def torchvision_names() -> list[str]:
 def torchvision_meta(name: str) -> nn.Module:
     from torchvision import models
 
-    with torch.device("meta"):
+    with on_meta():
         return models.get_model(name)
 
 
@@ -165,6 +197,8 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     """A small model with DropPath for a row of the coverage table, None where there is none."""
     if host == "timm":
+        if not name.startswith(NARROW):
+            return None
         rates = {} if name.startswith("swin") else {"drop_path_rate": 0.3}
         try:
             return timm_small(name, **rates)
@@ -179,22 +213,40 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     return None
 
 
-def hf_meta() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """(model class name, builder at the default size) for transformers' image models."""
+def hf_names() -> list[str]:
+    """Classes of transformers whose main input is images, base models first."""
     import transformers
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
-    )
 
-    names = {m: None for m, _, _ in HF_MODELS.values()}
-    for value in CLASSIFIERS.values():
-        for name in value if isinstance(value, tuple) else (value,):
-            names[name] = None
+    found = set()
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if file.name.startswith(("modeling_tf_", "modeling_flax_")):
+            continue
+        if "pixel_values" not in file.read_text():
+            continue
+        module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+        found |= {
+            name for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
+            and value.__module__ == module.__name__ and hasattr(transformers, name)
+            and value.main_input_name == "pixel_values"
+            and "pixel_values" in inspect.signature(value.forward).parameters
+        }  # fmt: skip
+    return sorted(found, key=lambda name: ("For" in name, name))
 
-    def build(name: str) -> nn.Module:
-        cls = getattr(transformers, name)
-        with torch.device("meta"):
-            return cls(cls.config_class())
 
-    for name in sorted(names):
-        yield name, lambda name=name: build(name)
+def hf_meta(name: str) -> nn.Module:
+    """The model of this class at its default size, without memory."""
+    import transformers
+
+    cls = getattr(transformers, name)
+    with on_meta():
+        return cls(cls.config_class())
+
+
+# host -> its names that get a row, and the builder of a name at its own size
+META: dict[str, tuple[Callable[[], list[str]], Callable[[str], nn.Module]]] = {
+    "timm": (timm_names, timm_meta),
+    "torchvision": (torchvision_names, torchvision_meta),
+    "transformers": (hf_names, hf_meta),
+}
+HOSTS = tuple(META)

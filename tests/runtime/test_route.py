@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,13 +23,17 @@ class Tagged(Tensor):
 
 
 class Doubling(Tensor):
-    """A weight that means twice its memory to F.linear, by __torch_function__ alone."""
+    """A weight that means twice its memory to F.linear and F.layer_norm, by __torch_function__
+    alone."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is F.linear:
             x, weight, *bias = args
             return F.linear(x, 2.0 * weight.as_subclass(Tensor), *bias)
+        if func is F.layer_norm:
+            weight = 2.0 * kwargs["weight"].as_subclass(Tensor)
+            return F.layer_norm(*args, **{**kwargs, "weight": weight})
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -37,6 +42,19 @@ def leaked(x):
     kept = []
     torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
     return kept[0]
+
+
+class Seen(Tensor):
+    """Memory as a Tensor's, and a dispatch that keeps the names of what it is given to."""
+
+    names: ClassVar[list[str]] = []
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(str(func))
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
 
 
 INDIRECT = {
@@ -91,6 +109,15 @@ def test_a_gradient_whose_memory_is_not_its_value_is_resolved(kind):
     torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gradient_with_a_dispatch_sees_the_operator():
+    x, upstream = rand(2, 3, 16), rand(2, 3, 16, seed=2, grad=False)
+    (wanted,) = torch.autograd.grad(fk.layer_norm(x), x, upstream)
+    Seen.names.clear()
+    (got,) = torch.autograd.grad(fk.layer_norm(x), x, Tensor._make_subclass(Seen, upstream))
+    assert Seen.names == ["fastvit_kernels.layer_norm_bwd.default"]
+    assert torch.equal(got, wanted)
+
+
 def test_operators_resolve_a_negated_view():
     x = rand(2, 3, 16, grad=False)
     y, _ = torch.ops.fastvit_kernels.layer_norm_fwd(
@@ -119,6 +146,9 @@ def test_a_weight_that_means_something_else_to_torch_is_not_read_raw():
     fk.linear(x, weight, activation="gelu")
     got = fk.linear(x, weight.as_subclass(Doubling), activation="gelu")
     torch.testing.assert_close(got, F.gelu(F.linear(x, 2.0 * weight)))
+    gamma = rand(16, seed=2, grad=False)
+    wanted = fk.layer_norm(x, 2.0 * gamma)
+    torch.testing.assert_close(fk.layer_norm(x, gamma.as_subclass(Doubling)), wanted)
     qkv = torch.cat([weight] * 3)
     wanted = fk.qkv_attention(x, 2.0 * qkv, num_heads=2)
     got = fk.qkv_attention(x, qkv.as_subclass(Doubling), num_heads=2)
@@ -179,9 +209,10 @@ every_op = pytest.mark.parametrize("op", OPS)
 @every_op
 def test_saved_tensors_may_come_back_in_other_strides(op):
     x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
-    wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
+    inputs = (x,) if op == "layer_norm" else (x, weight)
+    wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), inputs)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _strided):
-        got = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
+        got = torch.autograd.grad(OPS[op](x, weight).square().sum(), inputs)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -397,6 +397,19 @@ def test_dropout_after_multihead_attention_is_the_hosts(norm_first):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_dropout_after_multihead_attention_in_evaluation(gradients):
+    """Attention in evaluation, the layer around it in training."""
+    host, other = swapped(encoder_layer())
+    x = torch.randn(3, 5, 16)
+    for module in (host, other):
+        module.train().self_attn.eval()
+        module.dropout1.p = 0.3
+    with torch.set_grad_enabled(gradients):
+        outputs = [(torch.manual_seed(1), module(x))[1] for module in (host, other)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_block_fuses_again_after_hidden_states_were_asked_for():
     model, inputs = hf_small("vit", num_hidden_layers=1, hidden_size=32, intermediate_size=48)
     randomize(model).eval()

@@ -130,6 +130,23 @@ def test_flops_are_counted_as_the_hosts():
     assert counts[0] == counts[1] > 0
 
 
+def test_a_dispatch_mode_of_another_package_sees_the_hosts_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for module in both(layers()):
+        names: list[str] = []
+        with backend("auto"), Names():
+            module(torch.randn(2, 5, 16)).sum().backward()
+        found.append(names)
+    assert found[0] == found[1]
+
+
 def test_a_sharded_input_takes_the_hosts_path():
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor

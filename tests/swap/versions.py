@@ -70,7 +70,7 @@ def run(name: str, folder: Path) -> bool:
     print(f"== {name}", flush=True)
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "fastvit_kernels", "coverage", "--verify", "--backends"]
-        command += ["--out", f"{out}/coverage.md", "--models", *models]
+        command += ["--out", f"{out}/coverage.md", "--hosts", *libraries, "--models", *models]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
         return subprocess.run(command, env=environment, check=False).returncode == 0
 

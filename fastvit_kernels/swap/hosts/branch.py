@@ -105,8 +105,8 @@ def pre_norm_branch(
     else:
         y = norm(x)
     # Dynamo of torch 2.11 does not take the truth of a function.
-    call = body if call is None else call
-    return add_body(x, y, body, tail, call, bypass, context)
+    called: Callable[[Tensor], Tensor] = body if call is None else call
+    return add_body(x, y, body, tail, called, bypass, context)
 
 
 class PreNormBlock(Fused):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.fx._symbolic_trace as _fx
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _stack_of_modes
 
 from ...ops.layer_norm import layer_norm, layer_norm_and_input
 from ...ops.linear import linear
@@ -27,6 +28,7 @@ from ..verdicts import verdict
 
 Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
+_modes = torch._C._len_torch_dispatch_stack
 
 Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the others that count
 
@@ -48,10 +50,15 @@ def arguments_of(forward: Any) -> Arguments:
 
 
 def is_traced() -> bool:
-    """Whether a tracer at work wants torch's own operators: torch.fx, torch.jit, ONNX export."""
+    """Whether somebody at work wants torch's own operators: torch.fx, torch.jit, ONNX export, a
+    dispatch mode of another package (a counter), which knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    return _fx._is_fx_tracing_flag and not torch.compiler.is_compiling()
+    if not (_fx._is_fx_tracing_flag or _modes()) or torch.compiler.is_compiling():
+        return False
+    return _fx._is_fx_tracing_flag or any(
+        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
+    )
 
 
 class Fused:

@@ -105,8 +105,10 @@ class MultiheadAttention(Fused):
         return self.fused_as_host(self.fused_branch(x)), None
 
     def fused_as_host(self: Any, y: Tensor) -> Tensor:
-        """y (B, T, C) with the host's strides in training: a dropout draws in their order."""
-        return y.transpose(0, 1).contiguous().transpose(0, 1) if self.training else y
+        """y (B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
+        evaluation without gradients, has others."""
+        slow = self.training or y.requires_grad
+        return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
 
 
 class TransformerEncoderLayer(Fused):

@@ -1,0 +1,250 @@
+"""Any model of timm or transformers, made small enough for a training step in float64.
+
+Nothing is known of the model but its constructor: repeated layers are cut to two, images are small,
+widths stay unless the model is large. Whether a cut model runs is tried on the meta device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .zoo import on_meta
+
+LARGEST = 40e6  # parameters of a cut model
+DROP_PATH = 0.3
+Built = tuple[nn.Module, dict[str, Tensor]]  # a model and its keyword arguments
+
+
+class NotCut(Exception):
+    """No small version of a model runs; says why."""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:100]
+
+
+def set_drop_path(model: nn.Module, rate: float = DROP_PATH) -> None:
+    """Every DropPath drops: the first block of a host's has a rate of 0."""
+    for module in model.modules():
+        if isinstance(getattr(module, "drop_prob", None), float):
+            module.drop_prob = rate  # type: ignore[assignment]
+
+
+def _form(module: nn.Module) -> str:
+    return re.sub(r"drop_(prob|path)=[\d.]+", "", repr(module))
+
+
+def cut_repeats(model: nn.Module, most: int = 2) -> None:
+    """Of layers in a row that are the same, keep the first `most`."""
+    for parent in list(model.modules()):
+        if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
+            continue
+        kept: list[nn.Module] = []
+        for child in parent:
+            if len(kept) < most or any(_form(k) != _form(child) for k in kept[-most:]):
+                kept.append(child)
+        if len(kept) < len(parent):
+            del parent[len(kept) :]
+            for place, child in enumerate(kept):
+                parent[place] = child
+
+
+def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raises where a training step's forward does not run; model and inputs are on `meta`."""
+    arguments = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    model.train()(**arguments)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _try_on_meta(build: Callable[[], nn.Module], inputs: Mapping[str, Any]) -> None:
+    """Raises where the model is too large or its forward does not run. Values that a constructor or
+    a forward asks for, which `meta` has not, are for the CPU to try."""
+    try:
+        with on_meta():
+            model = build()
+        if _parameters(model) > LARGEST:
+            raise NotCut(f"{_parameters(model) / 1e6:.0f} M parameters when it is cut")
+        _runs(model, inputs)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+
+
+def _built(candidates: Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]) -> Iterator[Built]:
+    """Of candidates, builders and their inputs, those that are small enough and run on `meta`.
+
+    Raises: NotCut at the end, with the reason against the last.
+    """
+    reason = "it has no candidate"
+    for build, inputs in candidates:
+        try:
+            _try_on_meta(build, inputs)
+            made = build()
+        except Exception as error:
+            reason = _first_line(error)
+            continue
+        yield made, inputs
+    raise NotCut(reason)
+
+
+# timm
+
+
+def _timm_candidates(name: str) -> Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]:
+    import timm
+
+    full = timm.get_pretrained_cfg(name)
+    own = full.input_size[-1] if full is not None else 224
+    generator = torch.Generator().manual_seed(0)
+
+    def build(settings: dict[str, Any]) -> nn.Module:
+        model = timm.create_model(name, pretrained=False, num_classes=7, **settings)
+        cut_repeats(model)
+        set_drop_path(model)
+        return model
+
+    for size in (64, 96, 128, own):
+        for settings in ({"drop_path_rate": DROP_PATH}, {}):
+            for shape in ({"img_size": size}, {}):
+                x = torch.randn(2, 3, size, size, generator=generator)
+                yield (lambda s={**settings, **shape}: build(s)), {"x": x}
+
+
+# transformers
+
+DEPTHS = re.compile(r"^(num_(\w+_)?layers|(\w+_)?layers|(\w+_)?depth|num_(\w+_)?blocks)$")
+WIDTHS = re.compile(
+    r"(hidden_size|hidden_dim|d_model|embed_dim|intermediate_size|ffn_dim|mlp_dim|vocab_size|_dim)$"
+)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _configs(value)
+
+
+def _shrink(config: Any, narrow: int) -> None:
+    """Cut the depth of a configuration and of those in it, and its widths by a factor."""
+    for part in _configs(config):
+        for key, value in list(vars(part).items()):
+            if DEPTHS.match(key) and type(value) is int and value > 2:
+                _set(part, key, 2)
+            elif key in ("depths", "layers", "depth") and isinstance(value, (list, tuple)):
+                _set(part, key, type(value)(min(v, 2) for v in value))
+            elif narrow > 1 and WIDTHS.search(key) and type(value) is int and value >= 128:
+                _set(part, key, value // narrow)
+            elif narrow > 1 and "num_attention_heads" in key and type(value) is int:
+                _set(part, key, max(value // narrow, 1))
+            elif "drop_path_rate" in key and isinstance(value, float):
+                _set(part, key, DROP_PATH)
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    try:
+        setattr(config, key, value)
+    except Exception:  # a configuration that derives it from others
+        return
+
+
+def _patch(config: Any) -> int:
+    for part in _configs(config):
+        size = getattr(part, "patch_size", None)
+        if isinstance(size, (tuple, list)):
+            size = size[-1]
+        if isinstance(size, int) and size > 0:
+            return size
+    return 16
+
+
+def _resize(config: Any, size: int) -> None:
+    for part in _configs(config):
+        value = getattr(part, "image_size", None)
+        if isinstance(value, int):
+            _set(part, "image_size", size)
+        elif isinstance(value, (tuple, list)):
+            _set(part, "image_size", type(value)([size] * len(value)))
+
+
+IDS = ("input_ids", "decoder_input_ids")  # optional, and wanted all the same by some
+
+
+def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
+    """Inputs that a model may want besides images: ids of text, frames, patches with their grid."""
+    generator = torch.Generator().manual_seed(0)
+    channels = getattr(config, "num_channels", 3)
+    channels = channels if isinstance(channels, int) else 3
+    wanted = inspect.signature(cls.forward).parameters
+    images = torch.randn(2, channels, size, size, generator=generator)
+    needed = [n for n, p in wanted.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    extras: dict[str, Any] = {}
+    for given in [n for n in wanted if n in needed[1:] or n in IDS]:
+        if given.endswith("_ids"):
+            extras[given] = torch.ones(2, 5, dtype=torch.long)
+        elif given == "prompt_pixel_values":
+            extras[given] = images.clone()
+        elif given == "prompt_masks":
+            extras[given] = images.sign()
+    yield {"pixel_values": images, **extras}
+    if extras:
+        yield {"pixel_values": images}
+    yield {"pixel_values": torch.stack([images, images], dim=1)}  # pairs of images
+    frames = getattr(config, "num_frames", None)
+    if isinstance(frames, int):
+        video = torch.randn(2, frames, channels, size, size, generator=generator)
+        yield {"pixel_values": video, **extras}
+    patch, count = _patch(config), 16
+    for grid in ("grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "tgt_sizes"):
+        if grid in wanted:
+            thw = [[1, 4, 4]] if "thw" in grid else [[4, 4]]
+            for depth in (getattr(config, "temporal_patch_size", 1), 1):
+                patches = torch.randn(count, depth * channels * patch**2, generator=generator)
+                given = {grid: torch.tensor(thw)}
+                if "merge_sizes" in wanted:
+                    given["merge_sizes"] = torch.tensor([1])
+                yield {"pixel_values": patches, **given}
+                yield {"pixel_values": patches[None], **given}
+
+
+def _hf_candidates(cls: Any) -> Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]:
+    def config(narrow: int, size: int) -> Any:
+        made = cls.config_class()
+        _shrink(made, narrow)
+        _resize(made, size)
+        return made
+
+    def build(narrow: int, size: int) -> nn.Module:
+        model = cls(config(narrow, size))
+        set_drop_path(model)
+        return model
+
+    patch = _patch(cls.config_class())
+    for size in (3 * patch, 64, 128, 224, 0):
+        size = size or getattr(cls.config_class(), "image_size", 224)
+        if not isinstance(size, int):
+            continue
+        for narrow in (1, 4, 8):
+            for inputs in _hf_inputs(cls, config(narrow, size), size):
+                yield (lambda n=narrow, s=size: build(n, s)), inputs
+
+
+def candidates(host: str, name: str) -> Iterator[Built]:
+    """Cut models for a row of the coverage table. Raises: NotCut after the last."""
+    if host == "timm":
+        yield from _built(_timm_candidates(name))
+    elif host == "transformers":
+        import transformers
+
+        yield from _built(_hf_candidates(getattr(transformers, name)))
+    else:
+        raise NotCut(f"no cut models of {host}")

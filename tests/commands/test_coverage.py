@@ -1,0 +1,66 @@
+"""The coverage command: how models are made small, and what it takes for a difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fastvit_kernels.commands import beside, coverage, cut
+
+pytest.importorskip("timm")
+
+
+class Noise(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.fc, self.gain = nn.Linear(8, 8), gain
+
+    def forward(self, x):
+        return self.gain * self.fc(x)
+
+
+def _wrong(model):
+    model.gain = 1.01
+
+
+def _raises(model):
+    raise RuntimeError("half way")
+
+
+@pytest.mark.parametrize(
+    ("swap", "found"),
+    [
+        (lambda model: None, ""),
+        (_wrong, "out0 differs by"),
+        (_raises, "swap_in raises RuntimeError: half way"),
+        (lambda model: setattr(model, "gain", None), "raises TypeError"),
+        (lambda model: model.fc.bias.requires_grad_(False), "other gradients: ['dfc.bias']"),
+    ],
+)
+def test_a_difference_is_found(swap, found, monkeypatch):
+    monkeypatch.setattr(beside, "swap_in", swap)
+    said = beside.difference(Noise(1.0), torch.randn(2, 8))
+    assert said.startswith(found)
+    assert bool(said) == bool(found)
+
+
+def test_a_host_that_refuses_is_no_evidence():
+    with pytest.raises(cut.NotCut, match="the host raises"):
+        beside.difference(Noise(None), torch.randn(2, 8))
+
+
+def test_layers_that_repeat_are_cut():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 2), nn.GELU())
+    cut.cut_repeats(model)
+    assert [str(m) for m in model[:2]] == [str(nn.Linear(4, 4))] * 2
+    assert len(model) == 4
+
+
+def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
+    verify = coverage.Verifier([])
+    rows = [r.verified for r in coverage.rows(("pit_ti_",), verify, ["timm"])]
+    assert rows == ["float64", "same parts"]
+    monkeypatch.setattr(coverage, "difference", lambda model, inputs: "something")
+    (row, *_) = coverage.rows(("pit_ti_",), coverage.Verifier([]), ["timm"])
+    assert row.verified == "WRONG: something"
