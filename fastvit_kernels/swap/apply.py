@@ -15,6 +15,7 @@ from torch import nn
 
 from . import hosts
 from .hosts.fused import Fused, Unfused
+from .recognise import recognise, unused
 from .report import Left, Swapped, SwapReport, ancestors, make_report
 from .verdicts import refusal, unproven
 
@@ -58,7 +59,8 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
     host's own forward, and left alone where it computes something else.
 
     Args:
-        model: any nn.Module; parts of timm, torchvision, transformers and torch.nn are known.
+        model: any nn.Module. Parts of timm, torchvision, transformers and torch.nn are known;
+            attentions, MLPs and residual blocks of others are found by structure.
         only: swap nothing but these: a module name or shell pattern ("blocks.0", "blocks.*.attn"),
             a module, a class, a predicate (name, module) -> bool, or an iterable of these. A module
             stands for all that is inside it.
@@ -73,31 +75,45 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
     wanted = set(modules) if only is None else _selected("only", only, modules)
     unwanted = set() if skip is None else _selected("skip", skip, modules)
     refused: dict[str, str] = {}
-    planned: dict[nn.Module, type] = {}
+    guesses: dict[str, str] = {}  # reasons of modules that no table knows
+    planned: dict[nn.Module, Any] = {}
 
     def class_of(module: nn.Module) -> type:
         return planned.get(module, type(module))
 
     for name, module in reversed(modules.items()):  # children first: a parent's proof uses theirs
         parent = type(modules[name.rpartition(".")[0]]) if name else None
-        cls: Any = hosts.swapped_class(type(module), parent)
-        if cls is None:
+        cls: Any = hosts.swapped_class(type(module), parent)  # None: no table has it
+        reason = "" if cls is None else refusal(module, cls)
+        left_out = "not in only=" if name not in wanted else "in skip=" if name in unwanted else ""
+        if left_out:
+            if cls is not None and cls.fused_level != "epilogue":
+                refused[name] = left_out if reason is None else reason
             continue
-        reason = refusal(module, cls)
-        if reason is None and name not in wanted:
-            reason = "not in only="
-        if reason is None and name in unwanted:
-            reason = "in skip="
-        if reason is None:
+        if cls is not None and reason is None:
             planned[module] = cls
             reason = None if issubclass(cls, Unfused) else unproven(module, class_of)
         if reason is not None:
             planned.pop(module, None)
-            if cls.fused_level != "epilogue":
-                refused[name] = reason
+        if reason == "" or (reason and type(module) is nn.Sequential):  # unknown to the tables
+            found, search = recognise(module, class_of)
+            if found is not None:
+                cls, reason = found, refusal(module, found)
+            elif not (reason or search.unlike):
+                guesses[name] = search.reason
+            if reason is None:
+                planned[module] = cls
+                for part in search.absorbed:
+                    planned.pop(module.get_submodule(part), None)
+        if reason and getattr(cls, "fused_level", "") != "epilogue":
+            refused[name] = reason
+    for module in unused(planned):
+        del planned[module]
+        name = next(n for n, m in modules.items() if m is module)
+        guesses[name] = "its caller gets the probabilities"
     for module, cls in planned.items():
         module.__class__ = cls  # type: ignore[assignment]
-    return make_report(modules, {n: refused[n] for n in modules if n in refused})
+    return make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
 
 
 def swap_out(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..runtime.plain import is_plain
 from .activations import is_activation
@@ -118,6 +118,11 @@ def _hashable(name: str, value: Any) -> Any:
     return (type(value), value) if _is_simple(value) else type(value)
 
 
+def is_recognised(cls: type) -> bool:
+    """Whether a swapped class was found by structure: nothing was known of its host before."""
+    return hasattr(cls, "fused_roles")
+
+
 def _is_known(cls: type) -> bool:
     """Whether a fused forward may look inside: a module of any other class is only ever called."""
     if hasattr(cls, "fused_level") or cls in (nn.Linear, nn.Identity, nn.Dropout):
@@ -125,10 +130,32 @@ def _is_known(cls: type) -> bool:
     return cls in CONTAINERS or is_activation(cls)
 
 
-def _describe(module: nn.Module, cls: type) -> tuple[Any, ...]:
-    """The part of the key for one module."""
+def keeps_rates(module: nn.Module) -> bool:
+    """Whether a probability on this module may decide what it does, as it may in a host that nobody
+    read: one with children. In a leaf it is the probability of what the leaf does."""
+    return any(child is not None for child in module._modules.values())
+
+
+def _content(value: Any) -> Any:
+    """What the key has of a setting that is no simple value: a configuration object."""
+    own = getattr(value, "__dict__", None) if not isinstance(value, (Tensor, type)) else None
+    simple = own is not None and tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
+    return type(value), simple
+
+
+def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
+    """The part of the key for one module.
+
+    Args:
+        whole: it belongs to a module that was recognised by structure: all that it holds counts.
+    """
     own = vars(module)
-    settings = tuple((n, _hashable(n, v)) for n, v in own.items() if n not in PRIVATE)
+    exact = whole and keeps_rates(module)
+    settings = tuple(
+        (n, (type(v), v) if exact and is_rate(n, v) else _hashable(n, v))
+        if not whole or _is_simple(v) else (n, _content(v))
+        for n, v in own.items() if n not in PRIVATE
+    )  # fmt: skip
     tensors = tuple(
         (n, None if t is None else tuple(t.shape))
         for n, t in (*module._parameters.items(), *module._buffers.items())
@@ -138,29 +165,55 @@ def _describe(module: nn.Module, cls: type) -> tuple[Any, ...]:
     return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
 
 
-class Facts:
-    """What is known of a module and of all that its fused forward may bypass. Holds no module."""
+class Objects:
+    """Settings of one module that are no simple values, and what configuration objects hold."""
 
-    def __init__(self, root: nn.Module, class_of: ClassOf = type):
-        places, names = [0], [""]
+    def __init__(self, own: dict[str, Any]):
+        self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
+        self.found = [id(own[n]) for n in self.names]
+        inner = (getattr(own[n], "__dict__", None) for n in self.names)
+        self.inner = [dict(d) if isinstance(d, dict) else None for d in inner]
+
+    def hold(self, own: dict[str, Any]) -> bool:
+        values = [own.get(n) for n in self.names]
+        if [id(v) for v in values] != self.found:
+            return False
+        return all(
+            d is None or getattr(v, "__dict__", None) == d
+            for v, d in zip(values, self.inner, strict=True)
+        )
+
+
+class Facts:
+    """What is known of a module and of all that its fused forward may bypass. Holds no module.
+
+    Args:
+        whole: look at everything below, as for a module that was recognised by structure.
+    """
+
+    def __init__(self, root: nn.Module, class_of: ClassOf = type, whole: bool = False):
+        places, names, wholes = [0], [""], [whole or is_recognised(class_of(root))]
         modules: list[Any] = [root]
         self.parents: list[tuple[int, list[str]]] = []  # place of a module, names of its children
         self.known: list[int] = []  # places of the modules that are looked at
         self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
         self.values: list[Any] = []
+        self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
         key: list[Any] = []
         for place in places:  # grows as we go
-            module, cls = modules[place], class_of(modules[place])
-            if not _is_known(cls):
+            module, cls, within = modules[place], class_of(modules[place]), wholes[place]
+            if not within and not _is_known(cls):
                 sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
                 key.append((names[place], cls, sizes))
                 continue
-            key.append((names[place], _describe(module, cls)))
+            key.append((names[place], _describe(module, cls, within)))
             own = vars(module)
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
                 self.getters.append((len(self.known), itemgetter(*settings)))
                 self.values.append(copy.deepcopy(self.getters[-1][1](own)))  # lists may change
+            if within and (objects := Objects(own)).names:
+                self.objects.append((len(self.known), objects))
             self.known.append(place)
             children = [n for n, c in module._modules.items() if c is not None]
             if children:
@@ -168,6 +221,7 @@ class Facts:
                 prefix = f"{names[place]}." if names[place] else ""
                 names += [prefix + n for n in children]
                 modules += [module._modules[n] for n in children]
+                wholes += [within or is_recognised(cls)] * len(children)
                 places += range(len(places), len(modules))
         self.types = [type(m) for m in modules]
         self.names = names
@@ -200,6 +254,7 @@ class Facts:
             return False
         return (
             values == self.values
+            and all(objects.hold(own[index]) for index, objects in self.objects)
             and [get(cls) for cls, get in self.classes] == self.functions
             and [modules[p].fused_facts() for p in self.asking] == self.answers
         )

@@ -14,10 +14,12 @@ factor. So a module may be on any device or on none, in any dtype, sharded, or o
 from __future__ import annotations
 
 import math
+import random
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,16 +30,20 @@ from torch import Tensor, nn
 
 from ..runtime.backend import backend, get_backend
 from ..runtime.plain import is_plain
-from .facts import PRIVATE, ClassOf, Facts, host_of, is_rate
+from .facts import PRIVATE, ClassOf, Facts, host_of, is_rate, is_recognised, keeps_rates
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
+TOLERANCE_FP32 = 2e-5  # where the host takes no float64
 LARGEST = 2**24  # parameters of a copy at full size
+LARGEST_RECOGNISED = 2**25  # the same, for one run without gradients of weights
+REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
 MOST = 512  # proofs of one class in a process; a class with more changes its settings all the time
 RATE = 0.4  # every probability between 0 and 1 in a copy
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 
 TRUSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # copies, whose fused forwards just run
+ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those of them that a proof is about
 
 _proofs: dict[Any, str | None] = {}
 _count: dict[type, int] = {}
@@ -51,10 +57,11 @@ def prove(module: nn.Module, facts: Facts, class_of: ClassOf = type) -> str | No
         facts: Facts(module, class_of).
         class_of: the class that a module is to have; by default the one that it has.
     """
-    key = (facts.key, class_of(module).__mro__[1])
+    cls: Any = class_of(module)
+    key = (facts.key, cls.__mro__[1], getattr(cls, "fused_roles", None))
     with _lock:
         if key not in _proofs:
-            host = host_of(class_of(module))
+            host = host_of(cls)
             _count[host] = _count.get(host, 0) + 1
             if _count[host] > MOST:
                 return f"more than {MOST} configurations of {host.__name__} were met"
@@ -63,18 +70,29 @@ def prove(module: nn.Module, facts: Facts, class_of: ClassOf = type) -> str | No
 
 
 def _in_a_thread(run: Callable[[], str | None]) -> str | None:
-    found: list[str | None] = []
+    try:
+        return aside(run)
+    except Exception as error:  # a proof never fails its caller
+        return f"it could not be tried: {_first_line(error)}"
+
+
+def aside(run: Callable[[], Any]) -> Any:
+    """What `run` gives in a thread of its own, undisturbed; its exception is raised here."""
+    found: list[Any] = []
+    raised: list[Exception] = []
 
     def work() -> None:
         try:
             with _undisturbed():
                 found.append(run())
-        except Exception as error:  # a proof never fails its caller
-            found.append(f"it could not be tried: {_first_line(error)}")
+        except Exception as error:
+            raised.append(error)
 
     thread = threading.Thread(target=work, name="fastvit_kernels proof")
     thread.start()
     thread.join()
+    if raised:
+        raise raised[0]
     return found[0]
 
 
@@ -118,6 +136,10 @@ class Copier:
     """Copies modules to the CPU in float64, with new weights and narrower."""
 
     sizes: dict[int, int]
+    planned: ClassOf = type  # the class that a module is to have, in whichever copy
+    whole: bool = False  # the root was recognised by structure, or is to be
+    dtype: torch.dtype = torch.float64
+    quick: bool = False  # large weights repeat their values
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -125,9 +147,7 @@ class Copier:
         if id(original) not in self.tensors:
             shape = [self.sizes.get(n, n) for n in original.shape]
             if original.is_floating_point() or of_parameters:
-                made = torch.randn(
-                    shape, generator=self.generator, dtype=torch.float64, device="cpu"
-                )
+                made = self.random(shape)
                 fan_in = shape[-1] if len(shape) > 1 else 4
                 made = made / math.sqrt(max(fan_in, 1)) + (len(shape) == 1) * 0.5
             elif original.is_meta or tuple(original.shape) != tuple(shape):
@@ -137,17 +157,23 @@ class Copier:
             self.tensors[id(original)] = nn.Parameter(made) if of_parameters else made
         return self.tensors[id(original)]
 
-    def setting(self, name: str, value: Any, off: frozenset[str]) -> Any:
+    def random(self, shape: list[int]) -> Tensor:
+        n = math.prod(shape)
+        drawn = min(n, REPEATED) if self.quick else n
+        values = torch.randn(drawn, generator=self.generator, dtype=self.dtype, device="cpu")
+        return (values if drawn == n else values.repeat(n // drawn + 1)[:n]).view(shape)
+
+    def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
         if isinstance(value, Tensor):
             return self.tensor(value, isinstance(value, nn.Parameter))
         if name == "gradient_checkpointing":  # transformers: the caller's function would be called
             return False
-        if isinstance(value, bool) or name.startswith(("num", "n_")):
+        if isinstance(value, bool) or re.match("num|n_|.*heads$", name):
             return value
         if isinstance(value, int):
             return self.sizes.get(value, value)
         if is_rate(name, value):
-            return 0.0 if name in off else RATE
+            return 0.0 if name in off else value if exact else RATE
         if type(value) in (tuple, list, torch.Size):
             return type(value)(self.setting(name, v, off) for v in value)
         return dict(value) if type(value) is dict else value
@@ -161,7 +187,7 @@ class Copier:
         Args:
             called: nothing below it may be bypassed.
             seen: the copies of this tree, by the original's id; empty for a root.
-            off: probabilities that are 0 in the copy.
+            off: probabilities that are 0 in the copy: settings or children, by dotted names.
         """
         if id(original) in seen:
             return seen[id(original)]
@@ -171,21 +197,24 @@ class Copier:
             cls = host_of(cls)
         if cls is nn.Linear and (called or not is_plain(original)):
             cls = CalledLinear
+        whole = self.whole or is_recognised(class_of(original))
         made = seen[id(original)] = cls.__new__(cls)
         nn.Module.__init__(made)
+        exact = whole and keeps_rates(original)
         # Dropout of attention draws numbers of its own, by its layout.
-        quiet = getattr(class_of(original), "fused_attention_dropout", frozenset[str]())
+        quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
         for name, value in vars(original).items():
             if name not in PRIVATE and name != "forward":
-                made.__dict__[name] = self.setting(name, value, off | quiet)
+                made.__dict__[name] = self.setting(name, value, off | quiet, exact)
         for name, p in original._parameters.items():
             made._parameters[name] = None if p is None else self.tensor(p, True)  # type: ignore[assignment]
         for name, b in original._buffers.items():
             made._buffers[name] = None if b is None else self.tensor(b, False)
         for name, child in original._modules.items():
             if child is not None:
-                inner = frozenset(("p",)) if name in quiet else frozenset[str]()
-                child = self.module(child, class_of, called, seen, inner)
+                inner = {n[len(name) + 1 :] for n in off | quiet if n.startswith(f"{name}.")}
+                inner |= {"p"} if name in off | quiet else set()
+                child = self.module(child, class_of, called, seen, frozenset(inner))
             made._modules[name] = child
         if called and not is_root and not made._modules:
             made.register_forward_hook(lambda module, args, output: None)
@@ -200,19 +229,31 @@ def _widths(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
         for name, value in vars(module).items():
             values = value if isinstance(value, (tuple, list)) else (value,)
             values = [v for v in values if type(v) is int]
-            if name in ("head_dim", "attention_head_size"):
+            if name in ("head_dim", "attention_head_size", "dim_head", "head_size", "d_head"):
                 heads.update(values)
-            elif name in ("in_features", "out_features", "normalized_shape", "embed_dim",
+            elif name in ("in_features", "out_features", "normalized_shape", "embed_dim", "d_model",
                           "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
-                          "hidden_size", "dim"):  # fmt: skip
+                          "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
                 widths.update(values)
     numbers = [getattr(m, "num_heads", None) for m in modules]
     wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
     heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
+    if not heads:  # by the number of heads, under whatever name
+        parts = [w // n for n in {n for m in modules for n in numbers_of_heads(m)} for w in widths
+                 if w % n == 0]  # fmt: skip
+        heads.update([min(parts)] if parts else [])
     return widths, heads
 
 
-def _sizes(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
+def numbers_of_heads(module: nn.Module) -> list[int]:
+    """What a module's settings say about its number of heads."""
+    return [
+        v for n, v in vars(module).items()
+        if type(v) is int and v > 0 and "head" in n and not re.search("dim|size|width", n)
+    ]  # fmt: skip
+
+
+def sizes_of(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
     """Maps of sizes to smaller sizes, the smallest first; the last one changes nothing."""
     widths, heads = _widths(modules)
     every = [n for n in widths | heads if n > 8]
@@ -246,16 +287,29 @@ def _form(value: Any) -> str:
     return type(value).__name__
 
 
-def _run(module: nn.Module, compute: Callable[[], Any], call: Call) -> dict[str, Tensor | None]:
-    """Outputs, gradients and the generator's state after a forward and backward."""
+def _run(
+    module: nn.Module, compute: Callable[[], Any], call: Call, briefly: bool = False
+) -> dict[str, Tensor | None]:
+    """Outputs, gradients and the generator's state after a forward and backward.
+
+    Args:
+        briefly: no gradients of parameters.
+    """
     args, kwargs = call
     torch.default_generator.manual_seed(7)
-    result = compute()
+    others = random.getstate()
+    try:
+        result = compute()
+        drawn = random.getstate() != others
+    finally:
+        random.setstate(others)
     outputs = _tensors(result)
     found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
     found[f"a result of the form {_form(result)}"] = None
     found["the state of the random generator"] = torch.default_generator.get_state()
-    leaves = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    if drawn:
+        found["a draw of Python's random numbers"] = None
+    leaves = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
     given = _tensors([list(args), list(kwargs.values())])
     leaves |= {f"argument {i}": t for i, t in enumerate(given) if t.requires_grad}
     with_gradient = [t for t in outputs if t.requires_grad]
@@ -297,15 +351,42 @@ class _NotTried(Exception):
 
 def _prove(module: nn.Module, facts: Facts, class_of: ClassOf) -> str | None:
     modules = facts.modules(module)
+    recognised = is_recognised(class_of(module))
+    parameters = sum(p.numel() for p in module.parameters())
     reason: Exception | None = None
-    for sizes in _sizes(modules):
-        if not sizes and sum(p.numel() for p in module.parameters()) > LARGEST:
+    for dtype in (torch.float64, torch.float32):  # a host may ask for a type of its own
+        for sizes in sizes_of(modules):
+            if not sizes and parameters > LARGEST:
+                break
+            try:
+                with backend("torch") if dtype == torch.float32 else nullcontext():
+                    found = _compare(module, class_of, sizes, dtype)
+            except _NotTried as error:
+                reason = reason or error
+                continue
+            if found is None and recognised and sizes:
+                with backend("torch") if dtype == torch.float32 else nullcontext():
+                    return _at_size(module, class_of, modules, dtype)
+            return found
+        if not recognised:
             break
-        try:
-            return _compare(module, class_of, sizes)
-        except _NotTried as error:
-            reason = error
     return f"it could not be tried: {_first_line(reason) if reason else 'it is too large'}"
+
+
+def _at_size(
+    module: nn.Module, class_of: ClassOf, modules: list[nn.Module], dtype: torch.dtype
+) -> str | None:
+    """What differs at full size, of the outputs and the gradients of arguments. A host that nobody
+    read may count its heads by its width; one that is too large is tried at a fraction."""
+    widths = [n for n in set().union(*_widths(modules)) if n > 8]
+    parameters, factor = sum(p.numel() for p in module.parameters()), 1
+    while parameters > LARGEST_RECOGNISED and parameters > LARGEST_RECOGNISED // 4 * factor**2:
+        factor *= 2
+    sizes = {n: n // factor for n in widths} if factor > 1 else {}
+    try:
+        return _compare(module, class_of, sizes, dtype, briefly=True)
+    except _NotTried as error:
+        return f"it could not be tried at its size: {_first_line(error)}"
 
 
 def _calls(ours: Any, generator: torch.Generator) -> Iterator[Call]:
@@ -324,13 +405,30 @@ def _modes(calls: list[Call]) -> Iterator[tuple[Call, bool]]:
         yield calls[0], False
 
 
-def _compare(module: nn.Module, class_of: ClassOf, sizes: dict[int, int]) -> str | None:
+def _typed(value: Any, dtype: torch.dtype) -> Any:
+    """The arguments of a call, in this dtype."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_typed(v, dtype) for v in value)
+    return {k: _typed(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _wanted(ours: Any, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return ours.fused_wanted(host.forward(*args, **kwargs))
+
+
+def _compare(
+    module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
+    briefly: bool = False,
+) -> str | None:  # fmt: skip
     def host_class(m: nn.Module) -> type:
         return host_of(class_of(m))
 
     calls: list[Call] = []
-    for called in (False, True):
-        copier = Copier(sizes)
+    least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
+    for called in (False,) if briefly else (False, True):
+        copier = Copier(sizes, class_of, is_recognised(class_of(module)), dtype, briefly)
         try:
             host = copier.module(module, host_class, called, {})
         except Exception as error:
@@ -338,10 +436,11 @@ def _compare(module: nn.Module, class_of: ClassOf, sizes: dict[int, int]) -> str
         ours: Any = copier.module(module, class_of, called, {})
         for copied in ours.modules():
             TRUSTED.add(copied)
-        if ours.fused_blocked() is not None:
+        ROOTS.add(ours)
+        if all(ours.train(mode).fused_blocked() is not None for mode in (True, False)):
             return None  # it runs the host's forward as things are
         try:
-            calls = calls or list(_calls(ours, copier.generator))
+            calls = calls or [_typed(c, dtype) for c in _calls(ours, copier.generator)]
         except Exception as error:
             raise _NotTried(_first_line(error)) from error
         tried, failed = 0, None
@@ -349,20 +448,21 @@ def _compare(module: nn.Module, class_of: ClassOf, sizes: dict[int, int]) -> str
             host.train(training)
             ours.train(training)
             given = ours.fused_given(args, kwargs)
-            if given is None:
+            if given is None or ours.fused_blocked() is not None:
                 continue
             x, extras = given
             try:
-                wanted = _run(host, partial(host.forward, *args, **kwargs), (args, kwargs))
+                compute = partial(_wanted, ours, host, args, kwargs)
+                wanted = _run(host, compute, (args, kwargs), briefly)
             except Exception as error:  # a call that the host does not take
                 failed = error
                 continue
             tried += 1
             try:
-                got = _run(ours, partial(ours.fused_forward, x, **extras), (args, kwargs))
+                got = _run(ours, partial(ours.fused_forward, x, **extras), (args, kwargs), briefly)
             except Exception as error:
                 return f"the fused forward raises: {_first_line(error)}"
-            found = _difference(wanted, got, type(ours).fused_tolerance)
+            found = _difference(wanted, got, max(type(ours).fused_tolerance, least))
             if found is not None:
                 mode = "training" if training else "evaluation"
                 return f"computes something else: {found} in {mode}"

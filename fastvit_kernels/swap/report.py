@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
-from .hosts.fused import Fused, bypassed, inert
+from .hosts.fused import Fused, bypassed, inert, part
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
@@ -125,7 +125,7 @@ def _reason(module: Fused) -> str | None:
 def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     """The children of a block that it must call, with the reason."""
     for name in block.fused_pieces:
-        child = getattr(block, name)
+        child = part(block, name)
         if isinstance(child, nn.Module) and not (inert(child) or bypassed(child)):
             if is_hooked(child):
                 reason = "it is hooked"
@@ -134,11 +134,14 @@ def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, child, reason or "no fused class for it: the block calls it"
 
 
-def make_report(modules: dict[str, nn.Module], refused: dict[str, str]) -> SwapReport:
+def make_report(
+    modules: dict[str, nn.Module], refused: dict[str, str], guesses: dict[str, str]
+) -> SwapReport:
     """The report on a model whose modules are these. It never raises.
 
     Args:
         refused: why a module of a known class was not swapped, by name; "" goes unsaid.
+        guesses: the same of modules of unknown classes; a module around may know better.
     """
     report = SwapReport()
     left: dict[str, Left] = {}
@@ -158,6 +161,8 @@ def make_report(modules: dict[str, nn.Module], refused: dict[str, str]) -> SwapR
             _count_swapped(report, name, module, modules, covered, moved, leave)
         except Exception:  # a host's module in a state that nobody foresaw
             report.uncounted.append(name)
+    for name in sorted(guesses.keys() - covered, key=[*modules].index):
+        leave(name, modules[name], guesses[name])
     for name, module in modules.items():
         inside = any(isinstance(modules[a], Fused) for a in ancestors(name) if a in modules)
         if not inside and module._parameters and not module._modules:
@@ -216,6 +221,8 @@ def _runs_fused(module: Any) -> bool:
 
 def _attention_width(module: Any) -> int:
     """H D of an attention module, from its heads or from its projections."""
+    if hasattr(module, "fused_width"):
+        return module.fused_width()
     for name in ("num_heads", "num_attention_heads"):
         heads, size = getattr(module, name, None), getattr(module, "head_dim", None)
         if heads and size:
@@ -230,10 +237,18 @@ def _attention_width(module: Any) -> int:
 def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
     """Fills in the FLOPs; returns the elements that the layers read and write for each token."""
     moved = 0
+    ours: list[Any] = [m for m in modules.values() if _runs_fused(m)]
+    inside = {id(m) for f in ours for m in f.fused_products()}
+    for module in ours:
+        more = sum(4 * report.tokens**2 * width for width in module.fused_widths())
+        report.flops += more
+        report.fused_flops += more
     for name, module in modules.items():
         parent = modules.get(name.rpartition(".")[0]) if name else None
         try:
-            flops, fused, elements = _flops(name, module, parent, report.tokens)
+            flops, fused, elements = _flops(
+                name, module, parent, id(module) in inside, report.tokens
+            )
         except Exception:
             report.uncounted.append(name)
             continue
@@ -256,12 +271,18 @@ def _is_covered(name: str, modules: dict[str, nn.Module]) -> bool:
     return any(_runs_fused(m) and m.fused_level == "block" for m in above)
 
 
-def _flops(name: str, module: Any, parent: nn.Module | None, tokens: int) -> tuple[int, bool, int]:
-    """(FLOPs, whether they run fused, elements that are read and written for each token)"""
+def _flops(
+    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int
+) -> tuple[int, bool, int]:
+    """(FLOPs, whether they run fused, elements that are read and written for each token)
+
+    Args:
+        inside: a module further up computes this one, where it is plain.
+    """
     rows = tokens if _in_stack(name) else 1
     mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
     if isinstance(module, nn.Linear):
-        fused = _runs_fused(parent) and is_plain(module)
+        fused = _runs_fused(module) or ((inside or _runs_fused(parent)) and is_plain(module))
         if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
             fused = _runs_fused(parent)  # its weight is read without a call
         elements = module.in_features + module.out_features

@@ -26,7 +26,7 @@ HOST_FILES = {
 }
 
 _swapped: dict[tuple[type, type], type] = {}  # (host class, mixin) -> swapped class
-_making = threading.RLock()  # two classes of one name could not be pickled
+making = threading.RLock()  # two classes of one name could not be pickled
 
 
 def host_path(cls: type) -> str:
@@ -63,13 +63,13 @@ def takes_tokens(parent: type) -> bool:
 
 def swapped_class(cls: type, parent: type | None = None) -> type | None:
     """The swapped subclass of a host class, made at the first call; None for an unknown class."""
-    with _making:
+    with making:
         mixin = mixin_of(cls, parent)
         if mixin is None:
             return None
         if (cls, mixin) not in _swapped:
             file = sys.modules[HOST_FILES[cls.__module__.partition(".")[0]]]
-            _swapped[cls, mixin] = _make(file, mixin, cls)
+            _swapped[cls, mixin] = make(file, mixin, cls, _qualname(mixin, cls.__name__))
         return _swapped[cls, mixin]
 
 
@@ -97,15 +97,19 @@ class SwappedType(type):
     __module__ = property(lambda cls: cls.fused_home)  # type: ignore[assignment]
 
 
-def _make(file: ModuleType, mixin: type, host: type) -> type:
+def make(
+    file: ModuleType, mixin: type, host: type, qualname: str, more: dict[str, Any] | None = None
+) -> type:
+    """The class (mixin, host), kept in `file` under `qualname`, with `more` attributes."""
     namespace: dict[str, Any] = {
         "__module__": host.__module__,
-        "__qualname__": _qualname(mixin, host.__name__),
+        "__qualname__": qualname,
         "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
         "fused_home": file.__name__,
         "fused_host": host,
         "fused_arguments": arguments_of(host.forward),
         "forward": _with_signature(mixin.forward, host.forward),
+        **(more or {}),
     }
     meta = SwappedType if type(host) is type else type("SwappedType", (SwappedType, type(host)), {})
     cls = meta(host.__name__, (mixin, host), namespace)
@@ -123,8 +127,8 @@ def unpickled(file: str, table: dict[str, type[Fused]], name: str) -> type:
         module, _, host_name = path.rpartition(".")
         if name == _qualname(mixin, host_name):
             host = getattr(importlib.import_module(module), host_name)
-            with _making:
+            with making:
                 if (host, mixin) not in _swapped:
-                    _swapped[host, mixin] = _make(sys.modules[file], mixin, host)
+                    _swapped[host, mixin] = make(sys.modules[file], mixin, host, name)
                 return _swapped[host, mixin]
     raise AttributeError(f"module {file!r} has no attribute {name!r}")

@@ -6,6 +6,10 @@ has torch's path for them.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ...ops.attention.functions import MAX_D, attention, qkv_attention
@@ -13,7 +17,7 @@ from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear import linear
 
 
-def _packable(D: int, dropout_p: float) -> bool:
+def packable(D: int, dropout_p: float) -> bool:
     return D % 8 == 0 and D <= MAX_D and dropout_p < 1
 
 
@@ -36,7 +40,7 @@ def attend_packed(
     qkv: Tensor, num_heads: int, *, dropout_p: float = 0.0, scale: float | None = None
 ) -> Tensor:
     """qkv (B, T, 3HD), columns ordered (3, H, D)."""
-    if _packable(qkv.shape[-1] // (3 * num_heads), dropout_p):
+    if packable(qkv.shape[-1] // (3 * num_heads), dropout_p):
         qkv = qkv.unflatten(-1, (3, num_heads, -1))
         return attention(qkv, scale=scale, dropout_p=dropout_p)
     return attend(*unpack(qkv, num_heads), dropout_p=dropout_p, scale=scale)
@@ -47,6 +51,32 @@ def attend_weights(
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """x (B, T, C), weight (3HD, C)."""
-    if _packable(weight.shape[0] // (3 * num_heads), dropout_p):
+    if packable(weight.shape[0] // (3 * num_heads), dropout_p):
         return qkv_attention(x, weight, bias, num_heads=num_heads, scale=scale, dropout_p=dropout_p)
     return attend_packed(linear(x, weight, bias), num_heads, dropout_p=dropout_p, scale=scale)
+
+
+def shares_a_matmul(parameters: list[Tensor | None]) -> bool:
+    """Whether q, k and v can share one: all there or none, one dtype, frozen together."""
+    first = parameters[0]
+    if first is None or any(p is None for p in parameters):
+        return all(p is None for p in parameters)
+    return all(
+        p.dtype == first.dtype and p.shape == first.shape and p.requires_grad == first.requires_grad
+        for p in parameters if p is not None
+    )  # fmt: skip
+
+
+def together(projections: list[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """One weight and bias of three Linears, None where they must stay apart."""
+    weights, biases = [m.weight for m in projections], [m.bias for m in projections]
+    if not (shares_a_matmul(weights) and shares_a_matmul(biases)):
+        return None
+    # A copy of the weights is small beside three passes over x.
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+
+def registered(name: str) -> Any:
+    """The attention function that transformers has under a name."""
+    home = sys.modules.get("transformers.modeling_utils")
+    return getattr(home, "ALL_ATTENTION_FUNCTIONS", {}).get(name)

@@ -87,26 +87,28 @@ def _low(x: Tensor, reader: Any) -> torch.dtype | None:
 
 
 def pre_norm_branch(
-    x: Tensor, norm: Any, body: Any, *tail: Tail,
+    x: Tensor, norm: Any, body: Any, *tail: Tail, residual: Tensor | None = None,
     call: Callable[[Tensor], Tensor] | None = None, **context: Any,
 ) -> Tensor:  # fmt: skip
-    """x + tail(body(norm(x))).
+    """residual + tail(body(norm(x))), where the residual is x by default.
 
     Args:
         x: (B, ..., C).
-        norm, body: children of the block.
+        norm, body: children of the block; a norm may be None.
         tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
         call: how the host calls the body; `body` by default.
         context: what the body's `fused_branch` needs besides.
     """
     bypass = bypassed(body)
     if bypassed(norm) and isinstance(norm, LayerNorm):
-        y, x = norm.fused_and_input(x, _low(x, body if bypass else None))
+        y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
+        residual = same if residual is None or residual is x else residual
     else:
-        y = norm(x)
+        y = x if norm is None else norm(x)
+    residual = x if residual is None else residual
     # Dynamo of torch 2.11 does not take the truth of a function.
     called: Callable[[Tensor], Tensor] = body if call is None else call
-    return add_body(x, y, body, tail, called, bypass, context)
+    return add_body(residual, y, body, tail, called, bypass, context)
 
 
 class PreNormBlock(Fused):

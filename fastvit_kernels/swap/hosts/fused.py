@@ -98,6 +98,14 @@ class Fused:
         and writes for each token. For the report."""
         yield from ()
 
+    def fused_products(self) -> Iterator[nn.Module]:
+        """Linears further inside that the fused forward computes, besides its own children."""
+        yield from ()
+
+    def fused_widths(self) -> Iterator[int]:
+        """H D of each attention that this module has no module for."""
+        yield from ()
+
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False
@@ -112,6 +120,10 @@ class Fused:
         for shape in ((3, 5, width), (2, 4, width)):
             if len(shape) in self.fused_axes:
                 yield (example(generator, *shape),), {}
+
+    def fused_wanted(self, result: Any) -> Any:
+        """Of the host's result, what the fused forward gives. For a proof."""
+        return result
 
     def fused_verdict(self) -> str | None:
         """Why the host's own forward runs, None where the fused one may."""
@@ -184,6 +196,16 @@ def width_of(module: Any) -> int:
     return next(p.shape[-1] for p in module.parameters())
 
 
+def part(module: Any, name: str) -> Any:
+    """The child, parameter or setting of this dotted name; None for no name."""
+    if not name:
+        return None
+    *path, last = name.split(".")
+    for step in path:
+        module = module._modules[step]
+    return module._modules[last] if last in module._modules else getattr(module, last)
+
+
 def is_dense(x: object) -> bool:
     """Whether our ops take x: a dense Tensor; not a NestedTensor, a DTensor, a tracer's Proxy."""
     return isinstance(x, Tensor) and is_raw(x)
@@ -193,8 +215,14 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+class Inline:
+    """A branch that is no module of its own, beside modules in what the block needs of it."""
+
+
 def bypassed(child: object) -> bool:
     """Whether a block may use the child's fused parts without calling it."""
+    if isinstance(child, Inline):
+        return True  # what it bypasses is the block's concern
     return isinstance(child, Fused) and not is_hooked(child) and child.fused_blocked() is None  # type: ignore[arg-type]
 
 

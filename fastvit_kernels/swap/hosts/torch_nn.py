@@ -15,7 +15,7 @@ from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain, is_raw
 from .. import hosts
 from ..activations import activation_name
-from .attend import attend_weights
+from .attend import attend_packed, attend_weights
 from .fused import (
     Child,
     Fused,
@@ -49,8 +49,6 @@ class MultiheadAttention(Fused):
             return "its keys or values have another width"
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds a key and a value of its own"
-        if not module.batch_first:
-            return "batch_first is False"
         return None
 
     def fused_blocked(self: Any) -> str | None:
@@ -70,9 +68,12 @@ class MultiheadAttention(Fused):
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         dropout_p = self.dropout if self.training else 0.0
-        out = attend_weights(
-            x, self.in_proj_weight, self.in_proj_bias, self.num_heads, dropout_p=dropout_p
-        )
+        weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
+        if self.batch_first:
+            out = attend_weights(x, weight, bias, H, dropout_p=dropout_p)
+        else:  # (T, B, C)
+            qkv = linear(x, weight, bias).transpose(0, 1)
+            out = attend_packed(qkv, H, dropout_p=dropout_p).transpose(0, 1)
         return linear(
             out.flatten(2), self.out_proj.weight, self.out_proj.bias,
             residual=residual, layer_scale=layer_scale, row_scale=row_scale,
@@ -107,7 +108,7 @@ class MultiheadAttention(Fused):
     def fused_as_host(self: Any, y: Tensor) -> Tensor:
         """y (B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
         evaluation without gradients, has others."""
-        slow = self.training or y.requires_grad
+        slow = (self.training or y.requires_grad) and self.batch_first
         return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
 
 

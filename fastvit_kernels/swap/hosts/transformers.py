@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...runtime.plain import is_plain
 from .. import hosts
-from .attend import attend, attend_weights
+from .attend import attend, attend_weights, registered, together
 from .branch import PreNormBlock
 from .fused import (
     Child,
@@ -35,23 +35,6 @@ UNREAD = names(
 )
 
 
-def _packed(parameters: list[Tensor | None]) -> bool:
-    """Whether q, k and v can share one matmul: all there or none, one dtype, frozen together."""
-    first = parameters[0]
-    if first is None or any(p is None for p in parameters):
-        return all(p is None for p in parameters)
-    return all(
-        p.dtype == first.dtype and p.shape == first.shape and p.requires_grad == first.requires_grad
-        for p in parameters if p is not None
-    )  # fmt: skip
-
-
-def _registered(name: str) -> Any:
-    """The attention function that transformers has under a name."""
-    home = sys.modules.get("transformers.modeling_utils")
-    return getattr(home, "ALL_ATTENTION_FUNCTIONS", {}).get(name)
-
-
 def _is_sdpa(function: Any) -> bool:
     """Whether this is transformers' own attention by torch's scaled_dot_product_attention, or
     ours."""
@@ -71,7 +54,7 @@ class Attention(Fused):
 
     def fused_facts(self: Any) -> Any:
         chosen = self.config._attn_implementation
-        return chosen, _registered(chosen)
+        return chosen, registered(chosen)
 
     def fused_blocked(self: Any) -> str | None:
         chosen = self.config._attn_implementation
@@ -81,7 +64,7 @@ class Attention(Fused):
             return "is_causal is set"
         if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
             return "CLIP's text attention is causal"
-        if not _is_sdpa(_registered(chosen)):
+        if not _is_sdpa(registered(chosen)):
             return f"another function is registered as {chosen!r}"
         return None
 
@@ -108,13 +91,10 @@ class Attention(Fused):
         """(B, T, C) -> (B, T, H, D)"""
         scale = getattr(self, self.fused_scaling)
         if mask is None and self.fused_reads_low():
-            weights = [m.weight for m in self.fused_projections()]
-            biases = [m.bias for m in self.fused_projections()]
-            if _packed(weights) and _packed(biases):
-                # A copy of the weights is small beside three passes over x.
-                bias = None if biases[0] is None else torch.cat(biases)
+            packed = together(list(self.fused_projections()))
+            if packed is not None:
                 return attend_weights(
-                    x, torch.cat(weights), bias, weights[0].shape[0] // self.head_dim,
+                    x, *packed, self.q_proj.weight.shape[0] // self.head_dim,
                     dropout_p=self.fused_dropout_p(), scale=scale,
                 )  # fmt: skip
         return attend(*self.fused_qkv(x), mask=mask, dropout_p=self.fused_dropout_p(), scale=scale)

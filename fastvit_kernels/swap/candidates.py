@@ -1,0 +1,546 @@
+"""From what a forward was seen to do, to the roles of its parts: the candidates of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.common.activation import ACTIVATIONS
+from .facts import PRIVATE, ClassOf
+from .hosts.fused import arguments_of
+from .hosts.structure import AttentionRoles, BlockRoles, MlpRoles, Step
+from .observe import Event, Observation, Value
+
+SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
+PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
+MATMULS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm")
+MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
+
+
+MOST = 16  # candidates of an inline branch
+
+
+class Refused(Exception):
+    """Why a module is of no kind that has a fused forward."""
+
+
+class Unlike(Refused):
+    """The same of a module that nobody would take for one; the report does not name it."""
+
+
+def _result(seen: Observation) -> tuple[int, int] | None:
+    return None if seen.item is None else (seen.length, seen.item)
+
+
+def _linears(module: nn.Module, seen: Observation) -> list[Event]:
+    parts = [e for e in seen.events if e.part]
+    return [e for e in parts if isinstance(module.get_submodule(e.part), nn.Linear)]
+
+
+def _origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
+    """The values of `stop` that a value was made from, the nearest ones."""
+    made, found, todo, known = seen.producers(), [], [number], set()
+    while todo:
+        n = todo.pop()
+        if n in known:
+            continue
+        known.add(n)
+        if n in stop:
+            found.append(n)
+        elif n in made:
+            todo += made[n].inputs
+    return sorted(found)
+
+
+def _all_known(module: nn.Module, roles: Any) -> None:
+    """Refuses a module with parameters that no role has."""
+    names = [n for v in roles if v for n in (v if isinstance(v, tuple) else (v,))]
+    known = tuple(f"{n}." for n in names if isinstance(n, str))
+    unknown = [n for n, _ in module.named_parameters() if not n.startswith(known)]
+    if unknown:
+        raise Refused(f"it has parameters that we do not know: {', '.join(unknown[:3])}")
+
+
+# Attention.
+
+
+def _core(seen: Observation) -> tuple[Event, bool] | None:
+    """The event in the middle of attention, and whether it is scaled_dot_product_attention."""
+    for event in seen.events:
+        if event.function == "scaled_dot_product_attention":
+            return event, True
+    for event in seen.events:
+        if event.function in ("softmax", "Softmax", "_softmax"):
+            return event, False
+    return None
+
+
+def attention_roles(
+    module: Any, seen: Observation, whole: bool = True
+) -> Iterator[AttentionRoles] | None:
+    """Candidates, most likely first; None where the forward has no softmax.
+
+    Args:
+        whole: `module` has no other parts.
+    Raises: Refused where there is one, of something else.
+    """
+    core = _core(seen)
+    return None if core is None else _attention_roles(module, seen, *core, whole)
+
+
+def _attention_roles(
+    module: Any, seen: Observation, core: Event, is_sdpa: bool, whole: bool
+) -> Iterator[AttentionRoles]:
+    place = seen.events.index(core)
+    linears = _linears(module, seen)
+    before = [e for e in linears if seen.events.index(e) < place]
+    behind = [e for e in linears if seen.events.index(e) > place]
+    if len(behind) > 1 or len(before) not in (1, 3):
+        counts = f"{len(before)} Linears before its softmax and {len(behind)} behind"
+        raise Refused(f"an attention with {counts}")
+    shape = seen.shape(seen.first)
+    grid, B = len(shape) == 4, shape[0]
+    T = shape[1] * shape[2] if grid else shape[1]
+    heads = _heads(seen, core, is_sdpa, B, T)
+    stop = {e.output for e in before}
+    named = {e.output: e.part for e in before}
+    order = _query_key_value(seen, core, is_sdpa, stop) or [e.output for e in before]
+    roles = AttentionRoles(
+        tuple(named[n] for n in order) if len(before) == 3 else (before[0].part,),
+        heads, behind[0].part if behind else "", grid=grid, result=_result(seen),
+    )  # fmt: skip
+    roles = roles._replace(**_around(module, seen, core, before, behind))
+    rounds = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
+    roles = roles._replace(rounded=rounds)
+    if seen.others:
+        scores = seen.shape(core.output)
+        if is_sdpa or any(seen.shape(n) != scores for n in seen.others):
+            raise Refused("its result has a tensor besides: a hidden state")
+        roles = roles._replace(weights=True)
+    if roles.q_norm:
+        norm = next(e for e in seen.events if e.part == roles.q_norm)
+        roles = roles._replace(wide_norms=len(seen.shape(norm.inputs[0])) == len(shape))
+    if whole:
+        _all_known(module, roles)
+    settings = _floats(module, [*roles.projections, roles.out])
+    if is_sdpa:
+        roles = roles._replace(causal=bool(_argument(core, 5, "is_causal", False)))
+        asked = _argument(core, 6, "scale", None)
+        scales = [None] if asked is None else [n for n, v in settings.items() if v == asked]
+        scales += [asked] if asked is not None else []
+        drops = _rates(module) if _argument(core, 4, "dropout_p", 0.0) else [roles.dropout]
+        drops = drops or [roles.dropout]
+    else:
+        scales = [*sorted(settings, key=lambda n: "scal" not in n), None, 1.0]
+        drops = [roles.dropout]
+    masked = any(e.function in MASKS for e in seen.events)
+    for causal in (roles.causal, True) if masked and not roles.causal else (roles.causal,):
+        for layout in ("3HD", "H3D", "HD3") if len(before) == 1 else ("3HD",):
+            for scale in scales:
+                for drop in drops:
+                    yield roles._replace(layout=layout, scale=scale, causal=causal, dropout=drop)
+
+
+def _argument(event: Event, place: int, name: str, default: Any) -> Any:
+    if name in event.kwargs:
+        return event.kwargs[name]
+    return event.args[place] if len(event.args) > place else default
+
+
+def _floats(module: Any, parts: list[str]) -> dict[str, float]:
+    """Settings that may be a scale: of the module, and of those that hold its Linears."""
+    owners = dict.fromkeys(p.rpartition(".")[0] for p in parts)
+    homes = {"": module} | {n: module.get_submodule(n) for n in owners}
+    return {
+        f"{home}.{n}".lstrip("."): v for home, m in homes.items() for n, v in vars(m).items()
+        if isinstance(v, float) and n not in PRIVATE and "drop" not in n and "eps" not in n
+    }  # fmt: skip
+
+
+def _rates(module: Any) -> list[str]:
+    """Settings and parts that may be the dropout of attention."""
+    rates = [
+        f"{home}.{n}".lstrip(".") for home, m in module.named_modules() for n, v in vars(m).items()
+        if isinstance(v, float) and 0 < v < 1 and "drop" in n
+    ]  # fmt: skip
+    parts = [n for n, m in module.named_modules() if n and type(m) is nn.Dropout]
+    return sorted([*rates, *parts], key=lambda n: "att" not in n.rpartition(".")[2])
+
+
+def _heads(seen: Observation, core: Event, is_sdpa: bool, B: int, T: int) -> int:
+    if is_sdpa:
+        q = seen.shape(core.inputs[0])
+        if len(q) == 4 and q[0] == B and q[2] == T:
+            return q[1]
+        raise Refused(f"its attention reads queries of the shape {q} for {T} tokens")
+    scores = seen.shape(core.inputs[0])
+    dim = _argument(core, 1, "dim", None)
+    if scores[-2:] != (T, T):
+        raise Refused(f"its softmax is over scores of the shape {scores} for {T} tokens")
+    if isinstance(dim, int) and dim not in (-1, len(scores) - 1):
+        raise Refused(f"its softmax is over axis {dim}, not over the keys")
+    if len(scores) == 4 and scores[0] == B:
+        return scores[1]
+    if len(scores) == 3 and scores[0] % B == 0:
+        return scores[0] // B
+    raise Refused(f"its softmax is over scores of the shape {scores}")
+
+
+def _query_key_value(
+    seen: Observation, core: Event, is_sdpa: bool, stop: set[int]
+) -> list[int] | None:
+    """The outputs of the projections in the order q, k, v; None where the run does not tell."""
+    if len(stop) != 3:
+        return None
+    if is_sdpa:
+        ends = list(core.inputs[:3])
+    else:
+        made = seen.producers()
+        scores = _matmul_before(seen, core.inputs[0])
+        if scores is None:
+            return None
+        last = next(
+            (e for e in seen.events[seen.events.index(made[core.output]) + 1 :]
+             if e.function in MATMULS), None
+        )  # fmt: skip
+        if last is None or len(scores.inputs) < 2:
+            return None
+        values = [n for n in last.inputs if core.output not in _origins(seen, n, {core.output})]
+        ends = [*scores.inputs[-2:], *values[:1]]
+    found = [_origins(seen, n, stop) for n in ends]
+    if any(len(f) != 1 for f in found) or len({f[0] for f in found}) != 3:
+        return None
+    return [f[0] for f in found]
+
+
+def _matmul_before(seen: Observation, number: int) -> Event | None:
+    made = seen.producers()
+    while number in made:
+        event = made[number]
+        if event.function in MATMULS:
+            return event
+        number = event.inputs[0] if event.inputs else -1
+    return None
+
+
+def _around(
+    module: Any, seen: Observation, core: Event, before: list[Event], behind: list[Event]
+) -> dict[str, str]:
+    """The norms and dropouts about an attention."""
+    found: dict[str, str] = {}
+    first, place = seen.events.index(before[0]), seen.events.index(core)
+    last = seen.events.index(behind[0]) if behind else len(seen.events)
+    for index, event in enumerate(seen.events):
+        if not event.part or event in before or event in behind or event is core:
+            continue
+        part, role = module.get_submodule(event.part), ""
+        kind = type(part)
+        if kind is nn.Identity or (kind is not nn.Dropout and not list(part.parameters())):
+            continue
+        if kind is nn.Dropout:
+            is_scores = place < index < last and (
+                seen.shape(event.inputs[0])[-2:] == seen.shape(core.output)[-2:]
+            )
+            role = "dropout" if is_scores else "after" if index > last else ""
+        elif index < first:
+            role = "norm"
+        elif index < place:
+            role = "k_norm" if "q_norm" in found else "q_norm"
+        elif index < last:
+            role = "inner_norm"
+        if not role or role in found:
+            raise Refused(f"{event.part}, a {event.function}, stands where attention has none")
+        found[role] = event.part
+    return found
+
+
+# MLPs.
+
+
+def mlp_roles(module: Any, seen: Observation, whole: bool = True) -> Iterator[MlpRoles]:
+    """The candidates of an MLP, by what its activation was seen to compute.
+
+    Raises: Refused where it is none.
+    """
+    linears = _linears(module, seen)
+    if len(linears) not in (2, 3):
+        raise Unlike(f"{len(linears)} Linears in a forward without attention")
+    *first, last = linears
+    if seen.others:
+        raise Refused("its result has a tensor besides: a hidden state")
+    found = _around_mlp(module, seen, first, last)
+    hidden = found.pop("hidden")
+    seen_hidden = seen.tensors[hidden]
+    roles = MlpRoles(first[0].part, last.part, "", **found, result=_result(seen))
+    any_candidate = False
+    for name, gate in _activations(seen, first, seen_hidden):
+        candidate = roles._replace(activation=name, gate=gate)
+        if gate and gate not in ("first", "second"):
+            candidate = candidate._replace(fc1=next(e.part for e in first if e.part != gate))
+        if whole:
+            _all_known(module, candidate)
+        any_candidate = True
+        yield candidate
+    if not any_candidate:
+        raise Refused("no kernel for what stands between its Linears")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def _activations(
+    seen: Observation, first: list[Event], hidden: Tensor
+) -> Iterator[tuple[str, str]]:
+    """(activation, gate) that gives the hidden layer from the first Linears' outputs."""
+    outputs = [seen.tensors[e.output] for e in first]
+    for name, function in ACTIVATIONS.items():
+        if len(outputs) == 1:
+            if _close(function(outputs[0]), hidden):
+                yield name, ""
+            if outputs[0].shape[-1] == 2 * hidden.shape[-1]:
+                a, b = outputs[0].chunk(2, dim=-1)
+                if _close(function(a) * b, hidden):
+                    yield name, "first"
+                if _close(a * function(b), hidden):
+                    yield name, "second"
+        elif outputs[0].shape == outputs[1].shape:
+            if _close(function(outputs[0]) * outputs[1], hidden):
+                yield name, first[0].part
+            if _close(outputs[0] * function(outputs[1]), hidden):
+                yield name, first[1].part
+
+
+def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event) -> dict[str, Any]:
+    """The norms and dropouts about an MLP, and the value that its activation gives."""
+    found: dict[str, Any] = {"hidden": last.inputs[0]}
+    start, place = seen.events.index(first[-1]), seen.events.index(last)
+    made = seen.producers()
+    end = last.inputs[0]
+    while end in made and made[end].part and made[end] not in first:  # back to the activation
+        event = made[end]
+        kind = type(module.get_submodule(event.part))
+        if kind is nn.Dropout and "drop" not in found:
+            found["drop"] = event.part
+        elif list(module.get_submodule(event.part).parameters()) and not found.get("drop"):
+            found["inner_norm"] = event.part
+        elif kind is not nn.Identity:
+            break
+        end = event.inputs[0]
+        found["hidden"] = end
+    for index, event in enumerate(seen.events):
+        if not event.part or event in first or event is last:
+            continue
+        part = module.get_submodule(event.part)
+        if index < start and event not in first and type(part) is not nn.Identity:
+            if index < seen.events.index(first[0]):
+                found["norm"] = event.part
+        elif index > place and type(part) is nn.Dropout:
+            found["after"] = event.part
+        elif index > place and type(part) is not nn.Identity:
+            raise Refused(f"{event.part}, a {event.function}, stands behind its last Linear")
+    return found
+
+
+# Blocks.
+
+
+def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iterator[BlockRoles]:
+    """The candidates of a residual block: its steps, with what its inline branches may be.
+
+    Raises: Refused where the forward does more than add branches and call parts.
+    """
+    made = seen.producers()
+    found: list[tuple[Step, list[Any]]] = []  # and the candidates of an inline branch
+    taken: set[int] = set()  # outputs of events that a step has
+    if seen.others:
+        raise Refused("its result has a tensor besides: a hidden state")
+    for event in seen.events:
+        if event.function in SUMS and len(event.inputs) == 2 and not event.part:
+            step = _sum(module, class_of, seen, made, event, taken)
+            if step is not None:
+                found.append(step)
+    if not any(step.residual >= 0 for step, _ in found):
+        raise Unlike("it has no residual")
+    for event in seen.events:
+        if event.output in taken:
+            continue
+        if not event.part:
+            if not _leads_to(seen, event.output):
+                continue
+            raise Refused(f"its forward has a step that is none of ours: {event.function}")
+        call = _call(event, module.get_submodule(event.part), seen.extras)
+        step = Step(event.output, event.inputs[0], body=event.part, **call)
+        found.append((step, []))
+    order = {e.output: i for i, e in enumerate(seen.events)}
+    found.sort(key=lambda f: order[f[0].output])
+    if found[-1][0].output != seen.result:
+        raise Refused("its result is not the end of its last branch")
+    numbers = {seen.first: 0} | {step.output: i + 1 for i, (step, _) in enumerate(found)}
+    for i, (step, inlined) in enumerate(found):
+        if step.source not in numbers or (step.residual >= 0 and step.residual not in numbers):
+            raise Refused("a branch begins with a value that is none of ours")
+        residual = numbers[step.residual] if step.residual >= 0 else -1
+        step = step._replace(output=i + 1, source=numbers[step.source], residual=residual)
+        found[i] = step, inlined
+    for turn in range(max(len(inlined) or 1 for _, inlined in found)):
+        steps = tuple(
+            step._replace(inline=inlined[turn % len(inlined)]) if inlined else step
+            for step, inlined in found
+        )
+        rounded = any(_rounds(module, class_of, step) for step in steps)
+        yield BlockRoles(steps, _through(module, steps), _result(seen), rounded=rounded)
+
+
+def _rounds(module: nn.Module, class_of: ClassOf, step: Step) -> bool:
+    """Whether a part of a step gives what fp32 gives, in any dtype."""
+    named = [class_of(module.get_submodule(n)) for n in (step.norm, step.body) if n]
+    return any(c.fused_tolerance > 1e-9 for c in named if hasattr(c, "fused_tolerance")) or getattr(
+        step.inline, "rounded", False
+    )
+
+
+def _through(module: nn.Module, steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """The modules whose forwards the steps stand for, beside the block's own."""
+    called = [n for s in steps for n in (s.norm, s.body, *s.tail) if n]
+    return tuple(
+        name for name, m in module.named_modules()
+        if name and type(m).forward is not nn.Module.forward
+        and not any(name == n or name.startswith(f"{n}.") for n in called)
+    )  # fmt: skip
+
+
+def _leads_to(seen: Observation, number: int) -> bool:
+    """Whether the result was made from a value."""
+    return bool(_origins(seen, seen.result, {number}))
+
+
+def _call(event: Event, part: Any, extras: dict[str, Any]) -> dict[str, Any]:
+    """How the host calls a part, for a Step: "x" stands for the first tensor; a value of the
+    block's own argument is context."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Value):
+            if value.number == event.inputs[0]:
+                return "x"
+            raise Refused(f"{event.part} is called with more than its input")
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        raise Refused(f"{event.part} is called with a {type(value).__name__}")
+
+    names = arguments_of(type(part).forward).names
+    args, kwargs, context = [], {}, {}
+    for place, value in enumerate(event.args):
+        own = [n for n, v in extras.items() if v == value]
+        if own:
+            context[names[place]] = own[0]
+        elif context:
+            kwargs[names[place]] = read(value)
+        else:
+            args.append(read(value))
+    for name, value in event.kwargs.items():
+        own = [n for n, v in extras.items() if v == value]
+        if own:
+            context[name] = own[0]
+        else:
+            kwargs[name] = read(value)
+    return {
+        "arguments": (tuple(args), tuple(kwargs.items())),
+        "context": tuple(context.items()),
+        "item": event.item,
+    }
+
+
+def _sum(
+    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], event: Event,
+    taken: set[int],
+) -> tuple[Step, list[Any]] | None:  # fmt: skip
+    """residual + tail(body(norm(source))) that ends in this sum, with the candidates of an inline
+    body; None where no branch ends in it."""
+    for residual, end in (event.inputs, event.inputs[::-1]):
+        tail: list[str] = []
+        path: list[int] = [event.output]
+        while end in made and seen.uses(end) == 1:
+            inner = made[end]
+            part: Any = module.get_submodule(inner.part) if inner.part else None
+            if part is not None and hasattr(class_of(part), "fused_branch"):
+                step = Step(
+                    event.output, inner.inputs[0], residual, "", inner.part, tuple(tail[::-1]),
+                    **_call(inner, part, seen.extras),
+                )  # fmt: skip
+                path.append(end)
+                return _with_norm(module, class_of, seen, made, step, [], path, taken)
+            if isinstance(part, nn.Linear):
+                found = _inline(module, class_of, seen, made, residual, end, path)
+                if found is None:
+                    break
+                source, inlined = found
+                step = Step(event.output, source, residual, tail=tuple(tail[::-1]))
+                return _with_norm(module, class_of, seen, made, step, inlined, path, taken)
+            path.append(end)
+            if part is not None and len(inner.inputs) == 1:
+                tail.append(inner.part)
+                end = inner.inputs[0]
+                continue
+            scale = [n for n in inner.inputs if n in seen.parameters]
+            if inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
+                tail.append(seen.parameters[scale[0]])
+                end = next(n for n in inner.inputs if n != scale[0])
+                continue
+            break
+    return None
+
+
+def _is_norm(module: nn.Module, class_of: ClassOf, event: Event | None) -> bool:
+    if event is None or not event.part:
+        return False
+    cls = class_of(module.get_submodule(event.part))
+    return getattr(cls, "fused_level", "") == "layer_norm"
+
+
+def _with_norm(
+    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], step: Step,
+    inlined: list[Any], path: list[int], taken: set[int],
+) -> tuple[Step, list[Any]]:  # fmt: skip
+    """The step with the norm before it, where that reads the residual and nobody else reads it."""
+    norm = made.get(step.source)
+    if norm is not None and _is_norm(module, class_of, norm) and norm.inputs[0] == step.residual:
+        readers = [e for e in seen.events if step.source in e.inputs]
+        within = set(path)
+        if all(e.output in within for e in readers):
+            path.append(norm.output)
+            step = step._replace(norm=norm.part, source=step.residual)
+    taken.update(path)
+    return step, inlined
+
+
+def _inline(
+    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], residual: int,
+    end: int, path: list[int],
+) -> tuple[int, list[Any]] | None:  # fmt: skip
+    """(source, candidates) of a branch whose last Linear gives the value `end`."""
+    stop = {residual, seen.first} | {
+        e.output for e in seen.events
+        if _is_norm(module, class_of, e) and e.inputs[0] in (residual, seen.first)
+    }  # fmt: skip
+    sources = _origins(seen, end, stop)
+    if len(sources) != 1:
+        return None
+    inside, todo = {end}, [end]
+    while todo:
+        event = made.get(todo.pop())
+        for n in event.inputs if event is not None else ():
+            if n not in inside and n != sources[0]:
+                inside.add(n)
+                todo.append(n)
+    events = [e for e in seen.events if e.output in inside]
+    branch = Observation(events, seen.tensors, seen.parameters, sources[0], end)
+    candidates = attention_roles(module, branch, whole=False)
+    if candidates is None:
+        candidates = mlp_roles(module, branch, whole=False)
+    inlined = list(candidates)
+    path += [e.output for e in events]
+    return sources[0], inlined[:MOST]

@@ -1,0 +1,384 @@
+"""Attentions, MLPs and residual blocks of hosts that no table knows, found by what they do.
+
+One run of a small copy shows which parts a forward calls on which values, and where its softmax or
+its sum stands (observe.py). That gives candidates, roles for the fused forwards of
+hosts/structure.py, most likely first; each is proven like any other swap until one holds. Names
+only order the candidates. Equal configurations share a search.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..runtime.plain import is_watched_everywhere
+from .candidates import Refused, Unlike, attention_roles, block_roles, mlp_roles
+from .facts import ClassOf, Facts, host_of, methods
+from .hosts import structure
+from .hosts.fused import arguments_of, example, width_of
+from .observe import Observation, observe
+from .prove import Copier, aside, numbers_of_heads, prove, sizes_of
+
+SECONDS = 5.0  # for the candidates of one configuration; the rest stay untried
+
+DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
+
+HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
+
+Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
+
+
+class Found(NamedTuple):
+    """The end of a search."""
+
+    mixin: Any = None  # with the roles: what was proven; None where nothing was
+    roles: Any = None
+    reason: str = ""  # why nothing was
+    unlike: bool = False  # nobody would have expected it
+    trials: tuple[Trial, ...] = ()
+    absorbed: tuple[str, ...] = ()  # parts that need no class of their own then
+
+
+_found: dict[Any, Found] = {}
+
+
+def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
+    """The swapped class for a module that no table knows, None where none was proven; the search.
+
+    Args:
+        class_of: the class that a module has or is to have; the parts of `module` come first.
+    """
+    search = _search(module, class_of)
+    if search is None:
+        return None, Found(unlike=True)
+    try:
+        key = (type(module), Facts(module, class_of, whole=True).key)
+        if key not in _found:
+            _found[key] = aside(lambda: search(module, class_of))
+        found = _found[key]
+        if found.mixin is None:
+            return None, found
+        return structure.recognised_class(found.mixin, type(module), found.roles), found
+    except Exception as error:  # a state that we cannot read is the host's business
+        return None, Found(reason=f"it could not be read: {error}")
+
+
+def is_partial(cls: Any) -> bool:
+    """Whether a wider module may have all of this class in one of its parts: an attention without
+    its output projection, a block of one branch."""
+    roles = getattr(cls, "fused_roles", None)
+    if isinstance(roles, structure.BlockRoles):
+        return sum(step.residual >= 0 for step in roles.steps) == 1
+    return isinstance(roles, structure.AttentionRoles) and not roles.out
+
+
+# Which search suits a module.
+
+
+def _level(cls: type) -> str:
+    return getattr(cls, "fused_level", "")
+
+
+def open_parts(module: nn.Module, class_of: ClassOf) -> Iterator[tuple[str, nn.Module]]:
+    """The parts that a run shows as one event each: those that are planned, leaves of torch, and
+    what has weights but no matmul, such as a norm. It sees through all others."""
+    for name, child in module.named_children():
+        inner = list(child.modules())
+        library = type(child).__module__.partition(".")[0]
+        is_leaf = len(inner) == 1 and library == "torch"
+        heavy = any(isinstance(m, nn.Linear) or _level(class_of(m)) in HEAVY for m in inner)
+        called = type(child).forward is not nn.Module.forward
+        small = called and not heavy and next(child.parameters(), None) is not None
+        attention = isinstance(child, (nn.MultiheadAttention, nn.Linear))
+        if _level(class_of(child)) or is_leaf or small or attention:
+            yield name, child
+        else:
+            for rest, m in open_parts(child, class_of):
+                yield f"{name}.{rest}", m
+
+
+def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] | None:
+    """The search for modules of this kind; None where they are certainly none of ours."""
+    cls = type(module)
+    library = cls.__module__.partition(".")[0]
+    if _level(cls) or isinstance(module, torch.jit.ScriptModule) or is_watched_everywhere():
+        return None
+    if isinstance(module, nn.LayerNorm) and cls is not nn.LayerNorm and not module._modules:
+        return _norm
+    if cls.forward is nn.Module.forward or (library == "torch" and cls is not nn.Sequential):
+        return None
+    if isinstance(module, nn.Linear):
+        return _linear if len(module._buffers) == 1 and module.bias is not None else None
+    if not module._modules:
+        own = [p for p in module._parameters.values() if p is not None]
+        if len(own) == 1 and own[0].ndim == 1 and not module._buffers:
+            return _scale
+        rates = [n for n, v in vars(module).items() if "drop" in n or n in ("p", "prob")]
+        return _path if not own and not module._buffers and rates else None
+    parts = list(open_parts(module, class_of))
+    levels = {_level(class_of(m)) for _, m in parts}
+    if any(_level(class_of(m)) == "block" and not is_partial(class_of(m)) for _, m in parts):
+        return None
+    if levels & {"attention", "mlp", "block"}:
+        return _wider
+    linears = sum(isinstance(m, nn.Linear) for _, m in parts)
+    if linears > 6:
+        return None
+    return _whole if linears >= 1 and len(parts) > 1 else None
+
+
+def _wider(module: nn.Module, class_of: ClassOf) -> Found:
+    """The search where parts are planned: first as if the partial ones were not."""
+    partial = [
+        name for name, m in module.named_modules() if name and is_partial(class_of(m))
+    ]  # fmt: skip
+    first = None
+    if partial:
+        open_ones = {id(module.get_submodule(name)) for name in partial}
+
+        def without(m: nn.Module) -> type:
+            return host_of(class_of(m)) if id(m) in open_ones else class_of(m)
+
+        levels = {_level(without(m)) for _, m in open_parts(module, without)}
+        first = (_block if levels & {"attention", "mlp"} else _whole)(module, without)
+        if first.mixin is not None:
+            return first._replace(absorbed=tuple(partial))
+    found = _block(module, class_of)
+    return first if first is not None and found.mixin is None else found
+
+
+def _whole(module: nn.Module, class_of: ClassOf) -> Found:
+    """A module without planned parts: an attention or MLP, or a block with all of it inside."""
+    found = _branch(module, class_of)
+    if found.mixin is not None:
+        return found
+    wider = _block(module, class_of)
+    trials = found.trials + wider.trials
+    better = wider.mixin is not None or (found.unlike and not wider.unlike)
+    return (wider if better else found)._replace(trials=trials)
+
+
+# Trying candidates.
+
+
+def _try(
+    module: nn.Module, class_of: ClassOf, mixin: Any, candidates: Any, trials: list[Trial]
+) -> Found:
+    """The first candidate that is proven."""
+    begin, reason = time.monotonic(), ""
+    for roles in candidates:
+        cls = structure.recognised_class(mixin, type(module), roles)
+
+        def planned(m: nn.Module, cls: type = cls) -> type:
+            return cls if m is module else class_of(m)
+
+        outcome = prove(module, Facts(module, planned), planned)
+        trials.append((describe(mixin, roles), outcome or "proven"))
+        if outcome is None:
+            return Found(mixin, roles, "", False, tuple(trials))
+        reason = reason or outcome
+        if time.monotonic() - begin > SECONDS:
+            reason += f"; the search ended after {SECONDS:.0f} s"
+            break
+    return Found(None, None, reason, False, tuple(trials))
+
+
+def describe(mixin: Any, roles: Any) -> str:
+    """A candidate in a few words."""
+    if mixin is structure.Block:
+        what = [s.body or _level_of(s.inline) for s in roles.steps]
+        return f"block of {', '.join(what)}" + ", in evaluation" * roles.evaluation
+    told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False)]
+    return f"{_level(mixin)} {' '.join(told)}"
+
+
+def _level_of(roles: Any) -> str:
+    return "an MLP" if isinstance(roles, structure.MlpRoles) else "an attention"
+
+
+def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
+    """Attentions that run fused in no block and give their probabilities to their caller."""
+    used: set[int] = set()
+    for module, cls in planned.items():
+        if cls.fused_level == "block" and hasattr(cls, "fused_roles"):
+            bodies = (s.body for s in cls.fused_roles.steps if s.body)
+            used |= {id(module.get_submodule(n)) for n in bodies}
+    return [
+        m for m, cls in planned.items()
+        if getattr(getattr(cls, "fused_roles", None), "weights", False) and id(m) not in used
+    ]  # fmt: skip
+
+
+Extras = Callable[[Any, int], dict[str, Any]]  # (copy, tokens) -> arguments besides the first
+
+
+def _no_more(copy: Any, tokens: int) -> dict[str, Any]:
+    return {}
+
+
+def _observed(
+    module: nn.Module, class_of: ClassOf, training: bool, more: Extras = _no_more
+) -> Observation:
+    """A run of the module's own forward on a copy: on tokens, else on a grid of tokens.
+
+    Raises: Refused where it takes neither.
+    """
+
+    def host_class(m: nn.Module) -> type:
+        return host_of(class_of(m))
+
+    parts = [name for name, _ in open_parts(module, class_of)]
+    failure: Exception | None = None
+    for shape in ((3, 5), (2, 3, 4)):
+        every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
+        for dtype, sizes in every:
+            copier = Copier(sizes, whole=True, dtype=dtype)
+            copy = copier.module(module, host_class, False, {}).train(training)
+            x = example(copier.generator, *shape, width_of(copy)).detach().to(dtype)
+            names, defaults, _ = arguments_of(type(copy).forward)
+            if not names:
+                raise Unlike("its forward names no argument")
+            others = {n: None for n in names[1:] if n not in defaults}
+            torch.default_generator.manual_seed(7)
+            try:
+                return observe(copy, parts, (x,), others | more(copy, shape[1]))
+            except Refused:
+                raise
+            except Exception as error:
+                failure = failure or error
+    raise Unlike(f"it could not be run: {str(failure).splitlines()[0][:120] if failure else ''}")
+
+
+def _branch(module: nn.Module, class_of: ClassOf) -> Found:
+    trials: list[Trial] = []
+    try:
+        angles = _angle_argument(module)
+        try:
+            seen = _observed(module, class_of, training=True)
+        except Unlike:
+            if angles is None:
+                raise
+            more = partial(_angles, name=angles, roles=None)
+            candidates = attention_roles(module, _observed(module, class_of, True, more))
+            rotated = _rotated(module, angles, list(candidates or ()))
+            return _try(module, class_of, structure.Attention, rotated, trials)
+        candidates = attention_roles(module, seen)
+        if candidates is None:
+            seen = _observed(module, class_of, training=False)
+            return _try(module, class_of, structure.Mlp, mlp_roles(module, seen), trials)
+        found = _try(module, class_of, structure.Attention, candidates, trials)
+        if found.mixin is not None and angles is not None:
+            rotated = _rotated(module, angles, [found.roles])
+            wider = _try(module, class_of, structure.Attention, rotated, trials)
+            found = wider if wider.mixin is not None else found
+        return found._replace(trials=tuple(trials))
+    except Refused as refused:
+        return Found(None, None, str(refused), isinstance(refused, Unlike), tuple(trials))
+
+
+def _angle_argument(module: Any) -> str | None:
+    """The argument with RoPE's angles, by its name: it has no other mark."""
+    names = arguments_of(type(module).forward).names[1:]
+    return next((n for n in names if re.search("rope|rotary|position_emb", n)), None)
+
+
+def _angles(copy: Any, tokens: int, name: str, roles: Any) -> dict[str, Any]:
+    """A pair of tables for an attention with these roles, or with heads of which we know less."""
+    if roles is None:
+        D = width_of(copy) // max(numbers_of_heads(copy), default=1)
+    else:
+        names = roles.projections
+        packed = structure.part(copy, names[0]).out_features // roles.heads
+        D, tokens = packed // (3 if len(names) == 1 else 1), tokens - roles.prefix
+    generator = torch.Generator().manual_seed(3)
+    dtype = next(copy.parameters()).dtype
+    return {name: tuple(torch.randn(tokens, D, generator=generator, dtype=dtype) for _ in "sc")}
+
+
+def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
+    """Candidates with RoPE: the host's own methods and functions of such a name may rotate."""
+    own = [n for n in methods(type(module)) if re.search("rope|rot", n)]
+    others = [
+        n for n, f in type(module).forward.__globals__.items()
+        if re.search("rope|rotary", n) and isinstance(f, FunctionType)
+    ]  # fmt: skip
+    for roles in found:
+        for rotate in (*own, *others):
+            for spread in ("", "*", "*0") if rotate in own else ("*", "*0", ""):
+                for prefix in (1, 0):
+                    yield roles._replace(rope=name, rotate=rotate, spread=spread, prefix=prefix)
+
+
+def _block(module: nn.Module, class_of: ClassOf) -> Found:
+    trials: list[Trial] = []
+    candidates: dict[Any, None] = {}
+    why: list[Refused] = []
+    more = _angles_of_block(module, class_of)
+    for training in (True, False):
+        try:
+            seen = _observed(module, class_of, training, more)
+            candidates |= dict.fromkeys(block_roles(module, class_of, seen))
+        except Refused as refused:
+            why.append(refused)
+    if not candidates:
+        return Found(None, None, str(why[0]), any(isinstance(r, Unlike) for r in why))
+    candidates |= {roles._replace(evaluation=True): None for roles in [*candidates]}
+    found = _try(module, class_of, structure.Block, candidates, trials)
+    if found.mixin is not None and "list" in type(module).forward.__code__.co_names:
+        wider = found.roles._replace(lists=True)
+        both = _try(module, class_of, structure.Block, [wider], trials)
+        found = both if both.mixin is not None else found
+    return found._replace(trials=tuple(trials))
+
+
+def _angles_of_block(module: Any, class_of: ClassOf) -> Extras:
+    """The tables that a block hands on to its attention."""
+    name = _angle_argument(module)
+    for part, m in open_parts(module, class_of):
+        roles = getattr(class_of(m), "fused_roles", None)
+        if name is not None and getattr(roles, "rope", ""):
+
+            def more(copy: Any, tokens: int, part: str = part, roles: Any = roles) -> Any:
+                return _angles(copy.get_submodule(part), tokens, name, roles)
+
+            return more
+    return _no_more
+
+
+def _norm(module: Any, class_of: ClassOf) -> Found:
+    if len(module.normalized_shape) != 1:
+        return Found(reason=f"it normalizes {len(module.normalized_shape)} axes")
+    candidates = (
+        structure.NormRoles(fp32, rounded) for rounded in (False, True) for fp32 in (False, True)
+    )  # fmt: skip
+    return _try(module, class_of, structure.Norm, candidates, [])
+
+
+def _linear(module: nn.Module, class_of: ClassOf) -> Found:
+    roles = structure.LinearRoles(next(iter(module._buffers)))
+    return _try(module, class_of, structure.MaskedLinear, [roles], [])._replace(unlike=True)
+
+
+def _scale(module: nn.Module, class_of: ClassOf) -> Found:
+    name = next(n for n, p in module._parameters.items() if p is not None)
+    found = _try(module, class_of, structure.Scale, [structure.ScaleRoles(name)], [])
+    return found._replace(unlike=True)
+
+
+def _path(module: nn.Module, class_of: ClassOf) -> Found:
+    rates = [
+        n for n, v in vars(module).items()
+        if ("drop" in n or n in ("p", "prob")) and (v is None or isinstance(v, (int, float)))
+    ]  # fmt: skip
+    candidates = (
+        structure.PathRoles(rate, drawn, scaled)
+        for rate in rates for scaled in (True, False) for drawn in ("bernoulli", "rand")
+    )  # fmt: skip
+    return _try(module, class_of, structure.Path, candidates, [])._replace(unlike=True)

@@ -1,0 +1,124 @@
+"""Ways in which people write a block by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Inline(nn.Module):
+    """All in one class; heads first, then q, k and v, in the packed projection."""
+
+    def __init__(self, dim=32, heads=2, order="H3D", post_norm=False, dropout=0.0):
+        super().__init__()
+        self.heads, self.order, self.post_norm = heads, order, post_norm
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.to_qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def attend(self, x):
+        B, T, C = x.shape
+        D = C // self.heads
+        qkv = self.to_qkv(x)
+        if self.order == "H3D":
+            q, k, v = qkv.view(B, T, self.heads, 3, D).permute(3, 0, 2, 1, 4)
+        else:
+            q, k, v = qkv.view(B, T, self.heads, D, 3).permute(4, 0, 2, 1, 3)
+        weights = torch.softmax(q @ k.mT / D**0.5, dim=-1)
+        return self.drop(self.out((weights @ v).transpose(1, 2).reshape(B, T, C)))
+
+    def feed(self, x):
+        return self.drop(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+    def forward(self, x):
+        if self.post_norm:
+            x = self.ln1(x + self.attend(x))
+            return self.ln2(x + self.feed(x))
+        x = x + self.attend(self.ln1(x))
+        return x + self.feed(self.ln2(x))
+
+
+class Separate(nn.Module):
+    """Three projections without a scale of D**-0.5, heads unstated but by their width."""
+
+    def __init__(self, dim=32, head_dim=16):
+        super().__init__()
+        self.head_dim = head_dim
+        self.k, self.v, self.q, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.q, self.k, self.v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        return self.o(out.flatten(2))
+
+
+class Residual(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return x + self.fn(x)
+
+
+class PreNorm(nn.Module):
+    def __init__(self, dim, fn):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(dim), fn
+
+    def forward(self, x):
+        return self.fn(self.norm(x))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim, hidden, activation=F.silu):
+        super().__init__()
+        self.fc1, self.fc2, self.activation = (
+            nn.Linear(dim, hidden), nn.Linear(hidden, dim), activation,
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+def wrapped(dim=32):
+    """Residual(PreNorm(...)) twice, in a Sequential."""
+    return nn.Sequential(
+        Residual(PreNorm(dim, Separate(dim))), Residual(PreNorm(dim, FeedForward(dim, 64)))
+    )
+
+
+class Sandwich(nn.Module):
+    """A norm before and behind each branch, a gated MLP, the residual last."""
+
+    def __init__(self, dim=32):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(4))
+        self.attention = Separate(dim)
+        self.gate, self.up, self.down = (
+            nn.Linear(dim, 48), nn.Linear(dim, 48), nn.Linear(48, dim),
+        )  # fmt: skip
+
+    def feed(self, x):
+        return self.down(F.gelu(self.gate(x)) * self.up(x))
+
+    def forward(self, x):
+        a, b, c, d = self.norms
+        x = b(self.attention(a(x))) + x
+        return d(self.feed(c(x))) + x
+
+
+class Parallel(nn.Module):
+    """Attention and MLP of one norm, both added to the input."""
+
+    def __init__(self, dim=32):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(dim), Separate(dim)
+        self.mlp = FeedForward(dim, 64, F.gelu)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.attention(y) + self.mlp(y)

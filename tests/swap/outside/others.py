@@ -1,0 +1,99 @@
+"""Blocks in the manner of vit-pytorch, CLIP and open_clip, written from their descriptions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+
+class PreNormAttention(nn.Module):
+    """vit-pytorch's: LayerNorm inside, nn.Softmax, heads of a width of their own."""
+
+    def __init__(self, dim, heads=2, dim_head=16, dropout=0.0, project=True):
+        super().__init__()
+        inner = heads * dim_head
+        self.heads = heads
+        self.scale = dim_head**-0.5
+        self.norm = nn.LayerNorm(dim)
+        self.attend = nn.Softmax(dim=-1)
+        self.dropout = nn.Dropout(dropout)
+        self.to_qkv = nn.Linear(dim, inner * 3, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(dropout))
+        self.to_out = self.to_out if project else nn.Identity()
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        qkv = self.to_qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in qkv)
+        attn = self.dropout(self.attend(torch.matmul(q, k.transpose(-1, -2)) * self.scale))
+        return self.to_out(torch.matmul(attn, v).transpose(1, 2).reshape(B, T, -1))
+
+
+class PreNormFeedForward(nn.Module):
+    def __init__(self, dim, hidden, dropout=0.0):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout),
+            nn.Linear(hidden, dim), nn.Dropout(dropout),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Stack(nn.Module):
+    """vit-pytorch's Transformer: layers without a class of their own."""
+
+    def __init__(self, dim=32, depth=2, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [PreNormAttention(dim, dropout=dropout), PreNormFeedForward(dim, 64, dropout)]
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.norm(x)
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Fp32LayerNorm(nn.LayerNorm):
+    """openai CLIP's: fp32 whatever comes."""
+
+    def forward(self, x):
+        return super().forward(x.type(torch.float32)).type(x.dtype)
+
+
+class ClipBlock(nn.Module):
+    """openai CLIP's and open_clip's: nn.MultiheadAttention inside, a mask in the text tower."""
+
+    def __init__(self, dim=32, heads=2, batch_first=False, norm=nn.LayerNorm, mask=None):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(dim, heads, batch_first=batch_first)
+        self.ln_1 = norm(dim)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                c_fc=nn.Linear(dim, 4 * dim), gelu=QuickGELU(), c_proj=nn.Linear(4 * dim, dim)
+            )
+        )
+        self.ln_2 = norm(dim)
+        self.attn_mask = mask
+
+    def attention(self, x):
+        mask = None if self.attn_mask is None else self.attn_mask.to(x)
+        return self.attn(x, x, x, need_weights=False, attn_mask=mask)[0]
+
+    def forward(self, x):
+        x = x + self.attention(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))

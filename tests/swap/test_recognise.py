@@ -1,0 +1,250 @@
+"""Hosts that no table knows are found by structure, and look-alikes are not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from numerics import DEVICE
+from outside import by_hand, dino, look_alikes, others
+from torch import nn
+
+from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.swap.hosts import structure
+from fastvit_kernels.swap.hosts.fused import Fused
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend():
+    with backend("torch"):
+        yield
+
+
+HOSTS = {
+    "dinov2": dino.Block,
+    "dinov2_mem_eff": partial(dino.Block, attention=dino.MemEffAttention),
+    "dinov2_swiglu": partial(dino.Block, ffn=dino.SwiGLU),
+    "dinov2_drop_path": partial(dino.Block, drop_path=0.05, drop=0.2),
+    "dino": partial(dino.WeightsBlock, init_values=None),
+    "ibot": partial(dino.WeightsBlock, drop=0.1),
+    "vit_pytorch": partial(others.Stack, dropout=0.1),
+    "open_clip": partial(others.ClipBlock, batch_first=True),
+    "clip": others.ClipBlock,
+    "inline": by_hand.Inline,
+    "inline_dropout": partial(by_hand.Inline, order="HD3", dropout=0.1),
+    "post_norm": partial(by_hand.Inline, post_norm=True),
+    "wrapped": by_hand.wrapped,
+    "sandwich": by_hand.Sandwich,
+    "parallel": by_hand.Parallel,
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return randomize(HOSTS[name]())
+
+
+def step(module, training, seed=0):
+    """Outputs and gradients of a step with this seed, by name."""
+    module.zero_grad()
+    module.train(training)
+    torch.manual_seed(seed)
+    p = next(module.parameters())
+    x = torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(1)).to(p).requires_grad_()
+    y = module(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+
+
+def assert_same(actual, wanted, tolerance):
+    assert actual.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert actual[name] is None, name
+            continue
+        torch.testing.assert_close(
+            actual[name], value, rtol=tolerance, atol=tolerance * max(1, value.abs().max()),
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Names of the classes whose fused forward ran as a block."""
+    names, own = [], structure.Block.fused_forward
+    monkeypatch.setattr(
+        structure.Block, "fused_forward",
+        lambda self, x, **k: names.append(type(self).__name__) or own(self, x, **k),
+    )  # fmt: skip
+    return names
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_block_of_another_repository_runs_fused(name, ran):
+    module = made(name).double()
+    host = copy.deepcopy(module)
+    report = swap_in(module)
+    assert report.level == "block", str(report)
+    assert report.fused_flops >= 0.9 * report.flops > 0, str(report)
+    ran.clear()
+    for training in (True, False):
+        quiet(host), quiet(module)
+        assert_same(step(module, training), step(host, training), 1e-9)
+    assert len(ran) >= 2
+
+
+def quiet(module):
+    """Dropout of attention off: it draws numbers of its own."""
+    for m in module.modules():
+        if isinstance(m, dino.Attention):
+            m.attn_drop = 0.0
+        for name in ("attn_drop", "dropout"):
+            if isinstance(getattr(m, name, None), nn.Dropout) and hasattr(m, "heads"):
+                getattr(m, name).p = 0.0
+        if isinstance(m, dino.WeightsAttention):
+            m.attn_drop.p = 0.0
+
+
+def test_a_norm_in_fp32_whatever_comes():
+    module = randomize(others.ClipBlock(norm=others.Fp32LayerNorm))
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    assert_same(step(module, False), step(host, False), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip", "inline"])
+def test_through_the_kernels(name):
+    module = made(name).to(DEVICE)
+    host = copy.deepcopy(module).double()
+    swap_in(module)
+    wanted = step(host, False)
+    with backend("triton"):
+        actual = step(module, False)
+    plain = step(copy.deepcopy(host).float(), False)
+    for key, exact in wanted.items():
+        ours = (actual[key].double() - exact).abs().max()
+        theirs = (plain[key].double() - exact).abs().max()
+        assert ours <= 2 * theirs + 2e-6 * max(1.0, exact.abs().max()), key
+
+
+LOOK_ALIKES = {
+    "ReAttention": "parameters that we do not know: mix",
+    "TalkingHeads": "Linears before its softmax",
+    "Cosine": "computes something else",
+    "Temperature": "parameters that we do not know: temperature",
+    "OtherAxis": "its softmax is over axis -2, not over the keys",
+    "OverHeads": "its softmax is over axis 1, not over the keys",
+    "Channels": "its softmax is over scores of the shape",
+    "Hidden": "its result has a tensor besides",
+    "HalvedScores": "computes something else",
+    "Shifted": "computes something else",
+    "Remembering": "computes something else",
+    "HalvedBranch": "none of ours: mul",
+    "SecondResidual": "none of ours: add",
+    "WideOnly": "none of ours: mul",
+    "Sometimes": "random",
+    "Tanh": "no kernel for what stands between its Linears",
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_a_look_alike_is_left_alone(name):
+    random.seed(0)
+    module = randomize(getattr(look_alikes, name)())
+    report = swap_in(module)
+    reasons = {row.name: row.reason for row in report.left}
+    assert not isinstance(module, Fused)
+    assert LOOK_ALIKES[name] in reasons[""], reasons
+
+
+def test_an_honest_one_is_not():
+    for make in (look_alikes.Attention, look_alikes.Block):
+        module = make()
+        swap_in(module)
+        assert isinstance(module, Fused)
+
+
+@pytest.mark.parametrize("name", ["inline", "vit_pytorch", "wrapped"])
+def test_a_hook_on_a_part_is_called(name):
+    module = made(name)
+    host = copy.deepcopy(module)
+    swap_in(module)
+    for part, _ in [*host.named_modules()][1:]:
+        calls = {id(module): 0, id(host): 0}
+        handles = [
+            m.get_submodule(part).register_forward_hook(partial(_count, calls, id(m)))
+            for m in (module, host)
+        ]
+        assert_same(step(module, True), step(host, True), 2e-4)
+        assert len({*calls.values()}) == 1, part
+        for handle in handles:
+            handle.remove()
+
+
+def _count(calls, key, *_):
+    calls[key] += 1
+
+
+def test_a_change_after_the_swap_is_seen():
+    module = made("inline")
+    host = copy.deepcopy(module)
+    swap_in(module)
+    for change in (
+        lambda m: setattr(m, "heads", 4),
+        lambda m: setattr(m, "post_norm", True),
+        lambda m: setattr(m, "order", "D"),
+        lambda m: setattr(m, "feed", lambda x: x),
+        lambda m: setattr(m, "up", nn.Sequential(m.up, nn.Tanh())),
+    ):
+        change(module), change(host)
+        assert_same(step(module, False), step(host, False), 2e-4)
+
+
+def test_swap_out_and_pickle():
+    module = made("inline")
+    swap_in(module)
+    again = pickle.loads(pickle.dumps(module))
+    assert type(again) is type(module)
+    assert_same(step(again, False), step(module, False), 0.0)
+    swap_out(module)
+    assert type(module) is by_hand.Inline
+
+
+def test_a_pickle_is_read_by_another_process(tmp_path):
+    module = made("dinov2_swiglu")
+    swap_in(module)
+    path = tmp_path / "block.pt"
+    torch.save(module, path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import torch; "
+        f"m = torch.load({str(path)!r}, weights_only=False); "
+        "print(repr(m).splitlines()[0], m(torch.zeros(1, 4, 32)).shape)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "FusedBlock(" in run.stdout and "[1, 4, 32]" in run.stdout, run.stderr
+
+
+def test_equal_layers_share_a_search(monkeypatch):
+    from fastvit_kernels.swap import recognise
+
+    monkeypatch.setattr(recognise, "_found", {})
+    swap_in(nn.Sequential(*(dino.Block(drop_path=0.05) for _ in range(4))))
+    assert len(recognise._found) == 5  # DropPath, LayerScale, Attention, Mlp, Block
+
+
+def test_a_causal_tower_is_fused_only_where_that_is_proven():
+    mask = torch.full((6, 6), float("-inf")).triu(1)
+    module = randomize(others.ClipBlock(mask=mask))
+    host = copy.deepcopy(module)
+    report = swap_in(module)
+    assert not isinstance(module, Fused), str(report)
+    x = torch.randn(6, 2, 32)
+    torch.testing.assert_close(module(x), host(x))
