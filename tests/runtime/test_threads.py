@@ -1,0 +1,104 @@
+"""Several threads at once: the bits of one, and one class for a class that all of them swap."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from numerics import DEVICE
+from tiny_calls import OPS, assert_same_bits, op_and_inputs, step
+from torch import nn
+
+import fastvit_kernels as fk
+from fastvit_kernels.runtime.backend import INTERPRETED
+
+
+@pytest.fixture
+def one_launch_at_a_time(monkeypatch):
+    """Triton's interpreter keeps its grid in a global: its launches alone take turns."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        lock, run = threading.Lock(), InterpretedFunction.run
+
+        def locked(self, *args, **kwargs):
+            with lock:
+                return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(InterpretedFunction, "run", locked)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def forget_everything():
+    from fastvit_kernels.runtime import configs as launch_configs
+
+    launch_configs._forget()
+
+
+def in_threads(function, count):
+    """function(0), ..., function(count - 1), each in a thread of its own that starts at once."""
+    barrier, cores = threading.Barrier(count), torch.get_num_threads()
+
+    def work(index):
+        torch.set_num_threads(cores)  # a new thread has torch's default, and bits depend on it
+        barrier.wait()
+        return function(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def test_threads_give_the_bits_of_one(one_launch_at_a_time):
+    """Every op, forward and backward, in four threads whose caches are empty at first."""
+
+    def all_ops(index):
+        results = []
+        if DEVICE.type == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.default_stream())
+        else:
+            stream = None
+        with torch.cuda.stream(stream):
+            for op in OPS:
+                results += step(*op_and_inputs(op, seed=index))
+        if stream is not None:
+            stream.synchronize()
+        return results
+
+    wanted = [all_ops(index) for index in range(4)]
+    forget_everything()
+    for got, want in zip(in_threads(all_ops, 4), wanted, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_threads_that_swap_the_same_class_get_one_class(monkeypatch):
+    """Two classes of one name could not be pickled."""
+    from fastvit_kernels.swap import hosts
+
+    for cls in hosts._swapped.values():  # other tests' models keep their classes
+        monkeypatch.setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
+    monkeypatch.setattr(hosts, "_swapped", {})
+    make = hosts._make
+
+    def slowly(*arguments):
+        threading.Event().wait(0.05)
+        return make(*arguments)
+
+    monkeypatch.setattr(hosts, "_make", slowly)
+
+    def swap(index):
+        layers = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+        fk.swap_in(layers)
+        return layers
+
+    layers = in_threads(swap, 4)
+    assert len({type(layer) for layer in layers}) == 1
+    assert type(layers[0]) is not nn.TransformerEncoderLayer
+    pickle.loads(pickle.dumps(layers[0]))

@@ -1,0 +1,71 @@
+"""The smallest call of every op, a tiny model, a step of each: tests of the runtime share them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.verify.cases import OPS as REGISTRY
+
+
+def _op(op, **options):
+    """(function of the tensors of the smallest call that get a gradient, their shapes)"""
+    shapes = op.shapes_of(op.tiny)
+    names = [name for name in shapes if op.args[name].grad]
+    options = {**op.settings_of(op.tiny), **options}
+
+    def function(*tensors):
+        result = op.function(**dict(zip(names, tensors, strict=True)), **options)
+        return sum(result) if op.outputs > 1 else result
+
+    return function, [shapes[name] for name in names]
+
+
+OPS = {
+    name: _op(op, **({"activation": "gelu"} if "activation" in op.options else {}))
+    for name, op in REGISTRY.items()
+}
+DROPOUTS = {
+    f"{name}_dropout": _op(op, dropout_p=0.5)
+    for name, op in REGISTRY.items()
+    if "dropout_p" in op.options
+}
+every_op = pytest.mark.parametrize("op", OPS)
+every_launch = pytest.mark.parametrize("op", [*OPS, *DROPOUTS])
+
+
+def op_and_inputs(op, seed=0, grad=True):
+    function, shapes = (OPS | DROPOUTS)[op]
+    return function, [rand(*shape, seed=seed + i, grad=grad) for i, shape in enumerate(shapes)]
+
+
+def step(function, inputs):
+    """Output and input gradients under a random upstream gradient."""
+    out = function(*inputs)
+    grads = torch.autograd.grad(out, inputs, rand(*out.shape, seed=99, grad=False))
+    return [out.detach(), *grads]
+
+
+def small_vit(**options):
+    torch.manual_seed(0)
+    options = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2) | options
+    return fk.create_vit("vit_mnist", **options).to(DEVICE)
+
+
+def train_step_of(call, model, images):
+    model.zero_grad(set_to_none=True)
+    out = call(images)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad for p in model.parameters())]
+
+
+def train_step(model, images):
+    return train_step_of(model, model, images)
+
+
+def assert_same_bits(actual, wanted):
+    assert len(actual) == len(wanted)
+    for i, (a, w) in enumerate(zip(actual, wanted, strict=True)):
+        assert torch.equal(a, w), f"tensor {i}: {(a != w).sum()} of {a.numel()} differ"
