@@ -14,14 +14,13 @@ twice for equal bits. With --jobs each case has a process of its own: one that h
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,59 +34,16 @@ from ..runtime.tuned_table import fields
 from ..verify import all_configs
 from ..verify.accuracy import Error
 from ..verify.all_configs import Run
-from ..verify.isolated import run_isolated
-from ..verify.op import Case
+from ..verify.kept import Kept, finite
 from ..verify.plain_vit import worst_error
-from ..verify.runner import Result, quiet_interpreter, run_case
-from ..verify.worker import cases_of, check_job, config_job, result_of, runs_of
+from ..verify.runner import Result, quiet_interpreter
+from ..verify.selection import NoSuchCase, Selection, as_dict, run_cases, run_configs
 from . import options
 from .console import CommandError, make_console, require
 
 CASE_TIMEOUT = 300.0  # seconds
-MOST_JOBS = 8  # by default, on a GPU: each has a CUDA context and compiles kernels
-
-
-def run_cases(
-    device: torch.device, dtypes: Sequence[str], only: str, jobs: int, timeout: float
-) -> Iterator[Result]:
-    """Run the cases whose name contains `only`; `jobs` 0 runs them in this process."""
-    pairs = [(c, d) for d in dtypes for c in cases_of(device, d, False) if only in c.name]
-    if not pairs:
-        known = ", ".join(case.name for case in cases_of(device, dtypes[0], False))
-        raise CommandError(f"--only {only}: no case; there are {known}")
-    if not jobs:
-        for case, dtype in pairs:
-            yield run_case(case, dtype)
-        return
-    dtype_of = {check_job(case.name, dtype, device): dtype for case, dtype in pairs}
-    for outcome in run_isolated(list(dtype_of), jobs, timeout):
-        yield result_of(outcome, dtype_of[outcome.job])
-
-
-def run_configs(
-    device: torch.device, dtypes: Sequence[str], only: str, jobs: int, timeout: float
-) -> Iterator[Run]:
-    """Run each launch config in each case that it fits, in each dtype."""
-    for dtype in dtypes:
-        cases = [case for case in cases_of(device, dtype, True) if only in case.name]
-        if not cases:
-            raise CommandError(f"--only {only}: no case of --all-configs")
-        for run in _runs(cases, dtype, device, jobs, timeout):
-            yield replace(run, case=f"{run.case}, {dtype}")
-
-
-def _runs(
-    cases: Sequence[Case], dtype: str, device: torch.device, jobs: int, timeout: float
-) -> Iterator[Run]:
-    if not jobs:
-        yield from all_configs.run_all(cases)
-        return
-    found, faults = all_configs.reach(cases)
-    yield from faults
-    groups = itertools.groupby(sorted(found, key=lambda r: r.case.name), lambda r: r.case.name)
-    configs = [config_job(list(group), dtype, device) for _, group in groups]
-    for outcome in run_isolated(configs, jobs, timeout):
-        yield from runs_of(outcome)
+MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
+CUT_SHORT = 3  # exit status where --time-budget left something out
 
 
 def _rows(result: Result, every: bool) -> list[Error]:
@@ -153,6 +109,10 @@ def _config_name(config: Any) -> str:
     return "" if config is None else ",".join(f"{k}={v}" for k, v in fields(config).items())
 
 
+def _failed(run: Run) -> str:
+    return f"FAILED {run.table} [{_config_name(run.config)}], {run.case}: {run.fault}"
+
+
 def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
     rows = [CONFIG_HEADER, *config_rows(runs)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(CONFIG_HEADER))]
@@ -160,7 +120,7 @@ def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
     for run in runs:
         if run.fault is not None:
-            print(f"FAILED {run.table} [{_config_name(run.config)}], {run.case}: {run.fault}")
+            print(_failed(run))
     configs = {(run.table, run.config) for run in runs}
     shipped = sum(len(table.configs) for table in TABLES.values())
     print(
@@ -171,14 +131,6 @@ def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
 
 def _print_json(content: dict[str, Any]) -> None:
     """One line; a number that is not finite is null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [finite(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     print(json.dumps(finite(content)), flush=True)
 
 
@@ -220,7 +172,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--case-timeout", type=options.positive(float), metavar="SECONDS", default=CASE_TIMEOUT,
-        help=f"of a process of --jobs (default {CASE_TIMEOUT:.0f})",
+        help="a process of --jobs that says nothing for so long is killed (default "
+        f"{CASE_TIMEOUT:.0f})",
+    )  # fmt: skip
+    options.add_budget(
+        parser, f"run nothing more after these; the exit status is {CUT_SHORT} if that left "
+        "something out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE",
+        help="write each result to FILE as a JSON line; what FILE has is not run again, unless the "
+        "package has changed",
     )  # fmt: skip
 
 
@@ -233,7 +195,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: 0, or 1 where a kernel breaks the 2x rule or raises."""
+    """The command: 0; 1 where a kernel breaks the 2x rule or raises; 3 where time was too short."""
     if INTERPRETED and arguments.device is None:
         arguments.device = "cpu"
     device = options.chosen_device(arguments)
@@ -244,10 +206,28 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES)
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")
-    selection = (device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout)
-    if arguments.all_configs:
-        return _check_configs(arguments, device, run_configs(*selection))
-    return _check_cases(arguments, device, run_cases(*selection))
+    dtypes.sort(key=lambda name: name != "bf16")  # what models train in comes first
+    wanted = Selection(
+        device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout,
+        _kept(arguments.keep), arguments.time_budget or math.inf,
+    )  # fmt: skip
+    try:
+        if arguments.all_configs:
+            status = _check_configs(arguments, device, run_configs(wanted), wanted)
+        else:
+            status = _check_cases(arguments, device, run_cases(wanted))
+    except NoSuchCase as error:
+        raise CommandError(f"--only {arguments.only}: {error}") from error
+    if wanted.left_out and not arguments.json:
+        print(f"the time is over: {wanted.left_out} did not run.")
+    return CUT_SHORT if wanted.left_out else status
+
+
+def _kept(path: Path | None) -> Kept:
+    try:
+        return Kept(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--keep {path}: {error}") from error
 
 
 def _check_cases(
@@ -262,11 +242,14 @@ def _check_cases(
             status.update(f"checked {result.name}, {result.dtype}")
             if arguments.json:
                 _print_json(result.as_dict())
+            elif arguments.keep and not result.passed:  # at once: what is wrong comes first
+                print(f"FAILED {result.name}, {result.dtype}: {result.why}", flush=True)
     failed = [f"{r.name}, {r.dtype}" for r in results if not r.passed]
     if arguments.json:
         _print_json(_summary(not failed, len(results), failed, device))
         return 1 if failed else 0
-    _print_table(results, arguments.all, console)
+    if not arguments.keep:  # what it keeps says more
+        _print_table(results, arguments.all, console)
     tensors = sum(len(result.errors) for result in results)
     console.print(
         f"{len(results) - len(failed)} of {len(results)} cases passed ({tensors} outputs and "
@@ -279,21 +262,21 @@ def _check_cases(
 
 
 def _check_configs(
-    arguments: argparse.Namespace, device: torch.device, found: Iterator[Run]
+    arguments: argparse.Namespace, device: torch.device, found: Iterator[Run], wanted: Selection
 ) -> int:
     started = time.perf_counter()
     runs: list[Run] = []
     with quiet_interpreter():
         for run in found:
             runs.append(run)
-            config = run.config and fields(run.config)
             if arguments.json:
-                _print_json({**vars(run), "config": config})
+                _print_json(as_dict(run))
             elif run.fault is not None:
-                print(f"FAILED {run.table} [{_config_name(run.config)}], {run.case}", flush=True)
+                print(_failed(run), flush=True)
     faults = [f"{r.table} [{_config_name(r.config)}], {r.case}" for r in runs if r.fault]
-    # of a selection nobody asks that it reaches every table
-    passed = not faults if arguments.only else all_configs.passed(runs)
+    # nobody asks of a selection, nor of what the time allowed, that it reaches every table
+    partial = arguments.only or wanted.left_out
+    passed = not faults if partial else all_configs.passed(runs)
     if arguments.json:
         _print_json(_summary(passed, len(runs), faults, device))
     else:

@@ -1,24 +1,28 @@
 """Runs jobs in processes of their own: a hang is killed and named, a crash costs one job.
 
 An illegal access ends every later launch of its process, and a kernel that hangs cannot be
-interrupted from Python. So each job has a process, in a process group with whatever it starts.
+interrupted from Python. So each job has a process, in a process group with whatever it starts. A
+job hangs when it prints nothing for its timeout.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+POLL_S = 0.2
 REAPED_S = 10.0  # how long a killed process may take to end: one that hangs in a driver never does
 
 
@@ -28,6 +32,7 @@ class Job:
 
     name: str
     command: tuple[str, ...]
+    timeout: float | None = None  # seconds without a line; None: that of the run
 
 
 @dataclass(frozen=True)
@@ -85,18 +90,33 @@ def _lines(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _run(job: Job, timeout: float, processes: _Processes) -> Outcome:
+def _status(
+    process: subprocess.Popen[bytes], out: Any, timeout: float, now: Callable[[], float]
+) -> int | None:
+    """The status of a process; None where it prints nothing for `timeout` seconds."""
+    size, since = 0, now()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+        printed = os.fstat(out.fileno()).st_size
+        if printed != size:
+            size, since = printed, now()
+        elif now() - since > timeout:
+            return None
+
+
+def _run(job: Job, timeout: float, processes: _Processes, now: Callable[[], float]) -> Outcome:
+    timeout = timeout if job.timeout is None else job.timeout
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = processes.start(job, out, err)
         failure = None
-        try:
-            status = process.wait(timeout)
-            if status < 0:
-                failure = f"the process was ended by {signal.Signals(-status).name}"
-            elif status > 0:
-                failure = f"the process ended with status {status}"
-        except subprocess.TimeoutExpired:
+        status = _status(process, out, timeout, now)
+        if status is None:
             failure = f"not finished after {timeout:g} s, killed"
+        elif status < 0:
+            failure = f"the process was ended by {signal.Signals(-status).name}"
+        elif status > 0:
+            failure = f"the process ended with status {status}"
         processes.kill(process)
         try:
             process.wait(REAPED_S)
@@ -112,19 +132,31 @@ def _run(job: Job, timeout: float, processes: _Processes) -> Outcome:
     return Outcome(job, _lines(printed), failure)
 
 
-def run_isolated(jobs: Sequence[Job], workers: int, timeout: float) -> Iterator[Outcome]:
-    """Run jobs, at most `workers` at once, each for at most `timeout` seconds.
+def run_isolated(
+    jobs: Sequence[Job], workers: int, timeout: float, *, budget: float = math.inf,
+    then: Callable[[Outcome], Sequence[Job]] = lambda outcome: (),
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[Outcome]:  # fmt: skip
+    """Run jobs, at most `workers` at once.
 
+    Args:
+        timeout: a job that prints no line for so many seconds is killed.
+        budget: seconds after which what still runs is killed, without an outcome.
+        then: further jobs that follow from an outcome: what a dead process has left undone.
     Yields: the outcome of each as it ends.
     """
-    processes = _Processes()
+    processes, end = _Processes(), now() + budget
     with ThreadPoolExecutor(workers) as pool:
         try:
-            pending = {pool.submit(_run, job, timeout, processes) for job in jobs}
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            pending = {pool.submit(_run, job, timeout, processes, now) for job in jobs}
+            while pending and (left := end - now()) > 0:
+                most = None if math.isinf(left) else left
+                done, pending = wait(pending, most, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield future.result()
+                    outcome = future.result()
+                    more = then(outcome)
+                    pending |= {pool.submit(_run, j, timeout, processes, now) for j in more}
+                    yield outcome
         finally:
             processes.close()
             pool.shutdown(wait=False, cancel_futures=True)

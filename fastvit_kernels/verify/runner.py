@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
+def device_lost(device: torch.device) -> str | None:
+    """The error that a CUDA context keeps after an illegal access; None where the device works.
+
+    An error of one launch is reported once: a context that reports it at the second synchronisation
+    too is lost, and every later launch of its process fails.
+    """
+    if device.type != "cuda":
+        return None
+    for _ in range(2):
+        try:
+            torch.cuda.synchronize(device)
+            return None
+        except RuntimeError as error:
+            found = first_line(error)
+    return found
+
+
 class Fault(AssertionError):
     """What a function does wrong: one line."""
 
@@ -99,6 +117,11 @@ class Result:
     def passed(self) -> bool:
         return self.failure is None and all(e.passed for e in self.errors)
 
+    @property
+    def why(self) -> str:
+        """What is wrong with it, in a line."""
+        return self.failure or "; ".join(str(e) for e in self.errors if not e.passed)
+
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold; `from_dict` reads it."""
         tensors = [{**asdict(e), "passed": e.passed} for e in self.errors]
@@ -109,10 +132,11 @@ class Result:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        errors = [
-            Error(**{name: value for name, value in tensor.items() if name != "passed"})
+        tensors: list[dict[str, Any]] = [
+            {n: math.inf if v is None else v for n, v in tensor.items() if n != "passed"}
             for tensor in content["tensors"]
         ]
+        errors = [Error(**tensor) for tensor in tensors]
         return cls(
             content["name"], content["dtype"], errors, content["failure"], content["seconds"]
         )  # fmt: skip

@@ -20,7 +20,7 @@ from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify import all_configs
+from fastvit_kernels.verify import all_configs, selection
 from fastvit_kernels.verify.cases import config_cases
 from fastvit_kernels.verify.op import Case
 
@@ -64,16 +64,22 @@ def test_config_in_the_interpreter(table, config):
     assert 0 < run.share <= 1
 
 
+PARTS = 4  # of a case's configs: with xdist they compile side by side
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("table", "config"), SHIPPED, ids=_id)
-def test_config_on_the_gpu(table, config, dtype):
-    runs = _runs(table, config, dtype, True)
-    if not runs:
-        pytest.skip("it does not fit this GPU or dtype")
-    results = [all_configs.run_config(reached, config, repeats=3) for reached in runs]
-    faults = [f"{run.case}: {run.fault}" for run in results if run.fault is not None]
-    assert not faults, "\n".join(faults)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("index", range(len(config_cases(True, DEVICE, torch.float32))))
+def test_configs_of_a_case_on_the_gpu(index, part, dtype):
+    """By case, so that few processes compute its float64 reference."""
+    case = config_cases(True, DEVICE, DTYPES[dtype])[index]
+    reached, faults = all_configs.reach([case])
+    pairs = [(r, c) for r in reached for c in TABLES[r.table].configs if r.fits(c)]
+    runs = [all_configs.run_config(r, c, repeats=3) for r, c in pairs[part::PARTS]]
+    wrong = [f"{run.table} {run.config}: {run.fault}" for run in runs if run.fault is not None]
+    assert not faults
+    assert not wrong, case.name + "\n" + "\n".join(wrong)
 
 
 class Config(NamedTuple):
@@ -89,6 +95,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(launch_configs, "TABLES", tables := {})
     monkeypatch.setattr(all_configs, "TABLES", tables)
     monkeypatch.setattr(check, "TABLES", tables)
+    monkeypatch.setattr(selection, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
     here = gpu(torch.device("cpu"))
     route = ConfigTable(
@@ -139,7 +146,7 @@ def test_a_case_that_raises_fails_and_the_others_run(planted):
 
 
 def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
-    monkeypatch.setattr(check, "cases_of", lambda device, dtype, all_configs: [planted])
+    monkeypatch.setattr(selection, "cases_of", lambda device, dtype, all_configs: [planted])
     words = ["check", "--all-configs", "--dtype", "fp32", "--device", "cpu"]
     assert cli.main(words) == 1
     out = capsys.readouterr().out

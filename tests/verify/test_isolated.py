@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 from numerics import DEVICE
 
-from fastvit_kernels.commands import check, cli
+from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import all_configs, worker
+from fastvit_kernels.verify import all_configs, isolated, kept, selection, worker
 from fastvit_kernels.verify.isolated import Job, Outcome, run_isolated
-from fastvit_kernels.verify.runner import run_case
+from fastvit_kernels.verify.runner import device_lost, run_case
 
 pytest.importorskip("rich")
 
@@ -25,6 +29,7 @@ def job(name, code):
 
 
 GOOD = 'print(\'{"name": "good"}\', flush=True)'
+TIMEOUT = 3600.0  # for those that end by themselves, however slow the machine is
 HANGS = f"import time; {GOOD}; time.sleep(600)"
 DIES = f"import os, signal; {GOOD}; os.kill(os.getpid(), signal.SIGSEGV)"
 EXITS = "import sys; sys.exit('no GPU here')"
@@ -36,7 +41,8 @@ def outcomes(*jobs, workers=4, timeout=60.0):
 
 def test_a_hang_is_killed_and_a_crash_costs_one_job():
     jobs = [job("hangs", HANGS), job("dies", DIES), job("exits", EXITS), job("good", GOOD)]
-    found = outcomes(*jobs, timeout=5.0)
+    jobs[0] = replace(jobs[0], timeout=5.0)
+    found = outcomes(*jobs, timeout=TIMEOUT)
     assert found["good"] == Outcome(jobs[3], [{"name": "good"}], None)
     assert found["hangs"].failure == "not finished after 5 s, killed"
     assert found["hangs"].lines == [{"name": "good"}]  # what it said before
@@ -105,8 +111,8 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys):
         "linear": DIES,
         "layer_norm_and_input": f"print({json.dumps(passes)!r})",
     }
-    monkeypatch.setattr(check, "check_job", lambda name, *_: job(name, code[name]))
-    monkeypatch.setattr(check, "cases_of", lambda *_: [cases[name] for name in code])
+    monkeypatch.setattr(selection, "check_job", lambda name, *_: job(name, code[name]))
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
     words = ["check", "--jobs", "3", "--case-timeout", "8", "--dtype", "fp32"]
     assert cli.main([*words, "--json"]) == 1
     *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
@@ -149,3 +155,161 @@ def test_a_config_job_gives_what_this_process_gives():
 def test_jobs_are_checked(capsys):
     assert cli.main(["check", "--jobs", "-1"]) == 2
     assert "--jobs must be at least 0, got -1" in capsys.readouterr().err
+
+
+class Process:
+    """Stands in for one that prints so many lines, then ends or falls silent."""
+
+    def __init__(self, out, lines, ends):
+        self.out, self.lines, self.ends = out, lines, ends
+
+    def wait(self, timeout):
+        if not self.lines and self.ends:
+            return 0
+        if self.lines:
+            self.lines -= 1
+            self.out.write("{}\n")
+            self.out.flush()
+        raise subprocess.TimeoutExpired("", timeout)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_each_line_gives_a_job_its_time_anew(tmp_path, ends):
+    ticks = itertools.count(step=600.0)
+    with (tmp_path / "out").open("w") as out:
+        status = isolated._status(Process(out, 40, ends), out, 1000.0, lambda: next(ticks))
+    assert status == (0 if ends else None)
+    assert next(ticks) > 24_000.0
+
+
+def test_the_budget_ends_what_still_runs(tmp_path):
+    path, clock = tmp_path / "pid", [0.0]
+    head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
+    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(600)")
+    quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)\n{GOOD}")
+    found = run_isolated([quick, slow], 2, TIMEOUT, budget=100.0, now=lambda: clock[0])
+    assert next(found).job is quick
+    clock[0] = 101.0
+    assert list(found) == []  # nothing is said of slow: it runs again
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and _runs(int(path.read_text())):
+        time.sleep(0.05)
+    assert not _runs(int(path.read_text()))
+
+
+def config_job(table, indices, code, path=""):
+    """A job as `worker.config_job` makes it; `code` finds what it is told in `what`."""
+    forced = [{"table": table, "settings": [], "configs": list(indices)}]
+    what = {"name": "a case", "dtype": "fp32", "device": "cpu", "forced": forced}
+    head = "import json, os, sys, time\nwhat = json.loads(sys.argv[-1])\n"
+    return Job("a case", (sys.executable, "-c", head + code, str(path), json.dumps(what)))
+
+
+LOSES_THE_DEVICE = """
+for entry in what["forced"]:
+    for i in entry["configs"]:
+        line = {"table": entry["table"], "config": i}
+        print(json.dumps({**line, "tried": True}), flush=True)
+        fault = "RuntimeError: CUDA error: an illegal memory access" if i == 1 else None
+        if i == 2:
+            open(sys.argv[1], "w").write(str(os.getpid()))
+            time.sleep(600)
+        print(json.dumps({**line, "tried": False, "share": 0.5, "fault": fault}), flush=True)
+        if fault:
+            sys.exit("the device is lost: " + fault)
+"""
+
+
+def clock_of(path):
+    """A clock that stands still but while the process runs that wrote its id to `path`."""
+    time_ = [0.0]
+
+    def now():
+        text = path.read_text() if path.exists() else ""
+        if text and _runs(int(text)):
+            time_[0] += 1e6
+        return time_[0]
+
+    return now
+
+
+def test_a_lost_device_and_a_hang_cost_a_config_each(tmp_path):
+    """What their processes had left goes to fresh ones."""
+    table = next(name for name, table in TABLES.items() if len(table.configs) >= 4)
+    path = tmp_path / "pid"
+    jobs = [config_job(table, range(4), LOSES_THE_DEVICE, path)]
+    found = run_isolated(jobs, 1, TIMEOUT, then=worker.rest_of, now=clock_of(path))
+    runs = [run for outcome in found for run in worker.runs_of(outcome)]
+    assert [run.config for run in runs] == list(TABLES[table].configs[:4])
+    right, lost, hung, again = (run.fault for run in runs)
+    assert right is None and again is None
+    assert lost.startswith("RuntimeError: CUDA error") and "status 1" in lost
+    assert hung == "not finished after 3600 s, killed"
+
+
+def test_a_process_that_dies_before_its_first_config_is_not_started_again():
+    table = next(iter(TABLES))
+    dies = config_job(table, range(2), "sys.exit('no such driver')")
+    (outcome,) = run_isolated([dies], 1, TIMEOUT, then=worker.rest_of)
+    (run,) = worker.runs_of(outcome)
+    assert run.table == "" and "no such driver" in run.fault
+
+
+@pytest.mark.parametrize(("errors", "lost"), [(0, False), (1, False), (2, True)])
+def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
+    said = iter([RuntimeError("CUDA error: an illegal memory access")] * errors)
+
+    def synchronize(device):
+        for error in said:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    found = device_lost(torch.device("cuda"))
+    assert (found is not None) == lost
+    assert device_lost(torch.device("cpu")) is None
+
+
+def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
+    cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
+    passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()
+    code = {"linear": DIES, "layer_norm_and_input": f"print({json.dumps(passes)!r})"}
+    started = []
+
+    def check_job(name, *_):
+        started.append(name)
+        return job(name, code[name])
+
+    monkeypatch.setattr(selection, "check_job", check_job)
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
+    words = ["check", "--jobs", "2", "--dtype", "fp32", "--keep", str(tmp_path / "check.jsonl")]
+    assert cli.main(words) == 1 and sorted(started) == sorted(code)
+    first = capsys.readouterr().out
+    assert "FAILED linear, fp32: the process was ended by SIGSEGV" in first
+    with (tmp_path / "check.jsonl").open("a") as file:
+        file.write('{"name": "torn')
+    assert cli.main(words) == 1 and len(started) == 2
+    assert "1 of 2 cases passed" in capsys.readouterr().out
+    monkeypatch.setattr(kept.Kept.__init__, "__defaults__", (lambda: "mended",))
+    assert cli.main(words) == 1 and len(started) == 4
+
+
+def test_a_budget_leaves_cases_out_and_says_so(monkeypatch, capsys):
+    cases = worker.cases_of(DEVICE, "fp32", False)[:2]
+    monkeypatch.setattr(selection, "check_job", lambda name, *_: job(name, HANGS))
+    monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
+    words = ["check", "--jobs", "2", "--dtype", "fp32", "--time-budget", "0.05"]
+    assert cli.main(words) == 3
+    assert "the time is over: 2 did not run" in capsys.readouterr().out
+
+
+def test_kept_configs_are_left_out_of_a_job():
+    cases = worker.cases_of(DEVICE, "fp32", True)
+    case = next(c for c in cases if c.name.startswith("layer_norm_and_input"))
+    reached = [r for r in all_configs.reached_by(case, ()) if r.table == "layer_norm_fwd"]
+    fits = [c for c in TABLES["layer_norm_fwd"].configs if reached[0].fits(c)]
+    done = [("layer_norm_fwd", c) for c in fits]
+    (entry,) = json.loads(worker.config_job(reached, "fp32", DEVICE, done[1:]).command[-1])[
+        "forced"
+    ]
+    assert entry["configs"] == [TABLES["layer_norm_fwd"].configs.index(fits[0])]
+    assert worker.config_job(reached, "fp32", DEVICE, done) is None
