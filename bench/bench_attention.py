@@ -72,6 +72,16 @@ def _flash_attn(module: Any) -> Function:
     return lambda qkv: module.flash_attn_qkvpacked_func(qkv)
 
 
+def _separate(module: Any) -> Function:
+    """FlashAttention 3 and 4: the output, or it and the lse."""
+
+    def run(qkv: Tensor) -> Tensor:
+        out = module.flash_attn_func(*qkv.unbind(2))
+        return out if isinstance(out, Tensor) else out[0]
+
+    return run
+
+
 def _xformers(module: Any) -> Function:
     def run(qkv: Tensor) -> Tensor:
         q, k, v = qkv.unbind(2)
@@ -98,6 +108,8 @@ def providers(shape: Shape, dtype: str) -> list[Provider]:
     found = [eager(attention_ref), *sdpa_backends(attention_ref)]
     if dtype != "fp32":
         found.append(imported("flash_attn", "flash_attn", _flash_attn))
+        found.append(imported("flash_attn_3", "flash_attn_interface", _separate))
+        found.append(imported("flash_attn_4", "flash_attn.cute", _separate))
         found.append(imported("xformers", "xformers.ops", _xformers))
     found.append(ours("ours", attention_op))
     if has_one_pass(shape, dtype):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from bench.harness import WARM_UP, Bench, Entry, Timed, failure, finish, interle
 from bench.models import WAYS, Case, Runner, Way, build
 from bench.providers import BASELINE, Provider, ours, plain
 from bench.rows import FAILED, MEMORY, OK, Row
-from bench.timer import Step
+from bench.timer import Step, Timer
 from fastvit_kernels.verify.accuracy import Error, measure
 
 OP, OP_BATCH = "vit", "max_batch"
@@ -72,7 +73,7 @@ class Oracle:
         self, case: Case, images: Tensor, device: torch.device
     ) -> tuple[Tensor, list[Tensor | None]]:
         dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-        model = build(case).to(device, dtype).double().train(case.mode == "train")
+        model = build(case, device).to(device, dtype).double().train(case.mode == "train")
         logits = []
         rows = max(1, ORACLE_TOKENS // case.tokens)
         pairs = zip(images.split(rows), self.upstream.split(rows), strict=True)
@@ -86,9 +87,12 @@ class Oracle:
         grads = [p.grad for p in model.parameters()] if case.mode == "train" else []
         return torch.cat(logits), grads
 
-    def errors(self, runner: Runner) -> list[Error]:
-        """Of the runner's logits, and of its gradients as one vector."""
-        logits, grads = runner.results(self.upstream)
+    def errors(self, runner: Runner, timer: Timer) -> list[Error]:
+        """Of the runner's logits, and of its gradients as one vector; of a graph, of its replay."""
+        if runner.way.graph:
+            logits, grads = _replayed(lambda: runner.results(self.upstream), timer)
+        else:
+            logits, grads = runner.results(self.upstream)
         dtype = torch.bfloat16
         errors = [measure("logits", logits, self.torch_logits, self.logits, dtype)]
         each, sizes = [], []
@@ -101,6 +105,25 @@ class Oracle:
         return errors + ([overall("gradients", each, sizes)] if each else [])
 
 
+def _replayed(run: Callable[[], Any], timer: Timer) -> Any:
+    """What a replay of `run`'s kernels has written."""
+    results: list[Any] = [None]
+
+    def keep(_: Any) -> None:
+        results[0] = run()  # at the capture: tensors that each replay writes anew
+
+    replay = timer.capture(Step(lambda: None, keep))
+    for tensor in (x for x in _tensors(results[0])):
+        tensor.fill_(float("nan"))  # what the replay does not write stays wrong
+    replay()
+    return results[0]
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    logits, grads = results
+    return [logits, *(g for g in grads if g is not None)]
+
+
 def provider_of(name: str) -> Provider:
     """The harness's view of a way to run a model."""
     run = ours if WAYS[name].swapped else plain
@@ -111,13 +134,14 @@ def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Tim
     """Build, hold against the oracle, warm up; None and a status where it fails."""
     way = WAYS[entry.provider.name]
     timer, bench.current = bench.timer, entry.provider.name
+    why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
     try:
         with entry.provider.context():
             runner = Runner(case, way, bench.device)
             if oracle is None:
-                entry.compared, entry.note = False, "not compared: float64 does not fit"
+                entry.compared, entry.note = False, f"not compared: {why}"
             else:
-                failed = [e for e in oracle.errors(runner) if not e.passed]
+                failed = [e for e in oracle.errors(runner, timer) if not e.passed]
                 if failed:
                     entry.status = FAILED
                     entry.note = "2x rule: " + "; ".join(str(e) for e in failed)
@@ -131,12 +155,14 @@ def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Tim
             # graphs keep theirs in a pool of Inductor's.
             hidden = way.graph or way.compile_mode == "max-autotune"
             peak = None if hidden or peak is None else peak + runner.resident_mib()
+            trains = case.mode == "train" and not hidden
+            kept = timer.kept_mib(runner.loss) if trains else None
             ms = min(timer.sample(run, 2, flush=False))
     except Exception as error:
         entry.status, entry.note = failure(error, timer)
         return None
     count = min(MAX_STEPS, max(MIN_STEPS, int(TURN_MS / max(ms, 1e-3))))
-    return Timed(entry, run, None, count, peak)
+    return Timed(entry, run, None, count, peak, kept)
 
 
 def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
@@ -145,7 +171,7 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
     entries = [Entry(provider_of(name), torch.empty) for name in names]
     oracle: Oracle | None = None
     try:
-        oracle = Oracle(case, bench.device)
+        oracle = None if case.drop_path else Oracle(case, bench.device)
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None
     except Exception as error:
@@ -186,8 +212,9 @@ def _measure_group(
             tflops = case.flops / row.ms / 1e9
             roof = bench.roofs.matmul_tflops.get("bf16")
             row = replace(
-                row, peak_mib=t.peak_mib, images_per_s=1e3 * case.batch / row.ms, flops=case.flops,
-                tflops=tflops, roof="matmul", roof_share=tflops / roof if roof else None,
+                row, peak_mib=t.peak_mib, kept_mib=t.kept_mib, flops=case.flops, tflops=tflops,
+                images_per_s=1e3 * case.batch / row.ms, roof="matmul",
+                roof_share=tflops / roof if roof else None,
             )  # fmt: skip
         rows.append(row)
     return rows

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
-from bench.providers import BASELINE, Function, Provider
+from bench.providers import BASELINE, Function, Provider, with_autotuned
 from bench.rows import ERROR, FAILED, MEMORY, OK, Row
 from bench.shapes import Shape
 from bench.timer import Roofs, Step, Timer, median_p20_p80
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify.accuracy import Error, Reference, measure
+from fastvit_kernels.verify.accuracy import (
+    Error,
+    Reference,
+    convolutions_like_matmuls,
+    measure,
+)
 
 MODES = ("fwd", "bwd", "both")
 ROUNDS = 5  # how often the providers take turns
@@ -46,6 +52,10 @@ class Op:
     bytes: Callable[[Shape, str, str], float]  # shape, dtype, mode
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
+    def everyone(self, shape: Shape, dtype: str) -> list[Provider]:
+        """Its providers, the compiled ones also as max-autotune finds them."""
+        return with_autotuned(self.providers(shape, dtype))
+
 
 class Draw:
     """Random inputs of a case, the same at every run."""
@@ -67,7 +77,19 @@ class Bench:
     timer: Timer
     roofs: Roofs
     say: Callable[[str], None]
-    current: str = ""  # the provider at work, to be named where the GPU is lost
+    note: Callable[[str], object] = lambda provider: None  # of the one that is at work now
+    _current: str = ""
+
+    @property
+    def current(self) -> str:
+        """The provider at work, to be named where the GPU is lost or the process is killed."""
+        return self._current
+
+    @current.setter
+    def current(self, provider: str) -> None:
+        if provider != self._current:
+            self.note(provider)
+        self._current = provider
 
 
 @dataclass
@@ -158,6 +180,7 @@ class Timed:
     replay: Callable[[], Any] | None
     count: int
     peak_mib: float | None
+    kept_mib: float | None = None
     times: list[float] = field(default_factory=list)
     graph_times: list[float] = field(default_factory=list)
 
@@ -171,7 +194,7 @@ def _captured(step: Step, timer: Timer) -> Callable[[], Any] | None:
         return None
 
 
-def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
+def _warm(entry: Entry, step: Step, bench: Bench, forward_alone: bool) -> Timed | None:
     """Compile, count samples, capture; None and a status on the entry where it fails."""
     timer, bench.current = bench.timer, entry.provider.name
     try:
@@ -181,13 +204,14 @@ def _warm(entry: Entry, step: Step, bench: Bench) -> Timed | None:
             for _ in range(WARM_UP):
                 run()
             peak = timer.peak_mib(run)
+            kept = timer.kept_mib(run) if forward_alone else None
             ms = min(timer.sample(run, 2, flush=True))
             replay = _captured(step, timer) if ms < SMALL_MS else None
     except Exception as error:
         entry.status, entry.note = failure(error, timer)
         return None
     count = min(MAX_SAMPLES, max(MIN_SAMPLES, int(ROUND_MS / max(ms, 1e-3))))
-    return Timed(entry, run, replay, count, peak)
+    return Timed(entry, run, replay, count, peak, kept)
 
 
 def interleave(timed: list[Timed], bench: Bench, flush: bool) -> None:
@@ -234,6 +258,8 @@ def _absent(**_: Any) -> Tensor:
 
 def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
     entries = []
+    if any(provider.compiled for provider in providers):
+        torch._dynamo.reset()  # once: a second would throw away what the first has compiled
     for provider in providers:
         try:
             entries.append(Entry(provider, provider.make()))
@@ -250,7 +276,14 @@ def measure_op(
 
     The baseline is measured whether it is named or not: every speed-up comes from the same turns.
     """
-    providers = [p for p in op.providers(shape, dtype) if p.name in (*names, BASELINE)]
+    with convolutions_like_matmuls():  # of every provider: the yardstick's precision
+        yield from _measure(op, shape, dtype, modes, names, bench)
+
+
+def _measure(
+    op: Op, shape: Shape, dtype: str, modes: Sequence[str], names: Sequence[str], bench: Bench
+) -> Iterator[Row]:
+    providers = [p for p in op.everyone(shape, dtype) if p.name in (*names, BASELINE)]
     entries = _entries(providers, bench)
     try:
         draw = Draw(bench.device, DTYPES.get(dtype, torch.float32))
@@ -293,7 +326,8 @@ def _measure_mode(
     timed: dict[str, Timed] = {}
     for entry in entries:
         if entry.status in (OK, FAILED):
-            warm = _warm(entry, _step(entry.function, inputs, upstream, mode), bench)
+            step = _step(entry.function, inputs, upstream, mode)
+            warm = _warm(entry, step, bench, mode == "fwd")
             if warm is not None:
                 timed[entry.provider.name] = warm
     interleave(list(timed.values()), bench, flush=True)
@@ -304,7 +338,8 @@ def _measure_mode(
         if t is None:
             row = finish(row, entry, [], [])
         else:
-            row = finish(replace(row, peak_mib=t.peak_mib), entry, t.times, t.graph_times)
+            row = replace(row, peak_mib=t.peak_mib, kept_mib=t.kept_mib)
+            row = finish(row, entry, t.times, t.graph_times)
         row = _rates(row, op, shape, bench.roofs)
         baseline = row if entry.provider.name == BASELINE else rows[0] if rows else None
         rows.append(with_speedup(row, baseline, entry.compared))

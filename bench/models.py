@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ class Case:
     batch: int
     dtype: str = "amp"  # or bf16: parameters, images and optimizer in bf16
     mode: str = "train"  # or infer
+    drop_path: float = 0.0  # timm's
 
     @property
     def patch(self) -> int:
@@ -54,7 +56,8 @@ class Case:
 
     @property
     def id(self) -> str:
-        return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}"
+        drop = f"-drop{self.drop_path:g}" if self.drop_path else ""
+        return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
     def flops(self) -> float:
@@ -112,20 +115,24 @@ def _on_meta(name: str, size: int) -> nn.Module:
         return _by_name(name, size).eval()
 
 
-def build(case: Case) -> nn.Module:
-    """The host's model with random weights, the same at every call."""
+def build(case: Case, device: torch.device) -> nn.Module:
+    """The host's model with random weights, the same at every call; a GPU draws them itself."""
+    define_torchvision_operators()  # timm and transformers import torchvision too
+    torch.manual_seed(0)
+    with device:
+        return _build(case)
+
+
+def _build(case: Case) -> nn.Module:
     if isinstance(case, NamedCase):
-        torch.manual_seed(0)
         return _by_name(case.model, case.size)
     C, depth, H, mlp = VITS[case.model]
-    torch.manual_seed(0)
-    define_torchvision_operators()  # timm and transformers import torchvision too
     if case.host == "timm":
         from timm.models.vision_transformer import VisionTransformer
 
         return VisionTransformer(
             img_size=case.size, patch_size=case.patch, embed_dim=C, depth=depth, num_heads=H,
-            mlp_ratio=mlp / C, num_classes=NUM_CLASSES,
+            mlp_ratio=mlp / C, num_classes=NUM_CLASSES, drop_path_rate=case.drop_path,
         )  # fmt: skip
     if case.host == "torchvision":
         from torchvision.models import VisionTransformer
@@ -153,6 +160,7 @@ class Way:
     swapped: bool = False
     compile_mode: str | None = None
     graph: bool = False
+    options: tuple[tuple[str, str], ...] = ()  # of swap_in
 
 
 WAYS = {
@@ -162,7 +170,16 @@ WAYS = {
     "compile": Way(compile_mode="default"),
     "swapped+compile": Way(swapped=True, compile_mode="default"),
     "compile-max-autotune": Way(compile_mode="max-autotune"),
+    "swapped-low": Way(swapped=True, options=(("memory", "low"),)),
+    "swapped-skip": Way(swapped=True, options=(("drop_path", "skip"),)),
 }
+
+
+def missing_option(name: str) -> str:
+    """What swap_in lacks for a way; nothing where the way can be had."""
+    known = inspect.signature(swap_in).parameters
+    options = WAYS[name].options if name in WAYS else ()
+    return next((f"swap_in has no {n}={v!r}" for n, v in options if n not in known), "")
 
 
 class Runner:
@@ -171,10 +188,11 @@ class Runner:
     def __init__(self, case: Case, way: Way, device: torch.device):
         self.case, self.way, self.device = case, way, device
         dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-        self.model = build(case).to(device, dtype).train(case.mode == "train")
+        self.model = build(case, device).to(device, dtype).train(case.mode == "train")
         self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
         if way.swapped and not self.is_own:
-            report = swap_in(self.model)
+            options: Any = dict(way.options)
+            report = swap_in(self.model, **options)
             if report.level == "none":
                 raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
         self.forward: Callable[..., Any] = self.model
@@ -198,12 +216,15 @@ class Runner:
             out = self.forward(self.images)
         return out if isinstance(out, Tensor) else out.logits
 
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.logits().float(), self.labels)
+
     def step(self) -> Any:
         """Forward, loss, backward, AdamW; or the forward alone."""
         if self.case.mode == "infer":
             with torch.no_grad():
                 return self.logits()
-        loss = F.cross_entropy(self.logits().float(), self.labels)
+        loss = self.loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

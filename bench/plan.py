@@ -32,13 +32,17 @@ Key = tuple[str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Task:
-    """Some providers of one case. `run` gets their names and yields their rows."""
+    """Some providers of one case. `run` gets their names and yields their rows.
+
+    Where it `renews`, a row that is there already gives way: what is compared, in the same turns.
+    """
 
     tier: int
     seconds: float
     title: str
     keys: tuple[Key, ...]
     run: Callable[[Bench, Sequence[str]], Iterable[Row]]
+    renews: bool = False
 
 
 @dataclass
@@ -76,6 +80,10 @@ def op_of(name: str) -> Op:
     return importlib.import_module(f"bench.bench_{name}").OP
 
 
+# (providers, later by so many tiers, guessed seconds); "": those that nobody compiles
+_OP_GROUPS = ((("",), 0, 8.0), (("compile",), 2, 20.0), (("compile-max-autotune",), 5, 60.0))
+
+
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
     modes = [m for m in MODES if wanted.mode(m)]
     for shape in op.shapes():
@@ -84,10 +92,11 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
             if (late and shape.tier > 2) or not wanted.dtype(dtype) or not wanted.shape(shape.id):
                 continue
             tier = shape.tier + (3 if late else 0)
-            for compiled in (False, True):
+            for names, later, seconds in _OP_GROUPS:
                 found = []
-                for p in op.providers(shape, dtype):
-                    if p.compiled is not compiled or not wanted.provider(p.name):
+                for p in op.everyone(shape, dtype):
+                    group = p.name if p.compiled else ""
+                    if group not in names or not wanted.provider(p.name):
                         continue
                     if installed(p):
                         found.append(p)
@@ -100,9 +109,8 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
                     if p.backward or m == "fwd"
                 )
                 run = _op_runner(op, shape, dtype, modes)
-                seconds = 20.0 if compiled else 8.0
                 title = f"{op.name} {shape.id} {dtype}"
-                yield Task(tier + 2 * compiled, seconds, title, keys, run)
+                yield Task(tier + later, seconds, title, keys, run)
 
 
 def _op_runner(op: Op, shape: Shape, dtype: str, modes: Sequence[str]) -> Any:
@@ -157,7 +165,7 @@ def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
 _VIT_GROUPS = (
     (0, 25.0, ("eager", "swapped", "swapped+graph")),
     (2, 120.0, ("compile", "swapped+compile")),
-    (5, 400.0, ("compile-max-autotune",)),
+    (5, 120.0, ("compile-max-autotune",)),
 )
 
 
@@ -257,7 +265,7 @@ def _say_unknown(wanted: Wanted, found: list[Task]) -> None:
         if name in OPS:
             op = op_of(name)
             for shape in op.shapes():
-                known |= {p.name for p in op.providers(shape, op.dtypes[0])}
+                known |= {p.name for p in op.everyone(shape, op.dtypes[0])}
     for name in wanted.providers:
         if name not in known:
             wanted.say(f"unknown provider {name!r}; there are {', '.join(sorted(known))}")

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,8 +33,9 @@ class Provider:
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     backward: bool = True
     compiled: bool = False  # takes seconds to build
-    package: str = ""  # that must be installed
+    package: str = ""  # or module, that must be installed
     ours: bool = False
+    reference: Function | None = None  # what a compiler is given
 
 
 def plain(name: str, function: Function, **options: Any) -> Provider:
@@ -45,14 +47,14 @@ def eager(reference: Function) -> Provider:
     return plain(BASELINE, reference)
 
 
-def compiled(reference: Function) -> Provider:
-    """torch.compile of the reference, for the one shape of its case."""
+def compiled(reference: Function, mode: str | None = None) -> Provider:
+    """torch.compile of the reference, for the one shape of its case.
+
+    Whoever makes several resets the compiler once before: of each code object it keeps a few only.
+    """
 
     def make() -> Function:
-        import torch._dynamo
-
-        torch._dynamo.reset()  # of each code object only a few shapes are compiled
-        return torch.compile(reference, dynamic=False)
+        return torch.compile(reference, dynamic=False, mode=mode)
 
     def kept_buffers() -> AbstractContextManager[Any]:
         """The backward is timed alone, many times over one forward: donated buffers forbid it."""
@@ -60,7 +62,18 @@ def compiled(reference: Function) -> Provider:
 
         return torch._functorch.config.patch(donated_buffer=False)
 
-    return Provider("compile", make, kept_buffers, compiled=True)
+    name = "compile" if mode is None else "compile-max-autotune"
+    return Provider(name, make, kept_buffers, compiled=True, reference=reference)
+
+
+def with_autotuned(providers: list[Provider]) -> list[Provider]:
+    """The providers, and beside each compiled one the same with the compiler's search for kernels.
+
+    Without its CUDA graphs: `graph_ms` replays every provider through one of ours.
+    """
+    mode = "max-autotune-no-cudagraphs"
+    twins = [compiled(p.reference, mode) for p in providers if p.reference is not None]
+    return [*providers, *twins]
 
 
 def ours(
@@ -110,12 +123,12 @@ def sdpa_backends(reference: Function) -> list[Provider]:
 
 def imported(name: str, module: str, adapt: Callable[[Any], Function], **options: Any) -> Provider:
     """A peer: `adapt` makes a function of its module."""
-    package = module.partition(".")[0]
-    return Provider(
-        name, lambda: adapt(importlib.import_module(module)), package=package, **options
-    )
+    return Provider(name, lambda: adapt(importlib.import_module(module)), package=module, **options)
 
 
 def installed(provider: Provider) -> bool:
     """Whether the provider's package is here."""
-    return not provider.package or importlib.util.find_spec(provider.package) is not None
+    try:
+        return not provider.package or importlib.util.find_spec(provider.package) is not None
+    except ImportError:  # the package is absent, or cannot be imported itself
+        return False

@@ -1,4 +1,7 @@
-"""The roofs of this GPU, measured in the run: bandwidth of a large copy, rate of a large matmul."""
+"""The roofs of this GPU, measured in the run: bandwidth of a large copy, rate of a large matmul.
+
+Also what a CUDA graph takes that does next to nothing: no `graph_ms` can be below it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,20 @@ def measure_roofs(device: torch.device, timer: Timer) -> Iterator[Row]:
         yield _timed(row, step, timer)
         if dtype in SUSTAINED:
             yield _sustained(replace(row, mode="matmul, sustained"), step, timer)
+    yield _replay(device, timer)
     timer.clear()
+
+
+def _replay(device: torch.device, timer: Timer) -> Row:
+    """The replay of a graph of one kernel of one thread."""
+    row = Row(OP, "eager", "1 element", "fp32", "graph replay")
+    x = torch.zeros(1, device=device)
+    try:
+        replay = timer.capture(Step(lambda: None, lambda _: x.add_(1.0)))
+        return _timed(row, Step(lambda: None, lambda _: replay()), timer)
+    except Exception as error:
+        status, note = failure(error, timer)
+        return replace(row, status=status, note=note)
 
 
 def _run_for(ms: float, step: Step, timer: Timer) -> list[float]:

@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 import torch
 
+from fastvit_kernels.runtime import tuned_table
+from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 
 RESULTS = "results.csv"
@@ -58,6 +60,7 @@ class Row:
     roof: str = ""  # which roof is nearer: copy or matmul
     roof_share: float | None = None  # time at the roof / time
     peak_mib: float | None = None  # of an op above its inputs; of a model, all of it
+    kept_mib: float | None = None  # that a forward leaves for its backward, output included
     images_per_s: float | None = None
     speedup: float | None = None  # eager's time / this one's
     batch: int | None = None  # largest that fits
@@ -67,6 +70,7 @@ class Row:
     triton: str = ""
     commit: str = ""
     sources: str = ""  # a hash of what is measured and of what measures it
+    tuned: str = ""  # the user's tuned table that was in use: how many decisions, of which hash
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -76,6 +80,10 @@ class Row:
     def device_ms(self) -> float | None:
         """The time without the host's share, where it was measured."""
         return self.ms if self.graph_ms is None else self.graph_ms
+
+
+def is_ours(row: Row) -> bool:
+    return row.provider.startswith(("ours", "swapped"))
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Row))
@@ -137,7 +145,7 @@ class Results:
         self.folder, self.path = folder, folder / RESULTS
         folder.mkdir(parents=True, exist_ok=True)
         self.rows: dict[tuple[str, ...], Row] = {}
-        self._trying = folder / TRYING
+        self._trying, self._at_work = folder / TRYING, list[tuple[str, ...]]()
         if resume and self.path.exists():
             self.rows = {row.key: row for row in read_rows(self.path)}
         # Anew: the columns may have changed, and a crash may have torn the last line.
@@ -162,30 +170,44 @@ class Results:
     @contextmanager
     def trying(self, keys: Iterable[tuple[str, ...]]) -> Iterator[None]:
         """Inside, these keys are at work: a process that is killed there leaves a note of it."""
-        self._trying.write_text(json.dumps(list(keys)), encoding="utf-8")
+        self._at_work = list(keys)
+        self.note("")
         try:
             yield
         finally:
             self.tried()
 
+    def note(self, provider: str) -> None:
+        """This provider is at work now; it alone is given up if the process is killed."""
+        if self._at_work:
+            text = json.dumps({"keys": self._at_work, "provider": provider})
+            self._trying.write_text(text, encoding="utf-8")
+
     def tried(self) -> None:
         """What was at work has its rows."""
+        self._at_work = []
         self._trying.unlink(missing_ok=True)
 
     def _give_up(self) -> None:
         """Rows for what a former process did not survive, so that this one does not try it."""
         try:
-            keys = [tuple(key) for key in json.loads(self._trying.read_text(encoding="utf-8"))]
-        except ValueError:  # torn: nothing had begun
-            keys = []
+            former = json.loads(self._trying.read_text(encoding="utf-8"))
+            keys, provider = [tuple(key) for key in former["keys"]], former["provider"]
+        except (ValueError, TypeError, KeyError):  # torn: nothing had begun
+            keys, provider = [], ""
+        keys = [key for key in keys if provider in ("", key[1])] or keys
         note = "the process of a former run ended here"
         for op, provider, shape, dtype, mode in self.missing(keys):
             self.append(Row(op, provider, shape, dtype, mode, status=TIMEOUT, note=note))
         self.tried()
 
     def missing(self, rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """Those keys that have no row yet."""
-        return [key for key in rows if key not in self.rows]
+        """Those keys that have no row yet, or one of ours that other sources have measured."""
+        return [key for key in rows if key not in self.rows or self._is_stale(self.rows[key])]
+
+    @staticmethod
+    def _is_stale(row: Row) -> bool:
+        return bool(row.sources) and is_ours(row) and row.sources != environment()["sources"]
 
     def close(self) -> None:
         self._file.close()
@@ -223,6 +245,20 @@ def sources_hash() -> str:
     return found.hexdigest()[:12]
 
 
+def tuned_table_in_use() -> str:
+    """How many decisions the user's table makes on this GPU, and a hash of them; "" for none."""
+    if not torch.cuda.is_available() or not HAS_TRITON:
+        return ""
+    here = gpu(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        entries, _ = tuned_table.read(here)
+    except tuned_table.TableError:  # it is ignored
+        return ""
+    found = [f"{e.table} {e.key} {sorted(e.config.items())}" for e in entries]
+    digest = hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:8]
+    return f"{len(found)} decisions, {digest}" if found else ""
+
+
 @functools.lru_cache(maxsize=1)
 def environment() -> dict[str, str]:
     """What a figure depends on besides the code that is measured."""
@@ -234,7 +270,7 @@ def environment() -> dict[str, str]:
     return dict(
         gpu=gpu, driver=driver, torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else "", commit=_commit(),
-        sources=sources_hash(),
+        sources=sources_hash(), tuned=tuned_table_in_use(),
     )  # fmt: skip
 
 
@@ -242,7 +278,9 @@ def conditions(rows: Iterable[Row]) -> str:
     """One line for a figure or a table: GPU and versions of its rows."""
     seen = {
         f"{r.gpu}, driver {r.driver or 'none'}, torch {r.torch}, triton {r.triton}, "
-        f"commit {r.commit}" + (f", sources {r.sources}" if r.sources else "")
+        f"commit {r.commit}"
+        + (f", sources {r.sources}" if r.sources else "")
+        + (f", tuned: {r.tuned}" if r.tuned else "")
         for r in rows
     }
     return "; ".join(sorted(seen)) or "no rows"

@@ -18,11 +18,11 @@ from typing import Any
 from bench.harness import Bench
 from bench.plan import Task
 from bench.providers import BASELINE
-from bench.rows import ERROR, FAILED, OK, TIMEOUT, Results, Row
+from bench.rows import ERROR, FAILED, OK, TIMEOUT, Results, Row, is_ours
 from bench.timer import DeviceLost
 
 CHECK = "check"
-HUNG_S, HUNG_FACTOR = 120.0, 4.0  # a task hangs after so many seconds, and so many of its guesses
+HUNG_S, HUNG_FACTOR = 60.0, 4.0  # a task hangs after so many seconds, and so many of its guesses
 CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
 
 
@@ -110,6 +110,7 @@ def run_tasks(
     Raises: DeviceLost, with a row that says so, where only a new process can go on.
     """
     skipped = 0
+    bench.note = results.note
     for task in tasks:
         names = pending(task, results)
         if not names:
@@ -131,7 +132,8 @@ def run_tasks(
         try:
             with results.trying(sorted(wanted)), watched(limit, hung):
                 for row in task.run(bench, names):
-                    if row.key in wanted:  # the baseline may have one of an earlier task
+                    # The baseline may have a row of an earlier task.
+                    if row.key in wanted or (task.renews and row.status == OK):
                         results.append(row)
                     bench.say(describe(row))
         except DeviceLost as error:
@@ -228,4 +230,4 @@ def bad_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_ours(row: Row) -> bool:
-    return row.op != "profile" and row.provider.startswith(("ours", "swapped"))
+    return row.op != "profile" and is_ours(row)

@@ -43,6 +43,10 @@ class Timer(Protocol):
         """Memory that one run takes at its peak above what is there before it."""
         ...
 
+    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
+        """Memory that a forward leaves behind for its backward, its output included."""
+        ...
+
     def clear(self) -> None:
         """Give back memory that nothing refers to; raise DeviceLost where the GPU is gone."""
         ...
@@ -98,6 +102,15 @@ class CudaTimer:
         del result
         return (peak - before) / MIB
 
+    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        kept = forward()
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_allocated()
+        del kept
+        return (after - before) / MIB
+
     def clear(self) -> None:
         gc.collect()
         for attempt in range(2):
@@ -126,6 +139,9 @@ class WallTimer:
 
     def peak_mib(self, run: Callable[[], Any]) -> float | None:
         run()
+        return None
+
+    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
         return None
 
     def clear(self) -> None:
