@@ -1,4 +1,7 @@
-"""The pictures of a run, drawn from its CSV alone: ops.png, vit.png, roofline.png, profile.png."""
+"""The pictures of a run, drawn from its CSV alone; none has a panel without rows.
+
+targets.png what was wanted and reached, ops.png, vit.png, roofline.png, profile.png.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import targets
 from bench.bench_profile import STAGES
 from bench.plan import OPS
+from bench.providers import BASELINE
 from bench.rows import FAILED, OK, Row, conditions
 from bench.timer import Roofs
 from fastvit_kernels.commands.console import require
@@ -18,9 +23,11 @@ COLORS = {
     "eager": "#555555", "compile": "#e08214", "compile-max-autotune": "#b35806",
     "sdpa-flash": "#66a61e", "sdpa-cudnn": "#1b7837", "sdpa-efficient": "#a6d96a",
     "sdpa-math": "#bdbdbd", "flash_attn": "#7b3294", "xformers": "#c2a5cf",
+    "flash_attn_3": "#9970ab", "flash_attn_4": "#762a83", "eager, cudnn.benchmark": "#969696",
     "liger_kernel": "#d6604d", "quack": "#f4a582", "ours": "#08519c", "ours-split": "#4292c6",
     "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-stored": "#9ecae1",
     "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
+    "swapped-low": "#3690c0", "swapped-skip": "#67a9cf",
 }  # fmt: skip
 MARKERS: dict[str, str] = dict(zip(OPS, itertools.cycle("osD^vPX*<>")))
 BASE_C = 768  # curves over T are of this width
@@ -99,33 +106,112 @@ def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> 
     axes.grid(alpha=0.3)
 
 
-def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
-    """Throughput and speed-up over T of each op, at width 768."""
-    good = [r for r in _measured(rows) if r.op in OPS and f"-C{BASE_C}-" in r.shape + "-"]
+def _op_panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Title and rows of each op, variant and mode in its main dtype, at width 768."""
+    good = [r for r in rows if r.op in OPS and f"-C{BASE_C}-" in r.shape + "-"]
     panels = []
     for op in OPS:
         own = [r for r in good if r.op == op]
         if not own:
             continue
-        own = [r for r in own if r.dtype == _main_dtype(own, op)]
+        own = [r for r in own if r.dtype == _main_dtype(own, op) and "sweep-D" not in r.shape]
         for variant in ("proj", "fc1") if op == "linear" else ("",):
-            for mode in ("fwd", "bwd") if op == "attention" else ("both",):
+            for mode in ("fwd", "bwd", "both"):
                 part = [r for r in own if r.mode == mode and r.shape.endswith(variant)]
-                part = [r for r in part if "sweep-D" not in r.shape]
                 if part:
-                    panels.append((f"{op} {variant} {mode} {part[0].dtype}".split(), part))
+                    panels.append(
+                        (" ".join(filter(None, (op, variant, mode, part[0].dtype))), part)
+                    )
+    return panels
+
+
+def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
+    """Throughput and share of the nearer roof over T; as bars, ops that have one T."""
+    panels = _op_panels(_measured(rows))
+    # An op's forward and backward say more than both together.
+    split = {title.split()[0] for title, _ in panels if " bwd " in title}
+    curves = [
+        (title, part)
+        for title, part in panels
+        if len({r.T for r in part}) > 1 and not (" both " in title and title.split()[0] in split)
+    ]
+    single = {t: p for t, p in panels if len({r.T for r in p}) == 1}
     if not panels:
         return None
-    figure = _figure(14, 3.6 * len(panels), "Ops: throughput and speed-up over T, C = 768", good)
-    grid = figure.subplots(len(panels), 2, squeeze=False)
-    for (left, right), (title, part) in zip(grid, panels, strict=True):
+    count = len(curves) + bool(single)
+    shown = [r for _, part in panels for r in part]
+    figure = _figure(14, 3.8 * count, "Ops: throughput and share of roof over T, C = 768", shown)
+    grid = figure.subplots(count, 2, squeeze=False)
+    for (left, right), (title, part) in zip(grid, curves, strict=False):
         copies = sum(r.roof == "copy" for r in part) * 2 > len(part)
         _curve(left, part, (lambda r: r.gbps) if copies else (lambda r: r.tflops))
-        left.set(ylabel="GB/s" if copies else "TFLOP/s", title=" ".join(title))
-        _curve(right, part, lambda r: r.speedup)
+        left.set(ylabel="GB/s" if copies else "TFLOP/s", title=title)
+        _curve(right, part, lambda r: r.roof_share)
         right.axhline(1, color="black", lw=0.8)
-        right.set(ylabel="speed-up over eager", title=" ".join(title))
+        right.set(ylabel="share of the nearer roof", title=title)
         _legend(left, ncols=2)
+    if single:
+        low = grid[-1][0].get_gridspec()[-1, :]
+        for axes in grid[-1]:
+            axes.remove()
+        speeds, failed = _speeds((r for part in single.values() for r in part), _op_name)
+        title = "Speed over eager; hatched: FAILED"
+        _bars(figure.add_subplot(low), speeds, "times", title, "%.2f", failed)
+    return _save(figure, path)
+
+
+def _op_name(row: Row) -> str:
+    return f"{row.op} {row.mode}\n{row.shape}"
+
+
+def _speeds(
+    rows: Iterable[Row], name: Callable[[Row], str]
+) -> tuple[dict[str, dict[str, float]], set[tuple[str, str]]]:
+    """Eager's time over each provider's, by name of a case; and which (name, provider) FAILED."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(name(row), []).append(row)
+    speeds: dict[str, dict[str, float]] = {}
+    failed = set()
+    for case, own in cases.items():
+        eager = next((r for r in own if r.provider == BASELINE), None)
+        for row in own:
+            times = None if eager is None else targets.like_times(row, eager)
+            if times is None:
+                continue
+            speeds.setdefault(case, {})[row.provider] = times[1] / times[0]
+            if row.status == FAILED:
+                failed.add((case, row.provider))
+    return speeds, failed
+
+
+def draw_targets(rows: Sequence[Row], path: Path) -> Path | None:
+    """For each claim that rows decide, how much of what was wanted was reached; 1 is met."""
+    found = [targets.verdict(claim, rows) for goal in targets.GOALS for claim in goal.claims]
+    found = [v for v in found if v.ratio]
+    if not found:
+        return None
+    shown = [r for v in found for r in (v.ours, v.peer) if r is not None]
+    figure = _figure(10, 2 + 0.36 * len(found), "Goals: reached over wanted", shown)
+    axes = figure.subplots()
+    reached = []
+    for v in found:
+        ratio, least = v.ratio or 1.0, v.claim.least
+        reached.append(least / ratio if v.claim.kind == "memory" else ratio / least)
+    names = [v.claim.name for v in found]
+    colors = ["#08519c" if v.met else "#d6604d" for v in found]
+    bars = axes.barh(names, reached, color=colors)
+    texts = [
+        f"{v.ratio:.2f} of {v.claim.least:g}"
+        + (f", {v.peer.provider}" if v.peer else f", {v.claim.kind} roof")
+        for v in found
+    ]
+    axes.bar_label(bars, texts, fontsize=8, padding=3)
+    axes.axvline(1, color="black", lw=0.8)
+    axes.invert_yaxis()
+    axes.margins(x=0.35)
+    axes.set_xlim(0)
+    axes.set_xlabel("reached / wanted")
     return _save(figure, path)
 
 
@@ -164,33 +250,34 @@ def _group(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> dict[
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
-    """Images/s, memory, time to the first step, largest batch."""
-    steps = [r for r in _measured(rows) if r.op == "vit"]
-    first = [r for r in _good(rows) if r.op == "first_step"]
-    largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
-    if not steps and not first and not largest:
-        return None
+    """Speed over eager, memory, bytes kept, time to the first step, largest batch."""
 
     def name(row: Row) -> str:
         return f"{row.shape}\n{row.dtype} {row.mode}"
 
-    figure = _figure(15, 17, "Whole models, one GPU", [*steps, *first, *largest])
-    top, middle, low = figure.subplots(3, 1, height_ratios=(1.2, 1.2, 1))
-    training = [r for r in steps if r.mode == "train"][:72]
-    failed = {(name(r), r.provider) for r in training if r.status == FAILED}
-    speeds = _group(training, name, "images_per_s")
-    _bars(top, speeds, "images/s", "Training throughput; hatched: FAILED", "%.0f", failed)
-    peaks = [r for r in training if r.peak_mib is not None]
-    memory = _group(peaks, name, "peak_mib")
-    _bars(middle, memory, "MiB", "Peak memory of a training step", "%.0f", failed)
-    low.axis("off")
-    cells = low.get_subplotspec().subgridspec(1, 2)
-    left, right = figure.add_subplot(cells[0]), figure.add_subplot(cells[1])
+    steps = [r for r in _measured(rows) if r.op == "vit"][:96]
+    training = [r for r in steps if r.mode == "train"]
+    first = [r for r in _good(rows) if r.op == "first_step"]
+    largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
+    speeds, failed = _speeds(steps, name)
     seconds: dict[str, dict[str, float]] = {}
     for row in first:
         seconds.setdefault(f"{row.mode} caches", {})[row.provider] = (row.ms or 0.0) / 1e3
-    _bars(left, seconds, "s", "Time to the end of the first step, new process", "%.1f")
-    _bars(right, _group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f")
+    panels = [
+        (speeds, "times", "Speed over eager; hatched: FAILED", "%.2f"),
+        (_group(training, name, "peak_mib"), "MiB", "Peak memory of a training step", "%.0f"),
+        (_group(training, name, "kept_mib"), "MiB", "Kept for the backward", "%.0f"),
+        (seconds, "s", "Time to the end of the first step, new process", "%.1f"),
+        (_group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f"),
+    ]
+    panels = [panel for panel in panels if panel[0]]
+    if not panels:
+        return None
+    shown = [*steps, *first, *largest]
+    figure = _figure(15, 5.2 * len(panels), "Whole models, one GPU", shown)
+    grid = figure.subplots(len(panels), 1, squeeze=False)
+    for (axes,), (groups, label, title, form) in zip(grid, panels, strict=True):
+        _bars(axes, groups, label, title, form, failed)
     return _save(figure, path)
 
 
@@ -275,6 +362,7 @@ def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
 def draw_all(rows: Sequence[Row], roofs: Roofs, folder: Path) -> list[Path]:
     """Every picture that these rows allow."""
     drawn = (
+        draw_targets(rows, folder / "targets.png"),
         draw_ops(rows, folder / "ops.png"),
         draw_vit(rows, folder / "vit.png"),
         draw_roofline(rows, roofs, folder / "roofline.png"),

@@ -1,10 +1,11 @@
-"""Words and tables from rows: the table that ends a run, summary.md, docs/benchmarks.md."""
+"""Words and tables from rows: the table that ends a run, summary.md, docs/benchmarks.md, README."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench import targets
 from bench.plan import OPS
 from bench.providers import BASELINE
 from bench.roofs import OP as ROOF
@@ -12,7 +13,11 @@ from bench.rows import FAILED, OK, RESULTS, Row, conditions, read_rows
 
 NOT_YET = "not yet measured"
 LOG_START, LOG_END = "<!-- log: kept by hand -->", "<!-- /log -->"
+RESULTS_START, RESULTS_END = "<!-- results -->", "<!-- /results -->"
 COMMAND = "python -m bench all --time-budget 540 --out DIR"
+TARGETS = "python -m bench targets --out DIR"
+PICTURES = ("targets", "vit", "ops", "roofline", "profile")  # beside a committed CSV
+README = Path(__file__).parent.parent / "README.md"
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 COMMITTED = Path(__file__).parent / "results"
 
@@ -100,9 +105,11 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
             empty.append([title, NOT_YET])
 
     roofs = [
-        [r.mode, r.dtype, r.shape, number(r.tflops), number(r.gbps)] for r in rows if r.op == ROOF
+        [r.mode, r.dtype, r.shape, number(r.ms), number(r.tflops), number(r.gbps)]
+        for r in rows
+        if r.op == ROOF
     ]
-    section("Roofs", ("roof", "dtype", "size", "TFLOP/s", "GB/s"), roofs)
+    section("Roofs", ("roof", "dtype", "size", "ms", "TFLOP/s", "GB/s"), roofs)
     vit = [vit_line(r) for r in _sorted(r for r in rows if r.op == "vit")]
     section("Whole models", _VIT_HEADER, vit)
     first = [
@@ -171,17 +178,41 @@ SHORT_HEADER = ("case", "eager, ms", "best peer, ms", "best of ours, ms", "speed
 
 _HEAD = """# Benchmarks
 
-To measure your own GPU in ten minutes:
+## Half an hour on a GPU
+
+```
+python -m bench contact --seconds 540 --out DIR             # run it two or three times,
+python -m bench contact --seconds 540 --out DIR --resume    # each goes on where the last has ended
+```
+
+`contact` checks first and times then. It compiles and runs every op, a model and every launch
+config on all cores, each case in a process of its own; then, alone on the machine, it times what
+the [targets](#targets) ask for beside every peer; what time is left goes to `tune`. `--dry-run`
+lists the stages, their seconds and their commands, each of which you can run alone. The run ends
+with what is wrong, then a line a target: ours, the best peer, their ratio, the share of the roof,
+the verdict.
+
+- Every result is in `DIR` the moment it exists: `log.txt`, `check.jsonl`, `results.csv`. Ctrl-C
+  and SIGTERM lose nothing that was measured.
+- Nothing outlives `--seconds`. A case that hangs is killed and named. One that loses the device
+  (a CUDA error that a second synchronisation reports again) costs itself: its process ends, the
+  next case has a fresh one.
+- `--resume` skips what is done and what hung. After a mend of the sources it repeats the checks
+  and our own timings, and keeps those of the peers.
+- If the smoke check fails, the run stops there. Look at that case alone, under
+  `compute-sanitizer` if need be.
+
+Then draw and read: `python -m bench plot DIR` makes the pictures, `python -m bench compare A B`
+lists the ratios of two runs, regressions first. `{targets}` measures the targets alone, and
 
 ```
 {command}
 ```
 
-`DIR/summary.md` then has every row, and the PNGs beside it draw them. `python -m bench compare A B`
-lists the ratios of two runs, regressions first.
+all ops and models, most telling rows first; `DIR/summary.md` then has every row.
 
-`python -m bench docs` writes this page from `bench/results/`; targets and predictions are kept by
-hand.
+`python -m bench docs` writes this page from `bench/results/` and `bench/targets.py`; predictions
+are kept by hand.
 
 """
 
@@ -191,14 +222,19 @@ _METHOD = """## How it is measured
   medians with the 20th and 80th percentile.
 - `ms`: between two CUDA events around an eager call, so it includes host time while the GPU waits
   for it. Before each sample of an op, a buffer of twice the L2 cache is written.
-- `graph ms`: the replay of a CUDA graph of the same call, for calls below {small:.0f} ms: GPU time
-  alone. Rates and shares of roof use it where it exists; speed-ups where both sides have it.
+- `graph ms`: the replay of a CUDA graph of the same call, for calls below {small:.0f} ms: GPU
+  time alone. Rates and shares of roof use it where it exists; speed-ups where both sides have it.
 - Forwards save for the backward, as in training. `bwd` is the backward alone.
+- `compile-max-autotune` of an op is the compiler's search without its CUDA graphs, for the
+  harness replays everyone through its own; of a model it is the mode as users call it. No `graph
+  ms` can be below the replay of a graph of one thread's kernel, which stands among the roofs.
+- A target's ratio comes from the same turns, as graphs where both sides have one. A peer that
+  breaks the 2x rule counts all the same, marked `*`.
 - FLOP and bytes are counted from the formulas in `bench/bench_<op>.py`. Roofs come from the same
   run: a copy of 1 GiB and a large matmul. `of roof` is the time at the nearer roof over the
   measured time. MFU is a step's model FLOP over the matmul roof.
-- A speed-up is over eager PyTorch, and only for a provider whose output and gradients pass the
-  2x rule ([numerics](numerics.md)) on those very inputs; otherwise the row says FAILED.
+- A speed-up is over eager PyTorch, and only for a provider whose output and gradients pass the 2x
+  rule ([numerics](numerics.md)) on those very inputs; otherwise the row says FAILED.
 - `amp`: fp32 parameters and residual stream under bf16 autocast.
 - Whole models train with fused AdamW, cross-entropy and random images already on the GPU; data
   loading is not included.
@@ -208,6 +244,11 @@ _METHOD = """## How it is measured
 _HOST_NOTE = (
     "One thread, tiny tensors (`bench/host.py`). Without a GPU, `no launch` does everything "
     "in a call but the launch. Median (p20 to p80)."
+)
+
+NOTHING = (
+    "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
+    "in Triton's\ninterpreter, and CI compiles each for seven GPU targets."
 )
 
 _EMPTY_LOG = """
@@ -220,11 +261,34 @@ A prediction goes in before the run that decides it, the outcome after it. New r
 """
 
 
-def docs(results: Sequence[tuple[str, Sequence[Row]]], former: str) -> str:
+Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
+
+
+def _pictures(folder: Path, name: str, up: str) -> list[str]:
+    """The pictures beside a CSV, as a page links them; `up` leads from the page to the root."""
+    found = [p for p in PICTURES if (folder / name / f"{p}.png").exists()]
+    return [f"![{p} of {name}]({up}bench/results/{name}/{p}.png)" for p in found]
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    """The targets that rows decide, as a table."""
+    lines = [line for line in targets.lines(rows) if line[4]]
+    return markdown(targets.HEADER, lines) if lines else []
+
+
+def docs(results: Sequence[Result], former: str, committed: Path = COMMITTED) -> str:
     """docs/benchmarks.md: the committed results, the method, and the former page's log."""
     from bench.harness import ROUNDS, SMALL_MS
 
-    text = [_HEAD.format(command=COMMAND).rstrip(), ""]
+    text = [_HEAD.format(command=COMMAND, targets=TARGETS).rstrip(), ""]
+    for name, rows in results:
+        if _on_gpu(rows) and (table := _verdicts(rows)):
+            text += [
+                f"## Targets on {name}",
+                "",
+                *table,
+                *_spaced(_pictures(committed, name, "../")),
+            ]
     if not any(_on_gpu(rows) for _, rows in results):
         text += ["## On a GPU", "", f"No results: {NOT_YET}.", "", *tables((), "###")]
     for name, rows in results:
@@ -237,6 +301,9 @@ def docs(results: Sequence[tuple[str, Sequence[Row]]], former: str) -> str:
                 "",
                 *markdown(*_host_table(rows)),
             ]
+    goals = targets.goal_lines([r for _, rows in results if _on_gpu(rows) for r in rows])
+    text += ["## Targets", "", "For an H200, bf16, side by side in one run:", ""]
+    text += markdown(("work", "against", "at least", "measured"), goals)
     text += [_METHOD.format(rounds=ROUNDS, small=SMALL_MS).rstrip(), ""]
     log = _EMPTY_LOG
     if LOG_START in former and LOG_END in former:
@@ -244,8 +311,27 @@ def docs(results: Sequence[tuple[str, Sequence[Row]]], former: str) -> str:
     return "\n".join([*text, LOG_START + log + LOG_END, ""])
 
 
-def write_docs(path: Path = DOCS, committed: Path = COMMITTED) -> None:
-    """Generate docs/benchmarks.md anew from the committed results."""
+def _spaced(lines: Sequence[str]) -> list[str]:
+    return [part for line in lines for part in (line, "")]
+
+
+def readme(results: Sequence[Result], former: str, committed: Path = COMMITTED) -> str:
+    """The README with what was measured on a GPU, or that nothing was."""
+    start, rest = former.split(RESULTS_START, 1)
+    _, end = rest.split(RESULTS_END, 1)
+    shown = []
+    for name, rows in results:
+        if _on_gpu(rows) and (table := _verdicts(rows)):
+            pictures = _pictures(committed, name, "")[:1]
+            shown += [f"On {name}, side by side in one run:", "", *table, *_spaced(pictures)]
+    text = "\n".join(shown).strip() or NOTHING
+    return f"{start}{RESULTS_START}\n{text}\n{RESULTS_END}{end}"
+
+
+def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = README) -> None:
+    """Generate docs/benchmarks.md and the README's results anew from the committed ones."""
     found = [(p.parent.name, read_rows(p)) for p in sorted(committed.glob(f"*/{RESULTS}"))]
     former = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(docs(found, former), encoding="utf-8")
+    path.write_text(docs(found, former, committed), encoding="utf-8")
+    page = readme(found, front.read_text(encoding="utf-8"), committed)
+    front.write_text(page, encoding="utf-8")

@@ -1,0 +1,207 @@
+"""The goals: which rows decide them, what is said of them, and that what they need is measured."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # bench is no part of the package
+
+from bench import plot, report, target_tasks, targets
+from bench.models import WAYS, missing_option
+from bench.rows import ERROR, FAILED, Row
+from bench.targets import GOALS, Claim, verdict
+from bench.timer import Roofs
+
+CLAIMS = [claim for goal in GOALS for claim in goal.claims]
+BY_NAME = {claim.name: claim for claim in CLAIMS}
+
+
+def attention(provider, T, ms, **fields):
+    shape = f"sweep-T-B1-T{T}-C768-H12"
+    return Row("attention", provider, shape, "bf16", "fwd", T=T, ms=ms, **fields)
+
+
+def test_the_worst_case_decides_against_the_fastest_peer():
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    rows = [
+        attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0),
+        attention("ours", 257, 1.0), attention("sdpa-flash", 257, 1.9),
+        attention("sdpa-cudnn", 257, 1.2), attention("eager", 257, 0.1),
+        attention("ours", 577, 9.0), attention("sdpa-flash", 577, 1.0),
+    ]  # fmt: skip
+    found = verdict(claim, rows)
+    assert (found.shape, found.ratio) == ("sweep-T-B1-T257-C768-H12", 1.2)
+    assert found.word == "MISSED" and found.peer.provider == "sdpa-cudnn"
+    assert verdict(claim, [r for r in rows if r.provider != "sdpa-cudnn"]).word == "met"
+
+
+def test_the_fastest_of_ours_counts_and_like_is_held_against_like():
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    ours = attention("ours", 197, 3.0, graph_ms=1.0)
+    split = attention("ours-split", 197, 2.0, graph_ms=1.5)
+    peer = attention("sdpa-flash", 197, 3.0, graph_ms=1.4)
+    assert verdict(claim, [ours, split, peer]).ratio == pytest.approx(1.4)
+    eager = replace(peer, graph_ms=None)  # that could not be captured: both with the host
+    assert verdict(claim, [ours, split, eager]).ratio == pytest.approx(1.0)
+
+
+def test_a_peer_that_breaks_the_2x_rule_counts_and_ours_does_not():
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    ours = attention("ours", 197, 1.0)
+    rows = [ours, attention("sdpa-flash", 197, 1.1, status=FAILED)]
+    assert verdict(claim, rows).ratio == pytest.approx(1.1)
+    lines = {line[0]: line for line in targets.lines(rows)}
+    assert lines["attention fwd, T = 197, 257 (T197)"][3] == "1.1 ms sdpa-flash*"
+    wrong = [replace(ours, status=FAILED, note="2x rule"), rows[1]]
+    found = verdict(claim, wrong)
+    assert found.ratio is None and found.word == "FAILED: 2x rule"
+    good = [attention("ours", 257, 1.0), attention("sdpa-flash", 257, 5.0)]
+    assert verdict(claim, [*wrong, *good]).word == "FAILED: 2x rule"  # the good do not hide it
+
+
+def test_shares_of_the_roofs():
+    def row(op, mode, **fields):
+        return Row(op, "ours", "ViT-B-B128-T197-C768-H12", "bf16", mode, ms=1.0, **fields)
+
+    copy = Row("roof", "eager", "", "uint8", "copy", ms=1.0, gbps=4000.0)
+    norm = row("layer_norm", "fwd", gbps=3500.0)
+    found = verdict(BY_NAME["layer_norm fwd"], [copy, norm])
+    assert found.ratio == 0.875 and found.met
+    assert verdict(BY_NAME["layer_norm fwd"], [norm]).word == "no roof measured"
+    burst = Row("roof", "eager", "", "bf16", "matmul", ms=1.0, tflops=800.0)
+    settled = replace(burst, mode="matmul, sustained", tflops=600.0)
+    step = Row("vit", "swapped", targets.VIT_B, "amp", "train", ms=1.0, tflops=420.0)
+    found = verdict(BY_NAME["ViT-B step, matmul roof"], [burst, settled, step])
+    assert found.ratio == pytest.approx(0.7) and found.met
+
+
+def test_memory_is_met_from_below():
+    def row(provider, mib):
+        return Row("vit", provider, targets.VIT_B, "amp", "train", ms=1.0, peak_mib=mib)
+
+    claim = BY_NAME["peak memory"]
+    assert verdict(claim, [row("eager", 100.0), row("swapped", 79.0)]).word == "met"
+    assert verdict(claim, [row("eager", 100.0), row("swapped", 81.0)]).word == "MISSED"
+    # another way of ours does not stand in for it, nor one without a figure
+    assert verdict(claim, [row("eager", 100.0), row("swapped+graph", 1.0)]).ratio is None
+    assert verdict(claim, [row("eager", None), row("swapped", 79.0)]).word == "no peer measured"
+
+
+def test_without_rows_each_line_says_why(monkeypatch):
+    lines = targets.lines([])
+    assert len(lines) == len(CLAIMS) <= 24
+    assert {line[-1] for line in lines} >= {"not measured"}
+    monkeypatch.setattr(targets, "__file__", "/nowhere/targets.py")
+    assert "no op mlp here" in {line[-1] for line in targets.lines([])}
+    monkeypatch.setitem(WAYS, "swapped-low", replace(WAYS["swapped"], options=(("nap", "low"),)))
+    low = next(line for line in targets.lines([]) if line[0] == "peak memory, low")
+    assert low[-1] == "swap_in has no nap='low'"
+    error = Row("vit", "swapped", targets.VIT_B, "amp", "train", status=ERROR, note="no kernel")
+    assert verdict(BY_NAME["peak memory"], [error]).word == "error: no kernel"
+
+
+def test_the_table_of_goals():
+    rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0)]
+    first, second, *others = targets.goal_lines(rows)
+    assert first[:3] == [GOALS[0].work, GOALS[0].against, "1.3x"]
+    assert first[3].startswith("attention fwd, T = 197, 257: 2.00 met; attention bwd")
+    assert [line[3] for line in (second, *others)] == ["not yet"] * (len(GOALS) - 1)
+
+
+def measured(claim: Claim):
+    """Providers of the tasks' keys that belong to a claim, by shape."""
+    found: dict[str, set[str]] = {}
+    for task in target_tasks.target_tasks():
+        for op, provider, shape, dtype, mode in task.keys:
+            if claim.has(Row(op, provider, shape, dtype, mode)):
+                found.setdefault(shape, set()).add(provider)
+    return found
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_what_a_claim_compares_is_measured(claim):
+    if why := targets.absent(claim):
+        ways = {p for providers in measured(claim).values() for p in providers}
+        assert not any(targets._is(p, claim.ours) for p in ways)
+        pytest.skip(why)
+    found = measured(claim)
+    assert len(found) == len(claim.shapes)
+    for providers in found.values():
+        assert any(targets._is(p, claim.ours) for p in providers)
+        assert not claim.peers or any(targets._is(p, claim.peers) for p in providers)
+
+
+def test_what_is_compared_is_in_the_same_task():
+    for task in target_tasks.target_tasks():
+        names = {key[1] for key in task.keys}
+        assert task.renews
+        if "compile-max-autotune" in names and task.keys[0][0] != "vit":
+            assert {"eager", "ours", "compile"} <= names
+    assert len({k for t in target_tasks.target_tasks() for k in t.keys}) == sum(
+        len(t.keys) for t in target_tasks.target_tasks()
+    )
+    (part,) = target_tasks.target_tasks(["patch_embed"])
+    assert part.title.startswith("patch_embed")
+
+
+def test_a_way_that_swap_in_does_not_know_is_not_planned(monkeypatch):
+    monkeypatch.setitem(WAYS, "swapped-low", replace(WAYS["swapped"], options=(("nap", "low"),)))
+    assert missing_option("swapped-low") and not missing_option("swapped")
+    ways = [w for t in target_tasks.targets() if hasattr(t, "ways") for w in t.ways]
+    assert "swapped" in ways and "swapped-low" not in ways
+
+
+def test_pages_show_the_goals_once_and_results_where_there_are_some(tmp_path):
+    (tmp_path / "a-gpu").mkdir()
+    (tmp_path / "a-gpu" / "targets.png").write_bytes(b"")
+    about = {"gpu": "NO SUCH GPU"}
+    rows = [attention("ours", 197, 1.0, **about), attention("sdpa-flash", 197, 2.0, **about)]
+    former = f"a\n{report.RESULTS_START}\nold\n{report.RESULTS_END}\nb"
+    empty = report.docs([], "", tmp_path)
+    assert empty.count(GOALS[0].work) == 1 and "Targets on" not in empty
+    page = report.docs([("a-gpu", rows)], "", tmp_path)
+    first, second = page.index("## Targets on a-gpu"), page.index("## a-gpu")
+    assert first < second and "2.00 met" in page[second:]
+    assert "](../bench/results/a-gpu/targets.png)" in page[first:second]
+    front = report.readme([("a-gpu", rows)], former, tmp_path)
+    assert "old" not in front and front.startswith("a\n") and front.endswith("\nb")
+    assert (
+        "| attention fwd, T = 197, 257" in front and "](bench/results/a-gpu/targets.png)" in front
+    )
+    assert report.NOTHING in report.readme([], front, tmp_path)
+    assert report.NOTHING in report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])], former)
+
+
+def test_the_pictures_of_goals_and_of_models_have_no_empty_panel(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        attention("ours", 197, 1.0, tflops=2.0, roof_share=0.5),
+        attention("eager", 197, 2.0, tflops=1.0, roof_share=0.2),
+        attention("sdpa-flash", 197, 1.5, tflops=1.0, roof_share=0.2, status=FAILED),
+    ]
+    speeds, failed = plot._speeds(rows, lambda r: r.shape)
+    assert speeds == {rows[0].shape: {"ours": 2.0, "eager": 1.0, "sdpa-flash": 2 / 1.5}}
+    assert failed == {(rows[0].shape, "sdpa-flash")}
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plot, "_save", lambda figure, path: seen.append(figure) or path)
+        names = [p.name for p in plot.draw_all(rows, Roofs(0.0, {}), tmp_path)]
+        assert names == ["targets.png", "ops.png"]
+        assert len(seen[1].axes) == 1  # bars alone: there is one T
+        wide = [attention(r.provider, 257, r.ms, tflops=1.0, roof_share=0.3) for r in rows[:2]]
+        seen.clear()
+        plot.draw_ops([*rows, *wide], tmp_path / "ops.png")
+        left, right = seen[0].axes
+        assert (left.get_ylabel(), right.get_ylabel()) == ("TFLOP/s", "share of the nearer roof")
+        step = Row("vit", "eager", "a", "amp", "train", ms=2.0, images_per_s=1.0)
+        seen.clear()
+        plot.draw_vit([step, replace(step, provider="swapped", ms=1.0)], tmp_path / "vit.png")
+        (axes,) = seen[0].axes  # no memory, no first step: no panels for them
+        assert axes.get_title().startswith("Speed over eager")
+        assert sorted(bar.get_height() for bar in axes.patches) == [1.0, 2.0]
