@@ -1,5 +1,7 @@
 """`python -m bench`: measure ops and whole models side by side, draw, compare.
 
+    python -m bench contact --seconds 540 --out DIR     a borrowed GPU: right, fast, tuned
+    python -m bench targets --out DIR                   the rows of the goals
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
     python -m bench attention --shape T197 --dtype bf16
     python -m bench vit --mode train --provider swapped
@@ -16,6 +18,7 @@ has become slower; 2 for a mistake in the command, 130 for an interrupt.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -26,7 +29,7 @@ from typing import Any
 
 import torch
 
-from bench import plot, report
+from bench import contact, facts, plot, report, targets, warm
 from bench.compare import THRESHOLD, newly_failed, ratios, table
 from bench.harness import MODES, Bench
 from bench.host import measure_host
@@ -43,9 +46,12 @@ from bench.session import (
     run_check,
     run_tasks,
 )
+from bench.stages import CUT_SHORT
+from bench.target_tasks import target_tasks
+from bench.target_tasks import targets as targets_here
 from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, make_console, require
+from fastvit_kernels.commands.console import CommandError, aligned, make_console, require
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
@@ -59,7 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in ("all", *OPS, *WHOLE):
+    contact.add_arguments(
+        commands.add_parser(
+            "contact", help="check, time and tune in a given time", description=contact.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )  # fmt: skip
+    for name in ("targets", "all", *OPS, *WHOLE):
         measuring = commands.add_parser(name, help=f"measure {name}")
         _add_measuring(measuring)
         if name == "vit":
@@ -75,6 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold", type=float, default=THRESHOLD,
         help=f"slower by more than this share is a regression (default {THRESHOLD})",
     )  # fmt: skip
+    commands.add_parser("facts", help="GPU, driver, versions, sources")
+    warm.add_arguments(
+        commands.add_parser("warm", help="first launches of the targets, to compile")
+    )
     commands.add_parser("traffic", help="count launches and bytes of a training step; no GPU")
     commands.add_parser("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
@@ -131,14 +147,14 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
     wanted = Wanted(
-        ops=(*WHOLE, *OPS) if arguments.command == "all" else (arguments.command,),
+        ops=(*WHOLE, *OPS) if arguments.command in ("all", "targets") else (arguments.command,),
         providers=arguments.provider or (), shapes=arguments.shape or (),
         dtypes=arguments.dtype or (), modes=arguments.mode or (), **_model_wanted(arguments),
     )  # fmt: skip
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
     results = _open(arguments)
-    ending, measured = 0, set(results.rows)
+    ending, left_out, is_over, measured = 0, 0, False, set(results.rows)
     with _progress(console) as progress:
         say = progress.console.print
 
@@ -150,7 +166,7 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
             with clock.alarm(), warnings.catch_warnings():
                 # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
                 warnings.simplefilter("ignore", UserWarning)
-                found = tasks(wanted, machine.device)
+                found = _tasks(arguments, wanted, machine.device)
                 for text in wanted.said:
                     said(text)
                 _roofs(bench, results)
@@ -168,11 +184,12 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
                     said("a case hangs: its row says so, and a new process goes on.")
                     machine.restart(_again(words, clock))
 
-                skipped = run_tasks(found, bench, results, clock, started, restart)
+                left_out = run_tasks(found, bench, results, clock, started, restart)
                 progress.update(bar, completed=len(found))
-                if skipped:
-                    said(f"{skipped} cases were left out: too little time. --resume continues.")
+                if left_out:
+                    said(f"{left_out} cases were left out: too little time. --resume continues.")
         except TimeOver:
+            is_over = True
             said("the time is over; --resume continues.")
         except KeyboardInterrupt:
             said("interrupted; every finished row is in the CSV, and --resume continues.")
@@ -183,9 +200,11 @@ def run(arguments: argparse.Namespace, words: list[str], machine: Machine, conso
             return machine.restart(_again(words, clock)) or 1
     results.close()
     del bench
-    _finish(results, wanted, console)
+    _finish(results, wanted, console, arguments.command)
     rows = list(results.rows.values())
     new = [r for r in rows if arguments.resume or r.key not in measured]
+    if arguments.command == "targets" and not ending and (left_out or is_over):
+        return CUT_SHORT
     return ending or (1 if bad_rows(new) else 0)
 
 
@@ -206,6 +225,12 @@ def _model_wanted(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{', '.join(unknown)}"
         )
     return given
+
+
+def _tasks(arguments: argparse.Namespace, wanted: Wanted, device: torch.device) -> list[Task]:
+    if arguments.command == "targets":
+        return list(target_tasks(wanted.shapes))
+    return tasks(wanted, device)
 
 
 def _again(words: list[str], clock: Clock) -> list[str]:
@@ -248,11 +273,14 @@ def _roofs(bench: Bench, results: Results) -> None:
     bench.roofs = roofs_of(list(results.rows.values()))
 
 
-def _finish(results: Results, wanted: Wanted, console: Any) -> None:
+def _finish(results: Results, wanted: Wanted, console: Any, command: str) -> None:
     """summary.md, the pictures, and the short table."""
     rows = list(results.rows.values())
     said = [f"- {text}" for text in wanted.said]
     (results.folder / SUMMARY).write_text(report.summary(rows, said), encoding="utf-8")
+    if command == "targets":  # no pictures: `plot` draws them where time is not short
+        print(aligned([targets.HEADER, *targets.lines(rows)]))
+        return
     _draw(rows, results.folder, console)
     lines = report.short_lines(rows)
     if lines:
@@ -356,10 +384,19 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         if arguments.command == "docs":
             report.write_docs()
             return 0
+        if arguments.command == "facts":
+            return facts.run()
         machine = machine or this_machine(arguments)
+        if arguments.command == "contact":
+            return contact.run(arguments, machine is not None)
         given = _model_wanted(arguments)
         if machine is None and given:
             raise CommandError(f"torch sees no GPU to measure {given['model']} on")
+        if machine is None and arguments.command in ("targets", "warm"):
+            raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
+        if arguments.command == "warm":
+            work = [warm.job_of(*pair) for pair in enumerate(targets_here())]
+            return warm.run(work, arguments.jobs, arguments.time_budget or math.inf)
         if machine is None:
             return run_without_gpu(arguments, run_check, console)
         arguments.out = arguments.out or Path("bench-out")

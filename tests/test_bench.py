@@ -57,11 +57,16 @@ class FakeTimer(WallTimer):
     def capture(self, step: Step):
         self.captures += 1
         state = step.prepare()
+        step.run(state)
         return lambda: step.run(state)
 
     def peak_mib(self, run):
         run()
         return 3.0
+
+    def kept_mib(self, forward):
+        forward()
+        return 2.0
 
 
 def bench(timer=None):
@@ -441,8 +446,8 @@ def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys)
     assert main(words, machine) == 2  # results are never overwritten
     assert main([*words, "--resume"], machine) == 0
     assert (
-        len(read_rows(out)) == 1 + 2 + 1 + 4
-    )  # copy, matmul burst and sustained, check, two cases
+        len(read_rows(out)) == 1 + 2 + 1 + 1 + 4
+    )  # copy, matmul burst and sustained, a graph's replay, check, two cases
 
 
 def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
@@ -616,10 +621,10 @@ def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
         results._write(as_line(row))
     results.close()
     assert main(["plot", str(tmp_path)]) == 0
-    names = {"ops.png", "vit.png", "roofline.png", "profile.png"}
+    names = {"targets.png", "ops.png", "vit.png", "roofline.png", "profile.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
     assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 7
     summary = (tmp_path / "summary.md").read_text()
     assert "NO SUCH GPU" in summary and "not yet measured" in summary  # host cost has no row
     assert "drawn" in capsys.readouterr().out
@@ -675,10 +680,11 @@ def test_the_page_says_what_is_not_measured_and_keeps_the_log():
 
 
 def test_the_committed_page_is_the_generated_one(tmp_path):
-    copy = tmp_path / "benchmarks.md"
-    copy.write_text(report.DOCS.read_text(encoding="utf-8"), encoding="utf-8")
-    report.write_docs(copy)
-    assert copy.read_text() == report.DOCS.read_text(encoding="utf-8")
+    for page in (report.DOCS, report.README):
+        (tmp_path / page.name).write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    report.write_docs(tmp_path / report.DOCS.name, front=tmp_path / report.README.name)
+    for page in (report.DOCS, report.README):
+        assert (tmp_path / page.name).read_text() == page.read_text(encoding="utf-8")
 
 
 def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):

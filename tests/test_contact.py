@@ -1,0 +1,339 @@
+"""The run of a borrowed GPU with stub commands: shares, hangs, interrupts, what is done already."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # bench is no part of the package
+
+from bench import contact, stages
+from bench.__main__ import build_parser, main
+from bench.rows import FAILED, Results, Row
+from bench.stages import DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
+from fastvit_kernels.commands import cli
+from fastvit_kernels.verify.kept import Kept
+
+SECONDS = 1e6  # of the stub clock
+
+
+def stage(name, code, share=1.0, **options):
+    return Stage(name, share, (sys.executable, "-c", code), "", **options)
+
+
+def run_of(tmp_path, *found, **options):
+    settings = {"say": lambda text: None, **options}
+    return Stages(found, tmp_path / "out", settings.pop("seconds", SECONDS), **settings)
+
+
+def events(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out" / EVENTS).read_text().splitlines()]
+
+
+def runs(pid):
+    """Whether it is there and no zombie that nobody has reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.02)
+    assert condition()
+
+
+def clock_of(path):
+    """A clock that stands still but while the process runs that wrote its id to `path`."""
+    seconds = [0.0]
+
+    def now():
+        text = path.read_text() if path.exists() else ""
+        if text and runs(int(text)):
+            seconds[0] += 1e5
+        return seconds[0]
+
+    return now
+
+
+# --- shares
+
+
+def test_what_a_stage_leaves_goes_to_those_after_it(monkeypatch, tmp_path):
+    clock, given = [0.0], {}
+
+    def run(self, stage, limit):
+        given[stage.name] = limit
+        clock[0] += 10.0
+        return self._ended(Ending(stage.name, DONE, 10.0, 0))
+
+    monkeypatch.setattr(Stages, "_run", run)
+    found = [stage("a", "", 1), stage("b", "", 2), stage("c", "", 1), stage("d", "", 4, least=1e3)]
+    work = run_of(tmp_path, *found, seconds=800.0, now=lambda: clock[0])
+    assert work.run()
+    assert stages.limits(found, 800.0) == [100.0, 200.0, 100.0, 400.0]
+    # a has left 90 s, b more; d would not be worth its start
+    assert given == pytest.approx({"a": 100.0, "b": 790 * 2 / 7, "c": 780 / 5})
+    assert [e.state for e in work.endings] == [DONE, DONE, DONE, stages.ABSENT]
+
+
+def test_a_stage_is_told_less_than_it_has(tmp_path):
+    words = ("{python}", "-c", "import sys; print('told', sys.argv[1])", "{seconds}")
+    work = run_of(tmp_path, Stage("a", 1, words, ""), places={"python": sys.executable}, seconds=60)
+    assert work.run()
+    log = (tmp_path / "out" / LOG).read_text()
+    assert "told 48" in log or "told 47" in log  # 60 s but the seconds in which it should end
+
+
+# --- what goes wrong
+
+
+def test_what_a_stage_prints_and_how_it_ends_is_on_disk(tmp_path):
+    said = []
+    found = [
+        stage("good", "print('one')"), stage("wrong", "import sys; sys.exit(1)"),
+        stage("cut", "import sys; sys.exit(3)"),
+        stage("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        stage("last", "print('two')"),
+    ]  # fmt: skip
+    work = run_of(tmp_path, *found, say=said.append)
+    assert work.run()
+    states = {e["stage"]: (e["state"], e["status"]) for e in events(tmp_path)}
+    assert states == {
+        "good": (DONE, 0), "wrong": (DONE, 1), "cut": (UNFINISHED, 3), "last": (DONE, 0),
+        "dies": (UNFINISHED, -signal.SIGSEGV),
+    }  # fmt: skip
+    assert [e.stage for e in work.endings if e.failed] == ["wrong"]
+    log = (tmp_path / "out" / LOG).read_text()
+    assert log.index("== good") < log.index("one") < log.index("two")
+    assert "".join(said) == log
+
+
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+folder = pathlib.Path({folder!r})
+(folder / "child").write_text(str(child.pid))
+print("hangs", flush=True)
+(folder / "draft").write_text(str(os.getpid()))
+os.replace(folder / "draft", folder / "pid")
+time.sleep(600)
+"""
+
+
+def test_a_hang_is_killed_with_what_it_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "KILL_S", 0.1)  # it ignores SIGTERM
+    found = [stage("hangs", STUBBORN.format(folder=str(tmp_path))), stage("next", "print('next')")]
+    work = run_of(tmp_path, *found, now=clock_of(tmp_path / "pid"))
+    assert work.run()
+    assert [e.state for e in work.endings] == [KILLED, DONE]
+    assert "hangs\n" in (tmp_path / "out" / LOG).read_text()
+    for name in ("pid", "child"):
+        wait_until(lambda name=name: not runs(int((tmp_path / name).read_text())))
+
+
+POLITE = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path({folder!r})
+def over(*_):
+    (folder / "saved").write_text("all")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, over)
+(folder / "draft").write_text(str(os.getpid()))
+os.replace(folder / "draft", folder / "pid")
+time.sleep(600)
+"""
+
+
+def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "KILL_S", 600.0)
+    work = run_of(
+        tmp_path, stage("slow", POLITE.format(folder=str(tmp_path))), now=clock_of(tmp_path / "pid")
+    )
+    assert work.run()
+    assert [e.state for e in work.endings] == [KILLED]
+    assert (tmp_path / "saved").read_text() == "all"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from bench.stages import Interrupted, Stage, Stages, interruptible
+found = [Stage("slow", 1, (sys.executable, "-c", {code!r}), "")]
+try:
+    with interruptible():
+        Stages(found, Path({out!r}), 1e6).run()
+except Interrupted:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_ends_the_stage_and_leaves_a_line(tmp_path, number):
+    program = PROGRAM.format(
+        code=POLITE.format(folder=str(tmp_path)), out=str(tmp_path / "out")
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    wait_until((tmp_path / "pid").exists)
+    process.send_signal(number)
+    assert process.wait(600) == 130
+    assert not runs(int((tmp_path / "pid").read_text()))
+    assert (tmp_path / "saved").read_text() == "all"
+    assert [(e["stage"], e["state"]) for e in events(tmp_path)] == [("slow", UNFINISHED)]
+
+
+def test_where_a_needed_stage_fails_nothing_comes_after_it(tmp_path):
+    found = [stage("smoke", "import sys; sys.exit(1)", needed=True), stage("next", "")]
+    work = run_of(tmp_path, *found)
+    assert not work.run()
+    assert [e.stage for e in work.endings] == ["smoke"]
+
+
+def test_resume_leaves_out_what_is_done_by_the_same_sources(tmp_path):
+    count = tmp_path / "count"
+    count.write_text("")
+    head = f"import sys; open({str(count)!r}, 'a').write('{{}} '); sys.exit({{}})"
+    found = [
+        stage("done", head.format("done", 0)), stage("wrong", head.format("wrong", 1)),
+        stage("cut", head.format("cut", 3)), stage("smoke", head.format("smoke", 1)),
+        stage("again", head.format("again", 0), again=True),
+    ]  # fmt: skip
+    run_of(tmp_path, *found, sources="a").run()
+    with (tmp_path / "out" / EVENTS).open("a") as file:
+        file.write('{"stage": "torn')
+    assert count.read_text() == "done wrong cut smoke again "
+    count.write_text("")
+    needed = [Stage(**{**vars(s), "needed": s.name == "smoke"}) for s in found]
+    needed[-1], needed[3] = needed[3], needed[-1]
+    run_of(tmp_path, *needed, sources="a", resume=True).run()
+    assert count.read_text() == "cut again smoke "
+    count.write_text("")
+    run_of(tmp_path, *found[:2], sources="b", resume=True).run()  # it was mended
+    assert count.read_text() == "done wrong "
+
+
+# --- the command
+
+
+def test_without_a_gpu_nothing_is_run_and_nothing_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
+    for words in (["contact", "--out", str(tmp_path / "out")], ["targets"], ["warm"]):
+        assert main(words) == 2
+        assert "torch sees no GPU, so nothing was run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_lists_the_stages(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
+    assert main(["contact", "--dry-run", "--seconds", "540", "--out", str(tmp_path / "out")]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["stage", "share", "s"]
+    assert [line.split()[0] for line in lines] == [s.name for s in contact.STAGES]
+    seconds = [int(line.split("%")[1].split()[0]) for line in lines]
+    assert abs(sum(seconds) - (540 - contact.RESERVE)) < len(lines)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stage", contact.STAGES, ids=lambda stage: stage.name)
+def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
+    places = {"out": str(tmp_path), "seconds": "60", "jobs": "4"}
+    _, dash, module, *words = stage.words(places)
+    assert dash == "-m"
+    parser = build_parser() if module == "bench" else cli.build_parser(words)
+    assert parser.parse_args(words).command == words[0]
+
+
+def test_the_report_names_what_is_wrong_first_and_fits_a_screen(tmp_path):
+    kept = Kept(tmp_path / contact.CHECKED)
+    kept.add(name="mlp", dtype="bf16", failure="killed", seconds=1.0, tensors=[], passed=False)
+    kept.add(name="linear", dtype="bf16", failure=None, seconds=1.0, tensors=[], passed=True)
+    kept.add(table="linear_fwd", config={"w": 4}, case="linear, fp16", share=0.0, fault="differs")
+    results = Results(tmp_path, resume=False)
+    results.append(Row("mlp", "ours", "a", "bf16", "fwd", status=FAILED, note="2x rule", ms=1.0))
+    results.append(Row("mlp", "quack", "a", "bf16", "fwd", status="error", note="no such thing"))
+    results.close()
+    text, right = contact.report(tmp_path)
+    assert not right
+    first, *others = text.splitlines()
+    assert first == "WRONG: 3"
+    assert others[0] == "  check mlp, bf16: killed"
+    assert others[1] == "  config linear_fwd [w=4], linear, fp16: differs"
+    assert others[2].startswith("  mlp a bf16 fwd: ours")
+    assert "quack" not in text
+    table = list(itertools.dropwhile(lambda line: not line.startswith("target"), others))
+    assert len(table) <= 26 and max(map(len, table[:-1])) <= 160
+    (tmp_path / contact.CHECKED).unlink()
+    (tmp_path / "results.csv").unlink()
+    text, right = contact.report(tmp_path)
+    assert right and text.startswith("nothing wrong in what ran")
+
+
+def test_contact_goes_through_its_stages_and_ends_with_the_table(tmp_path, capsys):
+    found = [stage("facts", "print('a GPU')", needed=True), stage("check", "raise SystemExit(1)")]
+    words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
+    arguments = build_parser().parse_args(words)
+    assert contact.run(arguments, True, found) == 1
+    out = capsys.readouterr().out
+    assert out.index("a GPU") < out.index("WRONG: 1") < out.index("\ntarget ")
+    with pytest.raises(Exception, match="exists: --resume goes on"):
+        contact.run(arguments, True, found)
+    arguments = build_parser().parse_args([*words, "--resume"])
+    assert contact.run(arguments, True, found) == 0
+    assert "a GPU" not in capsys.readouterr().out
+
+
+# --- the suite on a GPU
+
+SUITE = """
+import importlib.util, os, sys
+import pytest, torch
+spec = importlib.util.spec_from_file_location("suite", {conftest!r})
+suite = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(suite)
+torch.cuda.is_available = lambda: True
+torch.cuda.current_device = lambda: 0
+lost = []
+def synchronize(device=None):
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.synchronize = synchronize
+_device_still_works = suite._device_still_works
+
+def test_right(): pass
+def test_leaves_the_context_lost(): lost.append(1)
+def test_next(): assert not lost
+"""
+
+
+def test_a_worker_ends_where_the_device_is_lost_and_another_goes_on(tmp_path):
+    pytest.importorskip("xdist")
+    path = tmp_path / "test_suite.py"
+    path.write_text(SUITE.format(conftest=str(ROOT / "tests" / "conftest.py")))
+    words = ["-q", "-p", "no:cacheprovider", "-n", "1", "--rootdir", str(tmp_path), str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "crashed while running 'test_suite.py::test_leaves_the_context_lost'" in done.stdout
+
+
+def test_what_runs_on_the_cpu_is_marked(request):
+    assert request.node.get_closest_marker("interpreter")
