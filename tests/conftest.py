@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import pytest
 
 from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.verify.runner import device_lost
 
 define_torchvision_operators()
 
@@ -41,16 +42,47 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _device_still_works():
+    """After an illegal access every later launch of a process fails: this one ends.
+
+    xdist names the test that was running and starts another worker for those that are left.
+    """
+    yield
+    if not torch.cuda.is_available():
+        return
+    lost = device_lost(torch.device("cuda", torch.cuda.current_device()))
+    if lost is not None:
+        end_process(f"the GPU's context is lost: {lost}")
+
+
+def end_process(why):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.exit(why, returncode=4)
+    print(why, file=sys.__stderr__, flush=True)
+    os._exit(4)  # no handler that touches the device may run
+
+
 def pytest_addoption(parser):
     fuzz = parser.getgroup("fuzz", "tests/ops/test_fuzz.py")
     fuzz.addoption("--fuzz-cases", type=int, default=300, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
 
 
+# What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
+ON_THE_CPU = ("commands", "swap", "tools", "test_bench.py", "test_contact.py", "test_targets.py")
+
+
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    """Mark what is for the interpreter alone, and leave out what this machine cannot run."""
+    has_gpu, here = torch.cuda.is_available(), Path(__file__).parent
+    no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    on_the_cpu = pytest.mark.skip(reason="runs on the CPU: CUDA_VISIBLE_DEVICES= pytest ...")
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        needs_gpu = "gpu" in item.keywords
+        if not needs_gpu and item.path.relative_to(here).parts[0] in ON_THE_CPU:
+            item.add_marker("interpreter")
+        if needs_gpu and not has_gpu:
+            item.add_marker(no_gpu)
+        elif has_gpu and "interpreter" in item.keywords:
+            item.add_marker(on_the_cpu)
