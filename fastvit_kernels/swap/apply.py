@@ -15,7 +15,7 @@ from torch import nn
 
 from . import hosts
 from .hosts.fused import Fused, Unfused
-from .recognise import recognise, unused
+from .recognise import PROVEN, Trial, recognise, unused
 from .report import Left, Swapped, SwapReport, ancestors, make_report
 from .verdicts import refusal, unproven
 
@@ -50,7 +50,9 @@ def _selected(argument: str, selectors: Any, modules: dict[str, nn.Module]) -> s
     return {n for n in modules if any(a in roots for a in ancestors(n))}
 
 
-def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapReport:
+def swap_in(
+    model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False
+) -> SwapReport:
     """Make a model run on the fused kernels, in place.
 
     Parameters, buffers, state_dict, hooks and modes stay what they are; optimizers made before
@@ -65,6 +67,8 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
             a module, a class, a predicate (name, module) -> bool, or an iterable of these. A module
             stands for all that is inside it.
         skip: leave these alone; the same kinds.
+        explain: the report says, too, which candidates were tried for each module, and how each
+            fared.
     Returns: a SwapReport: what was swapped at which level, what was left and why.
     Raises: TypeError for another model or selector; ValueError for a name or module that the model
         does not have. Nothing is changed then.
@@ -77,6 +81,7 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
     refused: dict[str, str] = {}
     guesses: dict[str, str] = {}  # reasons of modules that no table knows
     planned: dict[nn.Module, Any] = {}
+    tried: dict[str, tuple[Trial, ...]] = {}
 
     def class_of(module: nn.Module) -> type:
         return planned.get(module, type(module))
@@ -93,10 +98,14 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
         if cls is not None and reason is None:
             planned[module] = cls
             reason = None if issubclass(cls, Unfused) else unproven(module, class_of)
+        if cls is not None and reason != "":
+            tried[name] = ((f"{cls.fused_level}, by the table of its library", reason or PROVEN),)
         if reason is not None:
             planned.pop(module, None)
         if reason == "" or (reason and type(module) is nn.Sequential):  # unknown to the tables
             found, search = recognise(module, class_of)
+            nothing = (("no candidate", search.reason),) if search.reason else ()
+            tried[name] = tried.get(name, ()) + (search.trials or nothing)
             if found is not None:
                 cls, reason = found, refusal(module, found)
             elif not (reason or search.unlike):
@@ -113,7 +122,24 @@ def swap_in(model: nn.Module, *, only: Any = None, skip: Any = None) -> SwapRepo
         guesses[name] = "its caller gets the probabilities"
     for module, cls in planned.items():
         module.__class__ = cls  # type: ignore[assignment]
-    return make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
+    report = make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
+    if explain:
+        report.explanation = explanation(modules, tried)
+    return report
+
+
+def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...]]) -> list[str]:
+    """The candidates and how each fared, once for modules of one class that fared alike."""
+    alike: dict[Any, list[str]] = {}
+    for name in modules:
+        if tried.get(name):
+            alike.setdefault((type(modules[name]).__name__, tried[name]), []).append(name)
+    lines: list[str] = []
+    for (cls, trials), names in alike.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"{names[0] or 'the model'}{more}: {cls}")
+        lines += [f"  {candidate}: {outcome}" for candidate, outcome in trials]
+    return lines
 
 
 def swap_out(model: nn.Module) -> None:

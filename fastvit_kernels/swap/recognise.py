@@ -32,6 +32,7 @@ DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
 
 HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
 
+PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
 
 
@@ -180,7 +181,7 @@ def _try(
             return cls if m is module else class_of(m)
 
         outcome = prove(module, Facts(module, planned), planned)
-        trials.append((describe(mixin, roles), outcome or "proven"))
+        trials.append((describe(mixin, roles), outcome or PROVEN))
         if outcome is None:
             return Found(mixin, roles, "", False, tuple(trials))
         reason = reason or outcome

@@ -51,6 +51,8 @@ class SwapReport:
         pytorch: what PyTorch computes inside modules that count as fused, such as RoPE, with its
             share of the elements that the layers read and write: a model, not a measurement.
         uncounted: modules whose FLOPs or bytes could not be counted.
+        explanation: with explain=True, for each kind of module the candidates that were tried and
+            how each fared.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -61,6 +63,7 @@ class SwapReport:
     depending_flops: int = 0
     pytorch: dict[str, float] = field(default_factory=dict)
     uncounted: list[str] = field(default_factory=list)
+    explanation: list[str] = field(default_factory=list)
 
     @property
     def level(self) -> str:
@@ -97,6 +100,8 @@ class SwapReport:
         uncounted = getattr(self, "uncounted", [])
         if uncounted:
             lines.append(f"not counted: {', '.join(uncounted[:3])}" + " ..." * (len(uncounted) > 3))
+        explanation = getattr(self, "explanation", [])
+        lines += ["", *explanation] if explanation else []
         return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerics import DEVICE
-from outside import by_hand, dino, look_alikes, others
+from outside import by_hand, dino, dinov3, look_alikes, others
 from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out
@@ -33,6 +33,8 @@ HOSTS = {
     "dinov2_mem_eff": partial(dino.Block, attention=dino.MemEffAttention),
     "dinov2_swiglu": partial(dino.Block, ffn=dino.SwiGLU),
     "dinov2_drop_path": partial(dino.Block, drop_path=0.05, drop=0.2),
+    "dinov3": dinov3.Block,
+    "dinov3_plain": partial(dinov3.Block, linear=nn.Linear),
     "dino": partial(dino.WeightsBlock, init_values=None),
     "ibot": partial(dino.WeightsBlock, drop=0.1),
     "vit_pytorch": partial(others.Stack, dropout=0.1),
@@ -248,3 +250,53 @@ def test_a_causal_tower_is_fused_only_where_that_is_proven():
     assert not isinstance(module, Fused), str(report)
     x = torch.randn(6, 2, 32)
     torch.testing.assert_close(module(x), host(x))
+
+
+def test_rope_and_lists_of_inputs(ran):
+    module = randomize(dinov3.Block()).double()
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    ran.clear()
+    generator = torch.Generator().manual_seed(5)
+    xs = [torch.randn(2, n, 32, generator=generator).double() for n in (6, 9)]
+    ropes = [
+        tuple(torch.randn(n - 1, 16, generator=generator).double() for _ in "sc") for n in (6, 9)
+    ]
+    calls = [(xs[0], ropes[0]), (xs[0],), (xs,), (xs, ropes), ([xs[1]], [ropes[1]])]
+    for call in calls:
+        torch.testing.assert_close(module(*call), host(*call), rtol=1e-9, atol=1e-9)
+    assert len(ran) >= len(calls)
+    with pytest.raises((ValueError, RuntimeError)):
+        module(xs, ropes[:1])
+
+
+def test_explain_says_what_was_tried():
+    model = nn.Sequential(dino.Block(), dino.Block(), look_alikes.Cosine())
+    report = swap_in(model, explain=True)
+    text = str(report)
+    assert "0 and 1 more: Block\n  block of attn, mlp: proven" in text
+    assert "2: Cosine\n  attention projections=('qkv',) heads=2 out=proj" in text
+    assert "layout=HD3 scale=1.0: computes something else" in text
+    assert "by the table of its library: proven" in text
+    assert not swap_in(nn.Linear(2, 2)).explanation
+    assert "proven" not in str(swap_in(dino.Block()))
+
+
+def test_a_pair_of_names_is_no_proof():
+    """What a module is called decides nothing: only what it computes does."""
+
+    class Attention(nn.Linear):
+        pass
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return self.fc2(self.fc1(x)).relu()
+
+    for make in (lambda: Attention(32, 32), Mlp):
+        module = make()
+        swap_in(module)
+        assert not isinstance(module, Fused)

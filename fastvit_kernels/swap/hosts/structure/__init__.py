@@ -1,0 +1,90 @@
+"""Hosts that no table knows: the fused forwards of attentions, MLPs and residual blocks whose parts
+are found by structure.
+
+`fused_roles` says which part of the host is what. The swapped class is made for one host class and
+one set of roles, and its name spells both out, so that a pickle is read without a search.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from ... import hosts
+from ...prove import TOLERANCE
+from ..fused import part
+from .attention import Attention, AttentionRoles
+from .block import Block, BlockRoles, Step
+from .leaves import Norm, NormRoles, Path, PathRoles, Scale, ScaleRoles
+from .mlp import Mlp, MlpRoles
+from .roles import LinearRoles, MaskedLinear, Roles
+
+__all__ = [
+    "Attention", "AttentionRoles", "Block", "BlockRoles", "LinearRoles", "MaskedLinear", "Mlp",
+    "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Scale", "ScaleRoles", "Step",
+    "part", "recognised_class",
+]  # fmt: skip
+
+KINDS = (Attention, MaskedLinear, Mlp, Norm, Scale, Path, Block)
+ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
+
+_made: dict[tuple[type, type, Any], type] = {}
+
+
+def _dropouts(roles: Any) -> frozenset[str]:
+    """Dropouts of attention, which draw numbers of their own."""
+    if isinstance(roles, BlockRoles):
+        return frozenset().union(*(_dropouts(s.inline) for s in roles.steps))
+    return frozenset((roles.dropout,)) if getattr(roles, "dropout", "") else frozenset()
+
+
+def _extras(roles: Any) -> tuple[str, ...]:
+    """The arguments besides the first that the fused forward takes."""
+    if isinstance(roles, BlockRoles):
+        return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
+    return (roles.rope,) if getattr(roles, "rope", "") else ()
+
+
+def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
+    """The swapped class of a host class whose parts have these roles."""
+    key = (mixin, host, roles)
+    with hosts.making:
+        if key not in _made:
+            spelled = json.dumps([hosts.host_path(host), _spelled(roles)]).encode().hex()
+            _made[key] = hosts.make(
+                sys.modules[__name__], mixin, host, f"{mixin.__name__}_{spelled}",
+                {
+                    "fused_roles": roles,
+                    "fused_extras": _extras(roles),
+                    "fused_attention_dropout": _dropouts(roles),
+                    "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
+                },
+            )  # fmt: skip
+        return _made[key]
+
+
+def _spelled(value: Any) -> Any:
+    """Roles as JSON has them: a NamedTuple with its name before its values."""
+    if isinstance(value, tuple):
+        named = [type(value).__name__] if hasattr(value, "_fields") else [""]
+        return named + [_spelled(v) for v in value]
+    return value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        values = tuple(map(_read, value[1:]))
+        return globals()[value[0]](*values) if value[0] else values
+    return value
+
+
+def __getattr__(name: str) -> type:
+    """A class by the name that recognised_class gave it, for a pickle in another process."""
+    mixin = {c.__name__: c for c in KINDS}.get(name.partition("_")[0])
+    if mixin is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, roles = json.loads(bytes.fromhex(name.partition("_")[2]))
+    module, _, host = path.rpartition(".")
+    return recognised_class(mixin, getattr(importlib.import_module(module), host), _read(roles))

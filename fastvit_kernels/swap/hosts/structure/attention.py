@@ -1,0 +1,187 @@
+"""Attentions of hosts that no table knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ops.attention.functions import attention
+from ....ops.attention.sdpa import scaled_dot_product_attention
+from ....runtime.plain import add_branch, is_plain
+from ...prove import ROOTS
+from ..attend import attend_packed, attend_weights, packable, registered, together
+from ..fused import Given, example, inert, part, project, project_out, width_of
+from .roles import Roles, as_result, entered, weight_and_bias
+
+
+class AttentionRoles(NamedTuple):
+    """The parts of an attention by name; "" for none."""
+
+    projections: tuple[str, ...]  # one Linear for q, k and v, or three
+    heads: int
+    out: str = ""
+    layout: str = "3HD"  # of the columns of a packed projection
+    scale: str | float | None = None  # a setting of the module, a number, or None for D**-0.5
+    causal: bool = False
+    dropout: str = ""  # of the probabilities: a setting or an nn.Dropout
+    norm: str = ""  # before the projections
+    q_norm: str = ""  # of each head's queries
+    k_norm: str = ""
+    inner_norm: str = ""  # between attention and the output projection
+    after: str = ""  # a dropout behind the output projection
+    grid: bool = False  # x is (B, height, width, C)
+    wide_norms: bool = False  # q_norm and k_norm read (B, T, H D), not (B, H, T, D)
+    weights: bool = False  # the result has the probabilities, too
+    rounded: bool = False  # its softmax is in fp32, whatever the dtype
+    rope: str = ""  # the argument with the angles
+    rotate: str = ""  # the method or function of the host that rotates q and k by them
+    spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0
+    prefix: int = 0  # tokens that it leaves out
+    result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
+
+
+def attention_facts(module: Any) -> Any:
+    """The attention function that a module of transformers has chosen."""
+    config = getattr(module, "config", None)
+    chosen = getattr(config, "_attn_implementation", None)
+    return None if chosen is None else (chosen, registered(chosen))
+
+
+class Attention(Roles):
+    """norm -> projections -> q_norm, k_norm -> attention -> inner_norm -> out -> dropout."""
+
+    fused_level = "attention"
+    fused_roles: ClassVar[AttentionRoles]
+
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        for name in (*self.fused_roles.projections, self.fused_roles.out):
+            if name:
+                yield part(self, name)
+
+    def fused_facts(self: Any) -> Any:
+        return attention_facts(self)
+
+    def fused_width(self: Any) -> int:
+        """H D"""
+        names = self.fused_roles.projections
+        return part(self, names[0]).out_features // (3 if len(names) == 1 else 1)
+
+    def fused_draws(self) -> bool:
+        return not inert(self.fused_part("after"))
+
+    def fused_reads_low(self: Any) -> bool:
+        inside = self.fused_roles.norm  # which reads the dtype that comes
+        return not inside and all(is_plain(part(self, n)) for n in self.fused_roles.projections)
+
+    def fused_dropout_p(self: Any) -> float:
+        drop = self.fused_part("dropout")
+        p = getattr(drop, "p", drop)
+        return float(p) if p and self.training else 0.0
+
+    def fused_scale(self: Any) -> float | None:
+        scale = self.fused_roles.scale
+        return part(self, scale) if isinstance(scale, str) else scale
+
+    def fused_heads(self: Any, x: Tensor, angles: Any = None) -> Tensor:
+        """(B, T, C) -> (B, T, H, D)"""
+        roles = self.fused_roles
+        H, scale, p = roles.heads, self.fused_scale(), self.fused_dropout_p()
+        modules = [part(self, n) for n in roles.projections]
+        simple = angles is None and not (roles.causal or roles.q_norm or roles.k_norm)
+        if len(modules) == 1:
+            if simple and roles.layout == "3HD":
+                if (weights := weight_and_bias(modules[0])) is not None:
+                    return attend_weights(x, *weights, H, dropout_p=p, scale=scale)
+                return attend_packed(modules[0](x), H, dropout_p=p, scale=scale)
+            qkv = project(modules[0], x)
+            axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
+            qkv = qkv.unflatten(-1, axes[roles.layout])
+            qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
+            if simple and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
+                return attention(qkv, scale=scale, dropout_p=p)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            packed = simple and all(map(is_plain, modules))
+            if packed and (weights := together(modules)) is not None:
+                return attend_weights(x, *weights, H, dropout_p=p, scale=scale)
+            q, k, v = (project(m, x) for m in modules)
+            if roles.wide_norms:
+                q, k = self.fused_normed(q, k)
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
+        if not roles.wide_norms:
+            q, k = self.fused_normed(q, k)
+        if angles is not None:
+            q, k = self.fused_rotated(q, k, angles)
+        out = scaled_dot_product_attention(
+            q, k, v, dropout_p=p, is_causal=roles.causal, scale=scale
+        )
+        return out.transpose(1, 2)
+
+    def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+        """q, k (B, H, T, D), by the host's own function, as it is now."""
+        name = self.fused_roles.rotate
+        rotate = getattr(self, name, None)
+        if rotate is None:
+            rotate = self.fused_host.forward.__globals__[name]
+        if not self.fused_roles.spread:
+            return rotate(q, k, angles)
+        keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
+        return rotate(q, k, *angles, **keywords)
+
+    def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
+        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, **extras: Any,
+    ) -> Tensor:  # fmt: skip
+        roles, shape = self.fused_roles, x.shape
+        y, residual = entered(
+            self.fused_part("norm"), x, residual, part(self, roles.projections[0])
+        )
+        angles = extras.get(roles.rope)
+        y = self.fused_heads(y.flatten(1, 2) if roles.grid else y, angles).flatten(2)
+        if roles.inner_norm:
+            y = self.fused_part("inner_norm")(y)
+        y = y.unflatten(1, shape[1:3]) if roles.grid else y
+        out, after = self.fused_part("out"), self.fused_part("after")
+        if out is None:
+            return add_branch(y, residual, layer_scale, row_scale)
+        return project_out(out, after, y, residual, layer_scale, row_scale)
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        if self.fused_roles.weights and self not in ROOTS:
+            return None  # only a block that drops the probabilities may ask for less
+        return super().fused_given(args, kwargs)
+
+    def fused_wanted(self: Any, result: Any) -> Any:
+        return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
+
+    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
+        y = self.fused_branch(x, **extras)
+        return y if self.fused_roles.weights else as_result(y, self.fused_roles.result)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width, roles = width_of(self), self.fused_roles
+        shapes = [(3, 5, width), (2, 4, width)]
+        if roles.grid:
+            shapes = [(2, 3, 4, width), (3, 2, 2, width)]
+        for shape in shapes:
+            x = example(generator, *shape)
+            if roles.rope:
+                yield (x,), {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
+                if roles.rope not in self.fused_arguments.defaults:
+                    continue
+            yield (x,), {}
+
+    def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
+        D = self.fused_width() // self.fused_roles.heads
+        return tuple(example(generator, tokens, D).detach() for _ in range(2))  # type: ignore[return-value]
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        if self.fused_roles.rope:
+            yield "RoPE", 2 * 9 * self.fused_width()

@@ -1,0 +1,98 @@
+"""Small parts of hosts that no table knows: norms, LayerScale, DropPath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fused import DropPath, Fused, LayerNorm, LayerScale, example
+from .roles import Roles
+
+
+class NormRoles(NamedTuple):
+    """A LayerNorm by its own settings; fp32: it computes in fp32 and gives x.dtype."""
+
+    fp32: bool
+    rounded: bool
+
+
+class Norm(LayerNorm, Roles):
+    """A subclass of nn.LayerNorm."""
+
+    fused_roles: ClassVar[NormRoles]
+
+    def fused_blocked(self) -> str | None:
+        return None
+
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        low = out_dtype or (x.dtype if self.fused_roles.fp32 else None)
+        return super().fused_and_input(x, low)
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        return self.fused_and_input(x, None)[0]
+
+
+class ScaleRoles(NamedTuple):
+    """x * gamma"""
+
+    gamma: str
+
+
+class Scale(LayerScale, Roles):
+    """A host's LayerScale. Its forward stays the host's."""
+
+    fused_roles: ClassVar[ScaleRoles]
+    fused_axes = (2, 3, 4)
+    fused_verdict = Fused.fused_verdict
+
+    def fused_scale(self) -> Tensor:
+        return self.fused_part("gamma")
+
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return x * self.fused_scale()
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width = self.fused_scale().shape[-1]
+        for shape in ((3, 5, width), (2, 4, width)):
+            yield (example(generator, *shape),), {}
+
+
+class PathRoles(NamedTuple):
+    """Stochastic depth: the setting with its probability, and how its numbers are drawn."""
+
+    rate: str
+    drawn: str  # "bernoulli", or "rand" for floor(keep + uniform)
+    scaled: bool = True
+
+
+class Path(DropPath, Roles):
+    """A host's DropPath. Its forward stays the host's."""
+
+    fused_roles: ClassVar[PathRoles]
+    fused_axes = (2, 3, 4)
+    fused_verdict = Fused.fused_verdict
+
+    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        rate = self.fused_part("rate")
+        if not rate or not self.training:
+            return None
+        keep = 1 - rate
+        if self.fused_roles.drawn == "rand":
+            drawn = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
+            drawn = torch.floor(drawn + keep).flatten()
+            return drawn / keep if self.fused_roles.scaled else drawn
+        drawn = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep)
+        return drawn.div_(keep) if keep > 0 and self.fused_roles.scaled else drawn
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        rows = self.fused_row_scale(x, x.dtype)
+        return x if rows is None else x * rows.view(-1, *[1] * (x.ndim - 1))
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for shape in ((7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)):
+            yield (example(generator, *shape),), {}

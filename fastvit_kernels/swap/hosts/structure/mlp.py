@@ -1,0 +1,88 @@
+"""MLPs of hosts that no table knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from ....ops.common.activation import ACTIVATIONS
+from ....ops.linear import linear
+from ....ops.mlp import mlp
+from ....runtime.plain import is_plain
+from ..fused import inert, part, project, project_out
+from .roles import Roles, as_result, entered
+
+
+class MlpRoles(NamedTuple):
+    """The parts of an MLP by name; "" for none."""
+
+    fc1: str
+    fc2: str
+    activation: str  # by the name that our ops give it
+    norm: str = ""  # before fc1
+    drop: str = ""  # before inner_norm
+    inner_norm: str = ""
+    after: str = ""
+    gate: str = ""  # gated: the Linear of the gate, beside fc1; or "first", "second" half of fc1's
+    result: tuple[int, int] | None = None
+
+
+class Mlp(Roles):
+    """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout, or with a gate."""
+
+    fused_level = "mlp"
+    fused_axes = (2, 3, 4)
+    fused_roles: ClassVar[MlpRoles]
+
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        roles = self.fused_roles
+        for name in (roles.fc1, roles.fc2, roles.gate):
+            if name and name not in ("first", "second"):
+                yield part(self, name)
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        if self.fused_roles.gate:
+            yield "gate of the MLP", 5 * self.fused_part("fc2").in_features
+
+    def fused_reads_low(self) -> bool:
+        return not self.fused_roles.norm and all(map(is_plain, self.fused_products()))
+
+    def fused_draws(self) -> bool:
+        return not (inert(self.fused_part("drop")) and inert(self.fused_part("after")))
+
+    def fused_gated(self: Any, x: Tensor) -> Tensor:
+        fc1, gate = self.fused_part("fc1"), self.fused_roles.gate
+        if gate in ("first", "second"):
+            first, second = project(fc1, x).chunk(2, dim=-1)
+            up, gated = (second, first) if gate == "first" else (first, second)
+        else:
+            gated, up = project(part(self, gate), x), project(fc1, x)
+        return ACTIVATIONS[self.fused_roles.activation](gated) * up
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        roles = self.fused_roles
+        fc1, fc2 = self.fused_part("fc1"), self.fused_part("fc2")
+        drop, norm, after = (self.fused_part(r) for r in ("drop", "inner_norm", "after"))
+        y, residual = entered(self.fused_part("norm"), x, residual, fc1)
+        if roles.gate:
+            hidden = self.fused_gated(y)
+        elif is_plain(fc1):
+            if is_plain(fc2) and inert(drop) and norm is None and inert(after):
+                return mlp(
+                    y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=roles.activation,
+                    residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+                )  # fmt: skip
+            hidden = linear(y, fc1.weight, fc1.bias, activation=roles.activation)
+        else:
+            hidden = ACTIVATIONS[roles.activation](fc1(y))
+        for m in (drop, norm):
+            hidden = hidden if m is None else m(hidden)
+        return project_out(fc2, after, hidden, residual, layer_scale, row_scale)
+
+    def fused_forward(self, x: Tensor) -> Any:
+        return as_result(self.fused_branch(x), self.fused_roles.result)

@@ -1,0 +1,82 @@
+"""What the mixins of recognised hosts share: parts by role, and when the host's forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ....ops.linear import linear
+from ....runtime.arguments import autocast_dtype
+from ....runtime.plain import is_hooked, is_plain
+from ..fused import Child, Fused, LayerNorm, bypassed, part, why_not_plain
+
+
+class Roles(Fused):
+    """A module with roles. It runs its host's forward while anybody watches what is inside: its
+    parts are bypassed in more ways than a table could list."""
+
+    fused_roles: ClassVar[Any]
+
+    def fused_part(self, role: str) -> Any:
+        return part(self, getattr(self.fused_roles, role))
+
+    def fused_blocked(self: Any) -> str | None:
+        for name, module in self.named_modules():
+            if name and is_hooked(module):
+                return f"{name} is hooked"
+        return None
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        for name, module in self.named_modules():
+            product = any(module is m for m in self.fused_products())
+            if product and weight_and_bias(module) is None:
+                yield name, module, why_not_plain(module)
+
+
+def entered(
+    norm: Any, x: Tensor, residual: Tensor | None, reader: Any
+) -> tuple[Tensor, Tensor | None]:
+    """norm(x) for a norm at a branch's entry, and the residual."""
+    if norm is None:
+        return x, residual
+    if not (bypassed(norm) and isinstance(norm, LayerNorm)):
+        return norm(x), residual
+    low = autocast_dtype(x) if is_plain(reader) else None
+    y, same = norm.fused_and_input(x, low)
+    return y, same if residual is x else residual
+
+
+def as_result(y: Tensor, form: tuple[int, int] | None) -> Any:
+    """y, or a tuple of this length with y at its place and None elsewhere."""
+    if form is None:
+        return y
+    return tuple(y if place == form[1] else None for place in range(form[0]))
+
+
+class LinearRoles(NamedTuple):
+    """x weight^T + mask * bias: the buffer that masks the bias."""
+
+    mask: str
+
+
+class MaskedLinear(Roles):
+    """An nn.Linear of which a buffer switches parts of the bias off, as DINOv3 does with k's."""
+
+    fused_level = "linear"
+    fused_axes = (2, 3, 4)
+    fused_roles: ClassVar[LinearRoles]
+
+    def fused_weights(self: Any) -> tuple[Tensor, Tensor]:
+        return self.weight, self.bias * self.fused_part("mask").to(self.bias.dtype)
+
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return linear(x, *self.fused_weights())
+
+
+def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """What a Linear multiplies by and adds; None where it has to be called."""
+    if is_plain(module):
+        return module.weight, module.bias
+    return module.fused_weights() if isinstance(module, MaskedLinear) and bypassed(module) else None

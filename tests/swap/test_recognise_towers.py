@@ -1,0 +1,108 @@
+"""Vision towers of transformers that no table has, and models that are no vision transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.coverage import randomize
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = dict(
+    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+    image_size=32, patch_size=8,
+)  # fmt: skip
+PAIRS = dict(image_size=(32, 32), patch_size=(8, 8))
+SOUND = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+
+# name -> (model, config, settings)
+TOWERS = {
+    "blip": ("BlipVisionModel", "BlipVisionConfig", SMALL),
+    "blip_2": ("Blip2VisionModel", "Blip2VisionConfig", SMALL),
+    "git": ("GitVisionModel", "GitVisionConfig", SMALL),
+    "internvl": ("InternVLVisionModel", "InternVLVisionConfig", SMALL | PAIRS),
+    "internvl_qk_norm": (
+        "InternVLVisionModel", "InternVLVisionConfig", SMALL | PAIRS | dict(use_qk_norm=True)
+    ),
+    "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", SMALL),
+    "owlvit": ("OwlViTVisionModel", "OwlViTVisionConfig", SMALL),
+    "altclip": ("AltCLIPVisionModel", "AltCLIPVisionConfig", SMALL),
+    "chinese_clip": ("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig", SMALL),
+    "dpt": ("DPTModel", "DPTConfig", SMALL),
+    "yolos": ("YolosModel", "YolosConfig", SMALL | dict(image_size=[32, 32])),
+    "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
+}  # fmt: skip
+ROUNDED = ("git",)  # its softmax is in fp32, whatever the dtype
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend():
+    with backend("torch"):
+        yield
+
+
+def built(model, config, settings):
+    torch.manual_seed(0)
+    module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+    return randomize(module).double().eval()
+
+
+def step(model, inputs):
+    model.zero_grad()
+    y = model(**inputs).last_hidden_state
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
+    return {"y": y.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(actual, wanted, tolerance):
+    largest = max(g.abs().max() for g in wanted.values() if g is not None and g.numel())
+    for name, value in wanted.items():
+        if value is None:
+            assert actual[name] is None, name
+        elif value.numel():
+            assert (actual[name] - value).abs().max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_runs_in_fused_blocks(name):
+    model = built(*TOWERS[name])
+    generator = torch.Generator().manual_seed(1)
+    if name == "ast":
+        inputs = {"input_values": torch.randn(2, 64, 32, generator=generator).double()}
+    else:
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator).double()}
+    host = copy.deepcopy(model)
+    report = swap_in(model)
+    assert report.level == "block", str(report)
+    if name == "ast":  # its patches overlap
+        assert [row.host for row in report.left] == ["Conv2d"]
+    else:
+        assert report.fused_flops >= 0.9 * report.flops, str(report)
+    assert_same(step(model, inputs), step(host, inputs), 1e-5 if name in ROUNDED else 1e-9)
+
+
+TEXT = {
+    "bert": ("BertModel", "BertConfig", SOUND),
+    "gpt2": ("GPT2Model", "GPT2Config", dict(n_embd=32, n_layer=1, n_head=2)),
+    "llama": ("LlamaModel", "LlamaConfig", SOUND),
+    "clip_text": ("CLIPTextModel", "CLIPTextConfig", SOUND),
+}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_text_model_keeps_its_numbers(name):
+    model = built(*TEXT[name])
+    host = copy.deepcopy(model)
+    swap_in(model)
+    tokens = torch.arange(10).view(2, 5)
+    padded = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    for inputs in (
+        {"input_ids": tokens},
+        {"input_ids": tokens, "attention_mask": padded},
+        {"input_ids": tokens, "output_hidden_states": True},
+    ):
+        assert_same(step(model, inputs), step(host, inputs), 1e-9)
