@@ -10,6 +10,8 @@ With xhat = (x - mean) * rstd and g = dy * weight:
 Saved: x, and mean and rstd in one fp32 tensor (2, ...).
 Precision: fp32 statistics, the variance about the mean, never E[x^2] - mean^2; fp32 partials for
 dweight and dbias, one row a program, summed in a fixed order by a second kernel. No atomics.
+Where a linear layer gave x, the backward kernel also writes what that one's backward reads of dx,
+d = row_scale * dx in its dtype, and the partials of sum_rows d: common/handover.py.
 Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
 """
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from ..runtime.arguments import (
     Layout,
+    as_dtype,
     autocast_dtype,
     check_dtype,
     check_eps,
@@ -41,8 +44,11 @@ from ..runtime.configs import launch_plan
 from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
+from .common.handover import hand, reader_of
 from .common.reduction import column_sum
 from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, norm_tables
+
+_compiling = torch.compiler.is_compiling
 
 
 def layer_norm_ref(
@@ -100,17 +106,19 @@ def _layer_norm_fwd_kernel(
 
 @triton.jit
 def _layer_norm_bwd_kernel(
-    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr,
-    num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
+    dx_ptr, d_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr, row_scale_ptr,
+    num_rows, C, rows_per_sample, stride_dy_row, stride_dresidual_row, stride_x_row,
     HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DPARAMS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr, SUM_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of dweight and dbias.
+    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
     pid = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
+    sum_d = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
 
@@ -137,16 +145,31 @@ def _layer_norm_bwd_kernel(
         dx = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
         if HAS_DRESIDUAL:
             dx += dresidual
-        dx_ptrs = dx_ptr + offs_row[:, None] * C + offs_c[None, :]
-        tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        offs = offs_row[:, None] * C + offs_c[None, :]
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offs, dx, mask=mask)
+        if WRITE_D or SUM_D:
+            d = dx.to(tl.float32)  # of the bits that autograd carries
+            if HAS_ROW_SCALE:
+                row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
+                d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
+            if WRITE_D:
+                tl.store(d_ptr + offs, d.to(d_ptr.dtype.element_ty), mask=mask)
+            if SUM_D:
+                sum_d += d
         if NEEDS_DPARAMS:
             dweight += dy * xhat
             dbias += dy
 
-    if NEEDS_DPARAMS:  # partial[p] = [dweight (C) | dbias (C)]
-        partial_ptrs = partial_ptr + pid * 2 * C + offs_c
-        tl.store(partial_ptrs, tl.sum(dweight, axis=0), mask=mask_c)
-        tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
+    if NEEDS_DPARAMS or SUM_D:  # partial[p] = [dweight (C) | dbias (C)] [sum d (C)]
+        SUMS: tl.constexpr = 2 * NEEDS_DPARAMS + SUM_D
+        partial_ptrs = partial_ptr + pid * SUMS * C + offs_c
+        if NEEDS_DPARAMS:
+            tl.store(partial_ptrs, tl.sum(dweight, axis=0), mask=mask_c)
+            tl.store(partial_ptrs + C, tl.sum(dbias, axis=0), mask=mask_c)
+            partial_ptrs += 2 * C
+        if SUM_D:
+            tl.store(partial_ptrs, tl.sum(sum_d, axis=0), mask=mask_c)
 
 
 class FwdPlan(NamedTuple):
@@ -215,45 +238,79 @@ class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, ...]  # rows, C, row strides of dy, dresidual and x
+    sizes: tuple[int, ...]  # rows, C, rows a sample, row strides of dy, dresidual and x
     copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
     options: dict[str, Any]
     dx: Layout
-    dparams: Layout
+    sums: Layout
     partial: Layout
 
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool,
-    *strides: tuple[int, ...] | None,
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool, has_row_scale: bool,
+    writes_d: bool, sums_d: bool, *strides: tuple[int, ...] | None,
 ) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
     config = BWD_TABLE.choose(gpu, block_c)
-    programs = bwd_programs(gpu, config, num_rows)
+    programs = bwd_programs(gpu, config, num_rows, writes_d or sums_d, has_row_scale)
     row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
+    rows_per_sample = num_rows // max(1, shape[0])
+    sums = 2 * needs_dparams + sums_d
     return BwdPlan(
         launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
-        sizes=(num_rows, C, *(C if stride is None else stride for stride in row_strides)),
+        sizes=(num_rows, C, rows_per_sample, *(C if s is None else s for s in row_strides)),
         copies=tuple(stride is None for stride in row_strides),
         options=dict(
             HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
-            NEEDS_DPARAMS=needs_dparams, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale, WRITE_D=writes_d,
+            SUM_D=sums_d, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
             STAGES=bwd_stages(config, block_c), num_warps=config.num_warps,
         ),
         dx=layout(shape),
-        dparams=layout((2, C if needs_dparams else 0)),
-        partial=layout((programs, 2 * C)),
+        sums=layout((sums, C)),
+        partial=layout((programs, sums * C)),
     )  # fmt: skip
+
+
+def _launch_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    sum_dtype: torch.dtype, needs_dparams: bool, d: Tensor | None = None,
+    row_scale: Tensor | None = None, needs_g: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx and sums; d is written where it is not None."""
+    device = x.device
+    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, needs_dparams, row_scale is not None,
+        d is not None, needs_g,
+        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    )  # fmt: skip
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
+    if launch is None:
+        return dx, sums.zero_()
+    rows = (dy, dresidual, x)
+    if any(copies):
+        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
+    partial = None
+    if needs_dparams or needs_g:
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    with device_guard(x):
+        launch(
+            dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
+            *sizes, **options,
+        )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, sums)
+    return dx, sums
 
 
 def _empty_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dparams_shape = (2, x.shape[-1] if needs_dparams else 0)
-    return x.new_empty(x.shape), x.new_empty(dparams_shape, dtype=param_dtype)
+    return x.new_empty(x.shape), x.new_empty((2 * needs_dparams, x.shape[-1]), dtype=param_dtype)
 
 
 @operator(fake=_empty_bwd)
@@ -261,27 +318,39 @@ def layer_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     param_dtype: torch.dtype, needs_dparams: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients: dx (..., C) in x.dtype; dparams (2, C), dweight above dbias, in param_dtype."""
-    device = x.device
-    launch, sizes, copies, options, dx_layout, dparams_layout, partial_layout = _bwd_plan(
-        gpu(device), x.shape, weight is not None, needs_dparams,
-        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    """Gradients: dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, or (0, C)."""
+    return _launch_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
+
+
+def _empty_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sums_shape = (2 * needs_dparams + needs_g, x.shape[-1])
+    return (
+        x.new_empty(x.shape), x.new_empty(sums_shape, dtype=sum_dtype),
+        x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype),
     )  # fmt: skip
-    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
-    dparams = empty_strided(*dparams_layout, dtype=param_dtype, device=device)
-    if launch is None:
-        return dx, dparams.zero_()
-    rows = (dy, dresidual, x)
-    if any(copies):
-        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
-    partial = None
-    if needs_dparams:
-        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    with device_guard(x):
-        launch(dx, partial, *rows, contiguous(weight), contiguous(stats), *sizes, **options)
-    if partial is not None:
-        column_sum(partial, dparams)
-    return dx, dparams
+
+
+@operator(fake=_empty_rows_bwd)
+def layer_norm_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`layer_norm_bwd`, and what the linear layer reads that gave x.
+
+    Returns: dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
+        d = row_scale * dx (..., C) in d_dtype, empty where that is None.
+    """
+    d = x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype)
+    dx, sums = _launch_bwd(
+        dy, dresidual, x, weight, stats, sum_dtype, needs_dparams,
+        None if d_dtype is None else d, row_scale, needs_g,
+    )  # fmt: skip
+    return dx, sums, d
 
 
 class LayerNormDecision(NamedTuple):
@@ -305,6 +374,7 @@ class LayerNormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, stats)
         ctx.decision = decision
+        ctx.reader = reader_of(x)
         return y
 
     @staticmethod
@@ -338,13 +408,24 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     x, weight, stats = ctx.saved_tensors
     _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
-    decision = ctx.decision
-    dx, dparams = ops_for(decision.ops, dy, dresidual).layer_norm_bwd(
-        dy, dresidual, x, weight, stats, decision.param_dtype, needs_dparams
-    )
+    ops, param_dtype = ops_for(ctx.decision.ops, dy, dresidual), ctx.decision.param_dtype
+    reader = ctx.reader
+    if reader is None or _compiling():
+        dx, sums = ops.layer_norm_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
+    else:
+        d_dtype, g_dtype = reader.reads
+        # one dtype for all sums: one launch
+        dtype = param_dtype if g_dtype in (None, param_dtype) else torch.float32
+        dx, sums, d = ops.layer_norm_rows_bwd(
+            dy, dresidual, x, weight, stats, dtype, needs_dparams, d_dtype, reader.row_scale,
+            g_dtype is not None,
+        )  # fmt: skip
+        g = None if g_dtype is None else as_dtype(sums[-1], g_dtype)
+        hand(reader, dx, None if d_dtype is None else d, g)
+        sums = as_dtype(sums, param_dtype)
     if not needs_dparams:
         return dx, None, None, None
-    dweight, dbias = dparams.unbind(0)
+    dweight, dbias = sums.unbind(0)[:2]
     return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None
 
 

@@ -16,6 +16,7 @@ Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the comp
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
 inside; gemm_configs.py decides. Derivation: docs/linear.md.
+d and g come from the backward of a LayerNorm that reads y, where one does: common/handover.py.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from .common.gemm import (
     tile_product,
 )
 from .common.gemm_configs import FWD_TABLE, gemm_key
+from .common.handover import Reads, offer, reads_of, taken, takes_rows
 from .common.reduction import column_sum
 
 
@@ -229,6 +231,7 @@ def _empty_bwd(
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     return empty_gradients(
@@ -255,11 +258,12 @@ def linear_bwd(
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
 
     x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
-    wanted gradient reads it.
+    wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
         dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype,
@@ -289,7 +293,8 @@ def linear_bwd(
             gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
     else:
         needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
-        d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g)
+        d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g and g is None)
+        sums = sums if g is None else g.view(1, N)
         weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
         if dx_dtype is not None and weight is not None:
             operands = input_gradient_operands(d, weight, layer_scale)
@@ -350,8 +355,10 @@ class LinearDecision(NamedTuple):
     saves_bias: bool
     saves_z: bool
     saves_scales: bool
+    reads: Reads | None
 
 
+@takes_rows
 @differentiable
 class LinearFunction(torch.autograd.Function):
     """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
@@ -370,6 +377,7 @@ class LinearFunction(torch.autograd.Function):
             row_scale if decision.saves_scales else None,
         )
         ctx.decision = decision
+        offer(ctx, decision.reads, row_scale)
         return y
 
     @staticmethod
@@ -381,12 +389,16 @@ class LinearFunction(torch.autograd.Function):
             for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
         )
         dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        wanted = (dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype)
-        if not any(wanted):
+        if not (dx_dtype or dweight_dtype or dbias_dtype or dlayer_scale_dtype):
             return None, None, None, dresidual, None, None, None
-        dx, dweight, dbias, dlayer_scale = ops_for(decision.ops, dy).linear_bwd(
-            dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted
-        )
+        *saved, layer_scale, row_scale = ctx.saved_tensors
+        d, row_scale, g, known = taken(ctx, dy, layer_scale, row_scale)
+        dx, dweight, dbias, dlayer_scale = ops_for(decision.ops, d).linear_bwd(
+            d, *saved, layer_scale, row_scale, decision.activation, decision.dtype,
+            dx_dtype, dweight_dtype, dbias_dtype if known is None else None, dlayer_scale_dtype, g,
+        )  # fmt: skip
+        if known is not None:
+            dbias = known
         return (
             dx if dx_dtype else None,
             dweight if dweight_dtype else None,
@@ -414,6 +426,7 @@ def _forward(
     return (x, weight, bias), y, z
 
 
+@takes_rows
 @differentiable
 class LinearByLibraryFunction(torch.autograd.Function):
     """(x, weight, bias, residual) -> y in few calls: at small batches the host's time decides.
@@ -423,17 +436,21 @@ class LinearByLibraryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual):
-        needs_dx, needs_dweight, *_ = ctx.needs_input_grad
+        needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
+        offer(ctx, Reads(None, bias.dtype) if needs_dbias else None, None)
         return _by_library(x, weight, bias, residual)
 
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
         needs_dx, needs_dweight, needs_dbias, needs_dresidual = ctx.needs_input_grad
+        _, _, _, known = taken(ctx, dy, None, None)
         dx, dweight, dbias = ops_for(DIRECT, dy).linear_by_library_bwd(
-            dy, *ctx.saved_tensors, needs_dbias
+            dy, *ctx.saved_tensors, needs_dbias and known is None
         )
+        if known is not None:
+            dbias = known
         return (
             dx if needs_dx else None,
             dweight if needs_dweight else None,
@@ -475,6 +492,12 @@ def _decide(
     needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
     chosen = route("linear", ops, unsupported, *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
+    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+    reads = reads_of(
+        dtype, out_dtype, bias, layer_scale, row_scale,
+        needs_d=needs_dz and not activation and x.numel() > 0,
+        needs_dbias=needs_dbias, needs_dlayer_scale=needs_dscale,
+    )  # fmt: skip
     return LinearDecision(
         ops=chosen,
         needs_gradient=needs_gradient(*inputs),
@@ -489,13 +512,14 @@ def _decide(
         activation=activation or "",
         dtype=dtype,
         casts=casts,
-        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        out_dtype=out_dtype,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dweight or needs_gram,
         saves_weight=needs_dx or needs_gram,
         saves_bias=needs_gram,
         saves_z=bool(activation) and needs_dz,
         saves_scales=needs_dz,
+        reads=reads,
     )
 
 

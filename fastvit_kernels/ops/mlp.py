@@ -57,6 +57,7 @@ from .common.gemm import (
     tile_product,
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
+from .common.handover import Reads, offer, reads_of, taken, takes_rows
 from .common.reduction import column_sum
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from .linear import linear_ref
@@ -183,6 +184,7 @@ def _empty_bwd(
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     hidden = z if z is not None else act
@@ -218,11 +220,13 @@ def mlp_bwd(
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
 
     Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, act also where z can rebuild it.
+    g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     grads = _empty_bwd(
         dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
@@ -239,7 +243,8 @@ def mlp_bwd(
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g)
+    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g and g is None)
+    sums = sums if g is None else g.view(1, N)
     # A hook on saved tensors may have brought them back in other strides.
     z_rows = None if z is None else z.contiguous().view(M, -1)
     act_rows = None if act is None else act.contiguous().view(M, -1)
@@ -283,8 +288,10 @@ class MlpDecision(NamedTuple):
     saves_fc2_bias: bool
     saves_z: bool
     saves_act: bool
+    reads: Reads | None
 
 
+@takes_rows
 @differentiable
 class MlpFunction(torch.autograd.Function):
     """Two `linear_fwd` forward, one `mlp_bwd` backward, which rebuilds act(z) if asked."""
@@ -308,6 +315,7 @@ class MlpFunction(torch.autograd.Function):
             row_scale,
         )
         ctx.decision = decision
+        offer(ctx, decision.reads, row_scale)
         return y
 
     @staticmethod
@@ -322,15 +330,19 @@ class MlpFunction(torch.autograd.Function):
             for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
         )  # fmt: skip
         dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        wanted = (
-            dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
-            dlayer_scale_dtype,
-        )  # fmt: skip
-        if not any(wanted):
+        wanted = (dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype)
+        if not (any(wanted) or dfc2_bias_dtype or dlayer_scale_dtype):
             return None, None, None, None, None, dresidual, None, None, None
+        *saved, layer_scale, row_scale = ctx.saved_tensors
+        d, row_scale, g, known = taken(ctx, dy, layer_scale, row_scale)
         dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = ops_for(
-            decision.ops, dy
-        ).mlp_bwd(dy, *ctx.saved_tensors, decision.activation, decision.dtype, *wanted)
+            decision.ops, d
+        ).mlp_bwd(
+            d, *saved, layer_scale, row_scale, decision.activation, decision.dtype,
+            *wanted, dfc2_bias_dtype if known is None else None, dlayer_scale_dtype, g,
+        )  # fmt: skip
+        if known is not None:
+            dfc2_bias = known
         return (
             dx if dx_dtype else None,
             dfc1_weight if dfc1_weight_dtype else None,
@@ -395,12 +407,19 @@ def _decide(
         fc2_weight=fc2_weight, fc2_bias=fc2_bias,
     )  # fmt: skip
     inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
-    needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight, _, _, needs_dlayer_scale = map(
-        needs_gradient, inputs
-    )
+    (
+        needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight, needs_dfc2_bias, _,
+        needs_dlayer_scale,
+    ) = map(needs_gradient, inputs)  # fmt: skip
     needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
     needs_act = needs_dfc2_weight or needs_dlayer_scale
     unsupported = next(filter(None, reasons), None)
+    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+    reads = reads_of(
+        dtype, out_dtype, fc2_bias, layer_scale, row_scale,
+        needs_d=(needs_dz or needs_act or needs_dfc2_bias) and x.numel() > 0,
+        needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
+    )  # fmt: skip
     return MlpDecision(
         ops=route("mlp", ops, unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
@@ -408,7 +427,7 @@ def _decide(
         activation=activation,
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
-        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        out_dtype=out_dtype,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dfc1_weight,
         saves_fc1_weight=needs_dx,
@@ -416,6 +435,7 @@ def _decide(
         saves_fc2_bias=needs_dlayer_scale,
         saves_z=needs_dz,
         saves_act=needs_act and not (recompute and needs_dz),
+        reads=reads,
     )
 
 

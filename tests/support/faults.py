@@ -17,6 +17,7 @@ TESTS = {  # by file of the package
     "ops/attention/tiles.py": ATTENTION,
     "ops/attention/functions.py": ATTENTION,
     "ops/attention/launch.py": ATTENTION,
+    "ops/common/handover.py": ("ops/test_handover.py",),
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
     "swap/facts.py": ("swap/test_prove.py", "swap/test_swap_changes.py"),
@@ -118,6 +119,39 @@ LAYER_NORM = [
         "off by one: the row past the last is read and written",
         "mask_row = offs_row < num_rows", "mask_row = offs_row <= num_rows",
         only=("ops/test_fuzz.py::test_fuzz",),
+    ),
+    Fault(
+        "norm-d-row-scale", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "d scaled by the row scale of the batch's first sample",
+        "row_scale_ptr + offs_row // rows_per_sample", "row_scale_ptr + offs_row * 0",
+        only=("ops/test_handover.py",),
+    ),
+    Fault(
+        "norm-sum-of-dx", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "g summed from dx, without the row scale",
+        "sum_d += d", "sum_d += dx.to(tl.float32)",
+        only=("ops/test_handover.py",),
+    ),
+    Fault(
+        "norm-d-before-residual", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "d of the norm alone, the residual's gradient left out",
+        "d = dx.to(tl.float32)", "d = dx.to(tl.float32) - (dresidual if HAS_DRESIDUAL else 0.0)",
+        only=("ops/test_handover.py",),
+    ),
+    Fault(
+        "handover-version", "ops/common/handover.py", "taken",
+        "a gradient that a hook changed in place taken for the one that was left",
+        " or handed.version != dy._version", "",
+    ),
+    Fault(
+        "handover-identity", "ops/common/handover.py", "taken",
+        "what was left beside another gradient taken",
+        " or handed.gradient is not dy", "",
+    ),
+    Fault(
+        "handover-bias", "ops/common/handover.py", "taken",
+        "the gradient of the bias without its layer scale",
+        "if layer_scale is None:", "if True:",
     ),
     Fault(
         "norm-int32-offsets", "ops/layer_norm.py", "_layer_norm_fwd_kernel",

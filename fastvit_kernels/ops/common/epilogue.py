@@ -292,7 +292,8 @@ def weight_gradients(
     """Gradients of y = layer_scale * (x W^T + b) from d, written into those that are not empty.
 
     Args:
-        d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d.
+        d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d. A single row of
+            sums is fp32.
         weight: (N, K), any strides, and bias: (N,) are read for dlayer_scale alone.
     """
     needs_dweight, needs_dbias = dweight.numel() > 0, dbias.numel() > 0
@@ -308,7 +309,9 @@ def weight_gradients(
     K, gram, g = 0, None, None
     if (needs_dweight or needs_dlayer_scale) and x is not None:
         K, gram = x.shape[1], matmul(d.t(), x, out_dtype=torch.float32)
-    if needs_dbias or (needs_dlayer_scale and has_bias):
+    if len(sums) == 1 < len(d):
+        g = sums
+    elif needs_dbias or (needs_dlayer_scale and has_bias):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     strides = (0, 0) if weight is None else weight.stride()
     with device_guard(d):

@@ -23,7 +23,7 @@ class NormConfig(NamedTuple):
 
 
 # Key: BLOCK_C. Forward: small rows share a program, so that every warp has full vector loads.
-# Backward: four elements a thread, 48 to 64 registers, and the loads of two further steps on their
+# Backward: four elements a thread, 48 to 72 registers, and the loads of two further steps on their
 # way. Not yet measured.
 FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (2, 4), 2048: (1, 4)}
 BWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 8), 2048: (1, 16)}
@@ -62,9 +62,18 @@ def block_width(C: int) -> int:
     return max(64, triton.next_power_of_2(C))
 
 
-def bwd_programs(gpu: Gpu, config: NormConfig, num_rows: int) -> int:
-    """As many as the SMs hold at once, by registers: none waits for another to end."""
+def bwd_programs(
+    gpu: Gpu, config: NormConfig, num_rows: int, hands_over: bool = False,
+    has_row_scale: bool = False,
+) -> int:  # fmt: skip
+    """As many as the SMs hold at once, by registers: none waits for another to end.
+
+    Args:
+        hands_over: the kernel writes or sums d besides, with a row scale or without.
+    """
     warps_per_sm = 40 if config.block_rows == 1 and config.num_warps <= 8 else 32
+    if hands_over:
+        warps_per_sm = 28 if has_row_scale and config.block_rows > 1 else 32
     programs_per_sm = warps_per_sm // config.num_warps
     return min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
 

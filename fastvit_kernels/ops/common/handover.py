@@ -1,0 +1,103 @@
+"""What a LayerNorm's backward leaves for the linear layer before it, besides the gradient.
+
+    x = linear(...)       its backward reads d = row_scale * dx in its dtype, and g = sum_rows d
+    y = layer_norm(x)     its backward writes dx, and has d and g in registers
+
+Autograd carries dx alone, so the norm's node leaves d and g with the linear's, beside dx. The
+linear takes them where the gradient that autograd brings is that very tensor, in the version that
+was left: a sum with another gradient, what a hook or the engine gives instead, is another tensor,
+and a change in place is another version. In every other case it reads the gradient that it gets.
+
+The norm finds the linear's node as the grad_fn of its input, so nothing computes between the two.
+torch.compile sees neither: its graphs have no nodes to look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_compiling = torch.compiler.is_compiling
+_KNOWN = frozenset({Tensor, FakeTensor})
+_READERS: set[type] = set()  # of nodes
+
+
+class Reads(NamedTuple):
+    """What a linear's backward makes of its upstream gradient before anything else."""
+
+    d_dtype: torch.dtype | None  # None: d is the gradient itself
+    g_dtype: torch.dtype | None  # None: no g
+
+
+def reads_of(
+    dtype: torch.dtype, out_dtype: torch.dtype, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, *, needs_d: bool, needs_dbias: bool, needs_dlayer_scale: bool,
+) -> Reads | None:  # fmt: skip
+    """What the backward of a layer that computes in dtype and writes out_dtype can take."""
+    needs_g = bias is not None and (needs_dbias or needs_dlayer_scale)
+    d_dtype = dtype if dtype != out_dtype or row_scale is not None else None
+    if not needs_d or not (needs_g or d_dtype):
+        return None
+    if not needs_g or bias is None:
+        return Reads(d_dtype, None)
+    return Reads(d_dtype, bias.dtype if layer_scale is None else torch.float32)
+
+
+class Handed(NamedTuple):
+    """The gradient that d and g belong to, its version, and the stream that wrote them."""
+
+    gradient: Tensor
+    version: int
+    stream: int
+    d: Tensor
+    g: Tensor | None
+
+
+def takes_rows(function: Any) -> Any:
+    """Marks an autograd.Function of one output that calls `offer` in its forward."""
+    _READERS.add(function._backward_cls)
+    return function
+
+
+def offer(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
+    """In the forward: a LayerNorm that reads the output may leave what `reads` says."""
+    ctx.reads, ctx.row_scale, ctx.handed = reads, row_scale, None
+
+
+def reader_of(x: Tensor) -> Any:
+    """The node that made x, where it offered to take d and g; None for any other."""
+    if _compiling() or x.__class__ not in _KNOWN:
+        return None
+    node = x.grad_fn
+    return node if node.__class__ in _READERS and node.reads is not None else None  # type: ignore[union-attr]
+
+
+def _stream(x: Tensor) -> int:
+    """The current stream of x's device: memory that another one reads must not be freed here."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+
+
+def hand(reader: Any, gradient: Tensor, d: Tensor | None, g: Tensor | None) -> None:
+    """Leave d (None: the gradient itself) and g with the node that made the norm's input."""
+    reader.handed = Handed(
+        gradient, gradient._version, _stream(gradient), gradient if d is None else d, g
+    )
+
+
+def taken(
+    ctx: Any, dy: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """In the backward: d and its row_scale, which is None where d has it already; g for a layer
+    with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
+    d dy itself, where nothing was left or dy is another gradient by now."""
+    handed, ctx.handed = ctx.handed, None
+    if handed is None or handed.gradient is not dy or handed.version != dy._version:
+        return dy, row_scale, None, None
+    if handed.stream != _stream(dy):
+        return dy, row_scale, None, None
+    if layer_scale is None:
+        return handed.d, None, None, handed.g
+    return handed.d, None, handed.g, None

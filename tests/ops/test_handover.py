@@ -1,0 +1,264 @@
+"""A LayerNorm's backward leaves d and g with the layer before it, which takes them if it may."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from numerics import DEVICE, assert_accurate, rand
+from torch.utils.checkpoint import checkpoint
+
+from fastvit_kernels.ops.common import handover
+from fastvit_kernels.ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
+from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.runtime.operator import DIRECT
+
+B, T, K, C, F = 3, 7, 24, 40, 48
+fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+SCALES = ("layer_scale", "row_scale")
+
+
+def _inputs(op, low, *scales, bias=True, norm_dtype=fp32):
+    """Of op and of the norm after it; the residual is fp32 and what is multiplied has `low`."""
+    k = C if op == "mlp" else K
+    inputs = {"x": rand(B, T, k, dtype=low)}
+    if op == "mlp":
+        inputs["fc1_weight"] = rand(F, k, dtype=low, seed=1, scale=k**-0.5)
+        inputs["fc1_bias"] = rand(F, dtype=low, seed=2) if bias else None
+        inputs["fc2_weight"] = rand(C, F, dtype=low, seed=3, scale=F**-0.5)
+        inputs["fc2_bias"] = rand(C, dtype=low, seed=4) if bias else None
+    else:
+        inputs["weight"] = rand(C, k, dtype=low, seed=1, scale=k**-0.5)
+        inputs["bias"] = rand(C, dtype=low, seed=2) if bias else None
+    inputs["residual"] = rand(B, T, C, seed=5)
+    if "layer_scale" in scales:
+        inputs["layer_scale"] = rand(C, seed=6)
+    if "row_scale" in scales:
+        inputs["row_scale"] = torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
+    inputs["norm_weight"] = rand(C, seed=7, dtype=norm_dtype)
+    inputs["norm_bias"] = rand(C, seed=8, dtype=norm_dtype)
+    return inputs
+
+
+def _run(first, norm, between, norm_weight, norm_bias, **inputs):
+    x = between(first(**inputs))
+    y = norm(x, norm_weight, norm_bias)
+    return y if isinstance(y, tuple) else (y, x)
+
+
+def _fused(op, between=lambda x: x, norm=layer_norm_and_input):
+    return functools.partial(_run, {"linear": linear, "mlp": mlp}[op], norm, between)
+
+
+def _reference(op, between=lambda x: x):
+    first = {"linear": linear_ref, "mlp": mlp_ref}[op]
+    return functools.partial(_run, first, lambda *a: (layer_norm_ref(*a), a[0]), between)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the backwards of the layers got: (operator, dtype of dy, is a row scale left, has g)."""
+    calls = []
+
+    def spied(name, launcher, row_scale, g):
+        @functools.wraps(launcher)
+        def call(*args):
+            extra = (args[row_scale] is not None, args[g] is not None) if row_scale else args[g]
+            calls.append((name, args[0].dtype, extra))
+            return launcher(*args)
+
+        return call
+
+    places = {"linear_bwd": (6, 13), "mlp_bwd": (8, 17), "linear_by_library_bwd": (0, 3)}
+    for name, (row_scale, g) in places.items():
+        monkeypatch.setattr(DIRECT, name, spied(name, getattr(DIRECT, name), row_scale, g))
+    return calls
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("scales", [(), ("layer_scale",), ("row_scale",), SCALES], ids="-".join)
+@pytest.mark.parametrize("low", [fp16, bf16, fp32], ids=str)
+def test_handover_gradients(op, scales, low, seen):
+    inputs = _inputs(op, low, *scales)
+    assert_accurate(_fused(op), _reference(op), inputs)
+    if low == fp32 and op == "linear" and not scales:
+        assert seen == [("linear_by_library_bwd", fp32, False)]  # no sum of its own
+    else:
+        assert seen == [(f"{op}_bwd", low, (False, "layer_scale" in scales))]
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("norm_dtype", [fp32, bf16], ids=str)
+def test_handover_to_a_norm_alone_and_other_dtypes(op, norm_dtype, seen):
+    """A final norm reads x alone; its parameters may have another dtype than the bias."""
+    inputs = _inputs(op, bf16, "row_scale", norm_dtype=norm_dtype)
+    inputs["residual"] = inputs["residual"].detach().to(bf16).requires_grad_()
+
+    def alone(function):
+        return lambda **inputs: function(**inputs)[0]
+
+    assert_accurate(alone(_fused(op, norm=layer_norm)), alone(_reference(op)), inputs)
+    assert seen == [(f"{op}_bwd", bf16, (False, False))]
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+def test_handover_without_bias(op, seen):
+    assert_accurate(_fused(op), _reference(op), _inputs(op, fp16, *SCALES, bias=False))
+    assert seen == [(f"{op}_bwd", fp16, (False, False))]
+
+
+@pytest.mark.parametrize("scales", [(), SCALES], ids=["plain", "scales"])
+def test_handover_with_frozen_parts(scales):
+    """Each set of inputs that require a gradient, of the layer and of the norm."""
+    parts = ["x", "weight", "bias", "norm_weight", *scales[:1]]
+    for wanted in itertools.product([False, True], repeat=len(parts)):
+        inputs = _inputs("linear", fp16, *scales)
+        for name, needed in zip(parts, wanted, strict=True):
+            inputs[name].requires_grad_(needed)
+        inputs["norm_bias"].requires_grad_(False)
+        inputs["residual"].requires_grad_(wanted[0] or not any(wanted[:3] + wanted[4:]))
+        assert_accurate(_fused("linear"), _reference("linear"), inputs)
+
+
+def _with_hook(hook):
+    def between(x):
+        x.register_hook(hook)
+        return x
+
+    return between
+
+
+def _retained(x):
+    x.retain_grad()
+    return x
+
+
+def _in_place(grad):
+    grad.mul_(2)
+
+
+BETWEEN = {
+    "hook-looks": (_with_hook(lambda grad: None), True),
+    "hook-returns": (_with_hook(lambda grad: 2 * grad), False),
+    "hook-in-place": (_with_hook(_in_place), False),
+    "retain_grad": (_retained, True),
+    "another-op": (lambda x: x * 2, False),
+    "view": (lambda x: x.view(B, T, C), False),
+}
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_handover_is_taken_only_where_nothing_came_between(op, between, seen):
+    twist, taken = BETWEEN[between]
+    assert_accurate(_fused(op, twist), _reference(op, twist), _inputs(op, fp16, *SCALES))
+    assert seen == [(f"{op}_bwd", fp16 if taken else fp32, (not taken, taken))]
+
+
+@pytest.mark.parametrize("use", ["before", "after", "norm"])
+def test_handover_of_an_input_with_another_use(use, seen):
+    def run(function, norm, norm_weight, norm_bias, **inputs):
+        x = function(**inputs)
+        other = x * 3 if use == "before" else None
+        y, handed_on = norm(x, norm_weight, norm_bias)
+        if use == "after":
+            other = x * 3
+        if use == "norm":
+            other = norm(x, norm_bias, norm_weight)[0]
+        return y, handed_on, other
+
+    inputs = _inputs("mlp", fp16, "row_scale")
+    assert_accurate(
+        functools.partial(run, mlp, layer_norm_and_input),
+        functools.partial(run, mlp_ref, lambda *a: (layer_norm_ref(*a), a[0])), inputs,
+    )  # fmt: skip
+    assert seen == [("mlp_bwd", fp32, (True, False))]
+
+
+def test_handover_at_two_backwards_and_at_one_that_stops(seen):
+    inputs = _inputs("linear", fp16, *SCALES)
+    leaves = [x for x in inputs.values() if x.requires_grad]
+    between = []
+    y, x = _fused("linear", lambda t: between.append(t) or t)(**inputs)
+    loss = (y * y).sum() + x.sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    torch.autograd.grad(loss, between, retain_graph=True)  # ends before the layer: nobody takes
+    stale = torch.autograd.grad(between[0], leaves, torch.ones_like(x), retain_graph=True,
+                                allow_unused=True)  # fmt: skip
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [call[1] for call in seen] == [fp16, fp32, fp16]
+    assert torch.equal(stale[3], torch.ones_like(x))
+
+
+def test_handover_under_a_checkpoint(seen):
+    """A block inside, the norm that reads its output in the next one."""
+    inputs = _inputs("mlp", fp16, *SCALES)
+
+    def run(keep, **inputs):
+        norm = inputs.pop("norm_weight"), inputs.pop("norm_bias")
+        through = checkpoint if keep else (lambda f, *a, use_reentrant: f(*a))
+        x = through(lambda t: mlp(t, **inputs), inputs.pop("x"), use_reentrant=False)
+        return through(lambda t: layer_norm_and_input(t, *norm), x, use_reentrant=False)
+
+    def gradients(keep):
+        y, x = run(keep, **inputs)
+        leaves = [t for t in inputs.values() if t.requires_grad]
+        return torch.autograd.grad((y * y).sum() + x.sum(), leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+    assert [call[1] for call in seen] == [fp16, fp16]
+
+
+def test_handover_between_streams(seen, monkeypatch):
+    """Autograd frees dx with regard to the stream that reads it; d and g it does not know."""
+    streams = iter((1, 2))
+    monkeypatch.setattr(handover, "_stream", lambda x: next(streams))
+    assert_accurate(_fused("mlp"), _reference("mlp"), _inputs("mlp", fp16, *SCALES))
+    assert seen == [("mlp_bwd", fp32, (True, False))]
+
+
+def test_handover_in_torch_compile():
+    """Its graphs have no nodes to look at: the layer reads dx itself."""
+    torch._dynamo.reset()
+    run = torch.compile(lambda kw: _fused("linear")(**kw), fullgraph=True, backend="aot_eager")
+    inputs = _inputs("linear", fp16, *SCALES)
+    assert_accurate(lambda **kw: run(kw), _reference("linear"), inputs)
+
+
+def test_handover_refuses_a_second_derivative():
+    inputs = _inputs("linear", fp32)
+    y, _ = _fused("linear")(**inputs)
+    (grad,) = torch.autograd.grad((y * y).sum(), inputs["weight"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_handover_keeps_nothing_after_the_backward():
+    inputs = _inputs("linear", fp16)
+    y, x = _fused("linear")(**inputs)
+    node = handover.reader_of(_fused("linear", norm=lambda t, *a: (t, t))(**inputs)[0])
+    assert node is not None and node.handed is None
+    between = x.grad_fn.next_functions[0][0]
+    ((y * y).sum() + x.sum()).backward()
+    assert between.handed is None
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+def test_handover_bits_of_d(op, monkeypatch):
+    """d is rounded as the layer would round dx itself: weight gradients keep their bits."""
+    inputs = _inputs(op, fp16, *SCALES)
+    leaves = [x for x in inputs.values() if x.requires_grad]
+
+    def gradients():
+        y, x = _fused(op)(**inputs)
+        return torch.autograd.grad((y * y).sum() + x.sum(), leaves)
+
+    fused = dict(zip([n for n, x in inputs.items() if x.requires_grad], gradients(), strict=True))
+    monkeypatch.setattr("fastvit_kernels.ops.layer_norm.reader_of", lambda x: None)
+    alone = dict(zip(fused, gradients(), strict=True))
+    sums = {"bias", "fc2_bias", "layer_scale"}  # other orders of the same sums
+    for name in fused:
+        if name not in sums:
+            assert torch.equal(fused[name], alone[name]), name
