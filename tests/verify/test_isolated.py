@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,39 +31,28 @@ def job(name, code):
 
 GOOD = 'print(\'{"name": "good"}\', flush=True)'
 TIMEOUT = 3600.0  # for those that end by themselves, however slow the machine is
-HANGS = f"import time; {GOOD}; time.sleep(600)"
+HANGS = f"import time; {GOOD}; time.sleep(6000)"
 DIES = f"import os, signal; {GOOD}; os.kill(os.getpid(), signal.SIGSEGV)"
 EXITS = "import sys; sys.exit('no GPU here')"
 
 
-def outcomes(*jobs, workers=4, timeout=60.0):
-    return {o.job.name: o for o in run_isolated(jobs, workers, timeout)}
+def hangs(path):
+    """The code of a job that says its line, writes its process's id to `path`, and hangs."""
+    write = f"import os, pathlib; pathlib.Path({str(path)!r}).write_text(str(os.getpid()))"
+    return f"import time; {GOOD}; {write}; time.sleep(6000)"
 
 
-def test_a_hang_is_killed_and_a_crash_costs_one_job():
-    jobs = [job("hangs", HANGS), job("dies", DIES), job("exits", EXITS), job("good", GOOD)]
-    jobs[0] = replace(jobs[0], timeout=5.0)
-    found = outcomes(*jobs, timeout=TIMEOUT)
-    assert found["good"] == Outcome(jobs[3], [{"name": "good"}], None)
-    assert found["hangs"].failure == "not finished after 5 s, killed"
-    assert found["hangs"].lines == [{"name": "good"}]  # what it said before
-    assert found["dies"].failure == "the process was ended by SIGSEGV"
-    assert found["exits"].failure == "the process ended with status 1: no GPU here"
+def clock_of(path):
+    """A clock that stands still but while the process runs that wrote its id to `path`."""
+    time_ = [0.0]
 
+    def now():
+        text = path.read_text() if path.exists() else ""
+        if text and _runs(int(text)):
+            time_[0] += 1e6
+        return time_[0]
 
-def test_what_a_job_started_dies_with_it(tmp_path):
-    pid = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, pathlib, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
-        "time.sleep(600)\n"
-    )
-    outcomes(job("parent", code), timeout=5.0)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _runs(int(pid.read_text())):
-        time.sleep(0.05)
-    assert not _runs(int(pid.read_text()))
+    return now
 
 
 def _runs(pid):
@@ -75,18 +65,49 @@ def _runs(pid):
         return False
 
 
+def ends(pid):
+    """Whether a process that was killed is gone, however long a loaded machine takes over it."""
+    deadline = time.monotonic() + TIMEOUT
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _runs(pid)
+
+
+def test_a_hang_is_killed_and_a_crash_costs_one_job(tmp_path):
+    path = tmp_path / "pid"
+    codes = {"hangs": hangs(path), "dies": DIES, "exits": EXITS, "good": GOOD}
+    jobs = [replace(job(name, code), timeout=math.inf) for name, code in codes.items()]
+    jobs[0] = replace(jobs[0], timeout=None)
+    found = {o.job.name: o for o in run_isolated(jobs, 4, 5.0, now=clock_of(path))}
+    assert found["good"] == Outcome(jobs[3], [{"name": "good"}], None)
+    assert found["hangs"].failure == "not finished after 5 s, killed"
+    assert found["hangs"].lines == [{"name": "good"}]  # what it said before
+    assert found["dies"].failure == "the process was ended by SIGSEGV"
+    assert found["exits"].failure == "the process ended with status 1: no GPU here"
+
+
+def test_what_a_job_started_dies_with_it(tmp_path):
+    path = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, pathlib, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6000)'])\n"
+        f"pathlib.Path({str(path)!r}).write_text(str(child.pid))\n"
+        "time.sleep(6000)\n"
+    )
+    (outcome,) = run_isolated([job("parent", code)], 1, 5.0, now=clock_of(path))
+    assert outcome.failure == "not finished after 5 s, killed"
+    assert ends(int(path.read_text()))
+
+
 def test_an_interrupt_leaves_no_process(tmp_path):
     path = tmp_path / "pid"
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)")
-    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(600)")
-    found = run_isolated([quick, slow], 2, 600.0)
+    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
+    found = run_isolated([quick, slow], 2, TIMEOUT)
     next(found)
     found.close()  # as an interrupt does
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _runs(int(path.read_text())):
-        time.sleep(0.05)
-    assert not _runs(int(path.read_text()))
+    assert ends(int(path.read_text()))
 
 
 def test_a_config_that_ends_its_process_is_named():
@@ -103,15 +124,31 @@ def test_a_config_that_ends_its_process_is_named():
     ]  # fmt: skip
 
 
-def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys):
+def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_path):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()
+    path = tmp_path / "pid"
     code = {
-        "layer_norm": HANGS,
+        "layer_norm": hangs(path),
         "linear": DIES,
         "layer_norm_and_input": f"print({json.dumps(passes)!r})",
     }
-    monkeypatch.setattr(selection, "check_job", lambda name, *_: job(name, code[name]))
+
+    def check_job(name, *_):
+        return replace(job(name, code[name]), timeout=None if name == "layer_norm" else math.inf)
+
+    ended, clock = [], clock_of(path)
+
+    def run(*arguments, **options):
+        def now():  # the hang's time begins when the two others have ended
+            return clock() if len(ended) >= 2 else 0.0
+
+        for outcome in run_isolated(*arguments, **options, now=now):
+            ended.append(outcome)
+            yield outcome
+
+    monkeypatch.setattr(selection, "run_isolated", run)
+    monkeypatch.setattr(selection, "check_job", check_job)
     monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
     words = ["check", "--jobs", "3", "--case-timeout", "8", "--dtype", "fp32"]
     assert cli.main([*words, "--json"]) == 1
@@ -131,6 +168,7 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys):
 def test_check_in_processes_gives_what_this_process_gives(capsys):
     """The numbers too: inputs follow from the case alone."""
     words = ["check", "--only", "layer_norm_and", "--dtype", "fp32", "--json"]
+    words += ["--case-timeout", str(TIMEOUT)]
     printed = []
     for jobs in ("0", "1"):
         assert cli.main([*words, "--jobs", jobs]) == 0
@@ -144,7 +182,7 @@ def test_a_config_job_gives_what_this_process_gives():
     cases = worker.cases_of(DEVICE, "fp32", True)
     case = next(c for c in cases if c.name.startswith("layer_norm_and_input"))
     found = [r for r in all_configs.reached_by(case, ()) if r.table == "layer_norm_fwd"]
-    (outcome,) = run_isolated([worker.config_job(found, "fp32", DEVICE)], 1, 120.0)
+    (outcome,) = run_isolated([worker.config_job(found, "fp32", DEVICE)], 1, TIMEOUT)
     (reached,) = found
     wanted = [c for c in TABLES["layer_norm_fwd"].configs if reached.fits(c)]
     runs = worker.runs_of(outcome)
@@ -185,16 +223,13 @@ def test_each_line_gives_a_job_its_time_anew(tmp_path, ends):
 def test_the_budget_ends_what_still_runs(tmp_path):
     path, clock = tmp_path / "pid", [0.0]
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
-    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(600)")
+    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)\n{GOOD}")
     found = run_isolated([quick, slow], 2, TIMEOUT, budget=100.0, now=lambda: clock[0])
     assert next(found).job is quick
     clock[0] = 101.0
     assert list(found) == []  # nothing is said of slow: it runs again
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and _runs(int(path.read_text())):
-        time.sleep(0.05)
-    assert not _runs(int(path.read_text()))
+    assert ends(int(path.read_text()))
 
 
 def config_job(table, indices, code, path=""):
@@ -213,24 +248,11 @@ for entry in what["forced"]:
         fault = "RuntimeError: CUDA error: an illegal memory access" if i == 1 else None
         if i == 2:
             open(sys.argv[1], "w").write(str(os.getpid()))
-            time.sleep(600)
+            time.sleep(6000)
         print(json.dumps({**line, "tried": False, "share": 0.5, "fault": fault}), flush=True)
         if fault:
             sys.exit("the device is lost: " + fault)
 """
-
-
-def clock_of(path):
-    """A clock that stands still but while the process runs that wrote its id to `path`."""
-    time_ = [0.0]
-
-    def now():
-        text = path.read_text() if path.exists() else ""
-        if text and _runs(int(text)):
-            time_[0] += 1e6
-        return time_[0]
-
-    return now
 
 
 def test_a_lost_device_and_a_hang_cost_a_config_each(tmp_path):
