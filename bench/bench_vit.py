@@ -113,15 +113,12 @@ def _replayed(run: Callable[[], Any], timer: Timer) -> Any:
         results[0] = run()  # at the capture: tensors that each replay writes anew
 
     replay = timer.capture(Step(lambda: None, keep))
-    for tensor in (x for x in _tensors(results[0])):
-        tensor.fill_(float("nan"))  # what the replay does not write stays wrong
+    logits, grads = results[0]
+    for tensor in (logits, *grads):
+        if tensor is not None:
+            tensor.fill_(float("nan"))  # what the replay does not write stays wrong
     replay()
     return results[0]
-
-
-def _tensors(results: Any) -> list[Tensor]:
-    logits, grads = results
-    return [logits, *(g for g in grads if g is not None)]
 
 
 def provider_of(name: str) -> Provider:

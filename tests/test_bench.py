@@ -21,7 +21,7 @@ from bench import rows as bench_rows
 from bench.__main__ import Machine, main
 from bench.first_step import measure_first_step
 from bench.harness import Bench, measure_op
-from bench.models import WAYS, Case
+from bench.models import WAYS, Case, build
 from bench.plan import OPS, Task, Wanted, op_of, tasks
 from bench.providers import Provider, compiled, plain
 from bench.rows import (
@@ -378,6 +378,55 @@ def test_a_killed_process_does_not_try_the_same_again(tmp_path):
     assert not (tmp_path / bench_rows.TRYING).exists()
 
 
+def test_of_a_killed_process_the_provider_at_work_is_given_up(tmp_path):
+    task = stub_task("a", providers=("eager", "ours", "ours-split"))
+    results, work = Results(tmp_path, False), bench()
+    work.note = results.note
+    with results.trying(task.keys):
+        work.current = "eager"
+        work.current = "ours"
+        again = Results(tmp_path, True)  # another process, after a SIGKILL
+        assert [(r.provider, r.status) for r in again.rows.values()] == [("ours", TIMEOUT)]
+    work.current = "ours-split"  # no case is at work
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_ours_of_other_sources_is_measured_again_and_peers_are_not(monkeypatch, tmp_path):
+    results = Results(tmp_path, False)
+    task = stub_task("a")
+    run_tasks([task], bench(), results, Clock(None))
+    assert results.missing(task.keys) == []
+    about = {**bench_rows.environment(), "sources": "mended"}
+    monkeypatch.setattr(bench_rows, "environment", lambda: about)
+    assert [key[1] for key in results.missing(task.keys)] == ["ours"]
+    calls: list = []
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    assert calls == [("a", ("ours",))]
+    assert {r.provider: r.sources == "mended" for r in read_rows(tmp_path)} == {
+        "eager": False, "ours": True
+    }  # fmt: skip
+
+
+def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
+    results = Results(tmp_path, False)
+    results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
+    run_tasks([replace(stub_task("a"), renews=True)], bench(), results, Clock(None))
+    assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 1.0, "ours": 1.0}
+
+
+def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
+    entry = type("Entry", (), dict(table="linear_fwd", key=(1,), config={"num_warps": 4}))()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench_rows, "gpu", lambda device: None)
+    for entries, text in (([], ""), ([entry], "1 decisions, ")):
+        monkeypatch.setattr(bench_rows.tuned_table, "read", lambda here, e=entries: (e, {}))
+        assert bench_rows.tuned_table_in_use().startswith(text)
+        assert bool(bench_rows.tuned_table_in_use()) == bool(entries)
+    row = Row("mlp", "ours", "a", "bf16", "both", tuned="1 decisions, abc")
+    assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
+
+
 def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     resets: list = []
     monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
@@ -386,6 +435,37 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench())
     bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench())
     assert len(resets) == 1
+
+
+def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
+    resets, modes = [], []
+    monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
+
+    def compiles(function, dynamic, mode):
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr("torch.compile", compiles)
+    names = ("compile", "compile-max-autotune")
+    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd",), names, bench()))
+    assert [r.provider for r in rows] == ["eager", *names] and {r.status for r in rows} == {OK}
+    assert modes == [None, "max-autotune-no-cudagraphs"] and len(resets) == 1
+    list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd",), (), bench()))
+    assert len(resets) == 1
+
+
+def test_every_provider_has_the_precision_of_the_yardstick(monkeypatch):
+    """cuDNN's own default is TF32: eager patch_embed in fp32 would break the 2x rule."""
+    seen = set()
+
+    def noted(x, weight, bias):
+        seen.add(torch.backends.cudnn.allow_tf32)
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    op = with_provider(op_of("layer_norm"), plain("noted", noted))
+    list(measure_op(op, TINY, "fp32", ("fwd",), ("noted",), bench()))
+    assert seen == {False} and torch.backends.cudnn.allow_tf32
 
 
 def test_donated_buffers_are_off_for_timed_backwards_alone():
@@ -448,6 +528,19 @@ def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys)
     assert (
         len(read_rows(out)) == 1 + 2 + 1 + 1 + 4
     )  # copy, matmul burst and sustained, a graph's replay, check, two cases
+
+
+def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path)
+    work = [stub_task("a"), stub_task("b", seconds=1e6)]
+    monkeypatch.setattr("bench.__main__.target_tasks", lambda shapes: work)
+    words = ["targets", *words[1:]]
+    assert main(words, machine) == 3
+    out = capsys.readouterr().out
+    assert "1 cases were left out" in out and "\ntarget " in out and "mlp" in out
+    assert not list((tmp_path / "out").glob("*.png"))
+    work.pop()
+    assert main([*words, "--resume"], machine) == 0
 
 
 def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
@@ -517,6 +610,45 @@ def test_the_gate_of_whole_models_closes(monkeypatch):
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
     rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
     assert rows[1].status == FAILED and rows[1].speedup is None
+
+
+def test_a_graph_is_judged_by_what_its_replay_writes():
+    """Eager results would vouch for it: a capture that leaves kernels out stays hidden."""
+    pytest.importorskip("timm")
+
+    class Empty(FakeTimer):
+        def capture(self, step):
+            super().capture(step)
+            return lambda: None
+
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench(Empty()))}
+    row = rows["swapped+graph"]
+    assert row.status == FAILED and "logits" in row.note and row.speedup is None
+    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench())}
+    assert rows["swapped+graph"].status == OK
+
+
+def test_dropped_samples_are_measured_without_the_gate():
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16", drop_path=0.4)
+    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 2
+    assert all(r.ms == 1.0 and r.speedup is None for r in rows)
+    assert all("dropped samples are random" in r.note for r in rows)
+
+
+def test_models_are_drawn_on_their_device():
+    pytest.importorskip("timm")
+    model = build(Case("timm", "tiny", 16, 2), torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    first, second = (build(Case("timm", "tiny", 16, 2), CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bytes_kept_are_those_of_a_forward():
+    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd", "both"), ("ours",), bench()))
+    assert {(r.mode, r.kept_mib) for r in rows} == {("fwd", 2.0), ("both", None)}
 
 
 def test_largest_batch(monkeypatch):

@@ -17,11 +17,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
-from bench import contact, stages
+from bench import contact, stages, warm
 from bench.__main__ import build_parser, main
 from bench.rows import FAILED, Results, Row
 from bench.stages import DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
 from fastvit_kernels.commands import cli
+from fastvit_kernels.verify.isolated import Job
 from fastvit_kernels.verify.kept import Kept
 
 SECONDS = 1e6  # of the stub clock
@@ -297,6 +298,28 @@ def test_contact_goes_through_its_stages_and_ends_with_the_table(tmp_path, capsy
     arguments = build_parser().parse_args([*words, "--resume"])
     assert contact.run(arguments, True, found) == 0
     assert "a GPU" not in capsys.readouterr().out
+
+
+def test_first_launches_are_made_side_by_side(tmp_path):
+    both = f"import pathlib, time; p = pathlib.Path({str(tmp_path)!r}); "
+    meets = both + (
+        "(p / {own!r}).touch()\n"
+        "while not (p / {other!r}).exists(): time.sleep(0.01)\n"
+        "print('{{\"seconds\": 2.0}}')"
+    )
+    jobs = [
+        Job("a", (sys.executable, "-c", meets.format(own="a", other="b"))),
+        Job("b", (sys.executable, "-c", meets.format(own="b", other="a"))),
+        Job("dies", (sys.executable, "-c", "raise SystemExit('no kernel')")),
+    ]
+    said = []
+    assert warm.run(jobs, 2, float("inf"), said.append) == 1
+    assert "a: 2 s" in said and "b: 2 s" in said
+    assert any(line.startswith("FAILED dies") and "no kernel" in line for line in said)
+    assert said[-1].startswith("3 of 3 cases ran once, 1 failed")
+    hangs = Job("hangs", (sys.executable, "-c", "import time; time.sleep(600)"))
+    assert warm.run([hangs], 1, 0.05, said.append) == stages.CUT_SHORT
+    assert said[-1].startswith("0 of 1 cases")
 
 
 # --- the suite on a GPU

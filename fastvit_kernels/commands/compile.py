@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ..runtime.backend import gpu
 from ..tools.aot import TARGETS, CompileError, Kernel, Share, compile_step, trace_step
 from . import options, rank
 from .console import CommandError, aligned
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fastvit-kernels compile`."""
     parser.add_argument(
         "--arch", nargs="+", choices=list(TARGETS), metavar="ARCH",
-        help=f"targets, of {', '.join(TARGETS)} (default sm_90)",
+        help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",
     )  # fmt: skip
     options.add_model(parser)
     options.add_img_size(parser)
@@ -57,13 +58,22 @@ def _step(args: argparse.Namespace) -> Callable[[], None]:
     return model_step(model, args.batch, args.dtype, train=args.train)
 
 
+def _arch_here() -> str:
+    """The target that this machine's GPU is, so that its launches find what is compiled."""
+    if torch.cuda.is_available():
+        arch = gpu(torch.device("cuda", torch.cuda.current_device())).arch
+        if arch in TARGETS:
+            return arch
+    return "sm_90"
+
+
 def _fill_cache(args: argparse.Namespace, arch: str, share: Share) -> None:
     trace_step(_step(args), TARGETS[arch], share)
 
 
 def _compile(args: argparse.Namespace) -> dict[str, list[Kernel]]:
     """The kernels of each target; with several processes each first compiles its share."""
-    archs = args.arch or ["sm_90"]
+    archs = args.arch or [_arch_here()]
     step = _step(args)  # a mistake is found before processes start
     if (jobs := args.jobs or 1) > 1:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

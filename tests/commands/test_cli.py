@@ -158,3 +158,16 @@ def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, c
     assert cli.main(["attention-maps", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "attention-maps").exists()
+
+
+def test_compile_takes_the_gpu_that_is_there(monkeypatch):
+    from fastvit_kernels.commands import compile as command
+    from fastvit_kernels.runtime.backend import Gpu
+
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    assert command._arch_here() == "sm_90"
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command.torch.cuda, "current_device", lambda: 0)
+    for arch, wanted in (("sm_80", "sm_80"), ("sm_75", "sm_90")):
+        monkeypatch.setattr(command, "gpu", lambda device, arch=arch: Gpu(arch, 108, 1))
+        assert command._arch_here() == wanted
