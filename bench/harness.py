@@ -159,7 +159,7 @@ def _step(
 
     def backward(outputs: Any) -> Any:
         # retain_graph: the same backward is timed again.
-        return torch.autograd.grad(outputs, leaves, upstream[0], retain_graph=True)
+        return torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
 
     if mode == "fwd":
         return Step(lambda: None, forward)
@@ -167,7 +167,7 @@ def _step(
         return Step(forward, backward)
     return Step(
         lambda: None,
-        lambda _: torch.autograd.grad(forward(), leaves, upstream[0]),
+        lambda _: torch.autograd.grad(forward(), leaves, upstream),
     )
 
 
@@ -301,7 +301,7 @@ def _measure(
             for entry in entries:
                 entry.compared, entry.note = False, "not compared: float64 does not fit"
             out = op.reference(shape, dtype)(**inputs)
-            upstream = [torch.randn_like(out)]
+            upstream = [torch.randn_like(y) for y in (out if isinstance(out, tuple) else (out,))]
             del out
         reference = None
         bench.timer.clear()

@@ -61,5 +61,6 @@ def test_op(benchmark, name, provider, mode):
 
     benchmark.group = f"{name} {shape.id} bf16 {mode}, with the host"
     with chosen.context():
-        upstream = torch.randn_like(function(**inputs))
+        out = function(**inputs)
+        upstream = [torch.randn_like(y) for y in (out if isinstance(out, tuple) else (out,))]
         benchmark.pedantic(call, rounds=30, iterations=1, warmup_rounds=5)

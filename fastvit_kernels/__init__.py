@@ -17,6 +17,7 @@ from .ops.linear import linear
 from .ops.mlp import mlp
 from .ops.patch_embed.functions import patch_embed
 from .ops.rms_norm import rms_norm, rms_norm_and_input
+from .ops.rope import rope
 from .runtime.backend import backend, get_backend, set_backend
 from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
@@ -48,6 +49,7 @@ __all__ = [
     "register_attention",
     "rms_norm",
     "rms_norm_and_input",
+    "rope",
     "scaled_dot_product_attention",
     "set_backend",
     "swap_in",

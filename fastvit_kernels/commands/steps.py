@@ -29,6 +29,7 @@ from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
 from ..ops.rms_norm import rms_norm, rms_norm_and_input
+from ..ops.rope import rope
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
 from .models import input_shape, run_step
@@ -91,6 +92,23 @@ def _rms_norm() -> None:
     for D in (64, 128):
         q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
         rms_norm(q, torch.empty(D, requires_grad=True)).backward(torch.empty_like(q))
+
+
+def _rope() -> None:
+    """Queries and keys of a packed qkv: both pairings, each norm, whole and partly turned heads."""
+    for H, D, R, norm in (
+        (12, 64, 64, None), (12, 64, 64, "layer_norm"), (16, 64, 60, None), (16, 80, 80, None),
+        (12, 64, 64, "rms_norm"), (16, 128, 128, "layer_norm"),
+    ):  # fmt: skip
+        qkv = torch.empty(64, 201, 3, H, D, dtype=torch.bfloat16)
+        q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
+        cos, sin = torch.empty(196, 2 * R).split(R, 1)
+        options: dict[str, Any] = dict(prefix_tokens=5, norm=norm)
+        for name in ("q_norm_weight", "k_norm_weight"):
+            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
+        for interleaved in (False, True):
+            outputs = rope(q, k, cos, sin, interleaved=interleaved, **options)
+            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
 
 def _narrow_mlp() -> None:
@@ -219,6 +237,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
     "narrow MLP": _narrow_mlp,
     "RMSNorm": _rms_norm,
+    "rotary embedding": _rope,
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),

@@ -107,10 +107,11 @@ def _run(
     wanted = {n: x for n, x in leaves.items() if x is not None and x.requires_grad}
     if not wanted or upstream is None:
         return outputs, {}
+    reached = [(y, g) for y, g in zip(outputs, upstream, strict=True) if y.requires_grad]
     grads = torch.autograd.grad(
-        outputs,
+        [y for y, _ in reached],
         list(wanted.values()),
-        [g if to is None else g.to(to) for g in upstream],
+        [g if to is None else g.to(to) for _, g in reached],
         allow_unused=True,
     )
     return outputs, dict(zip(wanted, grads, strict=True))

@@ -189,11 +189,20 @@ class Op:
     fuzz_share: int = 3  # of the random calls
     fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
     outputs: int = 1
+    alike: bool = (
+        False  # its outputs are of one shape, each of other tensors; else one depends on all
+    )
     eager: Function | None = None  # what models call for the usual tensors; else the specification
 
     @property
     def name(self) -> str:
         return self.function.__name__
+
+    def single(self, outputs: Any) -> Tensor:
+        """One tensor that depends on all the op's tensors."""
+        if self.alike:
+            return torch.stack(outputs)
+        return outputs[0] if self.outputs > 1 else outputs
 
     def shapes_of(self, sizes: Mapping[str, Any]) -> dict[str, Shape]:
         """By argument, in the order of `args`; without those that these sizes do not have."""

@@ -154,6 +154,16 @@ OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
         ((2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)), TypeError,
          "must be an int, got"),
     ],
+    "count or 0": [
+        ((-1, -2), ValueError, "must be at least 0, got {value}"),
+        ((6,), ValueError, "must be at most T = 5, got 6"),
+        ((2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)), TypeError,
+         "must be an int, got"),
+    ],
+    "norm": [
+        (("batch_norm", "", "LayerNorm"), ValueError, "must be None or one of .'layer_norm', 'rms"),
+        ((1, True, ["rms_norm"], torch.nn.LayerNorm), TypeError, "must be None or one of .* got"),
+    ],
     "probability": [
         ((-0.1, 1.5, 2, nan, inf, -inf), ValueError, r"must be in \[0, 1\], got {value}"),
         *_PROBABILITY,
@@ -213,6 +223,37 @@ def _rows() -> list[Bad]:
         add(op, "weight", (1, 8), ValueError, r"must have shape \(8,\), got \(1, 8\)")
         add(op, "bias", (2, 3, 8), ValueError, r"must have shape \(8,\), got \(2, 3, 8\)")
         add(op, "x", (2, 3, 0), ValueError, r"must have shape \(0,\), got \(8,\)", "weight")
+
+    for op in ("rms_norm", "rms_norm_and_input"):
+        add(op, "weight", (1, 8), ValueError, r"must have shape \(8,\), got \(1, 8\)")
+        add(op, "x", (2, 3, 0), ValueError, r"must have shape \(0,\), got \(8,\)", "weight")
+
+    add("rope", "q", (5, 2, 8), ValueError, "must have 4 axes, got shape")
+    add(
+        "rope", "k", (1, 5, 1, 8), ValueError, r"must have shape \(1, 5, 2, 8\), got \(1, 5, 1, 8\)"
+    )
+    for shape in ((5, 6), (4, 5), (4, 10), (4, 0), (2, 4, 6), (1, 3, 4, 6), (2, 1, 4, 6), (6,)):
+        wanted = (
+            r"must have shape \(T', R\), .* T' = 4 tokens past the prefix and R even, at most 8"
+        )
+        add("rope", "cos", shape, ValueError, wanted)
+    add(
+        "rope",
+        "sin",
+        (1, 4, 6),
+        ValueError,
+        r"must have the shape of cos, \(4, 6\), got \(1, 4, 6\)",
+    )
+    add(
+        "rope",
+        "norm",
+        None,
+        ValueError,
+        "must be None with norm=None, got a Tensor",
+        "q_norm_weight",
+    )
+    add("rope", "norm", "rms_norm", ValueError, "must be None with norm='rms_norm', got a Tensor",
+        "q_norm_bias")  # fmt: skip
 
     for op in ("linear", "mlp"):
         add(op, "residual", (2, 3, 1), ValueError, r"must have shape \(2, 3, 4\), got \(2, 3, 1\)")

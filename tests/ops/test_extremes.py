@@ -27,6 +27,7 @@ from fastvit_kernels import (
     mlp,
     qkv_attention,
     rms_norm_and_input,
+    rope,
     scaled_dot_product_attention,
 )
 from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
@@ -35,6 +36,7 @@ from fastvit_kernels.ops.layer_norm import layer_norm_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
 from fastvit_kernels.ops.rms_norm import rms_norm_ref
+from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import Op, Sizes
 
@@ -91,23 +93,23 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mlp": dict(rows=(4, 3), C=24, F=28, N=20),
     "scaled_dot_product_attention": dict(B=1, H=2, T=20, S=20, D=32, mask=None),
     "patch_embed": dict(B=2, channels=3, grid=(2, 3), patch=(4, 4), C=20, prefix=2),
+    "rope": dict(B=2, T=5, H=2, D=16, R=12, prefix=0, lead=(), norm="layer_norm"),
 }
 
 
 def _op(
     op: Op, sizes: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> tuple[Any, Any, Any]:
-    """(the op's first output, the specification's, inputs without scales that get no gradient)"""
+    """(one output of the op, the specification's, inputs without scales that get no gradient)"""
     sizes = {**OWN_SIZES.get(op.name, op.at(SIZES)), **sizes}
-    options = {**op.settings_of(sizes), **options}
-    shapes = {n: s for n, s in op.shapes_of(sizes).items() if op.args[n].grad}
+    shapes = op.shapes_of(sizes)
+    fixed = {n: rand(*shapes[n], grad=False) for n, arg in op.args.items()
+             if arg.required and not arg.grad}  # fmt: skip
+    options = {**op.settings_of(sizes), **options, **fixed}
+    shapes = {n: s for n, s in shapes.items() if op.args[n].grad}
 
     def first(function: Any) -> Any:
-        def call(**inputs: Any) -> Tensor:
-            outputs = function(**inputs, **options)
-            return outputs[0] if op.outputs > 1 else outputs
-
-        return call
+        return lambda **inputs: op.single(function(**inputs, **options))
 
     def inputs() -> dict[str, Tensor]:
         return {name: rand(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
@@ -126,6 +128,7 @@ for _name, _found in REGISTRY.items():
         if _activation is not None:
             OPS[f"{_name}_{_activation}"] = _op(_found, activation=_activation)
 SDPA = "scaled_dot_product_attention"
+OPS["rope_interleaved"] = _op(REGISTRY["rope"], dict(norm=None, R=16), interleaved=True)
 OPS[f"{SDPA}_causal"] = _op(REGISTRY[SDPA], dict(is_causal=True))
 OPS[f"{SDPA}_split"] = _op(REGISTRY[SDPA], dict(T=70, S=70, D=16))  # past the one-pass backward
 CASES = [(op, name) for op, (_, _, inputs) in OPS.items() for name in (*inputs(), "upstream")]
@@ -320,6 +323,21 @@ def test_rms_norm_addresses_past_2_31():
         lambda x, weight: (rms_norm_ref(x, weight), x.view_as(x)),
         {"x": _far(rand(3, 64, dtype=fp16)), "weight": rand(64, dtype=fp16, seed=1)},
         upstream=upstream,
+    )
+
+
+@pytest.mark.parametrize("norm", [None, "layer_norm"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_rope_addresses_past_2_31(axis, norm):
+    """Queries, keys and both gradients whose samples, tokens or heads lie far apart."""
+    shape = [1, 1, 1, 16]
+    shape[axis] = 3
+    inputs = {name: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, name in enumerate("qk")}
+    inputs |= {name: rand(shape[1], 16, grad=False, seed=2) for name in ("cos", "sin")}
+    upstream = [_far(rand(*shape, dtype=fp16, seed=i, grad=False), axis) for i in (5, 6)]
+    options = dict(norm=norm)
+    assert_accurate(
+        partial(rope, **options), partial(rope_ref, **options), inputs, upstream=upstream
     )
 
 

@@ -14,7 +14,12 @@ def _op(op, **options):
     """(function of the tensors of the smallest call that get a gradient, their shapes)"""
     shapes = op.shapes_of(op.tiny)
     names = [name for name in shapes if op.args[name].grad]
-    options = {**op.settings_of(op.tiny), **options}
+    fixed = {
+        name: rand(*shape, grad=False)
+        for name, shape in shapes.items()
+        if op.args[name].required and name not in names
+    }
+    options = {**op.settings_of(op.tiny), **options, **fixed}
 
     def function(*tensors):
         result = op.function(**dict(zip(names, tensors, strict=True)), **options)

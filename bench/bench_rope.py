@@ -1,0 +1,78 @@
+"""rope beside torch and its compiler: queries and keys of a packed qkv, qk-norm or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bench.harness import Draw, Op, itemsize
+from bench.providers import Function, Provider, compiled, eager, ours
+from bench.shapes import VITS, Shape, batch
+from fastvit_kernels import rope
+from fastvit_kernels.ops.rope import rope_ref
+
+# Tokens, of them prefix: DINOv3 at 224 and 256, Perception Encoder at 448, EVA02 at 448.
+TOKENS = ((201, 5), (261, 5), (1025, 1))
+INTERLEAVED = "interleaved"  # Perception Encoder, EVA02, V-JEPA 2
+NORMED = "layer_norm"
+PREFIX = dict(TOKENS)
+
+
+def shapes() -> Iterator[Shape]:
+    for T, _ in TOKENS:
+        for model in ("B", "L", "S"):
+            C, _, H, F = VITS[model]
+            shape = Shape(f"ViT-{model}", batch(T), T, C, H, F, tier=1 if model == "B" else 2)
+            yield shape
+            yield replace(shape, variant=INTERLEAVED)
+            yield replace(shape, variant=NORMED)
+
+
+def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | None]:
+    qkv = draw(shape.B, shape.T, 3, shape.H, shape.D, grad=False)
+    angles = 3 * draw(shape.T - PREFIX[shape.T], shape.D, grad=False).float()
+    q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
+    found: dict[str, Tensor | None] = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
+    if shape.variant == NORMED:
+        found |= {f"{x}_norm_{name}": draw(shape.D) for x in "qk" for name in ("weight", "bias")}
+    return found
+
+
+def _called(function: Function, shape: Shape) -> Function:
+    norm = NORMED if shape.variant == NORMED else None
+    return functools.partial(
+        function, interleaved=shape.variant == INTERLEAVED, prefix_tokens=PREFIX[shape.T], norm=norm
+    )
+
+
+def reference(shape: Shape, dtype: str) -> Function:
+    return _called(rope_ref, shape)
+
+
+def flops(shape: Shape, mode: str) -> float:
+    """An element of q and of k: 3 each way; a norm 7 forward, 13 backward."""
+    normed = shape.variant == NORMED
+    forward, backward = (10.0, 16.0) if normed else (3.0, 3.0)
+    elements = 2 * shape.B * shape.T * shape.C
+    return {"fwd": forward, "bwd": backward, "both": forward + backward}[mode] * elements
+
+
+def bytes_(shape: Shape, dtype: str, mode: str) -> float:
+    """q and k in and out, the tables in; the backward of a norm reads q and k again."""
+    operand = 2 * shape.B * shape.T * shape.C * itemsize(dtype)
+    tables = 2 * 4 * (shape.T - PREFIX[shape.T]) * shape.D
+    forward = 2 * operand + tables
+    backward = forward + (operand if shape.variant == NORMED else 0)
+    return float({"fwd": forward, "bwd": backward, "both": forward + backward}[mode])
+
+
+def providers(shape: Shape, dtype: str) -> list[Provider]:
+    specification = _called(rope_ref, shape)
+    return [eager(specification), ours("ours", _called(rope, shape)), compiled(specification)]
+
+
+OP = Op("rope", shapes, inputs, reference, providers, flops, bytes_)

@@ -1,0 +1,325 @@
+"""Rotary position embedding of queries and keys, after an optional norm of each head (qk-norm).
+
+With y = x, or layer_norm(x) or rms_norm(x) over D, and pairs (a, b) of y's first R columns:
+
+    a' = a cos_a - b sin_a,   b' = b cos_b + a sin_b
+    da = da' cos_a + db' sin_b,   db = db' cos_b - da' sin_a       then back through the norm
+
+Pairs are columns (i, i + R/2), or (2i, 2i + 1) where interleaved; the tables have all R columns.
+Saved: the tables; with a norm q, k and its weights too: the backward rebuilds its statistics.
+Precision: fp32 from the load to the store, one rounding; fp32 partials for the norms' gradients,
+one row a program, summed in a fixed order by a second kernel. No atomics.
+Source: arXiv:2104.09864, arXiv:2302.05442 (qk-norm). Kernels: common/rotation.py. Derivation:
+docs/rope.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.arguments import (
+    check_device,
+    check_eps,
+    check_flags,
+    check_int,
+    check_shape,
+    check_tensor,
+    contiguous,
+    needs_gradient,
+)
+from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.operator import Routed, differentiable, operator
+from .common.reduction import column_sum
+from .common.rotation import (
+    MAX_D,
+    MAX_ROWS,
+    NORMS,
+    Rotation,
+    rotate,
+    rotate_norm_bwd,
+    tables_of,
+)
+
+Norm = Literal["layer_norm", "rms_norm"]
+
+
+def _partner(x: Tensor, interleaved: bool) -> Tensor:
+    """What the sines multiply: (-b, a) in the places of (a, b)."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def _rotated_ref(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, prefix_tokens: int
+) -> Tensor:
+    R = cos.shape[-1]
+    prefix, x = x[:, :prefix_tokens], x[:, prefix_tokens:]
+    turned, rest = x[..., :R], x[..., R:]
+    turned = (turned * cos + _partner(turned, interleaved) * sin).to(x.dtype)
+    return torch.cat((prefix, torch.cat((turned, rest), -1)), 1)
+
+
+def _normed_ref(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm | None, eps: float
+) -> Tensor:
+    if norm is None:
+        return x
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+    if norm == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def rope_ref(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    prefix_tokens: int = 0,
+    norm: Norm | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    k_norm_bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The specification of `rope`: torch's norm in x.dtype, then x cos + partner(x) sin."""
+    if cos.ndim == 4:  # (B, H, T', R) -> by token, then head
+        cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+    else:
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    q = _normed_ref(q, q_norm_weight, q_norm_bias, norm, eps)
+    k = _normed_ref(k, k_norm_weight, k_norm_bias, norm, eps)
+    return (
+        _rotated_ref(q, cos, sin, interleaved, prefix_tokens),
+        _rotated_ref(k, cos, sin, interleaved, prefix_tokens),
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself if its last axis is contiguous, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_fwd(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None, k_norm_weight: Tensor | None, k_norm_bias: Tensor | None,
+    interleaved: bool, prefix_tokens: int, norm: str, eps: float, transpose: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+@operator(fake=_empty_fwd)
+def rope_fwd(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None, k_norm_weight: Tensor | None, k_norm_bias: Tensor | None,
+    interleaved: bool, prefix_tokens: int, norm: str, eps: float, transpose: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q and k (B, T, H, D), normed and turned; turned back where `transpose`. Contiguous."""
+    out = q.new_empty(q.shape), q.new_empty(q.shape)
+    norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    rotate(
+        out, _rows(q), _rows(k), tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)), transpose,
+    )  # fmt: skip
+    return out
+
+
+def _empty_norm_bwd(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, interleaved: bool,
+    prefix_tokens: int, norm: str, eps: float, param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dparams = q.new_empty((4, q.shape[-1] if needs_dparams else 0), dtype=param_dtype)
+    return q.new_empty(q.shape), q.new_empty(q.shape), dparams
+
+
+@operator(fake=_empty_norm_bwd)
+def rope_norm_bwd(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, interleaved: bool,
+    prefix_tokens: int, norm: str, eps: float, param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, and dparams (4, D): dweight and dbias of q's norm, then of k's."""
+    dq, dk = q.new_empty(q.shape), q.new_empty(q.shape)
+    dparams = q.new_empty((4, q.shape[-1] if needs_dparams else 0), dtype=param_dtype)
+    if q.numel() == 0:
+        return dq, dk, dparams.zero_()
+    partial = rotate_norm_bwd(
+        (dq, dk), (_rows(dq_out), _rows(dk_out)), _rows(q), _rows(k), tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps),
+        (contiguous(q_norm_weight), contiguous(k_norm_weight)), needs_dparams,
+    )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, dparams)
+    return dq, dk, dparams
+
+
+class RopeDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    rotation: Rotation
+    param_dtype: torch.dtype
+
+
+@differentiable
+class RopeFunction(torch.autograd.Function):
+    """(q, k, cos, sin, weights and biases) -> (q, k)."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, decision):
+        saves = (q, k, q_weight, k_weight) if decision.rotation.norm else (None,) * 4
+        ctx.save_for_backward(cos, sin, *saves)
+        ctx.decision = decision
+        return decision.ops.rope_fwd(
+            q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, *decision.rotation, False
+        )
+
+    @staticmethod
+    @first_order("rope")
+    def backward(ctx, dq_out, dk_out):
+        cos, sin, q, k, q_weight, k_weight = ctx.saved_tensors
+        decision, needs = ctx.decision, ctx.needs_input_grad
+        ops, rotation = ops_for(decision.ops, dq_out, dk_out), decision.rotation
+        dparams = (None,) * 4
+        if not rotation.norm:
+            dq, dk = ops.rope_fwd(dq_out, dk_out, cos, sin, *dparams, *rotation, True)
+        else:
+            needs_dparams = any(needs[4:8])
+            dq, dk, sums = ops.rope_norm_bwd(
+                dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, *rotation,
+                decision.param_dtype, needs_dparams,
+            )  # fmt: skip
+            if needs_dparams:
+                dparams = (
+                    x if n else None for x, n in zip(sums.unbind(0), needs[4:8], strict=True)
+                )
+        return dq if needs[0] else None, dk if needs[1] else None, None, None, *dparams, None
+
+
+def check_tables(op: str, cos: Tensor, sin: Tensor, shape: tuple[int, ...], prefix: int) -> None:
+    """Raise unless cos and sin are tables for q of this shape, (B, T, H, D)."""
+    B, T, H, D = shape
+    check_tensor(op, "cos", cos)
+    found = tuple(cos.shape)
+    R = found[-1] if found else 0
+    wanted = ((T - prefix, R), (B, T - prefix, R), (1, T - prefix, R))
+    if len(found) == 4 and found[0] in (1, B) and found[1] in (1, H):
+        wanted = ((*found[:2], T - prefix, R),)
+    if found not in wanted or R % 2 or not 0 < R <= D:
+        raise ValueError(
+            f"{op}: cos must have shape (T', R), (B, T', R) or (B, H, T', R), T' = {T - prefix} "
+            f"tokens past the prefix and R even, at most {D}, got {found}"
+        )
+    check_tensor(op, "sin", sin)
+    if sin.shape != cos.shape:
+        raise ValueError(f"{op}: sin must have the shape of cos, {found}, got {tuple(sin.shape)}")
+
+
+def check_norm(op: str, norm: object, **params: Tensor | None) -> None:
+    """Raise unless norm is a name or None, and goes with the parameters that are given."""
+    if norm is not None and (not isinstance(norm, str) or norm not in NORMS):
+        error = ValueError if isinstance(norm, str) else TypeError
+        raise error(f"{op}: norm must be None or one of {list(NORMS)}, got {norm!r}")
+    for name, x in params.items():
+        if x is not None and (norm is None or (norm == "rms_norm" and name.endswith("bias"))):
+            raise ValueError(f"{op}: {name} must be None with norm={norm!r}, got a Tensor")
+
+
+@decide_once
+def _decide(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None,
+    q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None, interleaved: bool,
+    prefix_tokens: int, norm: Norm | None, eps: float, ops: Routed,
+) -> RopeDecision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    op = "rope"
+    check_tensor(op, "q", q, ndim=4)
+    B, T, H, D = q.shape
+    check_shape(op, "k", k, (B, T, H, D), like=q)
+    if k is None:
+        check_tensor(op, "k", k)
+    if k.dtype != q.dtype:
+        raise TypeError(f"{op}: k must have the dtype of q, {q.dtype}, got {k.dtype}")
+    if D % 2:
+        raise ValueError(f"{op}: D must be even, got {D}")
+    check_flags(op, interleaved=interleaved)
+    check_int(op, "prefix_tokens", prefix_tokens, least=0)
+    if prefix_tokens > T:
+        raise ValueError(f"{op}: prefix_tokens must be at most T = {T}, got {prefix_tokens}")
+    check_tables(op, cos, sin, (B, T, H, D), prefix_tokens)
+    check_device(op, "cos", cos, q)
+    check_device(op, "sin", sin, q)
+    params = dict(
+        q_norm_weight=q_weight, q_norm_bias=q_bias, k_norm_weight=k_weight, k_norm_bias=k_bias
+    )
+    for name, x in params.items():
+        check_shape(op, name, x, (D,), like=q)
+    check_norm(op, norm, **params)
+    check_eps(op, eps)
+    unsupported = None if 0 < D <= MAX_D else f"D must be from 2 to {MAX_D}, got {D}"
+    if B * T * H >= MAX_ROWS:
+        unsupported = f"B T H must be below 2^31, got {B * T * H}"
+    if cos.requires_grad or sin.requires_grad:
+        unsupported = "cos or sin requires a gradient"
+    given = [x for x in params.values() if x is not None]
+    return RopeDecision(
+        route(op, ops, unsupported, q, k, cos, sin, *given), needs_gradient(q, k, *given),
+        Rotation(interleaved, prefix_tokens, norm or "", eps),
+        given[0].dtype if given else torch.float32,
+    )  # fmt: skip
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    prefix_tokens: int = 0,
+    norm: Norm | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    k_norm_bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of queries and keys, after an optional norm of each head.
+
+    out = y * cos + partner(y) * sin,   y = x or norm(x),   partner: (-b, a) in the places of (a, b)
+
+    Args:
+        q, k: (B, T, H, D), fp16, bf16 or fp32, D even, any strides: views of a packed qkv, or of
+            (B, H, T, D) by `transpose(1, 2)`. A last axis that is not contiguous is copied.
+        cos, sin: (T', R) for all heads, (B, T', R) by sample or (B, H, T', R) by head, where B or H
+            may be 1; T' = T - prefix_tokens. R, even, is the rotated width, at most D. Best fp32.
+        interleaved: pairs are columns (2i, 2i + 1); else (i, i + R/2), as `rotate_half`.
+        prefix_tokens: the first tokens of a sample (class and register tokens): normed, not turned.
+        norm: "layer_norm" or "rms_norm" over D first (qk-norm), or None.
+        q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias: (D,) or None for 1 and 0.
+        eps: of the norm.
+    Returns:
+        q and k, (B, T, H, D), contiguous, in the dtype of q.
+    Precision: fp32 from the load to the store, norm included.
+    Saved: cos, sin; with a norm q and k.
+    Raises: ValueError, such as "rope: D must be even, got 15"; TypeError.
+    Source: arXiv:2104.09864. Specification: rope_ref. Derivation: docs/rope.md.
+    """
+    tensors = (q, k, cos, sin, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    decision = _decide(*tensors, interleaved, prefix_tokens, norm, eps)
+    ops, needs_gradient, rotation, _ = decision
+    if ops is None:
+        return rope_ref(*tensors[:4], interleaved, prefix_tokens, norm, *tensors[4:], eps)
+    if not needs_gradient:
+        return ops.rope_fwd(*tensors, *rotation, False)
+    return ops.RopeFunction(*tensors, decision)

@@ -1,0 +1,213 @@
+from functools import partial
+
+import pytest
+import torch
+from numerics import DEVICE, DTYPES, assert_accurate, compare, dtype_id, rand
+
+from fastvit_kernels import backend, rope
+from fastvit_kernels.ops.rope import rope_ref
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+NORMS = {None: (), "layer_norm": ("weight", "bias"), "rms_norm": ("weight",)}
+
+
+def _tables(*shape, seed=2):
+    """Cosines and sines of angles that differ in every column: a pair's two as well."""
+    angles = 3 * rand(*shape, seed=seed, grad=False)
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def _norms(D, norm, dtype=fp32):
+    return {
+        f"{x}_norm_{name}": rand(D, dtype=dtype, seed=10 + i)
+        for i, (x, name) in enumerate((x, name) for x in "qk" for name in NORMS[norm])
+    }
+
+
+def _inputs(B, T, H, D, dtype=fp32, R=None, prefix=0, norm=None, param_dtype=fp32):
+    q, k = (rand(B, T, H, D, dtype=dtype, seed=seed) for seed in (0, 1))
+    return {"q": q, "k": k, **_tables(T - prefix, R or D), **_norms(D, norm, param_dtype)}
+
+
+def _check(inputs, upstream=None, **options):
+    """The kernels, whatever backend is chosen outside."""
+    with backend("triton"):
+        return assert_accurate(
+            partial(rope, **options), partial(rope_ref, **options), inputs, upstream=upstream
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@PAIRINGS
+def test_rope_backward(interleaved, norm, dtype):
+    inputs = _inputs(2, 11, 3, 64, dtype, prefix=2, norm=norm)
+    _check(inputs, interleaved=interleaved, prefix_tokens=2, norm=norm)
+
+
+@pytest.mark.parametrize("T", [201, 261, 576, 1370], ids=lambda t: f"T{t}")
+@PAIRINGS
+def test_rope_tokens(interleaved, T):
+    prefix = T - {201: 196, 261: 256, 576: 576, 1370: 1369}[T]
+    norm = "layer_norm" if T == 201 else None
+    inputs = _inputs(1, T, 1, 64, bf16, prefix=prefix, norm=norm)
+    _check(inputs, interleaved=interleaved, prefix_tokens=prefix, norm=norm)
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (72, 72), (64, 60), (80, 20), (96, 2)], ids=str)
+@pytest.mark.parametrize("norm", [None, "rms_norm"], ids=str)
+@PAIRINGS
+def test_rope_widths(interleaved, norm, widths):
+    """V-JEPA 2 turns 60 columns of 64."""
+    D, R = widths
+    _check(_inputs(2, 5, 2, D, R=R, norm=norm), interleaved=interleaved, norm=norm)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (1,), (2, 3), (1, 3), (2, 1)], ids=str)
+def test_rope_tables_of_tokens_samples_and_heads(lead):
+    inputs = _inputs(2, 7, 3, 16, prefix=1)
+    _check({**inputs, **_tables(*lead, 6, 16)}, prefix_tokens=1)
+
+
+@PAIRINGS
+def test_rope_in_plain_numbers(interleaved):
+    """A quarter turn of (1, 0) gives (0, 1), in the columns of the pairing, after the prefix."""
+    q = torch.zeros(1, 2, 1, 4, device=DEVICE)
+    q[..., 0] = 1.0
+    cos, sin = torch.zeros(1, 4, device=DEVICE), torch.ones(1, 4, device=DEVICE)
+    for name in ("triton", "torch"):
+        with backend(name):
+            out, _ = rope(q, q, cos, sin, interleaved=interleaved, prefix_tokens=1)
+        assert out[0, 0, 0].tolist() == [1, 0, 0, 0]
+        assert out[0, 1, 0].tolist() == ([0, 1, 0, 0] if interleaved else [0, 0, 1, 0])
+
+
+@PAIRINGS
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_one_pairing_does_not_pass_for_the_other(norm, interleaved):
+    inputs = _inputs(1, 6, 2, 16, norm=norm)
+    with backend("triton"):
+        errors = compare(
+            partial(rope, interleaved=not interleaved, norm=norm),
+            partial(rope_ref, interleaved=interleaved, norm=norm), inputs,
+        )  # fmt: skip
+    assert not any(e.passed for e in errors if e.name in ("out0", "out1", "dq", "dk"))
+
+
+def test_rope_of_other_dtypes():
+    """16-bit tables, and parameters of another dtype than q and k."""
+    inputs = _inputs(2, 9, 2, 32, bf16, norm="layer_norm")
+    inputs["cos"], inputs["sin"] = inputs["cos"].to(bf16), inputs["sin"].to(fp16)
+    _check(inputs, norm="layer_norm")
+
+
+def test_rope_norm_without_parameters():
+    for norm in ("layer_norm", "rms_norm"):
+        _check(_inputs(2, 5, 2, 24), norm=norm)
+
+
+@PAIRINGS
+@pytest.mark.parametrize("norm", [None, "rms_norm"], ids=str)
+def test_rope_layouts(interleaved, norm):
+    """Views of a packed qkv; heads before tokens; a last axis that is not contiguous."""
+    B, T, H, D = 2, 6, 3, 16
+    packed = rand(B, T, 3, H, D, grad=False)
+    heads_first = rand(B, H, T, D, grad=False, seed=1).transpose(1, 2)
+    apart = rand(B, T, D, H, grad=False, seed=2).transpose(2, 3)
+    table = rand(T, 2 * D, grad=False, seed=3)
+    tables = {"cos": table[:, D:], "sin": table[:, :D]}
+    for q, k in ((packed[:, :, 0], packed[:, :, 1]), (heads_first, apart)):
+        inputs = {"q": q.detach().requires_grad_(), "k": k.detach().requires_grad_()}
+        inputs |= {**tables, **_norms(D, norm)}
+        _check(inputs, interleaved=interleaved, norm=norm)
+
+
+@pytest.mark.parametrize("norm", [None, "layer_norm"], ids=str)
+def test_rope_gradients_of_other_layouts(norm):
+    B, T, H, D = 2, 6, 3, 16
+    upstream = [
+        torch.randn(B, H, T, D, device=DEVICE).transpose(1, 2),
+        torch.randn(D, device=DEVICE).expand(B, T, H, D),
+    ]
+    for gradients in (upstream, upstream[::-1]):
+        _check(_inputs(B, T, H, D, norm=norm), upstream=gradients, norm=norm)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_rope_extremes(norm):
+    base = rand(2, 3, 2, 64, grad=False)
+    for x in (base * 1e-2 + 1e3, torch.full_like(base, 3.0), base * 1e-20, base * 1e15):
+        inputs = _inputs(2, 3, 2, 64, norm=norm)
+        _check({**inputs, "q": x.requires_grad_()}, norm=norm)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_rope_of_the_prefix_alone(T):
+    _check(_inputs(2, T, 2, 8, prefix=T, R=8), prefix_tokens=T)
+
+
+def test_rope_leaves_what_does_not_turn():
+    """Bit for bit, also beside infinity: there a sine of 0 would leave NaN."""
+    inputs = _inputs(1, 4, 1, 8, R=4, prefix=2)
+    q = inputs["q"].detach().clone()
+    q[0, 1, 0, 3] = q[0, 3, 0, 6] = float("inf")
+    for interleaved in (False, True):
+        with backend("triton"):
+            out, _ = rope(**{**inputs, "q": q}, prefix_tokens=2, interleaved=interleaved)
+        assert out[:, :2].equal(q[:, :2]) and out[..., 4:].equal(q[..., 4:])
+
+
+def test_rope_empty_batch():
+    inputs = _inputs(0, 3, 2, 8, norm="layer_norm")
+    q, k = rope(**inputs, norm="layer_norm")
+    (q.sum() + k.sum()).backward()
+    assert inputs["q"].grad.shape == (0, 3, 2, 8) and inputs["k_norm_bias"].grad.eq(0).all()
+
+
+def test_rope_is_deterministic():
+    def gradients():
+        inputs = _inputs(2, 40, 3, 32, norm="layer_norm")
+        leaves = [x for x in inputs.values() if x.requires_grad]
+        q, k = rope(**inputs, norm="layer_norm")
+        return torch.autograd.grad(q.sum() + (k * k).sum(), leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("q_norm_bias",), ("q", "k_norm_weight")])
+def test_rope_gives_the_gradients_that_are_wanted(wanted):
+    inputs = _inputs(2, 5, 2, 8, norm="layer_norm")
+    inputs = {n: x.detach().requires_grad_(n in wanted) for n, x in inputs.items()}
+    q, k = rope(**inputs, norm="layer_norm")
+    (q + k).sum().backward()
+    assert {n for n, x in inputs.items() if x.grad is not None} == set(wanted)
+
+
+def test_tables_that_want_a_gradient_take_the_path_of_torch():
+    """RoPE-ViT learns its frequencies."""
+    inputs = _inputs(2, 5, 2, 8)
+    inputs["cos"].requires_grad_()
+    q, _ = rope(**inputs)
+    q.sum().backward()
+    assert inputs["cos"].grad is not None and "RopeFunction" not in str(q.grad_fn)
+    with backend("triton"), pytest.raises(RuntimeError, match="cos or sin requires a gradient"):
+        rope(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "q must have 4 axes", lambda: dict(q=rand(5, 2, 8))),
+        (ValueError, "D must be even, got 7", lambda: dict(q=rand(1, 5, 2, 7), k=rand(1, 5, 2, 7))),
+        (TypeError, "k must have the dtype of q", lambda: dict(k=rand(1, 5, 2, 8, dtype=bf16))),
+        (ValueError, r"cos must have shape .* got \(4, 8\)", lambda: _tables(4, 8)),
+        (ValueError, "prefix_tokens must be at most T = 5", lambda: dict(prefix_tokens=6)),
+        (ValueError, "q_norm_weight must be None with norm=None", lambda: _norms(8, "rms_norm")),
+        (ValueError, "norm must be None or one of", lambda: dict(norm="batch_norm")),
+        (TypeError, "interleaved must be True or False", lambda: dict(interleaved=1)),
+    ],
+)
+def test_rope_rejects(error, message, changes):
+    with pytest.raises(error, match=message):
+        rope(**{**_inputs(1, 5, 2, 8), **changes()})
