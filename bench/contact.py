@@ -42,22 +42,22 @@ STAGES = (
         needed=True,
     ),
     Stage(
-        "smoke", 10, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
+        "smoke", 8, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
         "one kernel compiles, runs and is right", needed=True,
     ),
-    Stage("check", 20, _ALL, "every op and a model by the 2x rule, every dtype, on all cores"),
-    Stage("configs", 16, (*_ALL, "--all-configs"), "every launch config that ships, twice"),
+    Stage("check", 22, _ALL, "every op and a model by the 2x rule, every dtype, on all cores"),
+    Stage("configs", 12, (*_ALL, "--all-configs"), "every launch config that ships, twice"),
     Stage(
         "warm", 10, python("bench", "warm", "--jobs", "{jobs}", "--time-budget", "{seconds}"),
         "the first launches at the targets' shapes, side by side: kernels compile",
     ),
     Stage(
-        "targets", 38,
+        "targets", 40,
         python("bench", "targets", "--out", "{out}", "--resume", "--time-budget", "{seconds}"),
         "the rows of the goals, alone on the machine", 40.0,
     ),
     Stage(
-        "tune", 8,
+        "tune", 6,
         python("fastvit_kernels", "tune", "--batch", "256", "--time-budget", "{seconds}"),
         "launch configs, the costly kernels first", 30.0, again=True,
         environment=(("XDG_CACHE_HOME", "{out}"),),  # a tuned table changes no row before it

@@ -86,10 +86,15 @@ _OP_GROUPS = ((("",), 0, 8.0), (("compile",), 2, 20.0), (("compile-max-autotune"
 
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
     modes = [m for m in MODES if wanted.mode(m)]
+    seen: set[tuple[Any, ...]] = set()
     for shape in op.shapes():
+        sizes = (shape.B, shape.T, shape.C, shape.H, shape.F, shape.variant)
+        if not wanted.shape(shape.id) or sizes in seen:  # a sweep passes through the models' own
+            continue
+        seen.add(sizes)
         for dtype in op.dtypes:
             late = dtype in ("fp16", "fp32")
-            if (late and shape.tier > 2) or not wanted.dtype(dtype) or not wanted.shape(shape.id):
+            if (late and shape.tier > 2) or not wanted.dtype(dtype):
                 continue
             tier = shape.tier + (3 if late else 0)
             for names, later, seconds in _OP_GROUPS:

@@ -493,6 +493,17 @@ def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
     assert any("xformers is not measured" in text for text in everything.said)
 
 
+def test_no_case_is_measured_twice():
+    found = tasks(Wanted(ops=("attention",), dtypes=("bf16",)), CPU)
+    shapes_ = [
+        key[2] for task in found for key in task.keys if key[1] == "ours" and key[4] == "fwd"
+    ]
+    sizes = [shape.rsplit("-B", 1)[1] for shape in shapes_]
+    assert len(sizes) == len(set(sizes)) and "128-T197-C768-H12" in sizes
+    swept = tasks(Wanted(ops=("attention",), shapes=("sweep-T",), dtypes=("bf16",)), CPU)
+    assert any("T197" in key[2] for task in swept for key in task.keys)
+
+
 def test_sweeps_are_whole():
     found = list(op_of("attention").shapes())
     sweep = {s.T: s for s in found if s.model == "sweep-T"}

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,20 @@ def _run(job: Job, timeout: float, processes: _Processes, now: Callable[[], floa
     return Outcome(job, _lines(printed), failure)
 
 
+@contextmanager
+def _term_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt, so that no job outlives this process."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def run_isolated(
     jobs: Sequence[Job], workers: int, timeout: float, *, budget: float = math.inf,
     then: Callable[[Outcome], Sequence[Job]] = lambda outcome: (),
@@ -146,7 +160,7 @@ def run_isolated(
     Yields: the outcome of each as it ends.
     """
     processes, end = _Processes(), now() + budget
-    with ThreadPoolExecutor(workers) as pool:
+    with _term_interrupts(), ThreadPoolExecutor(workers) as pool:
         try:
             pending = {pool.submit(_run, job, timeout, processes, now) for job in jobs}
             while pending and (left := end - now()) > 0:

@@ -335,3 +335,22 @@ def test_kept_configs_are_left_out_of_a_job():
     ]
     assert entry["configs"] == [TABLES["layer_norm_fwd"].configs.index(fits[0])]
     assert worker.config_job(reached, "fp32", DEVICE, done) is None
+
+
+TERMINATED = """
+import sys
+from fastvit_kernels.verify.isolated import Job, run_isolated
+jobs = [Job("hangs", (sys.executable, "-c", {code!r}))]
+list(run_isolated(jobs, 1, 3600.0))
+"""
+
+
+def test_a_terminated_run_takes_its_jobs_along(tmp_path):
+    path = tmp_path / "pid"
+    code = TERMINATED.format(code=hangs(path))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(TIMEOUT) != 0
+    assert ends(int(path.read_text()))
