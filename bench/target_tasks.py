@@ -20,7 +20,7 @@ from bench.models import HOSTS, WAYS, Case, NamedCase, Runner, missing_option
 from bench.plan import Task, op_of
 from bench.providers import BASELINE, Provider, installed
 from bench.shapes import Shape
-from bench.targets import LONG_T
+from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, of_tokens
 
 DTYPE = "bf16"
 DINOV3 = "timm:vit_base_patch16_dinov3"
@@ -32,11 +32,11 @@ OURS = ("swapped", "swapped+graph")
 
 @dataclass(frozen=True)
 class OpTarget:
-    """An op at its most telling shape, or at that of its sweep with T tokens."""
+    """An op at its first shape whose id has `part`."""
 
     op: str
+    part: str
     modes: tuple[str, ...]
-    T: int | None = None
     compiles: bool = False  # whether torch.compile is among the peers
 
     @property
@@ -45,10 +45,8 @@ class OpTarget:
 
     @property
     def shape(self) -> Shape:
-        found = list(op_of(self.op).shapes())
-        if self.T is None:
-            return found[0]
-        return next(s for s in found if s.T == self.T and s.model == "sweep-T")
+        found = op_of(self.op).shapes()
+        return next(s for s in found if f"-{self.part}-" in f"-{s.id}-")
 
     def providers(self) -> list[Provider]:
         every = op_of(self.op).everyone(self.shape, DTYPE)
@@ -124,14 +122,13 @@ def targets() -> list[Target]:
     base = Case("timm", "B", 224, 256)
     both = ("fwd", "bwd")
     plain: list[Target] = [
-        *(OpTarget("attention", both, T) for T in (197, 257)),
-        *(OpTarget(op, both) for op in ("layer_norm", "rms_norm")),
-        OpTarget("patch_embed", ("fwd",)),
-        *(OpTarget("attention", both, T) for T in LONG_T),
+        *(OpTarget("attention", part, both) for part in of_tokens(SHORT_T)),
+        *(OpTarget(op, OF_VIT_B, both) for op in ("layer_norm", "rms_norm")),
+        OpTarget("patch_embed", OF_VIT_B, ("fwd",)),
+        *(OpTarget("attention", part, both) for part in of_tokens(LONG_T)),
     ]
-    compiled: list[Target] = [
-        OpTarget(op, ("both",), compiles=True) for op in ("mlp", "gated_mlp", "rope")
-    ]
+    searched = (("mlp", OF_VIT_B), ("gated_mlp", PACKED), ("rope", NORMED))
+    compiled = [OpTarget(op, part, ("both",), compiles=True) for op, part in searched]
     first = VitTarget(base, PLAIN, seconds=45.0)
     every = (BASELINE, *OURS, SEARCH)
     models = [

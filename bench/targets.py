@@ -17,7 +17,9 @@ AUTOTUNED = ("compile-max-autotune",)
 OURS = ("ours", "ours-")
 SWAPPED = ("swapped", "swapped+")
 VIT_B = "timm-ViT-B-224-B256"
-LONG_T = (577, 785, 1025, 1370, 2305, 4097)
+OF_VIT_B = "ViT-B-B128-T197-C768-H12"
+PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
+SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,13 @@ class Goal:
     claims: tuple[Claim, ...]
 
 
+def of_tokens(tokens: Iterable[int]) -> tuple[str, ...]:
+    """Parts of the ids of a sweep over T."""
+    return tuple(f"T{T}-C768-H12" for T in tokens)
+
+
 def _attention(name: str, tokens: Sequence[int], least: float) -> tuple[Claim, ...]:
-    shapes = tuple(f"T{T}-C768-H12" for T in tokens)
+    shapes = of_tokens(tokens)
     return tuple(
         Claim(f"attention {mode}, T = {name}", "attention", mode, shapes, least, SDPA)
         for mode in ("fwd", "bwd")
@@ -66,7 +73,7 @@ def _attention(name: str, tokens: Sequence[int], least: float) -> tuple[Claim, .
 
 def _norm(op: str) -> tuple[Claim, ...]:
     return tuple(
-        Claim(f"{op} {mode}", op, mode, ("ViT-B-B128-T197-C768-H12",), least, kind="copy")
+        Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
         for mode, least in (("fwd", 0.85), ("bwd", 0.75))
     )
 
@@ -82,7 +89,7 @@ GOALS = (
     Goal(
         "attention forward and backward, D = 64, T = 197 and 257",
         "best forced SDPA backend (cuDNN, flash), FA3 and FA4 where installed", "1.3x",
-        _attention("197, 257", (197, 257), 1.3),
+        _attention("197, 257", SHORT_T, 1.3),
     ),
     Goal("the same, T = 577 to 4097", "the same", "1.0x", _attention("577..4097", LONG_T, 1.0)),
     Goal(
@@ -92,24 +99,19 @@ GOALS = (
     Goal(
         "MLP forward + backward, exact GELU; SwiGLU", "torch.compile max-autotune", "1.15x",
         (
-            Claim("mlp", "mlp", "both", ("ViT-B-B128-T197-C768-H12",), 1.15, AUTOTUNED),
-            Claim("gated_mlp", "gated_mlp", "both", ("C768-H12-packed",), 1.15, AUTOTUNED),
+            Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, AUTOTUNED),
+            Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, AUTOTUNED),
         ),
     ),
     Goal(
         "rope + qk-norm forward + backward", "torch.compile", "1.3x",
-        (
-            Claim(
-                "rope + qk-norm", "rope", "both", ("H12",), 1.3,
-                ("compile", *AUTOTUNED),
-            ),
-        ),
+        (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", *AUTOTUNED)),),
     ),
     Goal(
         "patch_embed forward", "conv2d (cudnn.benchmark) + cat + add", "2x",
         (
             Claim(
-                "patch_embed fwd", "patch_embed", "fwd", ("ViT-B-B128-T197-C768-H12",), 2.0,
+                "patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0,
                 ("eager", "eager, cudnn.benchmark"),
             ),
         ),
