@@ -182,7 +182,7 @@ def _rope_check(v: Sizes) -> list[Example]:
 
 def _rope_configs(large: bool) -> list[Example]:
     B, T = (4, 261) if large else (1, 11)
-    heads = ((3, 16, 16), (2, 64, 60), (2, 80, 80), (1, 128, 128))
+    heads = ((3, 16, 16), (2, 64, 60), (2, 80, 80), (1, 128, 128), (1, 512, 512))
     return [
         sized(
             dict(B=B, T=T, H=H, D=D, R=R, prefix=5, lead=(), norm="layer_norm"),
