@@ -344,7 +344,7 @@ class LinearDecision(NamedTuple):
 
     ops: Routed | None  # None: the specification runs
     needs_gradient: bool
-    by_library: bool  # nothing is left to fuse
+    by_library: bool  # nothing is left to fuse, if x is contiguous
     activation: str  # "" is none
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -461,7 +461,7 @@ class LinearByLibraryFunction(torch.autograd.Function):
 
 def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls."""
-    if x.numel() == 0 or not x.is_contiguous() or autocast_dtype(x) is not None:
+    if x.numel() == 0 or autocast_dtype(x) is not None:
         return False
     if x.dtype.itemsize == 2 and not x.is_cuda:
         return False  # some CPUs' 16-bit BLAS accumulates in 16 bits
@@ -558,7 +558,7 @@ def linear(
     ops = decision.ops
     if ops is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
-    if decision.by_library:
+    if decision.by_library and x.is_contiguous():
         run = ops.LinearByLibraryFunction if decision.needs_gradient else _by_library
         return run(x, weight, bias, residual)
     if not decision.needs_gradient:

@@ -1,7 +1,7 @@
 """How a call reaches its kernels at little cost to the host.
 
-Checks and choices depend on what kind of call it is (shapes, strides, dtypes, devices, scalars),
-never on values: `decide_once` runs them at the first call of a kind and remembers the answer. The
+Checks and choices depend on what kind of call it is (shapes, dtypes, devices, scalars), never on
+strides or values: `decide_once` runs them at the first call of a kind and remembers the answer. The
 answer holds the call's route, a namespace of functions: launchers where nobody watches; registered
 operators where a compiler, a transform, a dispatch mode, a profiler or a tensor subclass looks on;
 None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host".
@@ -61,10 +61,10 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     """Run `decide` at the first call of each kind only.
 
     Args:
-        decide: (*args, ops) -> decision. It depends on the shape, strides, dtype, device and
-            requires_grad of tensors, on the other arguments, grad mode, autocast, the backend and
-            the launch configs, nothing else. `ops` is the route, DIRECT or OPERATORS. What it
-            raises is not remembered.
+        decide: (*args, ops) -> decision. It depends on the shape, dtype, device and requires_grad
+            of tensors, on the other arguments, grad mode, autocast, the backend and the launch
+            configs, nothing else. `ops` is the route, DIRECT or OPERATORS. What it raises is not
+            remembered.
     Returns: (*args) -> decision, positional arguments.
     """
     known: dict[Any, Decision] = {}
@@ -83,7 +83,7 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
                     if x.is_neg() or not (x.data_ptr() or x.numel() == 0):
                         raise _Indirect  # a negated view, a zero without memory
                     # An index stands for its device: a process has one kind of accelerator.
-                    learn((x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad))
+                    learn((x.shape, x.dtype, x.get_device(), x.requires_grad))
                 elif cls in _SCALARS or not isinstance(x, Tensor):
                     learn(cls)  # 2.0 and True equal 2 and 1, and are other arguments
                     learn(x)
