@@ -6,6 +6,7 @@ switch says which implementation runs. Importing the package touches no device.
 
 from . import _former_names as _former_names
 from .models.attention_maps import attention_maps
+from .models.gated_mlp import GluMlp, SwiGLU
 from .models.modules import Attention, LayerNorm, Mlp, PatchEmbed
 from .models.presets import create_vit
 from .models.vit import Block, VisionTransformer
@@ -27,10 +28,12 @@ from .weights.load import WeightsReport, load_weights
 __all__ = [
     "Attention",
     "Block",
+    "GluMlp",
     "LayerNorm",
     "Mlp",
     "PatchEmbed",
     "SwapReport",
+    "SwiGLU",
     "VisionTransformer",
     "WeightsReport",
     "attention",
