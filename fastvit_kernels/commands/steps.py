@@ -150,13 +150,12 @@ def _gated_mlp() -> None:
         ("silu", "gelu", "gelu_tanh"), (torch.bfloat16, torch.float32)
     ):
         run(1536, 4096, dtype, activation, norm=False, packed=True)
-        if activation == "silu":
-            run(768, 2048, dtype, activation, norm=True, packed=False)
-            run(1024, 2730, dtype, activation, norm=True, packed=False)
+        for C, F in ((768, 2048), (1024, 2730)):
+            run(C, F, dtype, activation, norm=True, packed=False)
     run(1280, 3420, torch.bfloat16, "silu", norm=False, packed=False)
     for config in GATED_NORM_BWD.configs:
         for F in (384, 1024, 2048, 4096):
-            if GATED_NORM_BWD.fits(here, config, 1 << (F - 1).bit_length(), "bf16"):
+            if GATED_NORM_BWD.fits(here, config, 1 << (F - 1).bit_length()):
                 with forced(GATED_NORM_FWD.name, config), forced(GATED_NORM_BWD.name, config):
                     run(768, F, torch.bfloat16, "gelu", norm=True, packed=False)
 

@@ -358,7 +358,7 @@ def _gated_configs(large: bool) -> list[Example]:
         return sized(_gated(rows, C, hidden, C, separate=True, norm=True))
 
     if not large:
-        return [normed((2, 5), 8, 72), *(normed((1, 3), 8, hidden) for hidden in (600, 1100))]
+        return [normed((2, 5), 8, 72), normed((1, 5), 8, 600)]
     return [normed((8, 197), C, hidden) for C, hidden in ((96, 72), (192, 512), (768, 2048))]
 
 

@@ -335,6 +335,13 @@ def test_gated_mlp_saves_what_it_says():
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gated_mlp_norm_of_rows_that_are_read_twice(recompute, dtype):
+    """Rows past MAX_KEPT_F in the backward."""
+    _check(_inputs((5,), 8, 2730, 12, dtype, "normed"), "normed", recompute=recompute)
+
+
 def test_gated_mlp_wide_norm_takes_the_torch_path():
     inputs = _inputs((2,), 4, 4104, 4, form="normed")
     with backend("triton"), pytest.raises(RuntimeError, match="more than 4096 hidden features"):

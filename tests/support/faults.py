@@ -438,8 +438,13 @@ GATED_MLP = [
     ),
     Fault(
         "gated-norm-weight", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",
-        "the LayerNorm's weight left out of its input gradient",
-        "g = dnormed * weight", "g = dnormed",
+        "the LayerNorm's weight left out of a mean in its input gradient",
+        "mean_g = tl.sum(g, axis=1)", "mean_g = tl.sum(dnormed, axis=1)",
+    ),
+    Fault(
+        "gated-norm-reread", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",
+        "in rows that are read twice, the LayerNorm's weight left out the second time",
+        "rstd[:, None]\n            g = dnormed * weight", "rstd[:, None]\n            g = dnormed",
     ),
     Fault(
         "gated-norm-rebuilt", "ops/gated_mlp/kernels.py", "_gate_norm_bwd_kernel",

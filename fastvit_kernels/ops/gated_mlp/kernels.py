@@ -24,7 +24,6 @@ from torch import Tensor
 from ...runtime.arguments import Layout, contiguous, empty_strided, layout
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import tl, triton
 from ..common.activation import activate, activate_and_derivative
 from ..common.rows import NormConfig, block_width
@@ -36,34 +35,28 @@ BWD_PROGRAMS_PER_SM = 8
 MIN_ROWS_PER_SPLIT = 64
 
 MAX_NORM_F = 4096  # wider rows, with the four sums of their columns, spill
+MAX_KEPT_F = 2048  # wider ones are read twice in the backward, the second time from L1, or spill
 
-
-# Key: F as a power of two, dtype. Backward: at most eight elements a thread, 32 registers of sums;
-# at F = 2730 (EVA02-L) four in 16 bits, where eight spill. Not yet measured.
+# Key: F as a power of two. Backward: at most eight elements a thread, 32 registers of sums. Not yet
+# measured.
 FWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (4, 4), 512: (2, 4), 1024: (1, 4), 2048: (1, 8)}
 BWD_ROWS = {64: (4, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 4), 2048: (1, 8)}
+LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_F above 2048
 CONFIGS = [NormConfig(rows, warps) for warps in (4, 8, 16) for rows in (1, 2, 4, 8)]
 BWD_WARPS_PER_SM = 16
 
 
-def _fits(gpu: Gpu, config: NormConfig, block_f: int, dtype: str) -> bool:
+def _fits(gpu: Gpu, config: NormConfig, block_f: int) -> bool:
     """Whether a thread holds two to eight elements of a row block; sixteen and their sums spill."""
-    if gpu.arch.startswith("gfx") and config.num_warps > 16:
-        return False  # 64 threads a warp, and a block has 1024
     return 2 <= config.block_rows * block_f // (32 * config.num_warps) <= 8
 
 
-def _fwd_default(gpu: Gpu, block_f: int, dtype: str) -> NormConfig:
-    return NormConfig(*FWD_ROWS.get(block_f, (1, 16)))
-
-
-def _bwd_default(gpu: Gpu, block_f: int, dtype: str) -> NormConfig:
-    warps = 16 if dtype == "fp32" or gpu.arch.startswith("gfx") else 32
-    return NormConfig(*BWD_ROWS.get(block_f, (1, warps)))
-
-
-FWD_TABLE = ConfigTable("gated_norm_fwd", CONFIGS, _fwd_default, _fits)
-BWD_TABLE = ConfigTable("gated_norm_bwd", [*CONFIGS, NormConfig(1, 32)], _bwd_default, _fits)
+FWD_TABLE = ConfigTable(
+    "gated_norm_fwd", CONFIGS, lambda gpu, F: NormConfig(*FWD_ROWS.get(F, LARGE_CONFIG)), _fits
+)
+BWD_TABLE = ConfigTable(
+    "gated_norm_bwd", CONFIGS, lambda gpu, F: NormConfig(*BWD_ROWS.get(F, LARGE_CONFIG)), _fits
+)
 
 
 @triton.jit
@@ -166,7 +159,7 @@ def _gate_norm_bwd_kernel(
     stats_ptr, M, F, stride_z_m, gate_column, value_column,
     stride_dz_m, dgate_column, dvalue_column,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, WRITE_NORMED: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
+    REREAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     # Program p takes row blocks p, p + P, ...
     # partial[p] = [sum dz, in dz's columns] [dweight (F)] [dbias (F)]
@@ -205,6 +198,15 @@ def _gate_norm_bwd_kernel(
         g = dnormed * weight
         mean_g = tl.sum(g, axis=1) / F
         mean_g_xhat = tl.sum(g * xhat, axis=1) / F
+        if REREAD:  # what lives across the two sums would take the registers of the four
+            offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
+            gate = tl.load(gate_ptr + (offs + gate_column), mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
+            offs = offs_m[:, None] * F + offs_f[None, :]
+            dnormed = tl.load(dnormed_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            act, derivative = activate_and_derivative(gate, ACTIVATION)
+            xhat = (act * value - mean[:, None]) * rstd[:, None]
+            g = dnormed * weight
         dhidden = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
         dgate, dvalue = dhidden * value * derivative, dhidden * act
         offs = offs_m[:, None] * stride_dz_m + offs_f[None, :]
@@ -258,13 +260,11 @@ def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[
 
 
 @launch_plan
-def _fwd_plan(
-    gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool, dtype: torch.dtype
-) -> FwdPlan:
+def _fwd_plan(gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool) -> FwdPlan:
     vector, sizes = _z_sizes(M, F, packed, gate_last)
     if norm:
         block_f = block_width(F)
-        config = FWD_TABLE.choose(gpu, block_f, DTYPE_NAMES[dtype])
+        config = FWD_TABLE.choose(gpu, block_f)
         launch = _gate_norm_fwd_kernel[(triton.cdiv(M, config.block_rows),)]
         options = dict(
             BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps
@@ -289,7 +289,7 @@ def gate_fwd(
     """
     M, F = z.shape[0], z.shape[1] if value is not None else z.shape[1] // 2
     norm = norm_weight is not None
-    plan = _fwd_plan(gpu(z.device), M, F, value is None, gate_last, norm, z.dtype)
+    plan = _fwd_plan(gpu(z.device), M, F, value is None, gate_last, norm)
     hidden = empty_strided(*plan.hidden, dtype=z.dtype, device=z.device)
     stats = empty_strided(*plan.stats, dtype=torch.float32, device=z.device)
     value = z if value is None else value
@@ -317,20 +317,19 @@ class BwdPlan(NamedTuple):
 
 
 @launch_plan
-def _bwd_plan(
-    gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool, dtype: torch.dtype
-) -> BwdPlan:
+def _bwd_plan(gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool) -> BwdPlan:
     vector, (width, *z_sizes) = _z_sizes(M, F, packed, gate_last)
     columns = dz_columns(F, packed, gate_last)
     dz_sizes = (n // vector for n in columns)
     if norm:
         block_f = block_width(F)
-        config = BWD_TABLE.choose(gpu, block_f, DTYPE_NAMES[dtype])
+        config = BWD_TABLE.choose(gpu, block_f)
         programs = max(1, BWD_WARPS_PER_SM // config.num_warps) * gpu.num_sms
         splits = min(triton.cdiv(M, config.block_rows), programs)
         launch, rows = _gate_norm_bwd_kernel[(splits,)], ()
         options = dict(
-            BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps
+            REREAD=F > MAX_KEPT_F, BLOCK_ROWS=config.block_rows, BLOCK_F=block_f,
+            num_warps=config.num_warps,
         )  # fmt: skip
     else:
         column_blocks = triton.cdiv(F, BLOCK_F)
@@ -358,9 +357,7 @@ def gate_bwd(
         The others: as for `gate_fwd`.
     """
     M, F = dhidden.shape
-    plan = _bwd_plan(
-        gpu(z.device), M, F, value is None, gate_last, norm_weight is not None, z.dtype
-    )
+    plan = _bwd_plan(gpu(z.device), M, F, value is None, gate_last, norm_weight is not None)
     dz = empty_strided(*plan.dz, dtype=z.dtype, device=z.device)
     partial = empty_strided(*plan.partial, dtype=torch.float32, device=z.device)
     value = z if value is None else value
