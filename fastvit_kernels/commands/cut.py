@@ -240,11 +240,16 @@ def _hf_candidates(cls: Any) -> Iterator[tuple[Callable[[], nn.Module], dict[str
 
 def candidates(host: str, name: str) -> Iterator[Built]:
     """Cut models for a row of the coverage table. Raises: NotCut after the last."""
-    if host == "timm":
-        yield from _built(_timm_candidates(name))
-    elif host == "transformers":
-        import transformers
+    try:
+        if host == "timm":
+            yield from _built(_timm_candidates(name))
+        elif host == "transformers":
+            import transformers
 
-        yield from _built(_hf_candidates(getattr(transformers, name)))
-    else:
-        raise NotCut(f"no cut models of {host}")
+            yield from _built(_hf_candidates(getattr(transformers, name)))
+        else:
+            raise NotCut(f"no cut models of {host}")
+    except NotCut:
+        raise
+    except Exception as error:  # a configuration without defaults
+        raise NotCut(_first_line(error)) from error

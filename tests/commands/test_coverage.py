@@ -64,3 +64,14 @@ def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
     monkeypatch.setattr(coverage, "difference", lambda model, inputs: "something")
     (row, *_) = coverage.rows(("pit_ti_",), coverage.Verifier([]), ["timm"])
     assert row.verified == "WRONG: something"
+
+
+def test_a_configuration_without_defaults_is_not_run(monkeypatch):
+    def refuses(cls):
+        raise ValueError("it wants an encoder")
+        yield
+
+    monkeypatch.setattr(cut, "_hf_candidates", refuses)
+    pytest.importorskip("transformers")
+    with pytest.raises(cut.NotCut, match="it wants an encoder"):
+        next(cut.candidates("transformers", "ViTModel"))
