@@ -75,9 +75,11 @@ class OpTarget:
         for provider in self.providers():
             if provider.name != SEARCH and (provider.ours or provider.compiled):
                 with provider.context():
-                    out = provider.make()(**inputs)
+                    result = provider.make()(**inputs)
+                    outputs = result if isinstance(result, tuple) else (result,)
                     if provider.backward:
-                        torch.autograd.grad(out, leaves, torch.randn_like(out))
+                        upstream = [torch.randn_like(y) for y in outputs]
+                        torch.autograd.grad(outputs, leaves, upstream)
 
 
 @dataclass(frozen=True)

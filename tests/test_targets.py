@@ -8,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import plot, report, target_tasks, targets
 from bench.models import WAYS, missing_option
+from bench.providers import Provider
 from bench.rows import ERROR, FAILED, Row
+from bench.shapes import Shape
 from bench.targets import GOALS, Claim, verdict
 from bench.timer import Roofs
 
@@ -148,6 +151,30 @@ def test_what_is_compared_is_in_the_same_task():
     )
     (part,) = target_tasks.target_tasks(["patch_embed"])
     assert part.title.startswith("patch_embed")
+
+
+def test_first_launches_touch_what_is_compiled(monkeypatch):
+    """Each of ours and each compiled one, forward and backward; not the search, not eager."""
+    called = []
+
+    def provider(name, **options):
+        def run(x, weight, bias):
+            called.append(name)
+            y = x * weight + bias
+            y.register_hook(lambda dy: called.append(f"{name}, backward"))
+            return (y, y.detach() * bias) if name == "ours" else y
+
+        return Provider(name, lambda: run, **options)
+
+    found = [
+        provider("eager"), provider("ours", ours=True), provider("compile", compiled=True),
+        provider("compile-max-autotune", compiled=True),
+    ]  # fmt: skip
+    shape = Shape("tiny", B=1, T=5, C=16, H=2, F=32)
+    monkeypatch.setattr(target_tasks.OpTarget, "providers", lambda self: found)
+    monkeypatch.setattr(target_tasks.OpTarget, "shape", shape)
+    target_tasks.OpTarget("layer_norm", "", ("fwd",)).touch(torch.device("cpu"))
+    assert called == ["ours", "ours, backward", "compile", "compile, backward"]
 
 
 def test_a_way_that_swap_in_does_not_know_is_not_planned(monkeypatch):
