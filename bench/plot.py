@@ -138,11 +138,14 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     single = {t: p for t, p in panels if len({r.T for r in p}) == 1}
     if not panels:
         return None
-    count = len(curves) + bool(single)
+    columns = 4 if len(curves) > 1 else 2  # a curve has two panels
+    count = -(-2 * len(curves) // columns) + bool(single)
     shown = [r for _, part in panels for r in part]
-    figure = _figure(14, 3.8 * count, "Ops: throughput and share of roof over T, C = 768", shown)
-    grid = figure.subplots(count, 2, squeeze=False)
-    for (left, right), (title, part) in zip(grid, curves, strict=False):
+    title = "Ops: throughput and share of roof over T, C = 768"
+    figure = _figure(6 * columns, 3.8 * count, title, shown)
+    grid = figure.subplots(count, columns, squeeze=False)
+    places = [tuple(row[i : i + 2]) for row in grid for i in range(0, columns, 2)]
+    for (left, right), (title, part) in zip(places, curves, strict=False):
         copies = sum(r.roof == "copy" for r in part) * 2 > len(part)
         _curve(left, part, (lambda r: r.gbps) if copies else (lambda r: r.tflops))
         left.set(ylabel="GB/s" if copies else "TFLOP/s", title=title)
@@ -150,10 +153,10 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
         right.axhline(1, color="black", lw=0.8)
         right.set(ylabel="share of the nearer roof", title=title)
         _legend(left, ncols=2)
+    low = grid[-1][0].get_gridspec()[-1, :]
+    for axes in (axes for pair in places[len(curves) :] for axes in pair):
+        axes.remove()
     if single:
-        low = grid[-1][0].get_gridspec()[-1, :]
-        for axes in grid[-1]:
-            axes.remove()
         speeds, failed = _speeds((r for part in single.values() for r in part), _op_name)
         title = "Speed over eager; hatched: FAILED"
         _bars(figure.add_subplot(low), speeds, "times", title, "%.2f", failed)
@@ -209,7 +212,7 @@ def draw_targets(rows: Sequence[Row], path: Path) -> Path | None:
     axes.bar_label(bars, texts, fontsize=8, padding=3)
     axes.axvline(1, color="black", lw=0.8)
     axes.invert_yaxis()
-    axes.margins(x=0.35)
+    axes.margins(x=0.45)
     axes.set_xlim(0)
     axes.set_xlabel("reached / wanted")
     return _save(figure, path)
