@@ -466,6 +466,8 @@ def _compare(
             if found is not None:
                 mode = "training" if training else "evaluation"
                 return f"computes something else: {found} in {mode}"
+        if tried and failed is not None and is_recognised(class_of(module)):
+            return f"the host does not take such a call: {_first_line(failed)}"
         if not tried:
             raise _NotTried(_first_line(failed) if failed else "there is no example of a call")
     return None

@@ -26,12 +26,19 @@ from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
 from .prove import Copier, aside, numbers_of_heads, prove, sizes_of
 
-SECONDS = 5.0  # for the candidates of one configuration; the rest stay untried
+SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
 
 DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
 
 HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
 
+# How a mask of a kind may be read, by names that hosts/structure/attention.py has.
+READINGS = {
+    "added, 4 axes": ("",),
+    "boolean, 4 axes": ("", "not"),
+    "added, 2 axes": ("", "keys"),
+    "boolean, 2 axes": ("keys", "not keys", "", "not"),
+}
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
 
@@ -173,7 +180,7 @@ def _try(
     module: nn.Module, class_of: ClassOf, mixin: Any, candidates: Any, trials: list[Trial]
 ) -> Found:
     """The first candidate that is proven."""
-    begin, reason = time.monotonic(), ""
+    begin, reason = time.process_time(), ""
     for roles in candidates:
         cls = structure.recognised_class(mixin, type(module), roles)
 
@@ -185,7 +192,7 @@ def _try(
         if outcome is None:
             return Found(mixin, roles, "", False, tuple(trials))
         reason = reason or outcome
-        if time.monotonic() - begin > SECONDS:
+        if time.process_time() - begin > SECONDS:
             reason += f"; the search ended after {SECONDS:.0f} s"
             break
     return Found(None, None, reason, False, tuple(trials))
@@ -196,7 +203,7 @@ def describe(mixin: Any, roles: Any) -> str:
     if mixin is structure.Block:
         what = [s.body or _level_of(s.inline) for s in roles.steps]
         return f"block of {', '.join(what)}" + ", in evaluation" * roles.evaluation
-    told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False)]
+    told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]
     return f"{_level(mixin)} {' '.join(told)}"
 
 
@@ -268,8 +275,10 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
                 raise
             more = partial(_angles, name=angles, roles=None)
             candidates = attention_roles(module, _observed(module, class_of, True, more))
-            rotated = _rotated(module, angles, list(candidates or ()))
-            return _try(module, class_of, structure.Attention, rotated, trials)
+            needing = [r._replace(needs_rope=True) for r in candidates or ()]
+            rotated = _rotated(module, angles, needing)
+            found = _try(module, class_of, structure.Attention, rotated, trials)
+            return _with_masks(module, class_of, found, trials)
         candidates = attention_roles(module, seen)
         if candidates is None:
             seen = _observed(module, class_of, training=False)
@@ -279,9 +288,28 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
             rotated = _rotated(module, angles, [found.roles])
             wider = _try(module, class_of, structure.Attention, rotated, trials)
             found = wider if wider.mixin is not None else found
+        if found.mixin is not None:
+            found = _with_masks(module, class_of, found, trials)
         return found._replace(trials=tuple(trials))
     except Refused as refused:
         return Found(None, None, str(refused), isinstance(refused, Unlike), tuple(trials))
+
+
+def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
+    """The same with the kinds of masks that its forward reads as ours does."""
+    names = [n for n in arguments_of(type(module).forward).names[1:] if "mask" in n]
+    for name in names if found.mixin is not None and not found.roles.grid else ():
+        for kind in ("added, 4 axes", "boolean, 4 axes", "added, 2 axes", "boolean, 2 axes"):
+            for reading in READINGS[kind]:
+                roles = found.roles._replace(mask=name)
+                roles = roles._replace(masks=(*found.roles.masks, (kind, reading)))
+                wider = _try(module, class_of, structure.Attention, [roles], trials)
+                if wider.mixin is not None:
+                    found = wider
+                    break
+        if found.roles.mask:
+            break
+    return found._replace(trials=tuple(trials))
 
 
 def _angle_argument(module: Any) -> str | None:
@@ -321,13 +349,13 @@ def _block(module: nn.Module, class_of: ClassOf) -> Found:
     trials: list[Trial] = []
     candidates: dict[Any, None] = {}
     why: list[Refused] = []
-    more = _angles_of_block(module, class_of)
-    for training in (True, False):
-        try:
-            seen = _observed(module, class_of, training, more)
-            candidates |= dict.fromkeys(block_roles(module, class_of, seen))
-        except Refused as refused:
-            why.append(refused)
+    for more in _extras_of_block(module, class_of):
+        for training in (True, False):
+            try:
+                seen = _observed(module, class_of, training, more)
+                candidates |= dict.fromkeys(block_roles(module, class_of, seen))
+            except Refused as refused:
+                why.append(refused)
     if not candidates:
         return Found(None, None, str(why[0]), any(isinstance(r, Unlike) for r in why))
     candidates |= {roles._replace(evaluation=True): None for roles in [*candidates]}
@@ -339,18 +367,29 @@ def _block(module: nn.Module, class_of: ClassOf) -> Found:
     return found._replace(trials=tuple(trials))
 
 
-def _angles_of_block(module: Any, class_of: ClassOf) -> Extras:
-    """The tables that a block hands on to its attention."""
-    name = _angle_argument(module)
+def _extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
+    """What a block may hand on to its attention: RoPE's tables and a mask, or fewer of them."""
+    names = arguments_of(type(module).forward).names[1:]
+    masks = [n for n in names if "mask" in n]
     for part, m in open_parts(module, class_of):
         roles = getattr(class_of(m), "fused_roles", None)
-        if name is not None and getattr(roles, "rope", ""):
+        if not isinstance(roles, structure.AttentionRoles):
+            continue
 
-            def more(copy: Any, tokens: int, part: str = part, roles: Any = roles) -> Any:
-                return _angles(copy.get_submodule(part), tokens, name, roles)
+        def more(copy: Any, tokens: int, mask: bool, part: str = part, roles: Any = roles) -> Any:
+            angles = _angle_argument(module) if roles.rope else None
+            inner = copy.get_submodule(part)
+            given = _angles(inner, tokens, angles, roles) if angles else {}
+            if mask:
+                x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
+                kind, reading = roles.masks[0]
+                generator = torch.Generator().manual_seed(3)
+                given[masks[0]] = structure.example_of_mask(kind, "keys" in reading, x, generator)
+            return given
 
-            return more
-    return _no_more
+        both = [partial(more, mask=True)] if masks and roles.mask else []
+        return [*both, partial(more, mask=False)]
+    return [_no_more]
 
 
 def _norm(module: Any, class_of: ClassOf) -> Found:

@@ -270,6 +270,39 @@ def test_rope_and_lists_of_inputs(ran):
         module(xs, ropes[:1])
 
 
+MASKS = {
+    "boolean": lambda B, T: torch.rand(B, 1, T, T) > 0.3,
+    "added": lambda B, T: torch.randn(1, 1, T, T).double(),
+    "square": lambda B, T: torch.randn(T, T).double(),
+    "each head": lambda B, T: torch.randn(B, 2, T, T).double(),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_go_to_the_fused_attention(kind, ran):
+    module = randomize(by_hand.MaskedBlock()).double()
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    x, mask = torch.randn(3, 6, 32).double(), MASKS[kind](3, 6)
+    ran.clear()
+    torch.testing.assert_close(module(x, mask), host(x, mask), rtol=1e-9, atol=1e-9)
+    assert ran == ["MaskedBlock"]
+    learnt = mask.double().requires_grad_()
+    torch.testing.assert_close(module(x, learnt), host(x, learnt), rtol=1e-9, atol=1e-9)
+    assert ran == ["MaskedBlock"]  # a mask with a gradient is the host's
+
+
+def test_a_mask_of_the_keys_that_drops(ran):
+    module = randomize(by_hand.MaskedBlock(reading="drop keys")).double()
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    x = torch.randn(3, 6, 32).double()
+    ran.clear()
+    for mask in (torch.rand(3, 6) > 0.6, None, torch.zeros(3, 6, dtype=torch.bool)):
+        torch.testing.assert_close(module(x, mask), host(x, mask), rtol=1e-9, atol=1e-9)
+    assert len(ran) == 3
+
+
 def test_explain_says_what_was_tried():
     model = nn.Sequential(dino.Block(), dino.Block(), look_alikes.Cosine())
     report = swap_in(model, explain=True)

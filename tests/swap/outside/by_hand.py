@@ -122,3 +122,30 @@ class Parallel(nn.Module):
     def forward(self, x):
         y = self.norm(x)
         return x + self.attention(y) + self.mlp(y)
+
+
+class Masked(nn.Module):
+    """Attention with a mask of the keys, of the scores, or both, as the host reads them."""
+
+    def __init__(self, dim=32, heads=2, reading="keep"):
+        super().__init__()
+        self.heads, self.reading = heads, reading
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if mask is not None and self.reading == "drop keys":
+            mask = ~mask[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self, dim=32, reading="keep"):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention, self.mlp = Masked(dim, reading=reading), FeedForward(dim, 64)
+
+    def forward(self, x, attention_mask=None):
+        x = x + self.attention(self.norm1(x), mask=attention_mask)
+        return x + self.mlp(self.norm2(x))

@@ -15,7 +15,7 @@ from typing import Any
 from ... import hosts
 from ...prove import TOLERANCE
 from ..fused import part
-from .attention import Attention, AttentionRoles
+from .attention import Attention, AttentionRoles, example_of_mask
 from .block import Block, BlockRoles, Step
 from .leaves import Norm, NormRoles, Path, PathRoles, Scale, ScaleRoles
 from .mlp import Mlp, MlpRoles
@@ -24,7 +24,7 @@ from .roles import LinearRoles, MaskedLinear, Roles
 __all__ = [
     "Attention", "AttentionRoles", "Block", "BlockRoles", "LinearRoles", "MaskedLinear", "Mlp",
     "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Scale", "ScaleRoles", "Step",
-    "part", "recognised_class",
+    "example_of_mask", "part", "recognised_class",
 ]  # fmt: skip
 
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Scale, Path, Block)
@@ -44,7 +44,7 @@ def _extras(roles: Any) -> tuple[str, ...]:
     """The arguments besides the first that the fused forward takes."""
     if isinstance(roles, BlockRoles):
         return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
-    return (roles.rope,) if getattr(roles, "rope", "") else ()
+    return tuple(n for n in (getattr(roles, "rope", ""), getattr(roles, "mask", "")) if n)
 
 
 def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....ops.attention.functions import attention
 from ....ops.attention.sdpa import scaled_dot_product_attention
-from ....runtime.plain import add_branch, is_plain
+from ....runtime.plain import add_branch, is_plain, is_raw
 from ...prove import ROOTS
 from ..attend import attend_packed, attend_weights, packable, registered, together
 from ..fused import Given, example, inert, part, project, project_out, width_of
@@ -40,6 +40,9 @@ class AttentionRoles(NamedTuple):
     rotate: str = ""  # the method or function of the host that rotates q and k by them
     spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0
     prefix: int = 0  # tokens that it leaves out
+    needs_rope: bool = False  # it takes no call without angles
+    mask: str = ""  # the argument with a mask
+    masks: tuple[tuple[str, str], ...] = ()  # the kinds that were proven, and how each is read
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
 
 
@@ -48,6 +51,54 @@ def attention_facts(module: Any) -> Any:
     config = getattr(module, "config", None)
     chosen = getattr(config, "_attn_implementation", None)
     return None if chosen is None else (chosen, registered(chosen))
+
+
+def kind_of(mask: Tensor, x: Tensor) -> str:
+    """A mask for x (B, T, C): boolean or added to the scores; of the keys (B, T), of the scores
+    (T, T), or with axes that broadcast to (B, H, T, T)."""
+    B, T = x.shape[:2]
+    if mask.ndim == 4 and mask.shape[0] in (1, B) and mask.shape[2:] in ((1, T), (T, T)):
+        shape = "4 axes"
+    elif mask.ndim == 2 and mask.shape in ((T, T), (B, T)):
+        shape = "2 axes"
+    else:
+        return "another"
+    return f"{'boolean' if mask.dtype == torch.bool else 'added'}, {shape}"
+
+
+def example_of_mask(kind: str, keys: bool, x: Tensor, generator: torch.Generator) -> Tensor:
+    """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
+    B, T, _ = x.shape
+    shape = (B, T) if keys else (T, T) if kind.endswith("2 axes") else (B, 1, T, T)
+    mask = torch.randn(shape, generator=generator, dtype=x.dtype)
+    if kind.startswith("added"):
+        return mask
+    mask = mask > -0.5
+    rows = mask if keys else mask.movedim(-2, 0)
+    rows[0], rows[1] = False, True
+    return mask
+
+
+# How a host reads a boolean or added mask of two axes.
+READINGS = {
+    "": lambda mask: mask,
+    "keys": lambda mask: mask[:, None, None, :],
+    "not": lambda mask: ~mask,
+    "not keys": lambda mask: ~mask[:, None, None, :],
+}
+
+
+def fits(roles: Any, mask: Any, x: Tensor) -> bool:
+    """Whether a mask is of a kind that was proven."""
+    if mask is None:
+        return True
+    return (
+        isinstance(mask, Tensor)
+        and is_raw(mask)
+        and not mask.requires_grad
+        and (mask.dtype == torch.bool or mask.dtype == x.dtype)
+        and any(kind == kind_of(mask, x) for kind, _ in roles.masks)
+    )
 
 
 class Attention(Roles):
@@ -85,12 +136,16 @@ class Attention(Roles):
         scale = self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
-    def fused_heads(self: Any, x: Tensor, angles: Any = None) -> Tensor:
+    def fused_heads(self: Any, x: Tensor, angles: Any = None, mask: Tensor | None = None) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
         roles = self.fused_roles
         H, scale, p = roles.heads, self.fused_scale(), self.fused_dropout_p()
         modules = [part(self, n) for n in roles.projections]
-        simple = angles is None and not (roles.causal or roles.q_norm or roles.k_norm)
+        if mask is not None:
+            mask = READINGS[dict(roles.masks)[kind_of(mask, x)]](mask)
+        simple = (
+            angles is None and mask is None and not (roles.causal or roles.q_norm or roles.k_norm)
+        )
         if len(modules) == 1:
             if simple and roles.layout == "3HD":
                 if (weights := weight_and_bias(modules[0])) is not None:
@@ -116,7 +171,7 @@ class Attention(Roles):
         if angles is not None:
             q, k = self.fused_rotated(q, k, angles)
         out = scaled_dot_product_attention(
-            q, k, v, dropout_p=p, is_causal=roles.causal, scale=scale
+            q, k, v, attn_mask=mask, dropout_p=p, is_causal=roles.causal, scale=scale
         )
         return out.transpose(1, 2)
 
@@ -144,7 +199,8 @@ class Attention(Roles):
             self.fused_part("norm"), x, residual, part(self, roles.projections[0])
         )
         angles = extras.get(roles.rope)
-        y = self.fused_heads(y.flatten(1, 2) if roles.grid else y, angles).flatten(2)
+        y = y.flatten(1, 2) if roles.grid else y
+        y = self.fused_heads(y, angles, extras.get(roles.mask)).flatten(2)
         if roles.inner_norm:
             y = self.fused_part("inner_norm")(y)
         y = y.unflatten(1, shape[1:3]) if roles.grid else y
@@ -154,9 +210,13 @@ class Attention(Roles):
         return project_out(out, after, y, residual, layer_scale, row_scale)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        if self.fused_roles.weights and self not in ROOTS:
+        roles = self.fused_roles
+        if roles.weights and self not in ROOTS:
             return None  # only a block that drops the probabilities may ask for less
-        return super().fused_given(args, kwargs)
+        given = super().fused_given(args, kwargs)
+        if given is None or (roles.needs_rope and roles.rope not in given[1]):
+            return None
+        return given if fits(roles, given[1].get(roles.mask), given[0]) else None
 
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
@@ -172,11 +232,16 @@ class Attention(Roles):
             shapes = [(2, 3, 4, width), (3, 2, 2, width)]
         for shape in shapes:
             x = example(generator, *shape)
+            given = {}
             if roles.rope:
-                yield (x,), {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
-                if roles.rope not in self.fused_arguments.defaults:
-                    continue
-            yield (x,), {}
+                given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
+                yield (x,), given
+            if not roles.needs_rope:
+                given = {}
+                yield (x,), given
+            for kind, reading in roles.masks:
+                mask = example_of_mask(kind, "keys" in reading, x, generator)
+                yield (x,), given | {roles.mask: mask}
 
     def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
         D = self.fused_width() // self.fused_roles.heads

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....runtime.plain import is_hooked
 from ..branch import pre_norm_branch
 from ..fused import Child, Inline, bypassed, example, left_dropouts, part, width_of
-from .attention import Attention, AttentionRoles, attention_facts
+from .attention import Attention, AttentionRoles, attention_facts, fits
 from .mlp import Mlp, MlpRoles
 from .roles import Roles, as_result
 
@@ -149,7 +149,28 @@ class Block(Roles):
         for shape in ((3, 5, width), (2, 4, width)):
             yield (example(generator, *shape),), {}
 
+    def fused_fits(self: Any, given: Any) -> bool:
+        """Whether the masks of a call are of kinds that the attentions have a proof for, and the
+        angles there that they need."""
+        x, extras = given
+        for step in self.fused_roles.steps:
+            roles = getattr(part(self, step.body), "fused_roles", None)
+            if not isinstance(roles, AttentionRoles):
+                continue
+            own = dict(step.context)
+            if roles.needs_rope and extras.get(own.get(roles.rope)) is None:
+                return False
+            if not fits(roles, extras.get(own.get(roles.mask)), x):
+                return False
+        return True
+
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = self.fused_given_all(args, kwargs)
+        if given is None or isinstance(given[0], list):
+            return given
+        return given if self.fused_fits(given) else None
+
+    def fused_given_all(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (self.fused_roles.lists and args and isinstance(args[0], list)):
             return super().fused_given(args, kwargs)
         every = {**dict(zip(self.fused_arguments.names[1:], args[1:], strict=False)), **kwargs}
@@ -161,7 +182,9 @@ class Block(Roles):
             Roles.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
             for i, x in enumerate(args[0])
         ]
-        return (calls, {}) if calls and None not in calls else None
+        if not calls or None in calls or not all(map(self.fused_fits, calls)):
+            return None
+        return calls, {}
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
         """The body as the host calls it."""

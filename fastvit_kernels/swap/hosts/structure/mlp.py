@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from ....ops.common.activation import ACTIVATIONS
+from ....ops.gated_mlp.functions import gated_mlp
 from ....ops.linear import linear
 from ....ops.mlp import mlp
 from ....runtime.plain import is_plain
@@ -43,7 +44,7 @@ class Mlp(Roles):
                 yield part(self, name)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        if self.fused_roles.gate:
+        if self.fused_roles.gate and not all(map(is_plain, self.fused_products())):
             yield "gate of the MLP", 5 * self.fused_part("fc2").in_features
 
     def fused_reads_low(self) -> bool:
@@ -69,6 +70,17 @@ class Mlp(Roles):
         fc1, fc2 = self.fused_part("fc1"), self.fused_part("fc2")
         drop, norm, after = (self.fused_part(r) for r in ("drop", "inner_norm", "after"))
         y, residual = entered(self.fused_part("norm"), x, residual, fc1)
+        plain = all(map(is_plain, self.fused_products()))
+        if roles.gate and plain and inert(drop) and norm is None and inert(after):
+            packed = roles.gate in ("first", "second")
+            gate = None if packed else part(self, roles.gate)
+            return gated_mlp(
+                y, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+                gate_weight=None if gate is None else gate.weight,
+                gate_bias=None if gate is None else gate.bias,
+                activation=roles.activation, gate_last=roles.gate == "second",
+                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+            )  # fmt: skip
         if roles.gate:
             hidden = self.fused_gated(y)
         elif is_plain(fc1):
