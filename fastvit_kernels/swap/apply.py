@@ -17,7 +17,7 @@ from . import hosts
 from .hosts.fused import Fused, Unfused
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import Left, Swapped, SwapReport, ancestors, make_report
-from .verdicts import refusal, unproven
+from .verdicts import patched, refusal, unproven
 
 __all__ = ["Left", "SwapReport", "Swapped", "swap_in", "swap_out"]
 
@@ -102,7 +102,8 @@ def swap_in(
             tried[name] = ((f"{cls.fused_level}, by the table of its library", reason or PROVEN),)
         if reason is not None:
             planned.pop(module, None)
-        if reason == "" or (reason and type(module) is nn.Sequential):  # unknown to the tables
+        # Unknown to the tables, or of a version that they do not describe.
+        if reason == "" or (reason and module._modules and patched(module, cls) is None):
             found, search = recognise(module, class_of)
             nothing = (("no candidate", search.reason),) if search.reason else ()
             tried[name] = tried.get(name, ()) + (search.trials or nothing)

@@ -55,15 +55,23 @@ def _judge(module: Any, facts: Facts) -> str | None:
     return prove(module, facts)
 
 
-def refusal(module: nn.Module, cls: Any) -> str | None:
-    """Why a module must not run the fused forward of `cls`, from what it is and has; "" where it is
-    of no kind of ours. Whether the two compute the same is prove's question."""
+def patched(module: nn.Module, cls: Any) -> str | None:
+    """Which method of a module that would run the fused forward of `cls` somebody replaced."""
     name = shadowed_method(module)
     if name is not None and (name != "forward" or not hasattr(type(module), "fused_level")):
         return f"its {name} was replaced on the instance"
     name = replaced_method(host_of(cls))
     if name is not None:
         return f"{host_of(cls).__name__}.{name} was replaced"
+    return None
+
+
+def refusal(module: nn.Module, cls: Any) -> str | None:
+    """Why a module must not run the fused forward of `cls`, from what it is and has; "" where it is
+    of no kind of ours. Whether the two compute the same is prove's question."""
+    reason = patched(module, cls)
+    if reason is not None:
+        return reason
     present = {n for n, m in module._modules.items() if m is not None}
     present |= {n for n, p in module._parameters.items() if p is not None}
     ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))

@@ -18,7 +18,9 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.swap import hosts
 from fastvit_kernels.swap.hosts import structure
+from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused
 
 
@@ -333,3 +335,17 @@ def test_a_pair_of_names_is_no_proof():
         module = make()
         swap_in(module)
         assert not isinstance(module, Fused)
+
+
+@pytest.mark.parametrize("name", ["clip", "inline_dropout"])
+def test_a_version_that_a_table_does_not_describe_is_found_by_structure(name, monkeypatch):
+    """A class of a known name, with other parts: as transformers' ViTLayer was in 4.57."""
+    host = made(name)
+    monkeypatch.setitem(hosts.HOST_FILES, "outside", table.__name__)
+    monkeypatch.setitem(table.TABLE, hosts.host_path(type(host)), table.Block)
+    swapped = copy.deepcopy(host)
+    assert swap_in(swapped).level == "block"
+    assert_same(step(swapped, True), step(host, True), 1e-4)
+    patched = copy.deepcopy(host)
+    patched.forward = host.forward  # somebody's own
+    assert swap_in(patched).level != "block"
