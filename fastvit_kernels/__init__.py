@@ -11,6 +11,7 @@ from .models.modules import Attention, LayerNorm, Mlp, PatchEmbed
 from .models.presets import create_vit
 from .models.vit import Block, VisionTransformer
 from .ops.attention.functions import attention, qkv_attention
+from .ops.attention.rotary import rope_attention
 from .ops.attention.sdpa import scaled_dot_product_attention
 from .ops.gated_mlp.functions import gated_mlp
 from .ops.layer_norm import layer_norm, layer_norm_and_input
@@ -53,6 +54,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_and_input",
     "rope",
+    "rope_attention",
     "scaled_dot_product_attention",
     "set_backend",
     "swap_in",

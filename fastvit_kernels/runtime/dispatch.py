@@ -164,7 +164,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        attention = ctx.op in ("attention", "qkv_attention", "sdpa")
+        attention = ctx.op.endswith("attention") or ctx.op == "sdpa"
         math = " and torch.nn.attention.sdpa_kernel(SDPBackend.MATH)" if attention else ""
         raise NotImplementedError(
             f"{ctx.op}: the kernels have no second derivative, got a double backward; run the "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..models.vit import VisionTransformer
 from ..ops.attention.functions import attention, attention_ref, qkv_attention, qkv_attention_ref
+from ..ops.attention.rotary import rope_attention, rope_attention_ref
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS
 from ..ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
@@ -482,6 +483,52 @@ QKV_ATTENTION = Op(
 )  # fmt: skip
 
 
+def _rope_attention_shapes(s: Any) -> dict[str, Shape]:
+    shapes = _rope_shapes(s)
+    del shapes["q"], shapes["k"]
+    return {
+        "x": (s.B, s.T, s.C),
+        "weight": (3 * s.H * s.D, s.C),
+        "bias": (3 * s.H * s.D,),
+        **shapes,
+    }
+
+
+def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
+    heads = _heads(pick)
+    D, T = heads["D"], heads["T"]
+    rest = dict(prefix=pick(0, pick.integer(0, T)), lead=(), C=pick.up_to(100))
+    return dict(
+        **heads,
+        **rest,
+        R=pick(D, 2 * pick.integer(1, D // 2)),
+        norm=pick(None, "layer_norm", "rms_norm"),
+    )
+
+
+ROPE_ATTENTION = Op(
+    rope_attention, _without_dropout(rope_attention_ref),
+    args={
+        "x": FIRST, "weight": MATRIX, "bias": OPERAND,
+        **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
+    },
+    options={
+        "num_heads": Option("count"), **ROPE.options, "scale": SCALE,
+        "dropout_p": Option("probability below 1"),
+    },
+    settings=lambda s: dict(num_heads=s.H, prefix_tokens=s.prefix, norm=s.norm),
+    shapes=_rope_attention_shapes,
+    tiny=dict(B=1, T=5, H=2, D=8, C=16, R=6, prefix=1, lead=(), norm="layer_norm"),
+    at=lambda v: dict(**_rope_at(v), C=v.C),
+    fuzz=_rope_attention_fuzz, fuzz_share=2,
+    check=lambda v: [
+        Example({**_rope_at(v), "C": v.C}),
+        Example({**_rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm"),
+    ],
+    configs=lambda large: [],  # the kernels of `attention` and `rope`
+)  # fmt: skip
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     # torch's CPU kernel for 16 bits refuses rows that overlap
     query, key, value = (x.contiguous() for x in (query, key, value))
@@ -616,7 +663,7 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT, LINEAR, ROPE, ATTENTION,
-        QKV_ATTENTION, SDPA, MLP, GATED_MLP, PATCH_EMBED,
+        QKV_ATTENTION, ROPE_ATTENTION, SDPA, MLP, GATED_MLP, PATCH_EMBED,
     )
 }  # fmt: skip
 

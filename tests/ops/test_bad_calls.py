@@ -228,6 +228,10 @@ def _rows() -> list[Bad]:
         add(op, "weight", (1, 8), ValueError, r"must have shape \(8,\), got \(1, 8\)")
         add(op, "x", (2, 3, 0), ValueError, r"must have shape \(0,\), got \(8,\)", "weight")
 
+    add("rope_attention", "weight", (50, 16), ValueError,
+        "must have 3 . H . D rows with H = 2, got 50")  # fmt: skip
+    add("rope_attention", "cos", (4, 10), ValueError, "must have shape .* even, at most 8, got")
+    add("rope_attention", "norm", None, ValueError, "must be None with norm=None", "q_norm_weight")
     add("rope", "q", (5, 2, 8), ValueError, "must have 4 axes, got shape")
     add(
         "rope", "k", (1, 5, 1, 8), ValueError, r"must have shape \(1, 5, 2, 8\), got \(1, 5, 1, 8\)"

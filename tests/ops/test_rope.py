@@ -116,7 +116,7 @@ def test_rope_layouts(interleaved, norm):
     heads_first = rand(B, H, T, D, grad=False, seed=1).transpose(1, 2)
     apart = rand(B, T, D, H, grad=False, seed=2).transpose(2, 3)
     table = rand(T, 2 * D, grad=False, seed=3)
-    tables = {"cos": table[:, D:], "sin": table[:, :D]}
+    tables = {"cos": table[:, D:], "sin": table[:, :D].contiguous()}
     for q, k in ((packed[:, :, 0], packed[:, :, 1]), (heads_first, apart)):
         inputs = {"q": q.detach().requires_grad_(), "k": k.detach().requires_grad_()}
         inputs |= {**tables, **_norms(D, norm)}

@@ -148,11 +148,8 @@ def _places(rows, T, H):
     """Sample, token and head of a row, in 64 bits."""
     tokens = rows // H
     samples = tokens // T
-    return (
-        samples.to(tl.int64),
-        (tokens - samples * T).to(tl.int64),
-        (rows - tokens * H).to(tl.int64),
-    )
+    heads, tokens = rows - tokens * H, tokens - samples * T
+    return samples.to(tl.int64), tokens.to(tl.int64), heads.to(tl.int64)
 
 
 @triton.jit

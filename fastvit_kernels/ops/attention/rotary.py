@@ -1,0 +1,338 @@
+"""QKV projection, norm and rotary embedding of queries and keys, attention: one Function.
+
+    q, k, v = x weight^T + bias;  q, k = rope(q, k, cos, sin);  out = attention(q, k, v)
+
+The projection's output belongs to this Function, so q and k turn in their own memory, and so do
+their gradients: 2 C elements read and written each way, none kept beside qkv. A norm's gradient
+needs q and k as they came: with one the turned q and k take memory of their own.
+Saved: x, weight, qkv, out, lse; with a norm the turned q and k. Precision: that of its parts.
+Specification: `rope_attention_ref`. Derivation: docs/rope.md, docs/attention.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import (
+    check_device,
+    check_dropout,
+    check_eps,
+    check_flags,
+    check_int,
+    check_number,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    contiguous,
+    needs_gradient,
+)
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable, operator
+from ..common.gemm import product_with_bias
+from ..common.reduction import column_sum
+from ..common.rotation import MAX_ROWS, Rotation, rotate, rotate_norm_bwd, tables_of
+from ..rope import Norm, check_norm, check_tables, rope_ref
+from .functions import (
+    check_head_dim,
+    default_scale,
+    draw_seed,
+    torch_sdpa,
+    unsupported_scale,
+)
+from .launch import empty_rows, launch_bwd, launch_fwd, readable
+
+
+def rope_attention_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int = 1,
+    interleaved: bool = False,
+    prefix_tokens: int = 0,
+    norm: Norm | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    k_norm_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The specification of `rope_attention`: a Linear, `rope_ref`, torch's own attention."""
+    D = weight.shape[0] // (3 * num_heads)
+    q, k, v = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D)).unbind(2)
+    norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    q, k = rope_ref(q, k, cos, sin, interleaved, prefix_tokens, norm, *norms, eps)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
+
+
+def _empty_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None, seed: Tensor | None, num_heads: int, interleaved: bool,
+    prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    out = x.new_empty((B, T, num_heads, D))
+    turned = x.new_empty((B, T, 2, num_heads, D) if norm else (0,))
+    return x.new_empty((B, T, 3, num_heads, D)), turned, out, empty_rows(out)
+
+
+def _flops_fwd(x, weight, *_, **__):
+    B, T, C = x
+    rows = weight[0]  # 3 H D
+    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
+def rope_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None, seed: Tensor | None, num_heads: int, interleaved: bool,
+    prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """qkv (B, T, 3, H, D), of which q and k are turned without a norm; with one these apart,
+    (B, T, 2, H, D); out (B, T, H, D), lse (B, H, T)."""
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
+    turned = qkv.new_empty((B, T, 2, num_heads, D) if norm else (0,))
+    out = qkv.new_empty((B, T, num_heads, D))
+    lse = empty_rows(out)
+    if qkv.numel():
+        q, k, v = qkv.unbind(2)
+        norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+        turned_q, turned_k = turned.unbind(2) if norm else (q, k)
+        rotate(
+            (turned_q, turned_k), q, k, tables_of(cos, sin),
+            Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
+        )  # fmt: skip
+        launch_fwd(out, lse, turned_q, turned_k, v, None, seed, scale, dropout_p, False)
+    return qkv, turned, out, lse
+
+
+def _empty_bwd(
+    dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
+    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
+    interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    D = qkv.shape[-1]
+    return dqkv, qkv.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
+
+
+def _flops_bwd(dout, *_, **__):
+    B, T, H, D = dout
+    return 10 * B * H * T * T * D
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
+def rope_attention_bwd(
+    dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
+    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
+    interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    param_dtype: torch.dtype, needs_dparams: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D) of the projection's output; dparams (4, D) of the norms, as in rope."""
+    dqkv, dparams = _empty_bwd(
+        dout, qkv, turned, out, lse, seed, cos, sin, q_norm_weight, k_norm_weight, interleaved,
+        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, needs_dparams,
+    )  # fmt: skip
+    if not qkv.numel():
+        return dqkv, dparams.zero_()
+    q, k, v = readable(qkv).unbind(2)
+    turned_q, turned_k = readable(turned).unbind(2) if norm else (q, k)
+    dq, dk, dv = dqkv.unbind(2)
+    launch_bwd(
+        dq, dk, dv, readable(dout), turned_q, turned_k, v, out.contiguous(), lse, None, seed,
+        scale, dropout_p, False,
+    )  # fmt: skip
+    tables = tables_of(cos, sin)
+    rotation = Rotation(interleaved, prefix_tokens, norm, eps)
+    if not norm:
+        rotate((dq, dk), dq, dk, tables, rotation, transpose=True)
+        return dqkv, dparams
+    weights = contiguous(q_norm_weight), contiguous(k_norm_weight)
+    partial = rotate_norm_bwd((dq, dk), (dq, dk), q, k, tables, rotation, weights, needs_dparams)
+    if partial is not None:
+        column_sum(partial, dparams)
+    return dqkv, dparams
+
+
+class RopeAttentionDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    num_heads: int
+    rotation: Rotation
+    scale: float
+    dropout_p: float
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+    param_dtype: torch.dtype  # of the norms
+
+
+@differentiable
+class RopeAttentionFunction(torch.autograd.Function):
+    """(x, weight, bias, cos, sin, the norms' parameters) -> out."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, cos, sin, q_weight, q_bias, k_weight, k_bias, seed, decision):
+        norms = (q_weight, q_bias, k_weight, k_bias)
+        x, weight, qkv, turned, out, lse = _forward(
+            x, weight, bias, cos, sin, norms, seed, decision
+        )
+        ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, q_weight, k_weight)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order("rope_attention")
+    def backward(ctx, dout):
+        x, weight, *saved = ctx.saved_tensors
+        decision, needs = ctx.decision, ctx.needs_input_grad
+        ops = ops_for(decision.ops, dout)
+        needs_dparams = any(needs[5:9])
+        dqkv, sums = ops.rope_attention_bwd(
+            dout, *saved, *decision.rotation, decision.scale, decision.dropout_p,
+            decision.param_dtype, needs_dparams,
+        )  # fmt: skip
+        dx, dweight, dbias = ops.qkv_projection_bwd(
+            dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, list(needs[:3])
+        )
+        dparams = (None,) * 4
+        if needs_dparams:
+            pairs = zip(sums.unbind(0), needs[5:9], strict=True)
+            dparams = tuple(dparam if needed else None for dparam, needed in pairs)
+        return (
+            dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
+            None, None, *dparams, None, None,
+        )  # fmt: skip
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
+    norms: tuple[Tensor | None, ...], seed: Tensor | None, decision: RopeAttentionDecision,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x and weight in the compute dtype, qkv, turned, out, lse."""
+    if decision.casts:
+        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
+        bias = None if bias is None else bias.to(decision.dtype)
+    assert decision.ops is not None
+    return x, weight, *decision.ops.rope_attention_fwd(
+        x, weight, bias, cos, sin, *norms, seed, decision.num_heads, *decision.rotation,
+        decision.scale, decision.dropout_p,
+    )  # fmt: skip
+
+
+@decide_once
+def _decide(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
+    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None,
+    k_bias: Tensor | None, num_heads: int, interleaved: bool, prefix_tokens: int,
+    norm: Norm | None, eps: float, scale: float | None, dropout_p: float, ops: Routed,
+) -> RopeAttentionDecision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    op = "rope_attention"
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    (B, T, C), rows = x.shape, weight.shape[0]
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, C), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    D = rows // (3 * num_heads)
+    check_head_dim(op, D)
+    check_flags(op, interleaved=interleaved)
+    check_int(op, "prefix_tokens", prefix_tokens, least=0)
+    if prefix_tokens > T:
+        raise ValueError(f"{op}: prefix_tokens must be at most T = {T}, got {prefix_tokens}")
+    check_tables(op, cos, sin, (B, T, num_heads, D), prefix_tokens)
+    check_device(op, "cos", cos, x)
+    check_device(op, "sin", sin, x)
+    params = dict(
+        q_norm_weight=q_weight, q_norm_bias=q_bias, k_norm_weight=k_weight, k_norm_bias=k_bias
+    )
+    for name, p in params.items():
+        check_shape(op, name, p, (D,), like=x)
+    check_norm(op, norm, **params)
+    check_eps(op, eps)
+    check_dropout(op, dropout_p)
+    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
+    scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
+    unsupported = unsupported_scale(scale)
+    if B * T * num_heads >= MAX_ROWS:
+        unsupported = f"B T H must be below 2^31, got {B * T * num_heads}"
+    if cos.requires_grad or sin.requires_grad:
+        unsupported = "cos or sin requires a gradient"
+    given = [p for p in params.values() if p is not None]
+    return RopeAttentionDecision(
+        route(op, ops, unsupported, x, weight, bias, cos, sin, *given),
+        needs_gradient(x, weight, bias, *given), dtype,
+        any(t is not None and t.dtype != dtype for t in (x, weight, bias)), num_heads,
+        Rotation(interleaved, prefix_tokens, norm or "", eps), scale, dropout_p, weight.dtype,
+        weight.dtype if bias is None else bias.dtype, given[0].dtype if given else torch.float32,
+    )  # fmt: skip
+
+
+def rope_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    prefix_tokens: int = 0,
+    norm: Norm | None = None,
+    q_norm_weight: Tensor | None = None,
+    q_norm_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    k_norm_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`qkv_attention` whose queries and keys are normed and turned: one Function.
+
+    q, k, v = x weight^T + bias;  q, k = rope(q, k, cos, sin, ...);  out = attention(q, k, v)
+
+    Args:
+        x, weight, bias, num_heads, scale, dropout_p: as for `qkv_attention`.
+        cos, sin, interleaved, prefix_tokens, norm, q_norm_weight, q_norm_bias, k_norm_weight,
+            k_norm_bias, eps: as for `rope`.
+    Returns:
+        (B, T, H, D), contiguous, in the compute dtype.
+    Precision: as `qkv_attention` and `rope`; q and k are rounded before and after they turn.
+    Saved: x, weight, qkv with q and k turned, out, lse; with a norm q and k as they came too.
+    Raises: as `qkv_attention` and `rope`.
+    Specification: rope_attention_ref. Derivation: docs/rope.md.
+    """
+    norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    rotation = (interleaved, prefix_tokens, norm)
+    decision = _decide(
+        x, weight, bias, cos, sin, *norms, num_heads, *rotation, eps, scale, dropout_p
+    )
+    if decision.ops is None:
+        return rope_attention_ref(
+            x, weight, bias, cos, sin, num_heads, *rotation, *norms, eps, scale, dropout_p
+        )
+    seed = draw_seed(x.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward(x, weight, bias, cos, sin, norms, seed, decision)[4]
+    return decision.ops.RopeAttentionFunction(x, weight, bias, cos, sin, *norms, seed, decision)

@@ -1,0 +1,107 @@
+from functools import partial
+
+import pytest
+import torch
+from numerics import DTYPES, assert_accurate, compare, dtype_id, rand
+from test_rope import NORMS, _norms, _tables
+
+from fastvit_kernels import backend, rope_attention
+from fastvit_kernels.ops.attention.rotary import rope_attention_ref
+
+bf16, fp32 = torch.bfloat16, torch.float32
+
+
+def _inputs(B, T, H, D, dtype=fp32, R=None, prefix=1, norm=None, C=24):
+    return {
+        "x": rand(B, T, C, dtype=dtype),
+        "weight": rand(3 * H * D, C, dtype=dtype, seed=1, scale=C**-0.5),
+        "bias": rand(3 * H * D, dtype=dtype, seed=2),
+        **_tables(T - prefix, R or D), **_norms(D, norm),
+    }  # fmt: skip
+
+
+def _check(inputs, **options):
+    with backend("triton"):
+        return assert_accurate(
+            partial(rope_attention, **options), partial(rope_attention_ref, **options), inputs
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_rope_attention_backward(norm, dtype):
+    for interleaved in (False, True):
+        inputs = _inputs(2, 19, 2, 16, dtype, norm=norm)
+        _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=interleaved)
+
+
+@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 5)], ids=str)
+def test_rope_attention_tokens(T, prefix):
+    norm = "rms_norm" if T == 201 else None
+    inputs = _inputs(1, T, 1, 64, bf16, prefix=prefix, norm=norm)
+    _check(inputs, num_heads=1, prefix_tokens=prefix, norm=norm)
+
+
+def test_rope_attention_of_a_part_of_the_columns():
+    _check(_inputs(1, 9, 2, 24, R=20), num_heads=2, prefix_tokens=1, interleaved=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_one_pairing_does_not_pass_for_the_other(interleaved):
+    with backend("triton"):
+        errors = compare(
+            partial(rope_attention, num_heads=2, prefix_tokens=1, interleaved=not interleaved),
+            partial(rope_attention_ref, num_heads=2, prefix_tokens=1, interleaved=interleaved),
+            _inputs(1, 9, 2, 16),
+        )
+    assert not any(e.passed for e in errors if e.name in ("out", "dx", "dweight"))
+
+
+def test_rope_attention_twice_from_one_projection():
+    """q and k turn in their own memory, and not those of a second call."""
+    inputs = {n: x.detach() for n, x in _inputs(1, 9, 2, 16).items()}
+    with backend("triton"):
+        first, second = (rope_attention(**inputs, num_heads=2, prefix_tokens=1) for _ in "12")
+    assert first.equal(second)
+
+
+def test_rope_attention_backward_twice():
+    """The gradients turn in their own memory too: what is saved stays."""
+    inputs = _inputs(1, 9, 2, 16, norm="layer_norm")
+    leaves = [x for x in inputs.values() if x.requires_grad]
+    with backend("triton"):
+        out = rope_attention(**inputs, num_heads=2, prefix_tokens=1, norm="layer_norm")
+        dout = torch.randn_like(out)
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        second = torch.autograd.grad(out, leaves, dout)
+    assert all(map(torch.equal, first, second))
+
+
+def test_rope_attention_under_autocast():
+    inputs = _inputs(1, 9, 2, 16, norm="rms_norm")
+    with torch.autocast(inputs["x"].device.type, bf16), backend("triton"):
+        out = rope_attention(**inputs, num_heads=2, prefix_tokens=1, norm="rms_norm")
+    assert out.dtype is bf16
+
+
+def test_rope_attention_empty_batch():
+    inputs = _inputs(0, 5, 2, 8, norm="layer_norm")
+    rope_attention(**inputs, num_heads=2, prefix_tokens=1, norm="layer_norm").sum().backward()
+    assert inputs["weight"].grad.eq(0).all() and inputs["q_norm_bias"].grad.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "x must have 3 axes", lambda: dict(x=rand(5, 24))),
+        (ValueError, "weight must have 3", lambda: dict(num_heads=7)),
+        (ValueError, "D must be a multiple of 8, got 4", lambda: dict(num_heads=4)),
+        (ValueError, "cos must have shape", lambda: _tables(9, 8)),
+        (ValueError, "q_norm_bias must be None", lambda: _norms(8, "layer_norm")
+         | dict(norm="rms_norm")),
+        (TypeError, "bias must have the dtype of x", lambda: dict(bias=rand(48, dtype=bf16))),
+    ],
+)  # fmt: skip
+def test_rope_attention_rejects(error, message, changes):
+    with pytest.raises(error, match=message):
+        rope_attention(**{**_inputs(1, 5, 2, 8), "num_heads": 2, "prefix_tokens": 1, **changes()})
