@@ -18,6 +18,7 @@ from ..runtime.backend import Gpu, backend, gpu, reason_for_torch
 from ..runtime.configs import TABLES
 from ..runtime.tuned_table import Entry, TableError
 from ..tools import tuning
+from ..verify.isolated import term_interrupts
 from . import options
 from .console import CommandError
 from .models import fused_model, input_shape, run_step
@@ -169,7 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
         **size,
     )  # fmt: skip
     try:
-        return run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
+        with term_interrupts():  # a terminated process would blame the config that it tried
+            return run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
     except tuning.Unusable as error:
         print(f"the GPU cannot be used any more after {error}")
         print("what was decided before is written; run the command again, it leaves this one out")

@@ -133,8 +133,8 @@ def _run(job: Job, timeout: float, processes: _Processes, now: Callable[[], floa
 
 
 @contextmanager
-def _term_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt, so that no job outlives this process."""
+def term_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt: what runs is ended, what is at work is written."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -160,7 +160,7 @@ def run_isolated(
     Yields: the outcome of each as it ends.
     """
     processes, end = _Processes(), now() + budget
-    with _term_interrupts(), ThreadPoolExecutor(workers) as pool:
+    with term_interrupts(), ThreadPoolExecutor(workers) as pool:
         try:
             pending = {pool.submit(_run, job, timeout, processes, now) for job in jobs}
             while pending and (left := end - now()) > 0:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import signal
 import stat
 import warnings
 from contextlib import contextmanager
@@ -247,6 +248,29 @@ def test_an_interrupt_blames_no_config(monkeypatch):
     with planted(monkeypatch, EVEN), pytest.raises(KeyboardInterrupt):
         list(tuning.tune(_step, CPU, timer=timer))
     assert not tuned_table.Journal(HERE).path.exists()
+
+
+def test_a_termination_blames_no_config(monkeypatch, capsys):
+    """As when the seconds of `bench contact` end in the middle of a config."""
+
+    def tune(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(tune_command, "run_tuning", tune)
+    monkeypatch.setattr(tune_command, "model_step", lambda *_, **__: None)
+    monkeypatch.setattr(tune_command, "reason_for_torch", lambda x: None)
+    monkeypatch.setattr(tune_command.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(tune_command.options, "chosen_device", lambda _: torch.device("cuda:0"))
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert cli.main(["tune"]) == 130
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert "interrupted" in capsys.readouterr().err
 
 
 def _layer_norm_step():
