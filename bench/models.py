@@ -104,8 +104,7 @@ class NamedCase(Case):
 
 
 def _by_name(name: str, size: int) -> nn.Module:
-    overrides = {"img_size": size} if size else {}
-    return build_model(name, num_classes=NUM_CLASSES, **overrides)
+    return build_model(name, num_classes=NUM_CLASSES, img_size=size or None)
 
 
 @functools.lru_cache(maxsize=4)

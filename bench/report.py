@@ -243,7 +243,8 @@ _METHOD = """## How it is measured
 
 _HOST_NOTE = (
     "One thread, tiny tensors (`bench/host.py`). Without a GPU, `no launch` does everything "
-    "in a call but the launch. Median (p20 to p80)."
+    "in a call but the launch. `eager` is PyTorch's own functions on the same tensors. Median (p20 "
+    "to p80)."
 )
 
 NOTHING = (

@@ -52,9 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(args: argparse.Namespace) -> Callable[[], None]:
-    size = {} if args.img_size is None else {"img_size": args.img_size}
     with torch.device("meta"):
-        model = fused_model(args.model, **size)
+        model = fused_model(args.model, img_size=args.img_size)
     return model_step(model, args.batch, args.dtype, train=args.train)
 
 

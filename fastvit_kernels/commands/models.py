@@ -113,10 +113,12 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
     Args:
         name: as this module's first lines show.
         overrides: img_size, in_chans and num_classes for every library; any other argument by the
-            library's own name.
+            library's own name. img_size=None is the model's own.
     Raises: CommandError for another name, with the near ones, and for what the model refuses.
     """
     host, colon, rest = name.partition(":")
+    if overrides.get("img_size") is None:
+        overrides.pop("img_size", None)
     try:
         if not colon:
             return _own(name, **overrides)

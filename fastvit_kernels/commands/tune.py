@@ -164,10 +164,9 @@ def run(arguments: argparse.Namespace) -> int:
         reason = reason_for_torch(torch.empty(1, device=device))
     if reason is not None:
         raise CommandError(f"the kernels cannot run here: {reason}")
-    size = {} if arguments.img_size is None else {"img_size": arguments.img_size}
     step = model_step(
         arguments.model, arguments.batch, arguments.dtype, train=arguments.train, device=device,
-        **size,
+        img_size=arguments.img_size,
     )  # fmt: skip
     try:
         with term_interrupts():  # a terminated process would blame the config that it tried

@@ -31,8 +31,8 @@ from ..runtime.arguments import (
     autocast_dtype,
     check_dtype,
     check_eps,
+    check_input,
     check_shape,
-    check_tensor,
     contiguous,
     empty_strided,
     layout,
@@ -435,9 +435,7 @@ def _decide(
     out_dtype: torch.dtype | None, op: str, ops: Routed,
 ) -> LayerNormDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
-    check_tensor(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+    check_input(op, x)
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)

@@ -131,11 +131,6 @@ def device_guard(x: Tensor) -> Any:
     return torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD
 
 
-def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small stand-in for the interpreter's CPU."""
-    return gpu(device).num_sms
-
-
 @functools.lru_cache(maxsize=64)
 def _capability_reason(device: torch.device) -> str | None:
     arch = _gpu(device).arch

@@ -36,7 +36,7 @@ from ...runtime.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from ...runtime.backend import device_guard, gpu, num_sms
+from ...runtime.backend import device_guard, gpu
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import Routed, differentiable, operator
@@ -186,7 +186,7 @@ def patch_embed_bwd_weight(
     bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
     block_m = _depth(block_m, num_rows, bytes_per_step)
     tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
-    wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * num_sms(dout.device) // tiles)
+    wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * gpu(dout.device).num_sms // tiles)
     splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
     splits = triton.cdiv(num_rows, rows_per_split)
