@@ -40,7 +40,7 @@ def test_traffic_counts_operators_and_bytes():
 
 def test_traffic_of_a_swapped_block_is_what_is_promised():
     step, eager = traffic.block("S", "swapped"), traffic.block("S", "timm")
-    low = traffic.block("S", 'memory="low"')
+    low = traffic.block("S", 'swapped, memory="low"')
     assert 28.0 <= _units(step.kept) < 28.3 and _units(eager.kept) > 36
     assert 24.0 <= _units(low.kept) < 24.3
     assert step.forward[0] + step.backward[0] <= LAUNCHES

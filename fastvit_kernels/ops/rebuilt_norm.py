@@ -23,6 +23,11 @@ from .common.rows import MAX_C
 from .layer_norm import layer_norm_fwd
 
 
+def _is_hooked() -> bool:
+    """Whether somebody else decides what is saved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _place(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
@@ -38,10 +43,11 @@ def rebuilt_norm(
         y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it.
         x, weight, bias, eps: its arguments; none may change in place before the backward.
 
-    Without effect where the Triton kernels do not run, where no gradient is wanted, and in
+    Without effect where the Triton kernels do not run, where no gradient is wanted, inside other
+    hooks on saved tensors (a checkpoint computes all again, an offload keeps all elsewhere), and in
     torch.compile, whose partitioner decides what is kept.
     """
-    if not y.requires_grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not y.requires_grad or _is_hooked():
         yield
         return
     if x.shape[-1] > MAX_C or not use_triton("layer_norm", x, None):

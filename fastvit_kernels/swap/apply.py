@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from . import hosts
+from .hosts.branch import PreNormBlock
 from .hosts.fused import Fused, Unfused
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import Left, Swapped, SwapReport, ancestors, make_report
 from .verdicts import patched, refusal, unproven
+
+Memory = Literal["default", "low"]
 
 __all__ = ["Left", "SwapReport", "Swapped", "swap_in", "swap_out"]
 
@@ -51,8 +54,9 @@ def _selected(argument: str, selectors: Any, modules: dict[str, nn.Module]) -> s
 
 
 def swap_in(
-    model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False
-) -> SwapReport:
+    model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False,
+    memory: Memory = "default",
+) -> SwapReport:  # fmt: skip
     """Make a model run on the fused kernels, in place.
 
     Parameters, buffers, state_dict, hooks and modes stay what they are; optimizers made before
@@ -69,12 +73,20 @@ def swap_in(
         skip: leave these alone; the same kinds.
         explain: the report says, too, which candidates were tried for each module, and how each
             fared.
+        memory: "low": the backward of each pre-norm block rebuilds the LayerNorm outputs that its
+            branches read, with the same bits, instead of keeping them. Under bf16 autocast 24 C
+            bytes a token and block instead of 28 C, for one more LayerNorm forward each. A later
+            call sets it anew for the blocks that it selects.
     Returns: a SwapReport: what was swapped at which level, what was left and why.
-    Raises: TypeError for another model or selector; ValueError for a name or module that the model
-        does not have. Nothing is changed then.
+    Raises: TypeError for another model, selector or type of memory; ValueError for a name or module
+        that the model does not have, and for another memory. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_in: model must be an nn.Module, got {type(model).__name__}")
+    if not isinstance(memory, str):
+        raise TypeError(f"swap_in: memory must be a str, got {type(memory).__name__}")
+    if memory not in get_args(Memory):
+        raise ValueError(f"swap_in: memory must be one of {get_args(Memory)}, got {memory!r}")
     modules = dict(model.named_modules())
     wanted = set(modules) if only is None else _selected("only", only, modules)
     unwanted = set() if skip is None else _selected("skip", skip, modules)
@@ -123,6 +135,9 @@ def swap_in(
         guesses[name] = "its caller gets the probabilities"
     for module, cls in planned.items():
         module.__class__ = cls  # type: ignore[assignment]
+    for name, module in modules.items():
+        if isinstance(module, PreNormBlock) and name in wanted and name not in unwanted:
+            _remember(module, memory)
     report = make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
     if explain:
         report.explanation = explanation(modules, tried)
@@ -143,6 +158,13 @@ def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...
     return lines
 
 
+def _remember(block: PreNormBlock, memory: Memory) -> None:
+    """The default is an attribute of the class: a block that has it is as its host made it."""
+    vars(block).pop("fused_memory", None)
+    if memory != "default":
+        block.fused_memory = memory
+
+
 def swap_out(model: nn.Module) -> None:
     """Undo swap_in: every module has its host's class again. Parameters stay untouched.
 
@@ -159,4 +181,5 @@ def swap_out(model: nn.Module) -> None:
                 raise ValueError(f"swap_out: {name} has become a {hosts.host_path(type(module))}")
             classes[module] = host
     for module, host in classes.items():
+        vars(module).pop("fused_memory", None)
         module.__class__ = host

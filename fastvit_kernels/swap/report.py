@@ -53,6 +53,7 @@ class SwapReport:
         uncounted: modules whose FLOPs or bytes could not be counted.
         explanation: with explain=True, for each kind of module the candidates that were tried and
             how each fared.
+        rebuilt: names of the LayerNorms whose output the backward rebuilds, by memory="low".
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -64,6 +65,7 @@ class SwapReport:
     pytorch: dict[str, float] = field(default_factory=dict)
     uncounted: list[str] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
+    rebuilt: list[str] = field(default_factory=list)
 
     @property
     def level(self) -> str:
@@ -97,6 +99,8 @@ class SwapReport:
         lines += [
             f"{100 * s:.1f}% of the elements moved: {n}, by PyTorch" for n, s in pytorch.items()
         ]
+        if rebuilt := getattr(self, "rebuilt", []):
+            lines.append(f"{len(rebuilt)} LayerNorm outputs are rebuilt in the backward")
         uncounted = getattr(self, "uncounted", [])
         if uncounted:
             lines.append(f"not counted: {', '.join(uncounted[:3])}" + " ..." * (len(uncounted) > 3))
@@ -202,6 +206,8 @@ def _count_swapped(
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 moved[f"{_host_name(m)}"] += 2 * widths[0] if widths else 0
+        rebuilt = module.fused_rebuilt() if hasattr(module, "fused_rebuilt") else ()
+        report.rebuilt += [prefix + norm for norm in rebuilt]
         whole = not any(prefix + body in called for body in module.fused_bodies)
         report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
         covered |= {

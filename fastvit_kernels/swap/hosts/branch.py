@@ -7,11 +7,13 @@ epilogue that applies the tail (LayerScale, DropPath) and the residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ...ops.rebuilt_norm import rebuilt_norm
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked
 from .fused import (
@@ -88,7 +90,7 @@ def _low(x: Tensor, reader: Any) -> torch.dtype | None:
 
 def pre_norm_branch(
     x: Tensor, norm: Any, body: Any, *tail: Tail, residual: Tensor | None = None,
-    call: Callable[[Tensor], Tensor] | None = None, **context: Any,
+    call: Callable[[Tensor], Tensor] | None = None, rebuild: bool = False, **context: Any,
 ) -> Tensor:  # fmt: skip
     """residual + tail(body(norm(x))), where the residual is x by default.
 
@@ -97,18 +99,23 @@ def pre_norm_branch(
         norm, body: children of the block; a norm may be None.
         tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
         call: how the host calls the body; `body` by default.
+        rebuild: a fused body keeps the norm's input for its backward, not its output.
         context: what the body's `fused_branch` needs besides.
     """
     bypass = bypassed(body)
+    kept: AbstractContextManager[None] = nullcontext()
     if bypassed(norm) and isinstance(norm, LayerNorm):
         y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
         residual = same if residual is None or residual is x else residual
+        if rebuild and bypass:
+            kept = rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps)  # type: ignore[attr-defined]
     else:
         y = x if norm is None else norm(x)
     residual = x if residual is None else residual
     # Dynamo of torch 2.11 does not take the truth of a function.
     called: Callable[[Tensor], Tensor] = body if call is None else call
-    return add_body(residual, y, body, tail, called, bypass, context)
+    with kept:
+        return add_body(residual, y, body, tail, called, bypass, context)
 
 
 class PreNormBlock(Fused):
@@ -118,6 +125,7 @@ class PreNormBlock(Fused):
     """
 
     fused_level = "block"
+    fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
     fused_names: ClassVar[tuple[str, str, tuple[str, ...], str, str, tuple[str, ...]]]
 
     @property
@@ -157,10 +165,21 @@ class PreNormBlock(Fused):
 
     def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:
         norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
+        rebuild = self.fused_memory == "low"
         x = pre_norm_branch(
             x, getattr(self, norm1), getattr(self, attention), *(getattr(self, t) for t in tail1),
-            call=lambda y: self.fused_call_attention(y, extras), **extras,
+            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild, **extras,
         )  # fmt: skip
         return pre_norm_branch(
-            x, getattr(self, norm2), getattr(self, mlp), *(getattr(self, t) for t in tail2)
-        )
+            x, getattr(self, norm2), getattr(self, mlp), *(getattr(self, t) for t in tail2),
+            rebuild=rebuild,
+        )  # fmt: skip
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        """The norms whose output no fused branch keeps for its backward."""
+        norm1, attention, _, norm2, mlp, _ = self.fused_names
+        for norm, body in ((norm1, attention), (norm2, mlp)):
+            child = getattr(self, norm)
+            fused = isinstance(child, LayerNorm) and bypassed(child)
+            if self.fused_memory == "low" and fused and bypassed(getattr(self, body)):
+                yield norm

@@ -1,0 +1,113 @@
+"""swap_in(model, memory="low") rebuilds LayerNorm outputs, and every gradient keeps its bits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from numerics import DEVICE
+from torch.utils.checkpoint import checkpoint
+
+from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import hf_small, timm_small, torchvision_small
+from fastvit_kernels.ops import rebuilt_norm
+from fastvit_kernels.swap.hosts.branch import PreNormBlock
+
+pytest.importorskip("timm")
+pytest.importorskip("transformers")
+pytest.importorskip("torchvision")
+
+
+def _blocks(model):
+    return [m for m in model.modules() if isinstance(m, PreNormBlock)]
+
+
+MODELS = {
+    "timm": lambda: timm_small("vit_base_patch16_224"),
+    "torchvision": torchvision_small,
+    "transformers": lambda: hf_small("dinov2"),
+}
+
+
+def _swapped_block(host, memory):
+    """A fused block of the host's, and a function that calls it."""
+    torch.manual_seed(0)
+    model = randomize(MODELS[host]()[0]).to(DEVICE)
+    report = swap_in(model, memory=memory)
+    block = _blocks(model)[0]
+    return model, report, block
+
+
+def _width(block):
+    return next(p.shape[0] for n, p in block.named_parameters() if "norm" in n or "ln_" in n)
+
+
+def _step(block, call=lambda block, x: block(x)):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, _width(block), generator=generator).to(DEVICE).requires_grad_()
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        y = call(block, x)
+    y = y[0] if isinstance(y, tuple) else y
+    upstream = torch.randn(y.shape, generator=generator).to(y)
+    return y, *torch.autograd.grad(y, [x, *block.parameters()], upstream)
+
+
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """The shapes of what was rebuilt."""
+    shapes, launcher = [], rebuilt_norm.layer_norm_fwd
+    monkeypatch.setattr(
+        rebuilt_norm, "layer_norm_fwd", lambda *a: shapes.append(a[0].shape) or launcher(*a)
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("host", MODELS)
+def test_low_memory_keeps_every_bit_and_no_norm(host, rebuilt):
+    results = []
+    for memory, norms in (("default", 0), ("low", 2)):
+        model, report, block = _swapped_block(host, memory)
+        results.append(_step(block))
+        assert len(report.rebuilt) == norms * len(_blocks(model)) and len(rebuilt) == norms
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_low_memory_is_reported_and_undone():
+    model, report, block = _swapped_block("timm", "low")
+    assert f"{2 * len(_blocks(model))} LayerNorm outputs are rebuilt" in str(report)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(b.fused_memory == "low" for b in _blocks(twin))
+    again = swap_in(model, only="blocks.0")
+    assert block.fused_memory == "default" and again.rebuilt
+    assert not any(name.startswith("blocks.0.") for name in again.rebuilt)
+    swap_out(model)
+    assert not any("fused_memory" in vars(m) for m in model.modules())
+
+
+def test_low_memory_calls_a_hooked_norm():
+    _, _, block = _swapped_block("timm", "low")
+    calls = []
+    block.norm1.register_forward_hook(lambda *a: calls.append(1))
+    _step(block)
+    assert calls == [1] and list(block.fused_rebuilt()) == ["norm2"]
+
+
+def test_low_memory_leaves_a_checkpoint_alone(rebuilt):
+    """What a checkpoint computes again it need not keep: its own hooks decide."""
+    _, _, block = _swapped_block("timm", "default")
+    wanted = _step(block)
+    block.fused_memory = "low"
+    got = _step(block, lambda block, x: checkpoint(block, x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and not rebuilt
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"), [(ValueError, "tiny"), (TypeError, None), (TypeError, True)]
+)
+def test_low_memory_rejects(error, memory):
+    model, _ = timm_small("vit_base_patch16_224")
+    with pytest.raises(error, match="swap_in: memory must be"):
+        swap_in(model, memory=memory)
+    assert not _blocks(model)
