@@ -35,6 +35,7 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.apply import Memory
+from fastvit_kernels.swap.hosts import fused
 from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
 
 BATCH, SIZE, PATCH = 256, 224, 16
@@ -148,6 +149,7 @@ def counting() -> Iterator[Count]:
         saved_tensors_hooks(keep, lambda x: x),
         patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
         patch.object(rebuilt_norm, "_is_hooked", lambda: False),  # by our own
+        patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
         FakeTensorMode(),
         mode,
     ):
