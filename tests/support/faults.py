@@ -36,6 +36,7 @@ TESTS = {  # by file of the package
     "ops/rebuilt_norm.py": ("ops/test_rebuilt_norm.py",),
     "ops/rms_norm.py": ("ops/test_rms_norm.py",),
     "ops/common/reduction.py": ("ops/test_reduction.py",),
+    "ops/common/rotation.py": ("ops/test_rope.py",),
 }
 
 
@@ -216,6 +217,103 @@ RMS_NORM = [
         "offsets of rows in 32 bits",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         only=("ops/test_extremes.py::test_rms_norm_addresses_past_2_31",),
+    ),
+]  # fmt: skip
+
+ROPE = [
+    Fault(
+        "rope-direction", "ops/common/rotation.py", "_rotated",
+        "turned the other way",
+        "a * cos_a - b * sin_a, b * cos_b + a * sin_b",
+        "a * cos_a + b * sin_a, b * cos_b - a * sin_b",
+    ),
+    Fault(
+        "rope-transpose-tables", "ops/common/rotation.py", "_rotated",
+        "turned back by the sine of the other column",
+        "a * cos_a + b * sin_b", "a * cos_a + b * sin_a",
+    ),
+    Fault(
+        "rope-one-cosine", "ops/common/rotation.py", "_rotated",
+        "both columns of a pair take the first one's cosine",
+        "cos_a, cos_b = cos", "cos_a, cos_b = cos[0], cos[0]",
+    ),
+    Fault(
+        "rope-pairing", "ops/common/rotation.py", "_pair_columns",
+        "pairs of a half head's columns taken as if the whole head turned",
+        "tl.where(rotated, pair + R // 2, pair + D // 2)", "pair + D // 2",
+    ),
+    Fault(
+        "rope-prefix-table", "ops/common/rotation.py", "_tables",
+        "the tables begin at the first prefix token",
+        "(samples, tokens - prefix_tokens, heads)", "(samples, tokens, heads)",
+    ),
+    Fault(
+        "rope-prefix-turns", "ops/common/rotation.py", "_tables",
+        "the last prefix token turns",
+        "(tokens >= prefix_tokens)", "(tokens >= prefix_tokens - 1)",
+    ),
+    Fault(
+        "rope-rest-turns", "ops/common/rotation.py", "_rotated",
+        "what does not turn is multiplied by 1 and 0",
+        "return tl.where(mask, turned_a, a), tl.where(mask, turned_b, b)",
+        "return turned_a, turned_b",
+    ),
+    Fault(
+        "rope-head-stride", "ops/common/rotation.py", "tables_of",
+        "one head's table for all",
+        "strides[1] if ndim == 4 and shape[1] > 1 else 0", "0",
+    ),
+    Fault(
+        "rope-table-strides", "ops/common/rotation.py", "tables_of",
+        "sin read by the strides of cos",
+        "cos.stride() != sin.stride() or", "",
+    ),
+    Fault(
+        "rope-key-strides", "ops/common/rotation.py", "rotate",
+        "keys read by the strides of the queries",
+        "*k.stride()[:3], *tables.strides", "*q.stride()[:3], *tables.strides",
+    ),
+    Fault(
+        "rope-norm-width", "ops/common/rotation.py", "_normed",
+        "variance over the padded width",
+        "/ D + eps)", "/ (2 * a.shape[1]) + eps)",
+    ),
+    Fault(
+        "rope-norm-eps", "ops/common/rotation.py", "_normed",
+        "eps forgotten",
+        "/ D + eps)", "/ D)",
+    ),
+    Fault(
+        "rope-key-weight", "ops/common/rotation.py", "_rope_fwd_kernel",
+        "keys scaled by the weight of the queries' norm",
+        "k_weight_ptr, k_bias_ptr, mask_row", "q_weight_ptr, k_bias_ptr, mask_row",
+    ),
+    Fault(
+        "rope-norm-turned-on", "ops/common/rotation.py", "_normed_rows_bwd",
+        "the backward of a norm turns on, not back",
+        "_rotated(da, db, cos, sin, turns, True)", "_rotated(da, db, cos, sin, turns, False)",
+    ),
+    Fault(
+        "rope-dweight-overwritten", "ops/common/rotation.py", "_normed_rows_bwd",
+        "dweight of a program's last row block alone",
+        "dweight_b += db * xhat_b", "dweight_b = db * xhat_b",
+    ),
+    Fault(
+        "rope-partials-overlap", "ops/common/rotation.py", "_rope_norm_bwd_kernel",
+        "the keys' partial sums written over those of the queries",
+        "q_partial_ptr + 2 * D", "q_partial_ptr",
+    ),
+    Fault(
+        "rope-mean-g", "ops/common/rotation.py", "_normed_rows_bwd",
+        "LayerNorm's mean of g not subtracted",
+        "g_a, g_b = g_a - mean_g[:, None], g_b - mean_g[:, None]", "g_a, g_b = g_a, g_b",
+    ),
+    Fault(
+        "rope-int32-offsets", "ops/common/rotation.py", "_places",
+        "offsets of samples, tokens and heads in 32 bits",
+        "return samples.to(tl.int64), tokens.to(tl.int64), heads.to(tl.int64)",
+        "return samples, tokens, heads",
+        only=("ops/test_extremes.py::test_rope_addresses_past_2_31",),
     ),
 ]  # fmt: skip
 
@@ -758,6 +856,6 @@ HOSTS = [
 ]  # fmt: skip
 
 FAULTS: list[Fault] = [
-    *LAYER_NORM, *RMS_NORM, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *GATED_MLP, *FORWARD, *TILES,
-    *BACKWARD, *PATCH_EMBED, *HOSTS,
+    *LAYER_NORM, *RMS_NORM, *ROPE, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *GATED_MLP,
+    *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS,
 ]  # fmt: skip
