@@ -78,6 +78,23 @@ def _getter_of_methods(cls: type) -> Callable[[type], Any] | None:
     return attrgetter(*methods(cls)) if methods(cls) else None
 
 
+@cache
+def _globals_of(cls: type) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
+    """The functions and simple values of its module that a class's methods read, by name."""
+    found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for name in methods(cls):
+        function = getattr(cls, name)
+        home = getattr(function, "__globals__", {})
+        names = found.setdefault(id(home), (home, {}))[1]
+        code = getattr(function, "__code__", None)
+        inner = [c for c in code.co_consts if hasattr(c, "co_names")] if code else []
+        read = [n for c in (code, *inner) if c for n in c.co_names]
+        names |= {
+            n: None for n in read if n in home and isinstance(home[n], (FunctionType, *SIMPLE))
+        }
+    return tuple((home, tuple(names)) for home, names in found.values() if names)
+
+
 def replaced_method(cls: type) -> str | None:
     """The name of a method that another package put into a host's class, or None."""
     for name in methods(cls):
@@ -229,11 +246,14 @@ class Facts:
         classes = dict.fromkeys(host_of(class_of(modules[place])) for place in self.known)
         self.classes = [(c, get) for c in classes if (get := _getter_of_methods(c)) is not None]
         self.functions = [get(cls) for cls, get in self.classes]
+        unread = dict.fromkeys(host_of(class_of(modules[p])) for p in self.known if wholes[p])
+        self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]
+        self.read: list[Any] = [get(home) for home, get in self.globals]
         self.asking = [
             place for place in self.known if hasattr(class_of(modules[place]), "fused_facts")
         ]
         self.answers = [class_of(modules[p]).fused_facts(modules[p]) for p in self.asking]  # type: ignore[attr-defined]
-        self.key = (tuple(key), tuple(self.functions), tuple(self.answers))
+        self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
     def hold(self, root: nn.Module) -> bool:
         """Whether `root` is still as it was described."""
@@ -250,10 +270,12 @@ class Facts:
             return False
         try:
             values = [get(own[index]) for index, get in self.getters]
+            read = [get(home) for home, get in self.globals]
         except KeyError:
             return False
         return (
             values == self.values
+            and read == self.read
             and all(objects.hold(own[index]) for index, objects in self.objects)
             and [get(cls) for cls, get in self.classes] == self.functions
             and [modules[p].fused_facts() for p in self.asking] == self.answers

@@ -212,6 +212,26 @@ def test_a_change_after_the_swap_is_seen():
         assert_same(step(module, False), step(host, False), 2e-4)
 
 
+def test_a_function_of_its_module_that_is_replaced_is_seen(monkeypatch):
+    module, x = made("dinov3").double(), torch.randn(2, 6, 32).double()
+    host = copy.deepcopy(module)
+    swap_in(module)
+    rope = tuple(torch.randn(5, 16).double() for _ in "sc")
+    before = module(x, rope)
+    monkeypatch.setattr(by_hand, "SLOPE", 0.5)
+    monkeypatch.setattr(dinov3, "rotate", lambda x, sin, cos: x * cos)
+    torch.testing.assert_close(module(x, rope), host(x, rope), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(module(x, rope), before)
+    sloped = by_hand.Sloped()
+    monkeypatch.undo()
+    swap_in(sloped)
+    assert isinstance(sloped, Fused)
+    other = copy.deepcopy(sloped)
+    swap_out(other)
+    monkeypatch.setattr(by_hand, "SLOPE", 0.5)
+    torch.testing.assert_close(sloped(x.float()), other(x.float()))
+
+
 def test_swap_out_and_pickle():
     module = made("inline")
     swap_in(module)

@@ -124,6 +124,17 @@ class Parallel(nn.Module):
         return x + self.attention(y) + self.mlp(y)
 
 
+SLOPE = 1.0  # read by Sloped's forward
+
+
+class Sloped(FeedForward):
+    def __init__(self):
+        super().__init__(32, 64, F.gelu)
+
+    def forward(self, x):
+        return self.fc2(self.activation(self.fc1(x) * SLOPE))
+
+
 class Masked(nn.Module):
     """Attention with a mask of the keys, of the scores, or both, as the host reads them."""
 
