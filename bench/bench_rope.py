@@ -19,7 +19,11 @@ from fastvit_kernels.ops.rope import rope_ref
 TOKENS = ((201, 5), (261, 5), (1025, 1))
 INTERLEAVED = "interleaved"  # Perception Encoder, EVA02, V-JEPA 2
 NORMED = "layer_norm"
-PREFIX = dict(TOKENS)
+PREFIX = dict(TOKENS)  # other lengths: a class token
+
+
+def _prefix(shape: Shape) -> int:
+    return PREFIX.get(shape.T, 1)
 
 
 def shapes() -> Iterator[Shape]:
@@ -34,7 +38,7 @@ def shapes() -> Iterator[Shape]:
 
 def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | None]:
     qkv = draw(shape.B, shape.T, 3, shape.H, shape.D, grad=False)
-    angles = 3 * draw(shape.T - PREFIX[shape.T], shape.D, grad=False).float()
+    angles = 3 * draw(shape.T - _prefix(shape), shape.D, grad=False).float()
     q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
     found: dict[str, Tensor | None] = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
     if shape.variant == NORMED:
@@ -45,7 +49,7 @@ def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | N
 def _called(function: Function, shape: Shape) -> Function:
     norm = NORMED if shape.variant == NORMED else None
     return functools.partial(
-        function, interleaved=shape.variant == INTERLEAVED, prefix_tokens=PREFIX[shape.T], norm=norm
+        function, interleaved=shape.variant == INTERLEAVED, prefix_tokens=_prefix(shape), norm=norm
     )
 
 
@@ -64,7 +68,7 @@ def flops(shape: Shape, mode: str) -> float:
 def bytes_(shape: Shape, dtype: str, mode: str) -> float:
     """q and k in and out, the tables in; the backward of a norm reads q and k again."""
     operand = 2 * shape.B * shape.T * shape.C * itemsize(dtype)
-    tables = 2 * 4 * (shape.T - PREFIX[shape.T]) * shape.D
+    tables = 2 * 4 * (shape.T - _prefix(shape)) * shape.D
     forward = 2 * operand + tables
     backward = forward + (operand if shape.variant == NORMED else 0)
     return float({"fwd": forward, "bwd": backward, "both": forward + backward}[mode])
