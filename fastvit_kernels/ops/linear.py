@@ -206,11 +206,15 @@ def linear_fwd(
     rows = x if config.route == "library" else x.reshape(M, K)
     plan = tile_plan(config, rows, weight, transposed=True)
     if plan is None:
+        plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
+        late = None  # a bias of another dtype joins in the epilogue, where that need not save z
+        if bias is not None and bias.dtype != x.dtype and not (activation or plain):
+            bias, late = None, bias
         z = gemm.product_with_bias(x, weight, bias)
-        if residual is not None and residual.dtype == z.dtype and not (activation or scaled):
+        if plain and residual is not None:
             return z.add_(residual), no_z
         y = torch.empty_like(z, dtype=out_dtype)
-        apply_epilogue(y, z, activation, layer_scale, row_scale, residual)
+        apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
         return y, z if save_z else no_z
     y = empty((*x.shape[:-1], N), out_dtype, x.device)
     z = torch.empty_like(y, dtype=x.dtype) if save_z else no_z

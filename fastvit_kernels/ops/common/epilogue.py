@@ -65,16 +65,19 @@ def finish_tile(
 
 @triton.jit
 def _epilogue_fwd_kernel(
-    y_ptr, z_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+    y_ptr, z_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, rows_per_sample, stride_residual_m,
-    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     z_ptrs = z_ptr + offs_m[:, None] * N + offs_n[None, :]
     z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     finish_tile(
         y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
         offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
@@ -197,14 +200,17 @@ def _fwd_launch(M: int, N: int) -> Any:
 def apply_epilogue(
     y: Tensor, z: Tensor, activation: str,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write residual + row_scale * layer_scale * act(z) into y; y and z (..., N) contiguous."""
+    """Write residual + row_scale * layer_scale * act(z + bias) into y; y, z (..., N) contiguous."""
     N = z.shape[-1]
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(z):
-        _fwd_launch(M, N)(y, z, *pointers, M, N, *sizes, ACTIVATION=activation, **flags, **_TILE)
+        _fwd_launch(M, N)(
+            y, z, contiguous(bias), *pointers, M, N, *sizes,
+            ACTIVATION=activation, HAS_BIAS=bias is not None, **flags, **_TILE,
+        )  # fmt: skip
     return y
 
 
