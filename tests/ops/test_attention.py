@@ -319,6 +319,46 @@ def test_tail_tile():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one_pass", "split"])
+@pytest.mark.parametrize("T", [7, 130], ids=["one part", "two parts"])
+def test_qkv_bias_gradient(T, one_pass):
+    """Summed where dq is produced, or from dqkv; that of k's bias is 0 but for rounding."""
+    C, H = 32, 2
+    inputs = {
+        "x": rand(2, T, C, dtype=fp16), "weight": rand(3 * C, C, dtype=fp16, seed=1, scale=0.2),
+        "bias": rand(3 * C, dtype=fp16, seed=2),
+    }  # fmt: skip
+    with forced("attention_bwd", BwdForm(one_pass=one_pass)):
+        assert_accurate(
+            lambda **kw: qkv_attention(**kw, num_heads=H),
+            lambda **kw: qkv_attention_ref(**kw, num_heads=H), inputs,
+        )  # fmt: skip
+        out = qkv_attention(**inputs, num_heads=H)
+        (dbias,) = torch.autograd.grad(out, inputs["bias"], torch.randn_like(out))
+    of_k = dbias.view(3, C)[1].abs().max()
+    assert of_k == 0 if one_pass else of_k < 0.01 * dbias.abs().max()
+
+
+def test_qkv_bias_gradient_with_dropout_is_the_sum_of_what_is_stored():
+    """Dropped probabilities do not add up to 1: nothing but dv has their sum."""
+    qkv, out = rand(2, 20, 3, 2, 32, grad=False), rand(2, 20, 2, 32, seed=1, grad=False)
+    seed = torch.tensor([5], device=DEVICE)
+    ops = torch.ops.fastvit_kernels
+    out, lse = ops.attention_fwd(qkv, seed, 0.2, 0.5)
+    dqkv, dbias = ops.attention_and_bias_bwd(
+        torch.randn_like(out), qkv, out, lse, seed, 0.2, 0.5, fp32
+    )
+    torch.testing.assert_close(dbias, dqkv.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_qkv_bias_gradient_is_nan_where_the_scores_are():
+    x, weight = rand(1, 7, 32), rand(96, 32, seed=1)
+    bias = torch.zeros(96, device=DEVICE).fill_(float("nan")).requires_grad_()
+    out = qkv_attention(x, weight, bias, num_heads=2)
+    (dbias,) = torch.autograd.grad(out, bias, torch.ones_like(out))
+    assert dbias[:64].isnan().all()
+
+
 def test_operators_pass_opcheck():
     qkv = rand(1, 20, 3, 2, 32)
     ops = torch.ops.fastvit_kernels
@@ -331,8 +371,9 @@ def test_operators_pass_opcheck():
     projection = (x, weight, None, None, 1, 0.2, 0.0)
     torch.library.opcheck(ops.qkv_attention_fwd, projection, test_utils=checks)
     dqkv = rand(1, 20, 3, 1, 32, grad=False)
-    for needs in ([True, True, True], [True, False, False]):
-        arguments = (dqkv, x, weight, fp32, fp32, needs)
+    torch.library.opcheck(ops.attention_and_bias_bwd, (*backward, fp32), test_utils=checks)
+    for needs in ([True, True], [True, False]):
+        arguments = (dqkv, x, weight, fp32, needs)
         torch.library.opcheck(ops.qkv_projection_bwd, arguments, test_utils=checks)
 
 

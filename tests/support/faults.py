@@ -684,6 +684,21 @@ BACKWARD = [
         "dq[i] * scores.scale", "dq[i]",
     ),
     Fault(
+        "qkv-bias-dq-scale", "ops/attention/tiles.py", "store_dq_sum",
+        "scale forgotten in the gradient of q's bias",
+        "tl.sum(dq, axis=0) * scale", "tl.sum(dq, axis=0)",
+    ),
+    Fault(
+        "qkv-bias-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
+        "all parts of the queries leave their sum of dq in one row",
+        "row = b * len(parts) + i", "row = b * len(parts)",
+    ),
+    Fault(
+        "qkv-bias-dropout", "ops/attention/launch.py", "bias_partials",
+        "dropped probabilities taken to add up to 1",
+        "if has_dropout:", "if False:",
+    ),
+    Fault(
         "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
         "the third part of the queries takes the positions of the second",
         "lse_ptr, PART0 + PART1, T_q", "lse_ptr, PART0, T_q",

@@ -24,6 +24,8 @@ from .tiles import (
     padded,
     row_ptr,
     softmax_grad,
+    store_do_sum,
+    store_dq_sum,
     store_part,
     transposed_tile_ptrs,
 )
@@ -112,10 +114,11 @@ def _one_pass_key_tile(
 
 @triton.jit
 def _one_pass_head(
-    dq_ptr, dk_ptr, dv_ptr, do, q, k, v, out_ptr, lse_ptr, head, H, stride_dq_t, stride_dk_t,
-    scores, FORM: tl.constexpr, TILES: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, head, H,
+    stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv of one head, head = b * H + h."""
+    """dq, dk, dv of one head, head = b * H + h, and row b of the partials of the bias gradient."""
     T_q, T_kv = scores.T_q, scores.T_kv
     b, h = head // H, head % H
     scores = head_scores(scores, b, h, head, FORM)
@@ -150,6 +153,9 @@ def _one_pass_head(
             dq += (tl.zeros((PART2, FORM.BLOCK_D0), dtype=tl.float32),)
             parts = (part0, part1, part2)
 
+    if HAS_DBIAS:
+        for i in tl.static_range(len(parts)):
+            store_do_sum(dbias_ptr, parts[i].do, b * len(parts) + i, h, H, FORM.D, 0, FORM.BLOCK_D0)
     BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
     TAIL_KV: tl.constexpr = TILES.TAIL_KV
     if TILES.ONE_KV:
@@ -176,11 +182,14 @@ def _one_pass_head(
             dq_rows, dq[i] * scores.scale, part.start_q, T_q, FORM.D,
             part.q.shape[0], 0, FORM.BLOCK_D0,
         )  # fmt: skip
+        if HAS_DBIAS:
+            row = b * len(parts) + i
+            store_dq_sum(dbias_ptr, dq[i], scores.scale, row, h, H, FORM.D, 0, FORM.BLOCK_D0)
 
 
 @triton.jit
 def _attention_bwd_one_pass_kernel(
-    dq_ptr, dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
     num_heads, H, T_q, T_kv, stride_dq_t, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
@@ -188,7 +197,7 @@ def _attention_bwd_one_pass_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     RAGGED_Q: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, HAS_DBIAS: tl.constexpr,
 ):  # fmt: skip
     do = Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h)
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
@@ -203,13 +212,14 @@ def _attention_bwd_one_pass_kernel(
     first = tl.program_id(0) * HEADS
     if HEADS == 1:
         _one_pass_head(
-            dq_ptr, dk_ptr, dv_ptr, do, q, k, v, out_ptr, lse_ptr, first.to(tl.int64), H,
-            stride_dq_t, stride_dk_t, scores, FORM, TILES,
+            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, first.to(tl.int64), H,
+            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
         )  # fmt: skip
     else:
         tl.assume(first < num_heads)
         for head in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
             _one_pass_head(
-                dq_ptr, dk_ptr, dv_ptr, do, q, k, v, out_ptr, lse_ptr, tl.cast(head, tl.int64), H,
-                stride_dq_t, stride_dk_t, scores, FORM, TILES,
+                dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr,
+                tl.cast(head, tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
+                HAS_DBIAS,
             )  # fmt: skip

@@ -5,6 +5,7 @@
 Gradient, with p = softmax(s), delta[t] = sum_d out[t,d] dout[t,d]:
 
     dv = p^T dout,  ds = p * (dout v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q
+    dbias of the projection = sum_t dq | 0 | sum_t dout  without dropout: sum_s p = 1, sum_s ds = 0
 
 Saved: qkv (or q, k, v), out, lse (B, H, T) fp32 in log2 units; `qkv_attention` adds x and weight.
 Precision: scores, softmax and accumulators fp32; p and ds are cast to the input dtype before their
@@ -38,7 +39,7 @@ from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
-from .launch import empty_rows, launch_bwd, launch_fwd, readable
+from .launch import bias_partials, empty_rows, launch_bwd, launch_fwd, readable
 
 # Torch's own: F's attribute of this name may be ours by now, as a drop-in.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,6 +126,38 @@ def attention_bwd(
     return dqkv
 
 
+def _empty_attention_and_bias_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    return dqkv, qkv.new_empty(qkv.shape[2:].numel(), dtype=bias_dtype)
+
+
+@operator(fake=_empty_attention_and_bias_bwd, flops=_flops_bwd)
+def attention_and_bias_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D) contiguous, and its column sums (3 H D,) in bias_dtype."""
+    dqkv, dbias = _empty_attention_and_bias_bwd(
+        dout, qkv, out, lse, seed, scale, dropout_p, bias_dtype
+    )
+    if qkv.numel() == 0:
+        return dqkv, dbias.zero_()
+    q, k, v = readable(qkv).unbind(2)
+    dq, dk, dv = dqkv.unbind(2)
+    rows, partial = bias_partials(q, seed is not None), None
+    if rows:
+        partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
+    launch_bwd(
+        dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse, None, seed,
+        scale, dropout_p, False, partial,
+    )  # fmt: skip
+    column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
+    return dqkv, dbias
+
+
 class AttentionDecision(NamedTuple):
     """What `_decide` found for a kind of call."""
 
@@ -190,38 +223,33 @@ def qkv_attention_fwd(
 
 
 def _empty_qkv_projection_bwd(
-    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    needs_dx, needs_dweight, needs_dbias = needs
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    needs_dx, needs_dweight = needs
     return (
         x.new_empty(x.shape if needs_dx else (0,)),
         x.new_empty(weight.shape if needs_dweight else (0,), dtype=weight_dtype),
-        x.new_empty(weight.shape[:1] if needs_dbias else (0,), dtype=bias_dtype),
     )
 
 
-def _flops_qkv_projection_bwd(dqkv, x, weight, weight_dtype, bias_dtype, needs, **__):
+def _flops_qkv_projection_bwd(dqkv, x, weight, weight_dtype, needs, **__):
     return 2 * math.prod(x) * weight[0] * (needs[0] + needs[1])
 
 
 @operator(fake=_empty_qkv_projection_bwd, flops=_flops_qkv_projection_bwd)
 def qkv_projection_bwd(
-    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dweight, dbias of the projection; each empty where it is not needed."""
-    needs_dx, needs_dweight, needs_dbias = needs
-    dx, dweight, dbias = _empty_qkv_projection_bwd(dqkv, x, weight, weight_dtype, bias_dtype, needs)
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight of the projection; each empty where it is not needed."""
+    needs_dx, needs_dweight = needs
+    dx, dweight = _empty_qkv_projection_bwd(dqkv, x, weight, weight_dtype, needs)
     dqkv = dqkv.view(-1, weight.shape[0])
     x = x.reshape(-1, x.shape[-1])
     if needs_dx:
         dx = matmul(dqkv, weight).view(dx.shape)
     if needs_dweight:
         dweight = matmul(dqkv.t(), x, out_dtype=weight_dtype)
-    if needs_dbias:
-        column_sum(dqkv, dbias)
-    return dx, dweight, dbias
+    return dx, dweight
 
 
 class QkvAttentionDecision(NamedTuple):
@@ -255,14 +283,16 @@ class QkvAttentionFunction(torch.autograd.Function):
         x, weight, qkv, out, lse, seed = ctx.saved_tensors
         decision = ctx.decision
         ops = ops_for(decision.ops, dout)
-        dqkv = ops.attention_bwd(dout, qkv, out, lse, seed, decision.scale, decision.dropout_p)
         needs = list(ctx.needs_input_grad[:3])
-        dx, dweight, dbias = ops.qkv_projection_bwd(
-            dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, needs
-        )
+        arguments = dout, qkv, out, lse, seed, decision.scale, decision.dropout_p
+        dbias = None
+        if needs[2]:
+            dqkv, dbias = ops.attention_and_bias_bwd(*arguments, decision.bias_dtype)
+        else:
+            dqkv = ops.attention_bwd(*arguments)
+        dx, dweight = ops.qkv_projection_bwd(dqkv, x, weight, decision.weight_dtype, needs[:2])
         return (
-            dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
-            None, None,
+            dx if needs[0] else None, dweight if needs[1] else None, dbias, None, None,
         )  # fmt: skip
 
 

@@ -219,21 +219,38 @@ def launch_fwd(
         )  # fmt: skip
 
 
+def bias_partials(q: Tensor, has_dropout: bool) -> int:
+    """Rows of partials that `launch_bwd` can leave of the bias gradient, 0 where it cannot: one for
+    each part of a sample's queries in one pass. In the dq kernel they would halve the warps."""
+    if has_dropout:
+        return 0
+    one_pass, _ = bwd_launch(*_problem(q, q, None, None, False))
+    if one_pass is None:
+        return 0
+    return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
+
+
 def launch_bwd(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool,
+    is_causal: bool, dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides."""
+    """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
+
+    dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
+        mask.
+    """
     one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
+    assert dbias is None or (mask is None and seed is None and one_pass is not None)
     lse = _padded_rows(lse)
     strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
     scalars = (scale, *_dropout_arguments(dropout_p))
     if one_pass is not None:
         with device_guard(q):
             _attention_bwd_one_pass_kernel[one_pass.grid](
-                dq, dk, dv, dout, q, k, v, out, lse, seed, *one_pass.sizes,
-                dq.stride(1), dk.stride(1), *strides, *scalars, **one_pass.options,
+                dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, *one_pass.sizes,
+                dq.stride(1), dk.stride(1), *strides, *scalars, HAS_DBIAS=dbias is not None,
+                **one_pass.options,
             )  # fmt: skip
         return
     assert split is not None

@@ -183,6 +183,33 @@ def store_part(
     tl.store(ptrs, x.to(rows.ptr.dtype.element_ty), mask=mask)
 
 
+# Gradients of the projection's bias. Without dropout a query's probabilities add up to 1, so
+# sum_s dv[s] = sum_t do[t]; and its ds to 0, so that k's bias, which adds the same to all scores of
+# a query, has none. A tile of queries leaves its sums in a row of (rows, 3, H, D) fp32.
+
+
+@triton.jit
+def store_dq_sum(
+    ptr, dq, scale, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The parts of q and k; k's is 0, or NaN where dq is not finite."""
+    offs_d = FIRST_D + tl.arange(0, BLOCK_D)
+    ptrs, mask = ptr + (row * 3 * H + h) * D + offs_d, offs_d < D
+    x = tl.sum(dq, axis=0) * scale
+    tl.store(ptrs, x, mask=mask)
+    tl.store(ptrs + H * D, x * 0.0, mask=mask)
+
+
+@triton.jit
+def store_do_sum(
+    ptr, do, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The part of v."""
+    offs_d = FIRST_D + tl.arange(0, BLOCK_D)
+    ptrs = ptr + ((row * 3 + 2) * H + h) * D + offs_d
+    tl.store(ptrs, tl.sum(do.to(tl.float32), axis=0), mask=offs_d < D)
+
+
 @triton.jit
 def store_head(rows, x, start, T, FORM: tl.constexpr, BLOCK_T: tl.constexpr):
     store_part(rows, x[0], start, T, FORM.D, BLOCK_T, 0, FORM.BLOCK_D0)
