@@ -147,7 +147,7 @@ class GatedMlpFunction(torch.autograd.Function):
             dtype if needed else None
             for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
         )
-        wanted.append(dlayer_scale_dtype)
+        wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
         dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
         if not any(wanted):
             return (*[None] * 9, dresidual, None, None, None)
