@@ -19,6 +19,7 @@ from .tiles import (
     fence_async,
     head_rows,
     head_scores,
+    keeps_invariants,
     load_part,
     packed_rows,
     padded,
@@ -167,7 +168,7 @@ def _one_pass_head(
         if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
             full_kv = T_kv // BLOCK_KV * BLOCK_KV
         tl.assume(full_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-        for start_kv in tl.range(0, full_kv, BLOCK_KV, disable_licm=True):
+        for start_kv in tl.range(0, full_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             dq = _one_pass_key_tile(
                 dq, parts, dk_rows, dv_rows, k_rows, v_rows, start_kv, scores, FORM,
                 BLOCK_KV, TAIL_KV == BLOCK_KV,
@@ -217,7 +218,8 @@ def _attention_bwd_one_pass_kernel(
         )  # fmt: skip
     else:
         tl.assume(first < num_heads)
-        for head in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
+        last = tl.minimum(first + HEADS, num_heads)
+        for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _one_pass_head(
                 dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr,
                 tl.cast(head, tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,

@@ -24,6 +24,7 @@ from .tiles import (
     full_tiles,
     head_rows,
     head_scores,
+    keeps_invariants,
     load_head,
     packed_rows,
     padded,
@@ -91,7 +92,7 @@ def _dq_query_tile(
     if FORM.IS_CAUSAL:
         end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK) * WALK.BLOCK)
     tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-    for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=True):
+    for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
         dq = _dq_step(
             dq, q, do, lse, delta, k_rows, v_rows, start_kv, q_index, scores, FORM,
             WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
@@ -191,7 +192,7 @@ def _dkdv_key_tile(
         # where all full tiles lie before the key, the last one: it adds zeros
         first_q = tl.minimum(full_q - BLOCK_Q, start_kv // BLOCK_Q * BLOCK_Q)
     tl.assume(full_q > first_q)
-    for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=True):
+    for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=keeps_invariants()):
         dk, dv = _dkdv_step(
             dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, kv_index, scores, FORM,
             BLOCK_Q, TAIL_Q == BLOCK_Q,

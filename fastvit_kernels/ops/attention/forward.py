@@ -24,6 +24,7 @@ from .tiles import (
     full_tiles,
     head_rows,
     head_scores,
+    keeps_invariants,
     load_head,
     mask_scores,
     packed_rows,
@@ -110,8 +111,7 @@ def _fwd_head(
         if FORM.IS_CAUSAL:
             end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
         tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-        # disable_licm: hoisted out, the descriptors of tiles in shared memory spill.
-        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=True):
+        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_rows, v_rows, start_kv, q_index, scores, FORM,
                 BLOCK_KV, CHECK_KV, False,
@@ -165,6 +165,7 @@ def _attention_fwd_kernel(
         _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)
     else:
         tl.assume(first < num_heads)
-        for i in tl.range(first, tl.minimum(first + HEADS, num_heads), disable_licm=True):
+        last = tl.minimum(first + HEADS, num_heads)
+        for i in tl.range(first, last, disable_licm=keeps_invariants()):
             head = tl.cast(i, tl.int64)
             _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)
