@@ -157,6 +157,15 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
         assert by_tma(other, b) is None
 
 
+def test_gemm_of_the_library_where_an_address_is_off_16_bytes():
+    """By pointers too: their loads would be of single elements."""
+    a, b = rand(64, 32, dtype=bf16, grad=False), rand(32, 16, dtype=bf16, grad=False)
+    off_a, off_b = (rand(x.numel() + 1, dtype=bf16, grad=False)[1:].view(x.shape) for x in (a, b))
+    config = next(c for c in TRITON["linear_fwd"] if not c.descriptors)
+    assert gemm.tile_plan(config, a, b) is not None
+    assert gemm.tile_plan(config, off_a, b) is gemm.tile_plan(config, a, off_b) is None
+
+
 def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
     """No pointers take the place of descriptors: on sm_90 wgmma would race with cp.async."""
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import empty_strided, is_aligned
-from ...runtime.backend import INTERPRETED, Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
-from ...runtime.triton import HAS_TRITON, VERSION, triton
-from ..common.gemm import input_precision
+from ...runtime.triton import triton
+from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .configs import (
@@ -41,7 +41,6 @@ from .configs import (
 from .forward import _attention_fwd_kernel
 
 ROW_PAD = 4  # as tiles.ROW_PAD
-UNFENCED = HAS_TRITON and not INTERPRETED and VERSION < (3, 7, 1)  # tiles.fence_async
 
 
 class Problem(NamedTuple):
@@ -69,13 +68,8 @@ class Problem(NamedTuple):
     def flags(self) -> dict[str, Any]:
         return dict(
             D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
-            HAS_DROPOUT=self.dropout, FENCE=self.needs_fence(),
+            HAS_DROPOUT=self.dropout, FENCE=needs_fence(self.gpu, self.dtype, self.precision),
         )  # fmt: skip
-
-    def needs_fence(self) -> bool:
-        """Whether wgmma reads what cp.async wrote; exact fp32 products take no tensor cores."""
-        on_tensor_cores = self.dtype.itemsize == 2 or self.precision != "ieee"
-        return self.gpu.arch == "sm_90" and UNFENCED and on_tensor_cores
 
 
 class Launch(NamedTuple):

@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import tl, triton
-from .gemm_configs import GemmConfig
+from ...runtime.triton import HAS_TRITON, VERSION, tl, triton
+from .gemm_configs import TMA_ARCHS, GemmConfig
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -32,6 +32,20 @@ GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their colum
 def input_precision() -> Literal["ieee", "tf32"]:
     """How tl.dot multiplies fp32 tiles: by torch's own switch. 16-bit tiles do not look at it."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+UNFENCED = HAS_TRITON and not INTERPRETED and VERSION < (3, 7, 1)
+
+
+def needs_fence(gpu: Gpu, dtype: torch.dtype, precision: str) -> bool:
+    """Whether a kernel has to fence what tensor cores read after cp.async wrote it.
+
+    From Hopper on they read shared memory through the async proxy, cp.async writes it through the
+    generic one, and before 3.7.1 Triton puts no fence between (triton #9610, #10537). Exact fp32
+    products take no tensor cores.
+    """
+    on_tensor_cores = dtype.itemsize == 2 or precision != "ieee"
+    return UNFENCED and on_tensor_cores and gpu.arch in TMA_ARCHS
 
 
 def _upcast_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,10 +108,7 @@ def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _readable_by_tma(x: Tensor, contiguous: int) -> bool:
     """Whether x (2 axes) has rows along axis `contiguous` that lie 16-byte multiples apart."""
     size, step = x.dtype.itemsize, x.stride(1 - contiguous)
-    if x.stride(contiguous) != 1 or step < x.shape[contiguous] or step * size % 16:
-        return False
-    address = x.storage_offset() * size if isinstance(x, FakeTensor) else x.data_ptr()
-    return address % 16 == 0
+    return x.stride(contiguous) == 1 and step >= x.shape[contiguous] and step * size % 16 == 0
 
 
 class TilePlan(NamedTuple):
@@ -130,9 +141,10 @@ def tile_plan(
 ) -> TilePlan | None:
     """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
 
-    None where the library has to: by its config, or as TMA cannot read an operand.
+    None where the library has to: by its config, as TMA cannot read an operand, or as its address
+    is off 16 bytes, so that the kernel would load element by element.
     """
-    if config.route == "library":
+    if config.route == "library" or not (is_aligned(a) and is_aligned(b)):
         return None
     k_axis = 1 if transposed else 0
     b_k_last = b.stride(k_axis) == 1

@@ -41,7 +41,7 @@ from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import Routed, differentiable, operator
 from ...runtime.triton import triton
-from ..common.gemm import input_precision
+from ..common.gemm import input_precision, needs_fence
 from ..common.reduction import column_sum
 from .kernels import (
     BWD_IMAGES_TABLE,
@@ -54,7 +54,6 @@ from .kernels import (
     _patch_embed_bwd_images_kernel,
     _patch_embed_bwd_weight_kernel,
     _patch_embed_fwd_kernel,
-    needs_fence,
 )
 
 
@@ -139,6 +138,7 @@ def patch_embed_fwd(
     largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
     bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
     block_k = _depth(largest_k, K, bytes_per_step)
+    precision = input_precision()
     with device_guard(images):
         _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
             out, images, weight, bias, prefix, pos, B * T, T, C,
@@ -147,8 +147,9 @@ def patch_embed_fwd(
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), HAS_BIAS=bias is not None,
             HAS_PREFIX=prefix is not None, HAS_POS=pos is not None,
-            FENCE=images.dtype == weight.dtype and needs_fence(gpu(images.device), weight.dtype),
-            INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n,
+            FENCE=images.dtype == weight.dtype
+            and needs_fence(gpu(images.device), weight.dtype, precision),
+            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_K=block_k, **config.options(),
         )  # fmt: skip
     return out
@@ -193,6 +194,7 @@ def patch_embed_bwd_weight(
     partial = dweight
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
+    precision = input_precision()
     with device_guard(dout):
         _patch_embed_bwd_weight_kernel[(tiles, splits)](
             partial, dout, images, num_rows, rows_per_split, C, T - num_patches,
@@ -200,8 +202,8 @@ def patch_embed_bwd_weight(
             CHANNELS=images.shape[1], PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(images, patch_w), PIXELS_LEFT=images.dtype == compute_dtype,
             FENCE=images.dtype == dout.dtype == compute_dtype
-            and needs_fence(gpu(dout.device), compute_dtype),
-            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=input_precision(),
+            and needs_fence(gpu(dout.device), compute_dtype, precision),
+            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             **config.options(),
         )  # fmt: skip
@@ -274,6 +276,7 @@ def patch_embed_bwd_images(
     block_m, block_n, block_k = config[:3]
     block_m, block_k = _block(block_m, B * num_patches), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
+    precision = input_precision()
     with device_guard(dout):
         _patch_embed_bwd_images_kernel[
             (triton.cdiv(B * num_patches, block_m) * triton.cdiv(K, block_k),)
@@ -282,8 +285,9 @@ def patch_embed_bwd_images(
             *dimages.stride()[:3],
             CHANNELS=channels, PATCH_H=patch_h, PATCH_W=patch_w,
             ALIGN=_alignment(dimages, patch_w),
-            FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype),
-            INPUT_PRECISION=input_precision(), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            FENCE=dout.dtype == weight.dtype
+            and needs_fence(gpu(dout.device), weight.dtype, precision),
+            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             **config.options(),
         )  # fmt: skip
     return dimages

@@ -14,7 +14,6 @@ import torch
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.triton import tl, triton
-from ..common.gemm import input_precision
 from ..common.gemm_configs import TMA_ARCHS
 
 
@@ -33,12 +32,6 @@ class PatchConfig(NamedTuple):
     def options(self) -> dict[str, int]:
         """Of the launch."""
         return dict(num_warps=self.num_warps, num_stages=self.num_stages)
-
-
-def needs_fence(gpu: Gpu, dtype: torch.dtype) -> bool:
-    """Whether tensor cores read tiles that cp.async wrote through another proxy: `_fenced`."""
-    on_tensor_cores = dtype.itemsize == 2 or input_precision() != "ieee"
-    return gpu.arch in TMA_ARCHS and on_tensor_cores
 
 
 def _table(
