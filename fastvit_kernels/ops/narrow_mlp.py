@@ -43,13 +43,16 @@ class NarrowTiles(NamedTuple):
 
 
 # By what multiplies; the first that fits is taken. wgmma wants 64 rows of a weight tile; for
-# mma.sync two warp groups share 32 of them, as 64 spill. Not yet measured.
-SMALL = (NarrowTiles(32, 64, 8, 2), NarrowTiles(16, 64, 8, 2))
+# mma.sync two warp groups share 32 of them, as 64 spill. Fewer rows of x have work for four warps
+# alone. Not yet measured.
+SMALL = (NarrowTiles(32, 64, 4, 2), NarrowTiles(16, 64, 4, 2))
 WGMMA = (NarrowTiles(128, 64, 8, 2), NarrowTiles(64, 64, 8, 2), *SMALL)
 MMA = (
     NarrowTiles(128, 32, 8, 3),
     NarrowTiles(64, 32, 8, 3),
     NarrowTiles(64, 32, 8, 2),
+    NarrowTiles(64, 32, 4, 3),
+    NarrowTiles(64, 32, 4, 2),
     *SMALL,
 )
 MFMA = (NarrowTiles(64, 32, 4, 2), NarrowTiles(32, 32, 4, 2), NarrowTiles(16, 32, 4, 2))
@@ -76,7 +79,9 @@ def _fits(gpu: Gpu, tiles: NarrowTiles, C: int, N: int, dtype: str, rows: int) -
     y = 4 * block_m * max(_parts(N))  # changes its layout before it is stored
     elements = block_m * max(C, N) // (num_warps * (64 if is_amd else 32))
     limit = MAX_ELEMENTS_EQUAL if C == N else MAX_ELEMENTS
-    known = tiles in _family(gpu)
+    # mma.sync: eight warps would compute y^T's part of 64 rows twice behind the loop
+    repeats = _family(gpu) is MMA and num_warps == 8 and 64 in _parts(N) and block_m < 128
+    known = tiles in _family(gpu) and not repeats
     return known and elements <= limit and max(loop, y) <= gpu.shared_limit
 
 
@@ -210,7 +215,9 @@ def _narrow_mlp_fwd_kernel(
             fc1_weight = _tile(
                 fc1_weight_ptr, offs_before, offs_c1, F, C, stride_fc1_weight_f, EVEN_F, EVEN_C
             )
-            z = tl.dot(fc1_weight, x1, z, input_precision=INPUT_PRECISION)
+            # By fma: the first product, as accumulator of the second, would be a chain, for which
+            # Triton lays all warps along z's rows.
+            z = tl.fma(z, 1.0, tl.dot(fc1_weight, x1, input_precision=INPUT_PRECISION))
         if HAS_FC1_BIAS:
             fc1_bias = tl.load(fc1_bias_ptr + offs_before, mask=offs_before < F, other=0.0)
             z += fc1_bias.to(tl.float32)[:, None]
@@ -228,17 +235,17 @@ def _narrow_mlp_fwd_kernel(
             fc2_weight_ptr, offs_n1, offs_before, N, F, stride_fc2_weight_n, EVEN_N, EVEN_F
         )
         y1 = tl.dot(fc2_weight, act, y1, input_precision=INPUT_PRECISION)
-    _finish_transposed(
-        y_ptr, y0, fc2_bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-        first, offs_n0, M, N, rows_per_sample, stride_residual_m,
-        HAS_FC2_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, BLOCK_M,
-    )  # fmt: skip
-    if N1 > 0:
+    if N1 > 0:  # the smaller part first, while the larger one waits in registers
         _finish_transposed(
             y_ptr, y1, fc2_bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
             first, offs_n1, M, N, rows_per_sample, stride_residual_m,
             HAS_FC2_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, BLOCK_M,
         )  # fmt: skip
+    _finish_transposed(
+        y_ptr, y0, fc2_bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
+        first, offs_n0, M, N, rows_per_sample, stride_residual_m,
+        HAS_FC2_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, BLOCK_M,
+    )  # fmt: skip
 
 
 def is_narrow(dtype: torch.dtype, C: int, N: int) -> bool:
