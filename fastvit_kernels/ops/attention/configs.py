@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import VERSION, triton
+from ...runtime.triton import triton
 
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_D = 256
@@ -126,6 +126,16 @@ FWD = {
 }
 # T above 1024, 16 bits, D <= 64: twice the queries and the warps.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
+# Where tensor cores are those of sm_80 (mma.sync), T above 64: reads of shared memory bound every
+# kernel by the model of docs/compile.md, and 32 rows a warp instead of 16 halve those of k and v.
+# Not fewer rows than D: Triton would lay the warps along the columns.
+FWD_MMA = {
+    (2, 64): FwdConfig(128, 64, 16, 1, 4, 2),
+    (2, 80): FwdConfig(128, 32, 32, 1, 4, 2),
+    (2, 128): FwdConfig(128, 32, 32, 1, 8, 2),
+}
+FWD_MMA_MASKED_WIDE = FwdConfig(128, 16, 16, 1, 8, 2)  # D above 96
+FWD_MMA_MASKED_SHORT = FwdConfig(64, 64, 64, 1, 8, 2)  # the same up to T = 64
 # T <= 64: the tile is the whole head, and the next head's loads run beside its products. At D = 64
 # that takes twice the registers (157 to 78), so that half the warps fit; at D = 32 it pays.
 FWD_HEADS = FwdConfig(64, 64, 16, 4, 4, 3)
@@ -137,6 +147,9 @@ FWD_CONFIGS = [
     FWD_MASKED,
     FWD_MASKED_WIDE,
     FWD_LONG,
+    *FWD_MMA.values(),
+    FWD_MMA_MASKED_WIDE,
+    FWD_MMA_MASKED_SHORT,
     FWD_HEADS,
     FwdConfig(64, 64, 16, 1, 4, 3),
     FwdConfig(128, 64, 16, 1, 8, 3),
@@ -151,9 +164,10 @@ DQ = {
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
 }
+DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
-DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96
-DQ_CONFIGS = [*DQ.values(), DQ_MASKED, DQ_MASKED_WIDE, SplitConfig(128, 32, 16, 8, 2)]
+DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
+DQ_CONFIGS = [*DQ.values(), DQ_MMA, DQ_MASKED, DQ_MASKED_WIDE, SplitConfig(128, 32, 16, 8, 2)]
 DKDV = {
     (2, 64): SplitConfig(128, 32, 16, 8, 2),
     (2, 96): SplitConfig(128, 32, 32, 8, 2),
@@ -163,29 +177,36 @@ DKDV = {
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 4, 1),
 }
+DKDV_MMA = {  # without mask and dropout
+    (2, 32): SplitConfig(128, 32, 32, 4, 2),
+    (2, 64): SplitConfig(128, 16, 16, 4, 2),
+    (2, 80): SplitConfig(128, 32, 32, 8, 2),
+    (2, 128): SplitConfig(128, 16, 16, 8, 2),
+    (2, 256): SplitConfig(64, 16, 16, 8, 1),
+}
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
-DKDV_CONFIGS = [*DKDV.values(), DKDV_HOPPER, DKDV_MASKED]
+DKDV_MMA_ADDED = SplitConfig(32, 32, 32, 4, 1)  # additive mask, D above 96: the above spills
+DKDV_CONFIGS = list(
+    dict.fromkeys([*DKDV.values(), *DKDV_MMA.values(), DKDV_HOPPER, DKDV_MASKED, DKDV_MMA_ADDED])
+)
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
 ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)
 ONE_PASS_HOPPER = OnePassConfig(64, 64, False, 1, 8, 2)  # above T = 256 it spills
 # T <= 64: one part of 64 rows has work for four warps, and one tile of keys needs no loop.
 ONE_PASS_SHORT = OnePassConfig(64, 64, False, 1, 4, 2)
+ONE_PASS_NARROW = OnePassConfig(64, 64, False, 1, 2, 2)  # mma.sync, D <= 32: dk and dv have D rows
 ONE_PASS_CONFIGS = [
     ONE_PASS,
     ONE_PASS_FP32,
     ONE_PASS_HOPPER,
     ONE_PASS_SHORT,
+    ONE_PASS_NARROW,
     OnePassConfig(32, 32, False, 1, 8, 3),
     OnePassConfig(32, 32, True, 1, 8, 2),
     OnePassConfig(32, 32, False, 1, 4, 2),
     OnePassConfig(64, 64, False, 2, 4, 2),
 ]
-
-
-# Triton 3.9 holds all queries of a head in registers there: 6,424 bytes of spills a thread at
-# T = 197, the split kernels 240; with 3.6 one pass has none.
-ONE_PASS_ON_AMPERE = VERSION[:2] == (3, 6)
 
 
 def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
@@ -196,8 +217,15 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
 
 def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
+    long_on_mma = _is_ampere(gpu) and tokens > 64
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
+        if D > 96 and _is_ampere(gpu):
+            return FWD_MMA_MASKED_WIDE if long_on_mma else FWD_MMA_MASKED_SHORT
         return FWD_MASKED if D <= 96 else FWD_MASKED_WIDE
+    if long_on_mma and ITEMSIZE[dtype] == 2 and D <= 128:
+        if mask.endswith("dropout"):  # its numbers take registers
+            return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
+        return _row(FWD_MMA, 2, D)
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
@@ -207,18 +235,22 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
-        return DQ_MASKED if D <= 96 else DQ_MASKED_WIDE
+        return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
+    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
+        return DQ_MMA
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    widest = 128 if gpu.arch == "sm_90" else 96
-    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and widest >= D:
-        return DKDV_MASKED
+    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
+        added_wide = mask.startswith("add") and D > 96 and _is_ampere(gpu)
+        return DKDV_MMA_ADDED if added_wide else DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
         return DKDV_HOPPER
     if mask.endswith("dropout") and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV[2, 128]
+    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
+        return _row(DKDV_MMA, 2, D)
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
@@ -233,35 +265,46 @@ def _default_one_pass(
     if ITEMSIZE[dtype] == 4:
         return ONE_PASS_FP32
     if tokens <= 64:
-        return ONE_PASS_SHORT
+        return ONE_PASS_NARROW if D <= 32 and _is_ampere(gpu) else ONE_PASS_SHORT
     on_hopper = (gpu.arch, mask, D) == ("sm_90", "none", 64) and tokens <= 256
     return ONE_PASS_HOPPER if on_hopper else ONE_PASS
 
 
 def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
-    # Above 256 it spills on sm_80, and on sm_90 with dropout.
-    longest = 320 if gpu.arch in ("sm_90", "sm_100") and mask == "none" else 256
-    if _is_ampere(gpu) and not ONE_PASS_ON_AMPERE:
-        longest = 64
-    if gpu.arch == "sm_90" and D <= 32:
-        longest = 64  # dk and dv, 32 rows, are no wgmma: the warps would repeat one another
+    # On sm_90 it spills above 256 with dropout.
+    longest = 320 if _has_wgmma(gpu) and mask == "none" else 256
+    if _is_ampere(gpu) or (gpu.arch == "sm_90" and D <= 32):
+        longest = 64  # dk and dv have D rows, too few for eight warps, which would repeat them
+    if _is_ampere(gpu) and D <= 32 and mask.endswith("dropout"):
+        longest = 0  # two warps lack the registers
     if heads == "scarce" and tokens > 64:
         longest = 0  # a program a head would leave SMs idle
     form = BwdForm(tokens <= longest)
     return form if _bwd_fits(gpu, form, dtype, D, tokens, mask, heads) else BwdForm(False)
 
 
-def _tiles_fit(dtype: str, D: int, own: int, loop: int, num_warps: int) -> bool:
-    """Whether a tile is of the tensor cores' size, and its fp32 accumulator leaves registers."""
+def _tiles_fit(
+    gpu: Gpu, dtype: str, D: int, own: int, loop: int, num_warps: int, scores: int
+) -> bool:
+    """Whether a tile is of the tensor cores' size, and fp32 accumulator and scores fit registers.
+
+    `scores` of a thread: where two tiles of them are alive, of each.
+    """
     if ITEMSIZE[dtype] == 4:
         return own * loop <= 1024 and own * D <= 32 * num_warps * 64
     rows = 16 * num_warps if D <= 128 else 64  # with fewer the warps repeat one another
-    return own >= rows and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * 32
+    if own < D <= 128 and loop >= 8 * num_warps and not _has_wgmma(gpu):
+        rows = 0  # then each takes columns of its own
+    return own >= rows and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * scores
 
 
 def _is_ampere(gpu: Gpu) -> bool:
     """Whether its tensor cores are those of sm_80: mma, operands in registers."""
     return gpu.arch.startswith(("sm_8", "sm_12"))
+
+
+def _has_wgmma(gpu: Gpu) -> bool:
+    return gpu.arch in ("sm_90", "sm_100")
 
 
 def _buffers(gpu: Gpu, num_stages: int) -> int:
@@ -281,7 +324,15 @@ def _fwd_fits(
     shared = (q + kv) * ITEMSIZE[dtype] + 2 * config.block_q * config.block_kv * _has_tensor(mask)
     return (
         shared <= gpu.shared_limit
-        and _tiles_fit(dtype, D, config.block_q, config.block_kv, config.num_warps)
+        and _tiles_fit(
+            gpu,
+            dtype,
+            D,
+            config.block_q,
+            config.block_kv,
+            config.num_warps,
+            scores=32 if _has_wgmma(gpu) else 64,
+        )
         and (config.heads == 1 or tokens <= 64)
     )
 
@@ -292,11 +343,20 @@ def _split_fits(
     if gpu.arch.startswith("gfx"):
         defaults = (_default_dq, _default_dkdv)
         return config in [f(gpu, dtype, D, tokens, mask, heads) for f in defaults]
+    if config.num_warps == 4 and config.own >= 64 and _has_wgmma(gpu):
+        return False  # triton #11366
     loop = _buffers(gpu, config.num_stages) * config.loop
     shared = 2 * (config.own + loop) * D * ITEMSIZE[dtype]
     return shared <= gpu.shared_limit and _tiles_fit(
-        dtype, D, config.own, config.loop, config.num_warps
+        gpu, dtype, D, config.own, config.loop, config.num_warps, scores=32
     )
+
+
+def _dkdv_fits(gpu: Gpu, config: SplitConfig, dtype: str, D: int, *others: Any) -> bool:
+    crowded = D > 32 and config.own * config.loop > 32 * config.num_warps * 16
+    if crowded and _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
+        return False  # it spills beside two accumulators
+    return _split_fits(gpu, config, dtype, D, *others)
 
 
 def _one_pass_fits(
@@ -307,8 +367,13 @@ def _one_pass_fits(
         return False
     if ITEMSIZE[dtype] == 4 and (tokens > 64 or D > 32 or config != ONE_PASS_FP32):
         return False  # at D = 64 it spills by four warps, and by eight TF32 products are 8 wide
-    if config.num_warps == 4 and tokens > 64:
+    if config.num_warps < 8 and tokens > 64:
         return False  # triton #11366
+    if config.num_warps == 2 and (_has_wgmma(gpu) or D > 32):
+        return False
+    repeats = ITEMSIZE[dtype] == 2 and 16 * config.num_warps > D  # the D rows of dk and dv
+    if _is_ampere(gpu) and (repeats or config.heads > 1):  # two heads spill
+        return False
     if config.close and gpu.arch == "sm_90":
         return False  # eight warps repeat the products of 64 rows
     if config.tail < config.block_kv and _is_ampere(gpu):
@@ -329,4 +394,4 @@ ONE_PASS_TABLE = ConfigTable(
     "attention_bwd_one_pass", ONE_PASS_CONFIGS, _default_one_pass, _one_pass_fits
 )
 DQ_TABLE = ConfigTable("attention_bwd_dq", DQ_CONFIGS, _default_dq, _split_fits)
-DKDV_TABLE = ConfigTable("attention_bwd_dkdv", DKDV_CONFIGS, _default_dkdv, _split_fits)
+DKDV_TABLE = ConfigTable("attention_bwd_dkdv", DKDV_CONFIGS, _default_dkdv, _dkdv_fits)
