@@ -9,86 +9,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..tools.aot import TARGETS, CompileError, Kernel, trace_step
 from ..tools.examine import examine
 from .resources import compare, resources_page
 from .steps import CASES, LISTED, LISTED_ONLY
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """An exception from a rule of the gate, with its reason; all but that are regular expressions.
-
-    Each is matched from its beginning, `problem` anywhere in the sentence that reports it.
-    """
-
-    arch: str
-    kernel: str
-    config: str
-    problem: str
-    reason: str
-
-    def covers(self, kernel: Kernel, problem: str) -> bool:
-        return (
-            re.match(self.arch, kernel.arch) is not None
-            and re.fullmatch(self.kernel, kernel.kernel) is not None
-            and re.search(self.config, kernel.config) is not None
-            and re.search(self.problem, problem) is not None
-        )
-
-
-ALLOWED: tuple[Allowed, ...] = (
-    Allowed(
-        "sm_80",
-        "attention_bwd_one_pass",
-        "",
-        "computed more than once",
-        "dk and dv of a head have 64 rows or fewer, so that their warps repeat one another; by the "
-        "model it still takes less time than the split kernels at D = 64, T = 197.",
-    ),
-    Allowed(
-        "sm_80",
-        "attention_bwd_one_pass",
-        "HEADS=2|HAS_DROPOUT",
-        "spills (24|64) bytes",
-        "Known and open: a few registers short. Two heads a program is no default.",
-    ),
-    Allowed(
-        "sm_80",
-        "attention_bwd_dkdv",
-        "MASK=none",
-        "spills (16|40) bytes",
-        "Known and open: a few registers short.",
-    ),
-    Allowed(
-        "sm_80",
-        "attention_fwd",
-        "D=96 .*MASK=bool|D=128 .*HAS_DROPOUT",
-        "spills (24|32) bytes",
-        "Known and open: a few registers short.",
-    ),
-    Allowed(
-        "sm_80",
-        "attention_(fwd|bwd_dkdv)",
-        "D=128 .*MASK=(bool|add)",
-        "computed more than once",
-        "Known and open: a tile of 16 keys or queries has no work for all warps.",
-    ),
-    Allowed(
-        "sm_80|sm_90",
-        "narrow_mlp_fwd",
-        "",
-        "computed more than once|of 8 columns",
-        "Known and open: tiles of few rows have no work for all warps. Inference alone.",
-    ),
-)
 
 
 def _problems(k: Kernel) -> Iterator[str]:
@@ -103,31 +32,12 @@ def _problems(k: Kernel) -> Iterator[str]:
     yield from k.faults
 
 
-def _judged(
-    kernels: Iterable[Kernel], allowed: Sequence[Allowed]
-) -> Iterator[tuple[Kernel, str, Allowed | None]]:
-    for kernel in kernels:
-        for problem in _problems(kernel):
-            found = next((a for a in allowed if a.covers(kernel, problem)), None)
-            yield kernel, problem, found
-
-
-def broken_rules(kernels: Iterable[Kernel], allowed: Sequence[Allowed] = ALLOWED) -> list[str]:
+def broken_rules(kernels: Iterable[Kernel]) -> list[str]:
     """What the gate forbids whatever the table says: one sentence for each kernel and rule."""
     return [
         f"{k.arch} {k.kernel} [{k.config}; {k.dtypes}]: {problem}"
-        for k, problem, found in _judged(kernels, allowed)
-        if found is None
-    ]
-
-
-def exceptions(kernels: Iterable[Kernel], allowed: Sequence[Allowed] = ALLOWED) -> list[str]:
-    """What the allowances cover, one line each with its reason and how many rows need it."""
-    used = [found for _, _, found in _judged(kernels, allowed)]
-    return [
-        f"- {a.arch} {a.kernel}, {a.config or 'every config'}, {used.count(a)} rows: "
-        f"{a.problem}. {a.reason}"
-        for a in allowed
+        for k in kernels
+        for problem in _problems(k)
     ]
 
 
@@ -172,10 +82,9 @@ def run_gate(archs: Sequence[str], table: Path, update: bool, jobs: int | None) 
     started = time.perf_counter()
     kernels, problems = compile_cases(archs, jobs or os.cpu_count() or 1)
     problems += broken_rules(kernels)
-    print(*exceptions(kernels), sep="\n", end="\n" if ALLOWED else "")
     if update:
         table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(resources_page(kernels, exceptions(kernels)))
+        table.write_text(resources_page(kernels))
         print(f"wrote {table}")
     elif not table.is_file():
         problems.append(f"there is no table {table}; write it with --gate --update")

@@ -59,7 +59,7 @@ def _folded(summary: str, table: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>\n"
 
 
-def resources_page(kernels: list[Kernel], exceptions: Sequence[str] = ()) -> str:
+def resources_page(kernels: list[Kernel]) -> str:
     """docs/resources.md: what the gate compiled, row by row on LISTED, by kernel elsewhere."""
     parts = [
         "# What each kernel takes from the chip\n",
@@ -91,7 +91,6 @@ def resources_page(kernels: list[Kernel], exceptions: Sequence[str] = ()) -> str
             row = (arch, str(target.shared_limit), name, *map(str, peaks), ", ".join(kinds) or "-")
             others.append(row)
     parts += [_folded(f"{len(others) - 1} rows", _markdown(others))]
-    parts += ["## Exceptions from the gate's rules\n", *(exceptions or ["None."])]
     return "\n".join([*parts, ""])
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fastvit_kernels.commands import cli
-from fastvit_kernels.commands.gate import Allowed, broken_rules, exceptions
+from fastvit_kernels.commands.gate import broken_rules
 from fastvit_kernels.commands.resources import compare, read_page, resources_page, worst
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.tools.aot import TARGETS, Kernel, _warps_per_sm
@@ -167,21 +167,11 @@ def test_gate_rules(change, message):
     assert message is None or message in problems[0]
 
 
-def test_gate_refuses_faults_and_prints_what_it_allows():
+def test_gate_refuses_faults():
     faulty = replace(KERNEL, faults=("ptxas serialises wgmma (C7515): why", "another"))
     first, second = broken_rules([faulty])
     assert "[BLOCK_M=128 w8 s3; bf16]: ptxas serialises wgmma" in first and "another" in second
     assert broken_rules([replace(faulty, arch="sm_120")]) == []
-    allowed = Allowed("sm_90", "linear_.*", "BLOCK_M=128", "C75", "Not mended by triton 3.6.")
-    assert broken_rules([faulty], [allowed]) == [second]
-    assert exceptions([faulty], [allowed]) == [
-        "- sm_90 linear_.*, BLOCK_M=128, 1 rows: C75. Not mended by triton 3.6."
-    ]
-    wrong = [
-        replace(allowed, arch="sm_80"), replace(allowed, kernel="linear"),
-        replace(allowed, config="BLOCK_M=64"), replace(allowed, problem="spills"),
-    ]  # fmt: skip
-    assert broken_rules([faulty], wrong) == [first, second]
 
 
 def test_gate_compares_with_the_table():
