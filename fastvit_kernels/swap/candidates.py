@@ -9,18 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
-from .facts import PRIVATE, ClassOf
-from .hosts.fused import arguments_of
-from .hosts.structure import AttentionRoles, BlockRoles, MlpRoles, Step
-from .observe import Event, Observation, Value
+from .facts import PRIVATE
+from .hosts.structure import AttentionRoles, MlpRoles
+from .observe import Event, Observation
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
 MATMULS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm")
 MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
-
-
-MOST = 16  # candidates of an inline branch
 
 
 class Refused(Exception):
@@ -31,7 +27,7 @@ class Unlike(Refused):
     """The same of a module that nobody would take for one; the report does not name it."""
 
 
-def _result(seen: Observation) -> tuple[int, int] | None:
+def result_of(seen: Observation) -> tuple[int, int] | None:
     return None if seen.item is None else (seen.length, seen.item)
 
 
@@ -40,7 +36,7 @@ def _linears(module: nn.Module, seen: Observation) -> list[Event]:
     return [e for e in parts if isinstance(module.get_submodule(e.part), nn.Linear)]
 
 
-def _origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
+def origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
     """The values of `stop` that a value was made from, the nearest ones."""
     made, found, todo, known = seen.producers(), [], [number], set()
     while todo:
@@ -110,7 +106,7 @@ def _attention_roles(
     order = _query_key_value(seen, core, is_sdpa, stop) or [e.output for e in before]
     roles = AttentionRoles(
         tuple(named[n] for n in order) if len(before) == 3 else (before[0].part,),
-        heads, behind[0].part if behind else "", grid=grid, result=_result(seen),
+        heads, behind[0].part if behind else "", grid=grid, result=result_of(seen),
     )  # fmt: skip
     roles = roles._replace(**_around(module, seen, core, before, behind))
     rounds = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
@@ -208,9 +204,9 @@ def _query_key_value(
         )  # fmt: skip
         if last is None or len(scores.inputs) < 2:
             return None
-        values = [n for n in last.inputs if core.output not in _origins(seen, n, {core.output})]
+        values = [n for n in last.inputs if core.output not in origins(seen, n, {core.output})]
         ends = [*scores.inputs[-2:], *values[:1]]
-    found = [_origins(seen, n, stop) for n in ends]
+    found = [origins(seen, n, stop) for n in ends]
     if any(len(f) != 1 for f in found) or len({f[0] for f in found}) != 3:
         return None
     return [f[0] for f in found]
@@ -274,7 +270,7 @@ def mlp_roles(module: Any, seen: Observation, whole: bool = True) -> Iterator[Ml
     found = _around_mlp(module, seen, first, last)
     hidden = found.pop("hidden")
     seen_hidden = seen.tensors[hidden]
-    roles = MlpRoles(first[0].part, last.part, "", **found, result=_result(seen))
+    roles = MlpRoles(first[0].part, last.part, "", **found, result=result_of(seen))
     any_candidate = False
     for name, gate in _activations(seen, first, seen_hidden):
         candidate = roles._replace(activation=name, gate=gate)
@@ -343,204 +339,3 @@ def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event)
         elif index > place and type(part) is not nn.Identity:
             raise Refused(f"{event.part}, a {event.function}, stands behind its last Linear")
     return found
-
-
-# Blocks.
-
-
-def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iterator[BlockRoles]:
-    """The candidates of a residual block: its steps, with what its inline branches may be.
-
-    Raises: Refused where the forward does more than add branches and call parts.
-    """
-    made = seen.producers()
-    found: list[tuple[Step, list[Any]]] = []  # and the candidates of an inline branch
-    taken: set[int] = set()  # outputs of events that a step has
-    if seen.others:
-        raise Refused("its result has a tensor besides: a hidden state")
-    for event in seen.events:
-        if event.function in SUMS and len(event.inputs) == 2 and not event.part:
-            step = _sum(module, class_of, seen, made, event, taken)
-            if step is not None:
-                found.append(step)
-    if not any(step.residual >= 0 for step, _ in found):
-        raise Unlike("it has no residual")
-    for event in seen.events:
-        if event.output in taken:
-            continue
-        if not event.part:
-            if not _leads_to(seen, event.output):
-                continue
-            raise Refused(f"its forward has a step that is none of ours: {event.function}")
-        call = _call(event, module.get_submodule(event.part), seen.extras)
-        step = Step(event.output, event.inputs[0], body=event.part, **call)
-        found.append((step, []))
-    order = {e.output: i for i, e in enumerate(seen.events)}
-    found.sort(key=lambda f: order[f[0].output])
-    if found[-1][0].output != seen.result:
-        raise Refused("its result is not the end of its last branch")
-    numbers = {seen.first: 0} | {step.output: i + 1 for i, (step, _) in enumerate(found)}
-    for i, (step, inlined) in enumerate(found):
-        if step.source not in numbers or (step.residual >= 0 and step.residual not in numbers):
-            raise Refused("a branch begins with a value that is none of ours")
-        residual = numbers[step.residual] if step.residual >= 0 else -1
-        step = step._replace(output=i + 1, source=numbers[step.source], residual=residual)
-        found[i] = step, inlined
-    for turn in range(max(len(inlined) or 1 for _, inlined in found)):
-        steps = tuple(
-            step._replace(inline=inlined[turn % len(inlined)]) if inlined else step
-            for step, inlined in found
-        )
-        rounded = any(_rounds(module, class_of, step) for step in steps)
-        yield BlockRoles(steps, _through(module, steps), _result(seen), rounded=rounded)
-
-
-def _rounds(module: nn.Module, class_of: ClassOf, step: Step) -> bool:
-    """Whether a part of a step gives what fp32 gives, in any dtype."""
-    named = [class_of(module.get_submodule(n)) for n in (step.norm, step.body) if n]
-    return any(c.fused_tolerance > 1e-9 for c in named if hasattr(c, "fused_tolerance")) or getattr(
-        step.inline, "rounded", False
-    )
-
-
-def _through(module: nn.Module, steps: tuple[Step, ...]) -> tuple[str, ...]:
-    """The modules whose forwards the steps stand for, beside the block's own."""
-    called = [n for s in steps for n in (s.norm, s.body, *s.tail) if n]
-    return tuple(
-        name for name, m in module.named_modules()
-        if name and type(m).forward is not nn.Module.forward
-        and not any(name == n or name.startswith(f"{n}.") for n in called)
-    )  # fmt: skip
-
-
-def _leads_to(seen: Observation, number: int) -> bool:
-    """Whether the result was made from a value."""
-    return bool(_origins(seen, seen.result, {number}))
-
-
-def _call(event: Event, part: Any, extras: dict[str, Any]) -> dict[str, Any]:
-    """How the host calls a part, for a Step: "x" stands for the first tensor; a value of the
-    block's own argument is context."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, Value):
-            if value.number == event.inputs[0]:
-                return "x"
-            raise Refused(f"{event.part} is called with more than its input")
-        if value is None or isinstance(value, (bool, int, float)):
-            return value
-        raise Refused(f"{event.part} is called with a {type(value).__name__}")
-
-    names = arguments_of(type(part).forward).names
-    args, kwargs, context = [], {}, {}
-    for place, value in enumerate(event.args):
-        own = [n for n, v in extras.items() if v == value]
-        if own:
-            context[names[place]] = own[0]
-        elif context:
-            kwargs[names[place]] = read(value)
-        else:
-            args.append(read(value))
-    for name, value in event.kwargs.items():
-        own = [n for n, v in extras.items() if v == value]
-        if own:
-            context[name] = own[0]
-        else:
-            kwargs[name] = read(value)
-    return {
-        "arguments": (tuple(args), tuple(kwargs.items())),
-        "context": tuple(context.items()),
-        "item": event.item,
-    }
-
-
-def _sum(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], event: Event,
-    taken: set[int],
-) -> tuple[Step, list[Any]] | None:  # fmt: skip
-    """residual + tail(body(norm(source))) that ends in this sum, with the candidates of an inline
-    body; None where no branch ends in it."""
-    for residual, end in (event.inputs, event.inputs[::-1]):
-        tail: list[str] = []
-        path: list[int] = [event.output]
-        while end in made and seen.uses(end) == 1:
-            inner = made[end]
-            part: Any = module.get_submodule(inner.part) if inner.part else None
-            if part is not None and hasattr(class_of(part), "fused_branch"):
-                step = Step(
-                    event.output, inner.inputs[0], residual, "", inner.part, tuple(tail[::-1]),
-                    **_call(inner, part, seen.extras),
-                )  # fmt: skip
-                path.append(end)
-                return _with_norm(module, class_of, seen, made, step, [], path, taken)
-            if isinstance(part, nn.Linear):
-                found = _inline(module, class_of, seen, made, residual, end, path)
-                if found is None:
-                    break
-                source, inlined = found
-                step = Step(event.output, source, residual, tail=tuple(tail[::-1]))
-                return _with_norm(module, class_of, seen, made, step, inlined, path, taken)
-            path.append(end)
-            if part is not None and len(inner.inputs) == 1:
-                tail.append(inner.part)
-                end = inner.inputs[0]
-                continue
-            scale = [n for n in inner.inputs if n in seen.parameters]
-            if inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
-                tail.append(seen.parameters[scale[0]])
-                end = next(n for n in inner.inputs if n != scale[0])
-                continue
-            break
-    return None
-
-
-def _is_norm(module: nn.Module, class_of: ClassOf, event: Event | None) -> bool:
-    if event is None or not event.part:
-        return False
-    cls = class_of(module.get_submodule(event.part))
-    return getattr(cls, "fused_level", "") == "layer_norm"
-
-
-def _with_norm(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], step: Step,
-    inlined: list[Any], path: list[int], taken: set[int],
-) -> tuple[Step, list[Any]]:  # fmt: skip
-    """The step with the norm before it, where that reads the residual and nobody else reads it."""
-    norm = made.get(step.source)
-    if norm is not None and _is_norm(module, class_of, norm) and norm.inputs[0] == step.residual:
-        readers = [e for e in seen.events if step.source in e.inputs]
-        within = set(path)
-        if all(e.output in within for e in readers):
-            path.append(norm.output)
-            step = step._replace(norm=norm.part, source=step.residual)
-    taken.update(path)
-    return step, inlined
-
-
-def _inline(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], residual: int,
-    end: int, path: list[int],
-) -> tuple[int, list[Any]] | None:  # fmt: skip
-    """(source, candidates) of a branch whose last Linear gives the value `end`."""
-    stop = {residual, seen.first} | {
-        e.output for e in seen.events
-        if _is_norm(module, class_of, e) and e.inputs[0] in (residual, seen.first)
-    }  # fmt: skip
-    sources = _origins(seen, end, stop)
-    if len(sources) != 1:
-        return None
-    inside, todo = {end}, [end]
-    while todo:
-        event = made.get(todo.pop())
-        for n in event.inputs if event is not None else ():
-            if n not in inside and n != sources[0]:
-                inside.add(n)
-                todo.append(n)
-    events = [e for e in seen.events if e.output in inside]
-    branch = Observation(events, seen.tensors, seen.parameters, sources[0], end)
-    candidates = attention_roles(module, branch, whole=False)
-    if candidates is None:
-        candidates = mlp_roles(module, branch, whole=False)
-    inlined = list(candidates)
-    path += [e.output for e in events]
-    return sources[0], inlined[:MOST]
