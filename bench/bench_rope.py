@@ -30,7 +30,8 @@ def shapes() -> Iterator[Shape]:
     for T, _ in TOKENS:
         for model in ("B", "L", "S"):
             C, _, H, F = VITS[model]
-            shape = Shape(f"ViT-{model}", batch(T), T, C, H, F, tier=1 if model == "B" else 2)
+            tier = int(T != 201) if model == "B" else 2
+            shape = Shape(f"ViT-{model}", batch(T), T, C, H, F, tier)
             yield shape
             yield replace(shape, variant=INTERLEAVED)
             yield replace(shape, variant=NORMED)
