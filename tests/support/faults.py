@@ -846,20 +846,23 @@ HOSTS = [
         only=("swap/test_prove.py::test_a_proof_draws_nothing_and_calls_no_hook",),
     ),
     Fault(
-        "facts-settings", "swap/facts.py", "hold", "settings are not looked at again",
+        "facts-settings", "swap/facts.py", "Facts.hold", "settings are not looked at again",
         "values == self.values", "bool(values) == bool(self.values)", only=HOLD,
     ),
     Fault(
-        "facts-classes", "swap/facts.py", "hold", "classes of children are not looked at again",
+        "facts-classes", "swap/facts.py", "Facts.hold",
+        "classes of children are not looked at again",
         "if list(map(type, modules)) != self.types:", "if not modules:", only=HOLD,
     ),
     Fault(
-        "facts-functions", "swap/facts.py", "hold", "functions of classes are not looked at again",
+        "facts-functions", "swap/facts.py", "Facts.hold",
+        "functions of classes are not looked at again",
         "and [get(cls) for cls, get in self.classes] == self.functions", "",
         only=("swap/test_swap_changes.py::test_a_forward_of_torch_that_is_replaced",),
     ),
     Fault(
-        "facts-attention", "swap/facts.py", "hold", "registered functions are not looked at again",
+        "facts-attention", "swap/facts.py", "Facts.hold",
+        "registered functions are not looked at again",
         "and [modules[p].fused_facts() for p in self.asking] == self.answers", "",
         only=("swap/test_prove.py::test_facts_that_are_no_settings",),
     ),

@@ -57,13 +57,15 @@ class CannotPlant(ValueError):
 
 
 def _segment(source: str, function: str) -> tuple[int, int]:
-    """Where the text of the function, or method, begins and ends."""
+    """Where the text of the function, the method, or the method of a class ("Class.method"), begins
+    and ends."""
     lines = source.splitlines(keepends=True)
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    ]
+    owner, _, name = function.rpartition(".")
+    tree: ast.AST = ast.parse(source)
+    if owner:
+        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner]
+        tree = classes[0] if classes else ast.Module([], [])
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
     if len(nodes) != 1:
         raise CannotPlant(f"there are {len(nodes)} functions {function}, wanted 1")
     first, last = nodes[0].lineno - 1, nodes[0].end_lineno
