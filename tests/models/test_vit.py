@@ -27,7 +27,7 @@ bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 # The kernels that a whole model launches, forward and backward.
 KERNELS = {
     "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_tokens",
-    "layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_bwd",
+    "layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_and_bias_bwd",
     "linear_fwd", "linear_bwd", "mlp_bwd",
 }  # fmt: skip
 

@@ -123,11 +123,12 @@ def _empty_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
     interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
-    param_dtype: torch.dtype, needs_dparams: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    D = qkv.shape[-1]
-    return dqkv, qkv.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
+    _, _, _, H, D = qkv.shape
+    dparams = qkv.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
+    return dqkv, dparams, qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
 
 
 def _flops_bwd(dout, *_, **__):
@@ -140,15 +141,17 @@ def rope_attention_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
     interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
-    param_dtype: torch.dtype, needs_dparams: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dqkv (B, T, 3, H, D) of the projection's output; dparams (4, D) of the norms, as in rope."""
-    dqkv, dparams = _empty_bwd(
+    param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D) of the projection's output; dparams (4, D) of the norms, as in rope;
+    dbias (3 H D,) of the projection. The last two are empty where they are not needed."""
+    dqkv, dparams, dbias = _empty_bwd(
         dout, qkv, turned, out, lse, seed, cos, sin, q_norm_weight, k_norm_weight, interleaved,
-        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, needs_dparams,
+        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, bias_dtype, needs_dparams,
+        needs_dbias,
     )  # fmt: skip
     if not qkv.numel():
-        return dqkv, dparams.zero_()
+        return dqkv, dparams.zero_(), dbias.zero_()
     q, k, v = readable(qkv).unbind(2)
     turned_q, turned_k = readable(turned).unbind(2) if norm else (q, k)
     dq, dk, dv = dqkv.unbind(2)
@@ -158,14 +161,18 @@ def rope_attention_bwd(
     )  # fmt: skip
     tables = tables_of(cos, sin)
     rotation = Rotation(interleaved, prefix_tokens, norm, eps)
-    if not norm:
+    if norm:
+        weights = contiguous(q_norm_weight), contiguous(k_norm_weight)
+        partial = rotate_norm_bwd(
+            (dq, dk), (dq, dk), q, k, tables, rotation, weights, needs_dparams
+        )
+        if partial is not None:
+            column_sum(partial, dparams)
+    else:
         rotate((dq, dk), dq, dk, tables, rotation, transpose=True)
-        return dqkv, dparams
-    weights = contiguous(q_norm_weight), contiguous(k_norm_weight)
-    partial = rotate_norm_bwd((dq, dk), (dq, dk), q, k, tables, rotation, weights, needs_dparams)
-    if partial is not None:
-        column_sum(partial, dparams)
-    return dqkv, dparams
+    if needs_dbias:
+        column_sum(dqkv.view(-1, dbias.numel()), dbias)
+    return dqkv, dparams, dbias
 
 
 class RopeAttentionDecision(NamedTuple):
@@ -205,12 +212,12 @@ class RopeAttentionFunction(torch.autograd.Function):
         decision, needs = ctx.decision, ctx.needs_input_grad
         ops = ops_for(decision.ops, dout)
         needs_dparams = any(needs[5:9])
-        dqkv, sums = ops.rope_attention_bwd(
+        dqkv, sums, dbias = ops.rope_attention_bwd(
             dout, *saved, *decision.rotation, decision.scale, decision.dropout_p,
-            decision.param_dtype, needs_dparams,
+            decision.param_dtype, decision.bias_dtype, needs_dparams, needs[2],
         )  # fmt: skip
-        dx, dweight, dbias = ops.qkv_projection_bwd(
-            dqkv, x, weight, decision.weight_dtype, decision.bias_dtype, list(needs[:3])
+        dx, dweight = ops.qkv_projection_bwd(
+            dqkv, x, weight, decision.weight_dtype, list(needs[:2])
         )
         dparams = (None,) * 4
         if needs_dparams:
