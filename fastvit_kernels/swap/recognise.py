@@ -119,6 +119,8 @@ def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] |
     library = cls.__module__.partition(".")[0]
     if _level(cls) or isinstance(module, torch.jit.ScriptModule) or is_watched_everywhere():
         return None
+    if library == __name__.partition(".")[0]:
+        return None  # it runs on the kernels as it is
     if isinstance(module, nn.LayerNorm) and cls is not nn.LayerNorm and not module._modules:
         return _norm
     if cls.forward is nn.Module.forward or (library == "torch" and cls is not nn.Sequential):

@@ -156,7 +156,11 @@ def _one_pass_head(
 
     if HAS_DBIAS:
         for i in tl.static_range(len(parts)):
-            store_do_sum(dbias_ptr, parts[i].do, b * len(parts) + i, h, H, FORM.D, 0, FORM.BLOCK_D0)
+            part = parts[i]
+            store_do_sum(
+                dbias_ptr, part.do, part.lse, T_q - part.start_q, b * len(parts) + i, h, H,
+                FORM.D, 0, FORM.BLOCK_D0,
+            )  # fmt: skip
     BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
     TAIL_KV: tl.constexpr = TILES.TAIL_KV
     if TILES.ONE_KV:

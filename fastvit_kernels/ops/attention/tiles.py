@@ -214,12 +214,15 @@ def store_dq_sum(
 
 @triton.jit
 def store_do_sum(
-    ptr, do, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
+    ptr, do, lse, num_queries, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The part of v."""
+    """The part of v; NaN where a query's lse is not finite, whose probabilities have no sum."""
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
     ptrs = ptr + ((row * 3 + 2) * H + h) * D + offs_d
-    tl.store(ptrs, tl.sum(do.to(tl.float32), axis=0), mask=offs_d < D)
+    is_query = tl.arange(0, lse.shape[0]) < num_queries
+    zero = tl.sum(tl.where(is_query, lse * 0.0, 0.0), axis=0)
+    tl.store(ptrs, tl.sum(do.to(tl.float32), axis=0) + zero, mask=offs_d < D)
 
 
 @triton.jit
