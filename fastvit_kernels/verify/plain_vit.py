@@ -46,7 +46,8 @@ def _block(block: Block, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tenso
 
     row_scale = block.drop_path2.row_scale(x)
     y = _layer_norm(x, p, f"{name}.norm2", block.norm2)
-    y = ACTIVATIONS[block.mlp.act_layer](_linear(y, p, f"{name}.mlp.fc1"))
+    activation = ACTIVATIONS[str(block.mlp.act_layer)]
+    y = activation(_linear(y, p, f"{name}.mlp.fc1"))
     y = _linear(y, p, f"{name}.mlp.fc2")
     return x + _branch(y, p.get(f"{name}.ls2.gamma"), row_scale)
 

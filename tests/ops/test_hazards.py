@@ -300,6 +300,17 @@ def gated(F, norm):
         fk.gated_mlp(x, fc1, None, parameter(768, F), None, **inner).backward(torch.empty_like(x))
     return step
 
+def rotary(norm):
+    def step():
+        x, cos, sin = parameter(8, 201, 768), torch.empty(201, 64), torch.empty(201, 64)
+        weight = {} if norm is None else dict(q_norm_weight=parameter(64))
+        y = fk.rope_attention(
+            x, parameter(2304, 768), parameter(2304), num_heads=12, cos=cos, sin=sin, norm=norm,
+            **weight,
+        )
+        y.backward(torch.empty_like(y))
+    return step
+
 def narrow():
     with torch.no_grad():
         fk.mlp(parameter(64, 197, 192), parameter(768, 192), None, parameter(192, 768), None)
@@ -319,7 +330,8 @@ steps = [
     norm, attend(8, 197, 12, 64), attend(8, 577, 12, 64), attend(8, 197, 12, 80),
     attend(256, 50, 12, 32), attend(2, 197, 3, 64, torch.float32),
     attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False), mlp(True), gated(2048, False),
-    gated(2730, False), gated(384, True), gated(2048, True), narrow, patches, patches_of_one_dtype,
+    gated(2730, False), gated(384, True), gated(2048, True), rotary(None), rotary("layer_norm"),
+    narrow, patches, patches_of_one_dtype,
 ]
 asked = []
 for step in steps:

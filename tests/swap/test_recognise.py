@@ -100,7 +100,8 @@ def test_a_block_of_another_repository_runs_fused(name, ran):
     assert report.fused_flops >= 0.9 * report.flops > 0, str(report)
     ran.clear()
     for training in (True, False):
-        quiet(host), quiet(module)
+        quiet(host)
+        quiet(module)
         assert_same(step(module, training), step(host, training), 1e-9)
     assert len(ran) >= 2
 
@@ -208,7 +209,8 @@ def test_a_change_after_the_swap_is_seen():
         lambda m: setattr(m, "feed", lambda x: x),
         lambda m: setattr(m, "up", nn.Sequential(m.up, nn.Tanh())),
     ):
-        change(module), change(host)
+        change(module)
+        change(host)
         assert_same(step(module, False), step(host, False), 2e-4)
 
 

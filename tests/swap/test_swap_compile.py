@@ -10,8 +10,12 @@ from torch.utils._pytree import tree_map
 from fastvit_kernels import (
     attention,
     create_vit,
+    gated_mlp,
     linear,
     mlp,
+    rms_norm,
+    rope,
+    rope_attention,
     scaled_dot_product_attention,
     swap_in,
 )
@@ -140,6 +144,16 @@ def _recorded_calls():
         scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0)).sum().backward()
         attention(qkv, dropout_p=0.1).sum().backward()
         attention(torch.randn(1, 300, 3, 1, 16, requires_grad=True)).sum().backward()
+        rms_norm(x, torch.randn(32, requires_grad=True)).sum().backward()
+        packed, down = (torch.randn(n, 32, requires_grad=True) for n in (64, 32))
+        gated_mlp(x, packed, None, down, None).sum().backward()
+        q, k, _ = qkv.unbind(2)
+        cos, sin = torch.randn(2, 5, 16).unbind(0)
+        norm = torch.randn(16, requires_grad=True)
+        rotated = rope(q, k, cos, sin, norm="rms_norm", q_norm_weight=norm, k_norm_weight=norm)
+        torch.autograd.backward(rotated, [torch.randn_like(x) for x in rotated])
+        projection = torch.randn(96, 32, requires_grad=True), torch.randn(96, requires_grad=True)
+        rope_attention(x, *projection, num_heads=2, cos=cos, sin=sin).sum().backward()
     return recorder.calls
 
 

@@ -54,7 +54,7 @@ def is_traced() -> bool:
     dispatch mode of another package (a counter), which knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    if not (_fx._is_fx_tracing_flag or _modes()) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not (_fx._is_fx_tracing_flag or _modes()):
         return False
     return _fx._is_fx_tracing_flag or any(
         type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
