@@ -209,7 +209,7 @@ def apply_epilogue(
     with device_guard(z):
         _fwd_launch(M, N)(
             y, z, contiguous(bias), *pointers, M, N, *sizes,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, **flags, **_TILE,
+            ACTIVATION=activation, HAS_BIAS=bias is not None, **flags, **_TILE | {"num_warps": 8},
         )  # fmt: skip
     return y
 
