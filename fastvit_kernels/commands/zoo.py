@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 # Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
@@ -39,7 +40,7 @@ def define_torchvision_operators() -> None:
     PyTorch, for which the operators' names are enough. Nothing happens where the binary loads.
     """
     spec = find_spec("torchvision")
-    if spec is None or spec.origin is None or _libraries:
+    if spec is None or spec.origin is None or _defined:
         return
     for binary in Path(spec.origin).parent.glob("_C*"):
         try:
@@ -47,13 +48,13 @@ def define_torchvision_operators() -> None:
         except OSError:
             continue
         return
-    library = torch.library.Library("torchvision", "DEF")
+    operators = Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(library)  # a definition lasts as long as its Library
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _defined.append(operators)  # a definition lasts as long as its Library
 
 
-_libraries: list[torch.library.Library] = []
+_defined: list[Library] = []
 
 
 class _RatesOnCpu(TorchFunctionMode):
