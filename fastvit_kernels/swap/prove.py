@@ -7,20 +7,16 @@ A proof takes milliseconds and is kept for the configuration. It runs in a threa
 no autocast, no mode, no transform and no tracer of the caller is at work, and gives the random
 generator its state back.
 
-The copy is narrower than the module wherever that runs: sizes that are widths shrink by a common
-factor. So a module may be on any device or on none, in any dtype, sharded, or of any size.
+The copy is narrower than the module wherever that runs (copies.py).
 """
 
 from __future__ import annotations
 
-import math
 import random
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,16 +25,14 @@ import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 
 from ..runtime.backend import backend, get_backend
-from ..runtime.plain import is_plain
-from .facts import PRIVATE, ClassOf, Facts, host_of, is_rate, is_recognised, keeps_rates
+from .copies import Copier, sizes_of, widths_of
+from .facts import ClassOf, Facts, host_of, is_recognised
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
 LARGEST = 2**24  # parameters of a copy at full size
 LARGEST_RECOGNISED = 2**25  # the same, for one run without gradients of weights
-REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
 MOST = 512  # proofs of one class in a process; a class with more changes its settings all the time
-RATE = 0.4  # every probability between 0 and 1 in a copy
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 
@@ -122,153 +116,6 @@ def _undisturbed() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:120]
-
-
-# Copies.
-
-
-class CalledLinear(nn.Linear):
-    """A Linear that is no plain one: it must be called."""
-
-
-@dataclass
-class Copier:
-    """Copies modules to the CPU in float64, with new weights and narrower."""
-
-    sizes: dict[int, int]
-    planned: ClassOf = type  # the class that a module is to have, in whichever copy
-    whole: bool = False  # the root was recognised by structure, or is to be
-    dtype: torch.dtype = torch.float64
-    quick: bool = False  # large weights repeat their values
-    tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-
-    def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
-        if id(original) not in self.tensors:
-            shape = [self.sizes.get(n, n) for n in original.shape]
-            if original.is_floating_point() or of_parameters:
-                made = self.random(shape)
-                fan_in = shape[-1] if len(shape) > 1 else 4
-                made = made / math.sqrt(max(fan_in, 1)) + (len(shape) == 1) * 0.5
-            elif original.is_meta or tuple(original.shape) != tuple(shape):
-                made = torch.zeros(shape, dtype=original.dtype, device="cpu")
-            else:
-                made = original.detach().to("cpu", copy=True)
-            self.tensors[id(original)] = nn.Parameter(made) if of_parameters else made
-        return self.tensors[id(original)]
-
-    def random(self, shape: list[int]) -> Tensor:
-        n = math.prod(shape)
-        drawn = min(n, REPEATED) if self.quick else n
-        values = torch.randn(drawn, generator=self.generator, dtype=self.dtype, device="cpu")
-        return (values if drawn == n else values.repeat(n // drawn + 1)[:n]).view(shape)
-
-    def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
-        if isinstance(value, Tensor):
-            return self.tensor(value, isinstance(value, nn.Parameter))
-        if name == "gradient_checkpointing":  # transformers: the caller's function would be called
-            return False
-        if isinstance(value, bool) or re.match("num|n_|.*heads$", name):
-            return value
-        if isinstance(value, int):
-            return self.sizes.get(value, value)
-        if is_rate(name, value):
-            return 0.0 if name in off else value if exact else RATE
-        if type(value) in (tuple, list, torch.Size):
-            return type(value)(self.setting(name, v, off) for v in value)
-        return dict(value) if type(value) is dict else value
-
-    def module(
-        self, original: nn.Module, class_of: ClassOf, called: bool,
-        seen: dict[int, nn.Module], off: frozenset[str] = frozenset(),
-    ) -> nn.Module:  # fmt: skip
-        """A copy of class `class_of(original)`, without the original's hooks.
-
-        Args:
-            called: nothing below it may be bypassed.
-            seen: the copies of this tree, by the original's id; empty for a root.
-            off: probabilities that are 0 in the copy: settings or children, by dotted names.
-        """
-        if id(original) in seen:
-            return seen[id(original)]
-        cls: Any = class_of(original)
-        is_root = not seen
-        if called and not is_root:
-            cls = host_of(cls)
-        if cls is nn.Linear and (called or not is_plain(original)):
-            cls = CalledLinear
-        whole = self.whole or is_recognised(class_of(original))
-        made = seen[id(original)] = cls.__new__(cls)
-        nn.Module.__init__(made)
-        exact = whole and keeps_rates(original)
-        # Dropout of attention draws numbers of its own, by its layout.
-        quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
-        for name, value in vars(original).items():
-            if name not in PRIVATE and name != "forward":
-                made.__dict__[name] = self.setting(name, value, off | quiet, exact)
-        for name, p in original._parameters.items():
-            made._parameters[name] = None if p is None else self.tensor(p, True)  # type: ignore[assignment]
-        for name, b in original._buffers.items():
-            made._buffers[name] = None if b is None else self.tensor(b, False)
-        for name, child in original._modules.items():
-            if child is not None:
-                inner = {n[len(name) + 1 :] for n in off | quiet if n.startswith(f"{name}.")}
-                inner |= {"p"} if name in off | quiet else set()
-                child = self.module(child, class_of, called, seen, frozenset(inner))
-            made._modules[name] = child
-        if called and not is_root and not made._modules:
-            made.register_forward_hook(lambda module, args, output: None)
-        return made
-
-
-def _widths(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
-    """(sizes that are widths, sizes of a head)"""
-    widths: set[int] = set()
-    heads: set[int] = set()
-    for module in modules:
-        for name, value in vars(module).items():
-            values = value if isinstance(value, (tuple, list)) else (value,)
-            values = [v for v in values if type(v) is int]
-            if name in ("head_dim", "attention_head_size", "dim_head", "head_size", "d_head"):
-                heads.update(values)
-            elif name in ("in_features", "out_features", "normalized_shape", "embed_dim", "d_model",
-                          "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
-                          "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
-                widths.update(values)
-    numbers = [getattr(m, "num_heads", None) for m in modules]
-    wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
-    heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
-    if not heads:  # by the number of heads, under whatever name
-        parts = [w // n for n in {n for m in modules for n in numbers_of_heads(m)} for w in widths
-                 if w % n == 0]  # fmt: skip
-        heads.update([min(parts)] if parts else [])
-    return widths, heads
-
-
-def numbers_of_heads(module: nn.Module) -> list[int]:
-    """What a module's settings say about its number of heads."""
-    return [
-        v for n, v in vars(module).items()
-        if type(v) is int and v > 0 and "head" in n and not re.search("dim|size|width", n)
-    ]  # fmt: skip
-
-
-def sizes_of(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
-    """Maps of sizes to smaller sizes, the smallest first; the last one changes nothing."""
-    widths, heads = _widths(modules)
-    every = [n for n in widths | heads if n > 8]
-    if every:
-        target, unit = (8, min(heads)) if heads else (16, min(every))
-        common = math.gcd(*every)
-        for factor in range(unit // target, 1, -1):
-            if common % factor == 0 and (unit % target or unit // factor % target == 0):
-                yield {n: n // factor for n in every}
-                break
-        for factor in range(unit // target, 1, -1):
-            if unit % factor == 0:
-                yield {n: n // factor if n % factor == 0 else 2 * (n // factor // 2) for n in every}
-                break
-    yield {}
 
 
 # The two forwards side by side.
@@ -378,7 +225,7 @@ def _at_size(
 ) -> str | None:
     """What differs at full size, of the outputs and the gradients of arguments. A host that nobody
     read may count its heads by its width; one that is too large is tried at a fraction."""
-    widths = [n for n in set().union(*_widths(modules)) if n > 8]
+    widths = [n for n in set().union(*widths_of(modules)) if n > 8]
     parameters, factor = sum(p.numel() for p in module.parameters()), 1
     while parameters > LARGEST_RECOGNISED and parameters > LARGEST_RECOGNISED // 4 * factor**2:
         factor *= 2

@@ -20,11 +20,12 @@ from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
 from .candidates import Refused, Unlike, attention_roles, mlp_roles
+from .copies import Copier, numbers_of_heads, sizes_of
 from .facts import ClassOf, Facts, host_of, methods
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
-from .prove import Copier, aside, numbers_of_heads, prove, sizes_of
+from .prove import aside, prove
 from .steps import block_roles
 
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried

@@ -14,7 +14,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
-from fastvit_kernels.swap import apply, facts, prove, verdicts
+from fastvit_kernels.swap import apply, copies, facts, prove, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
 from fastvit_kernels.swap.hosts import timm as timm_host
 from fastvit_kernels.swap.hosts.fused import Fused
@@ -177,14 +177,14 @@ def test_a_proof_copes_with_weights_that_are_not_there_or_not_plain(no_proofs):
 
 
 def test_a_proof_of_a_large_module_is_narrow(no_proofs, monkeypatch):
-    copied, original = [], prove.Copier.tensor
+    copied, original = [], copies.Copier.tensor
 
     def watched(self, tensor, *args):
         made = original(self, tensor, *args)
         copied.append(made.numel())
         return made
 
-    monkeypatch.setattr(prove.Copier, "tensor", watched)
+    monkeypatch.setattr(copies.Copier, "tensor", watched)
     with torch.device("meta"):
         model = timm.create_model("vit_so400m_patch14_siglip_224", depth=1)
     report = swap_in(model)

@@ -1,0 +1,166 @@
+"""Small copies of modules for a proof: on the CPU, in float64, with new weights and narrower.
+
+Sizes that are widths shrink by a common factor wherever the host's forward runs on the result. So
+a module may be on any device or on none, in any dtype, sharded, or of any size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.plain import is_plain
+from .facts import PRIVATE, ClassOf, host_of, is_rate, is_recognised, keeps_rates
+
+REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
+RATE = 0.4  # every probability between 0 and 1 in a copy
+
+
+class CalledLinear(nn.Linear):
+    """A Linear that is no plain one: it must be called."""
+
+
+@dataclass
+class Copier:
+    """Copies modules to the CPU in float64, with new weights and narrower."""
+
+    sizes: dict[int, int]
+    planned: ClassOf = type  # the class that a module is to have, in whichever copy
+    whole: bool = False  # the root was recognised by structure, or is to be
+    dtype: torch.dtype = torch.float64
+    quick: bool = False  # large weights repeat their values
+    tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
+        if id(original) not in self.tensors:
+            shape = [self.sizes.get(n, n) for n in original.shape]
+            if original.is_floating_point() or of_parameters:
+                made = self.random(shape)
+                fan_in = shape[-1] if len(shape) > 1 else 4
+                made = made / math.sqrt(max(fan_in, 1)) + (len(shape) == 1) * 0.5
+            elif original.is_meta or tuple(original.shape) != tuple(shape):
+                made = torch.zeros(shape, dtype=original.dtype, device="cpu")
+            else:
+                made = original.detach().to("cpu", copy=True)
+            self.tensors[id(original)] = nn.Parameter(made) if of_parameters else made
+        return self.tensors[id(original)]
+
+    def random(self, shape: list[int]) -> Tensor:
+        n = math.prod(shape)
+        drawn = min(n, REPEATED) if self.quick else n
+        values = torch.randn(drawn, generator=self.generator, dtype=self.dtype, device="cpu")
+        return (values if drawn == n else values.repeat(n // drawn + 1)[:n]).view(shape)
+
+    def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensor(value, isinstance(value, nn.Parameter))
+        if name == "gradient_checkpointing":  # transformers: the caller's function would be called
+            return False
+        if isinstance(value, bool) or re.match("num|n_|.*heads$", name):
+            return value
+        if isinstance(value, int):
+            return self.sizes.get(value, value)
+        if is_rate(name, value):
+            return 0.0 if name in off else value if exact else RATE
+        if type(value) in (tuple, list, torch.Size):
+            return type(value)(self.setting(name, v, off) for v in value)
+        return dict(value) if type(value) is dict else value
+
+    def module(
+        self, original: nn.Module, class_of: ClassOf, called: bool,
+        seen: dict[int, nn.Module], off: frozenset[str] = frozenset(),
+    ) -> nn.Module:  # fmt: skip
+        """A copy of class `class_of(original)`, without the original's hooks.
+
+        Args:
+            called: nothing below it may be bypassed.
+            seen: the copies of this tree, by the original's id; empty for a root.
+            off: probabilities that are 0 in the copy: settings or children, by dotted names.
+        """
+        if id(original) in seen:
+            return seen[id(original)]
+        cls: Any = class_of(original)
+        is_root = not seen
+        if called and not is_root:
+            cls = host_of(cls)
+        if cls is nn.Linear and (called or not is_plain(original)):
+            cls = CalledLinear
+        whole = self.whole or is_recognised(class_of(original))
+        made = seen[id(original)] = cls.__new__(cls)
+        nn.Module.__init__(made)
+        exact = whole and keeps_rates(original)
+        # Dropout of attention draws numbers of its own, by its layout.
+        quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
+        for name, value in vars(original).items():
+            if name not in PRIVATE and name != "forward":
+                made.__dict__[name] = self.setting(name, value, off | quiet, exact)
+        for name, p in original._parameters.items():
+            made._parameters[name] = None if p is None else self.tensor(p, True)  # type: ignore[assignment]
+        for name, b in original._buffers.items():
+            made._buffers[name] = None if b is None else self.tensor(b, False)
+        for name, child in original._modules.items():
+            if child is not None:
+                inner = {n[len(name) + 1 :] for n in off | quiet if n.startswith(f"{name}.")}
+                inner |= {"p"} if name in off | quiet else set()
+                child = self.module(child, class_of, called, seen, frozenset(inner))
+            made._modules[name] = child
+        if called and not is_root and not made._modules:
+            made.register_forward_hook(lambda module, args, output: None)
+        return made
+
+
+def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
+    """(sizes that are widths, sizes of a head)"""
+    widths: set[int] = set()
+    heads: set[int] = set()
+    for module in modules:
+        for name, value in vars(module).items():
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            values = [v for v in values if type(v) is int]
+            if name in ("head_dim", "attention_head_size", "dim_head", "head_size", "d_head"):
+                heads.update(values)
+            elif name in ("in_features", "out_features", "normalized_shape", "embed_dim", "d_model",
+                          "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
+                          "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
+                widths.update(values)
+    numbers = [getattr(m, "num_heads", None) for m in modules]
+    wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
+    heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
+    if not heads:  # by the number of heads, under whatever name
+        parts = [w // n for n in {n for m in modules for n in numbers_of_heads(m)} for w in widths
+                 if w % n == 0]  # fmt: skip
+        heads.update([min(parts)] if parts else [])
+    return widths, heads
+
+
+def numbers_of_heads(module: nn.Module) -> list[int]:
+    """What a module's settings say about its number of heads."""
+    return [
+        v for n, v in vars(module).items()
+        if type(v) is int and v > 0 and "head" in n and not re.search("dim|size|width", n)
+    ]  # fmt: skip
+
+
+def sizes_of(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
+    """Maps of sizes to smaller sizes, the smallest first; the last one changes nothing."""
+    widths, heads = widths_of(modules)
+    every = [n for n in widths | heads if n > 8]
+    if every:
+        target, unit = (8, min(heads)) if heads else (16, min(every))
+        common = math.gcd(*every)
+        for factor in range(unit // target, 1, -1):
+            if common % factor == 0 and (unit % target or unit // factor % target == 0):
+                yield {n: n // factor for n in every}
+                break
+        for factor in range(unit // target, 1, -1):
+            if unit % factor == 0:
+                yield {n: n // factor if n % factor == 0 else 2 * (n // factor // 2) for n in every}
+                break
+    yield {}
