@@ -36,6 +36,8 @@ _NAMES = (
     ("fastvit_kernels::rope_norm_bwd", "attention"),
     ("fastvit_kernels::sdpa", "attention"),
     ("fastvit_kernels::mlp", "mlp"),
+    ("fastvit_kernels::narrow_mlp", "mlp"),
+    ("fastvit_kernels::gated", "mlp"),
     ("convolution", "patch embed"),
     ("layer_norm", "norm"),
     ("rms_norm", "norm"),
@@ -43,9 +45,12 @@ _NAMES = (
     ("_attention", "attention"),
     ("gelu", "mlp"),
 )
+# Also inside our operators that begin with the QKV projection.
+_ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_fwd", "_rope_norm_bwd")
 _PRODUCTS = (
     "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
     "fastvit_kernels::linear", "fastvit_kernels::qkv_attention",
+    "fastvit_kernels::rope_attention_fwd",
 )  # fmt: skip
 
 
@@ -75,8 +80,8 @@ def stage_of(launch: Launch, C: int, F: int) -> str:
     """Which stage of the flow picture a kernel belongs to, in a ViT of width C and MLP width F."""
     if any("Optimizer" in name or "_fused_adamw" in name for name in launch.operators):
         return "optimizer"
-    if "_attention_fwd" in launch.kernel or "_attention_bwd" in launch.kernel:
-        return "attention"  # also inside our qkv_attention
+    if any(part in launch.kernel for part in _ATTENTION_KERNELS):
+        return "attention"
     for name, shapes in zip(launch.operators, launch.shapes, strict=True):
         if name.startswith(_PRODUCTS):
             stage = _product_stage(shapes, C, F)

@@ -37,17 +37,23 @@ def shapes() -> Iterator[Shape]:
             yield replace(shape, variant=NORMED)
 
 
-def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | None]:
-    qkv = draw(shape.B, shape.T, 3, shape.H, shape.D, grad=False)
+def turning(shape: Shape, draw: Draw) -> dict[str, Tensor | None]:
+    """Tables, and the parameters of a norm."""
     angles = 3 * draw(shape.T - _prefix(shape), shape.D, grad=False).float()
-    q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
-    found: dict[str, Tensor | None] = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
+    found: dict[str, Tensor | None] = {"cos": angles.cos(), "sin": angles.sin()}
     if shape.variant == NORMED:
         found |= {f"{x}_norm_{name}": draw(shape.D) for x in "qk" for name in ("weight", "bias")}
     return found
 
 
-def _called(function: Function, shape: Shape) -> Function:
+def inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> dict[str, Tensor | None]:
+    qkv = draw(shape.B, shape.T, 3, shape.H, shape.D, grad=False)
+    q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
+    return {"q": q, "k": k, **turning(shape, draw)}
+
+
+def called(function: Function, shape: Shape) -> Function:
+    """An op that turns, with the options of this shape."""
     norm = NORMED if shape.variant == NORMED else None
     return functools.partial(
         function, interleaved=shape.variant == INTERLEAVED, prefix_tokens=_prefix(shape), norm=norm
@@ -55,7 +61,7 @@ def _called(function: Function, shape: Shape) -> Function:
 
 
 def reference(shape: Shape, dtype: str) -> Function:
-    return _called(rope_ref, shape)
+    return called(rope_ref, shape)
 
 
 def flops(shape: Shape, mode: str) -> float:
@@ -66,18 +72,22 @@ def flops(shape: Shape, mode: str) -> float:
     return {"fwd": forward, "bwd": backward, "both": forward + backward}[mode] * elements
 
 
+def table_bytes(shape: Shape) -> int:
+    """Of cos and sin, fp32."""
+    return 2 * 4 * (shape.T - _prefix(shape)) * shape.D
+
+
 def bytes_(shape: Shape, dtype: str, mode: str) -> float:
     """q and k in and out, the tables in; the backward of a norm reads q and k again."""
     operand = 2 * shape.B * shape.T * shape.C * itemsize(dtype)
-    tables = 2 * 4 * (shape.T - _prefix(shape)) * shape.D
-    forward = 2 * operand + tables
+    forward = 2 * operand + table_bytes(shape)
     backward = forward + (operand if shape.variant == NORMED else 0)
     return float({"fwd": forward, "bwd": backward, "both": forward + backward}[mode])
 
 
 def providers(shape: Shape, dtype: str) -> list[Provider]:
-    specification = _called(rope_ref, shape)
-    return [eager(specification), ours("ours", _called(rope, shape)), compiled(specification)]
+    specification = called(rope_ref, shape)
+    return [eager(specification), ours("ours", called(rope, shape)), compiled(specification)]
 
 
 OP = Op("rope", shapes, inputs, reference, providers, flops, bytes_)

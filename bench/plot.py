@@ -26,6 +26,7 @@ COLORS = {
     "flash_attn_3": "#9970ab", "flash_attn_4": "#762a83", "eager, cudnn.benchmark": "#969696",
     "liger_kernel": "#d6604d", "quack": "#f4a582", "ours": "#08519c", "ours-split": "#4292c6",
     "ours-library": "#6baed6", "ours-triton": "#2171b5", "ours-stored": "#9ecae1",
+    "ours-parts": "#4292c6",
     "swapped": "#08519c", "swapped+graph": "#4292c6", "swapped+compile": "#9ecae1",
     "swapped-low": "#3690c0", "swapped-skip": "#67a9cf",
 }  # fmt: skip

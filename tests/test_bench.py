@@ -703,6 +703,11 @@ def test_profile_stages():
     assert bench_profile.sums(both, C, F, steps=3)["qkv"] == 1.0
     ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
     assert bench_profile.stage_of(ours_qkv, C, F) == "qkv"
+    for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
+        turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
+        assert bench_profile.stage_of(turning, C, F) == stage
+    gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
+    assert bench_profile.stage_of(gate, C, F) == "mlp"
 
 
 def test_profile_reads_the_profilers_events():

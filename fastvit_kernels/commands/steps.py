@@ -21,6 +21,7 @@ from ..ops.attention.configs import ONE_PASS_TABLE as ONE_PASS
 from ..ops.attention.configs import BwdForm
 from ..ops.attention.functions import attention
 from ..ops.attention.launch import Problem
+from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from ..ops.gated_mlp.functions import gated_mlp
@@ -109,6 +110,24 @@ def _rope() -> None:
         for interleaved in (False, True):
             outputs = rope(q, k, cos, sin, interleaved=interleaved, **options)
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
+
+def _rope_attention() -> None:
+    """The projection, both pairings, each norm and attention as one, short and long T."""
+    for T, H, D, norm in (
+        (201, 12, 64, None), (261, 16, 64, "layer_norm"), (1025, 16, 64, None),
+        (201, 12, 64, "rms_norm"), (201, 16, 80, None),
+    ):  # fmt: skip
+        C = H * D
+        x = torch.empty(64, T, C, dtype=torch.bfloat16, requires_grad=True)
+        params = [x.new_empty(shape).requires_grad_() for shape in ((3 * C, C), (3 * C,))]
+        cos, sin = torch.empty(T - 5, 2 * D).split(D, 1)
+        options: dict[str, Any] = dict(num_heads=H, prefix_tokens=5, norm=norm)
+        for name in ("q_norm_weight", "k_norm_weight"):
+            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
+        for interleaved in (False, True):
+            y = rope_attention(x, *params, cos=cos, sin=sin, interleaved=interleaved, **options)
+            y.backward(torch.empty_like(y))
 
 
 def _narrow_mlp() -> None:
@@ -237,6 +256,7 @@ CASES: dict[str, Callable[[], None]] = {
     "narrow MLP": _narrow_mlp,
     "RMSNorm": _rms_norm,
     "rotary embedding": _rope,
+    "rotary attention": _rope_attention,
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
@@ -260,5 +280,5 @@ LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by k
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
-    *(f"attention, D={D}" for D in HEAD_DIMS),
+    "rotary attention", *(f"attention, D={D}" for D in HEAD_DIMS),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from numerics import DTYPES, assert_accurate, compare, dtype_id, rand
 from test_rope import NORMS, _norms, _tables
 
-from fastvit_kernels import backend, rope_attention
+from fastvit_kernels import backend, rope, rope_attention, scaled_dot_product_attention
 from fastvit_kernels.ops.attention.rotary import rope_attention_ref
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -44,6 +44,25 @@ def test_rope_attention_tokens(T, prefix):
 
 def test_rope_attention_of_a_part_of_the_columns():
     _check(_inputs(1, 9, 2, 24, R=20), num_heads=2, prefix_tokens=1, interleaved=True)
+
+
+def test_rope_attention_drops_and_scales_what_its_parts_do():
+    inputs, options = _inputs(1, 19, 2, 16), dict(dropout_p=0.3, scale=0.9)
+
+    def parts(x, weight, bias, cos, sin):
+        q, k, v = torch.nn.functional.linear(x, weight, bias).unflatten(-1, (3, 2, 16)).unbind(2)
+        q, k = rope(q, k, cos, sin, prefix_tokens=1)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    found = []
+    for function in (partial(rope_attention, num_heads=2, prefix_tokens=1, **options), parts):
+        torch.manual_seed(3)
+        with backend("triton"):
+            out = function(**inputs)
+            leaves = [inputs[name] for name in ("x", "weight", "bias")]
+            found.append([out, *torch.autograd.grad(out, leaves, torch.cos(out).detach())])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

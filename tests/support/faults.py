@@ -17,6 +17,7 @@ TESTS = {  # by file of the package
     "ops/attention/tiles.py": ATTENTION,
     "ops/attention/functions.py": ATTENTION,
     "ops/attention/launch.py": ATTENTION,
+    "ops/attention/rotary.py": ("ops/test_rope_attention.py",),
     "ops/common/handover.py": ("ops/test_handover.py",),
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
@@ -314,6 +315,56 @@ ROPE = [
         "return samples.to(tl.int64), tokens.to(tl.int64), heads.to(tl.int64)",
         "return samples, tokens, heads",
         only=("ops/test_extremes.py::test_rope_addresses_past_2_31",),
+    ),
+]  # fmt: skip
+
+ROPE_ATTENTION = [
+    Fault(
+        "rope-attention-in-place", "ops/attention/rotary.py", "rope_attention_fwd",
+        "q and k turn in their own memory although a norm's backward needs them",
+        "turned.unbind(2) if norm else (q, k)", "(q, k)",
+    ),
+    Fault(
+        "rope-attention-unturned", "ops/attention/rotary.py", "rope_attention_bwd",
+        "attention's backward reads q and k as they were before norm and rotation",
+        "readable(turned).unbind(2) if norm else (q, k)", "(q, k)",
+    ),
+    Fault(
+        "rope-attention-turned-on", "ops/attention/rotary.py", "rope_attention_bwd",
+        "the gradients of q and k turn on, not back",
+        "transpose=True", "transpose=False",
+    ),
+    Fault(
+        "rope-attention-pairing", "ops/attention/rotary.py", "rope_attention_bwd",
+        "the backward pairs the columns the other way",
+        "Rotation(interleaved, prefix", "Rotation(not interleaved, prefix",
+    ),
+    Fault(
+        "rope-attention-key-weight", "ops/attention/rotary.py", "rope_attention_bwd",
+        "the backward takes the weight of the queries' norm for the keys",
+        "contiguous(q_norm_weight), contiguous(k_norm_weight)",
+        "contiguous(q_norm_weight), contiguous(q_norm_weight)",
+    ),
+    Fault(
+        "rope-attention-dropout", "ops/attention/rotary.py", "rope_attention_bwd",
+        "the backward drops nothing",
+        "scale, dropout_p, False", "scale, 0.0, False",
+    ),
+    Fault(
+        "rope-attention-scale", "ops/attention/rotary.py", "rope_attention_bwd",
+        "the backward scales by D^-1/2 whatever was asked for",
+        "scale, dropout_p, False", "q.shape[-1] ** -0.5, dropout_p, False",
+    ),
+    Fault(
+        "rope-attention-bias", "ops/attention/rotary.py", "RopeAttentionFunction.backward",
+        "the projection's bias gradient left out where a norm has one",
+        "decision.bias_dtype, needs_dparams, needs[2]",
+        "decision.bias_dtype, needs_dparams, needs[2] and not needs_dparams",
+    ),
+    Fault(
+        "rope-attention-dparams", "ops/attention/rotary.py", "RopeAttentionFunction.backward",
+        "the gradients of the norms' parameters go to their neighbours",
+        "zip(sums.unbind(0), needs[5:9]", "zip(sums.roll(1, 0).unbind(0), needs[5:9]",
     ),
 ]  # fmt: skip
 
@@ -874,6 +925,6 @@ HOSTS = [
 ]  # fmt: skip
 
 FAULTS: list[Fault] = [
-    *LAYER_NORM, *RMS_NORM, *ROPE, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM, *GATED_MLP,
-    *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS,
+    *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM,
+    *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS,
 ]  # fmt: skip
