@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..runtime.plain import is_plain
 from .facts import PRIVATE, ClassOf, host_of, is_rate, is_recognised, keeps_rates
 
+LARGEST = 2**24  # values in a copy
 REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
 RATE = 0.4  # every probability between 0 and 1 in a copy
 
@@ -148,8 +149,30 @@ def numbers_of_heads(module: nn.Module) -> list[int]:
     ]  # fmt: skip
 
 
-def sizes_of(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
-    """Maps of sizes to smaller sizes, the smallest first; the last one changes nothing."""
+def halved(modules: list[nn.Module], most: int) -> dict[int, int]:
+    """Sizes for a copy of modules[0] with at most so many values; none change where it has them."""
+    widths = [n for n in set().union(*widths_of(modules)) if n > 8]
+    sizes: dict[int, int] = {}
+    factor = 1
+    while _values(modules[0], sizes) > most and 2 * factor < max(widths, default=0):
+        factor *= 2
+        sizes = {n: n // factor for n in widths}
+    return sizes
+
+
+def _values(module: nn.Module, sizes: dict[int, int]) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(math.prod(sizes.get(n, n) for n in t.shape) for t in tensors)
+
+
+def sizes_of(modules: list[nn.Module]) -> list[dict[int, int]]:
+    """Maps of sizes to smaller sizes for copies of modules[0], the smallest first; the last one
+    changes nothing, or as little as LARGEST asks for. None for what is large however narrow."""
+    every = [*_narrower(modules), halved(modules, LARGEST)]
+    return [sizes for sizes in every if _values(modules[0], sizes) <= LARGEST]
+
+
+def _narrower(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
     widths, heads = widths_of(modules)
     every = [n for n in widths | heads if n > 8]
     if every:
@@ -163,4 +186,3 @@ def sizes_of(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
             if unit % factor == 0:
                 yield {n: n // factor if n % factor == 0 else 2 * (n // factor // 2) for n in every}
                 break
-    yield {}

@@ -25,13 +25,12 @@ import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 
 from ..runtime.backend import backend, get_backend
-from .copies import Copier, sizes_of, widths_of
+from .copies import Copier, halved, sizes_of
 from .facts import ClassOf, Facts, host_of, is_recognised
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
-LARGEST = 2**24  # parameters of a copy at full size
-LARGEST_RECOGNISED = 2**25  # the same, for one run without gradients of weights
+LARGEST_RECOGNISED = 2**25  # values in a copy for one run without gradients of weights
 MOST = 512  # proofs of one class in a process; a class with more changes its settings all the time
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
@@ -199,12 +198,9 @@ class _NotTried(Exception):
 def _prove(module: nn.Module, facts: Facts, class_of: ClassOf) -> str | None:
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
-    parameters = sum(p.numel() for p in module.parameters())
     reason: Exception | None = None
     for dtype in (torch.float64, torch.float32):  # a host may ask for a type of its own
         for sizes in sizes_of(modules):
-            if not sizes and parameters > LARGEST:
-                break
             try:
                 with backend("torch") if dtype == torch.float32 else nullcontext():
                     found = _compare(module, class_of, sizes, dtype)
@@ -225,11 +221,7 @@ def _at_size(
 ) -> str | None:
     """What differs at full size, of the outputs and the gradients of arguments. A host that nobody
     read may count its heads by its width; one that is too large is tried at a fraction."""
-    widths = [n for n in set().union(*widths_of(modules)) if n > 8]
-    parameters, factor = sum(p.numel() for p in module.parameters()), 1
-    while parameters > LARGEST_RECOGNISED and parameters > LARGEST_RECOGNISED // 4 * factor**2:
-        factor *= 2
-    sizes = {n: n // factor for n in widths} if factor > 1 else {}
+    sizes = halved(modules, LARGEST_RECOGNISED)
     try:
         return _compare(module, class_of, sizes, dtype, briefly=True)
     except _NotTried as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import weakref
 
@@ -176,15 +177,50 @@ def test_a_proof_copes_with_weights_that_are_not_there_or_not_plain(no_proofs):
         assert report.level == "block" and not reasons(report), str(report)
 
 
-def test_a_proof_of_a_large_module_is_narrow(no_proofs, monkeypatch):
-    copied, original = [], copies.Copier.tensor
+@pytest.fixture
+def copied(monkeypatch):
+    """Sizes of the tensors that were copied; a copy of 2^27 values raises."""
+    found, original = [], copies.Copier.random
 
-    def watched(self, tensor, *args):
-        made = original(self, tensor, *args)
-        copied.append(made.numel())
-        return made
+    def watched(self, shape):
+        found.append(math.prod(shape))
+        assert found[-1] < 2**27
+        return original(self, shape)
 
-    monkeypatch.setattr(copies.Copier, "tensor", watched)
+    monkeypatch.setattr(copies.Copier, "random", watched)
+    return found
+
+
+class ByWidth(nn.Module):
+    """An MLP that takes no narrow input."""
+
+    def __init__(self, width, least=64):
+        super().__init__()
+        self.least = float(least)  # no size
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        if x.shape[-1] < self.least:
+            raise ValueError("too narrow")
+        return self.second(nn.functional.gelu(self.first(x)))
+
+
+def test_a_module_that_runs_in_no_small_copy_is_not_copied(copied):
+    """A language model beside a vision tower would fill the memory."""
+    with torch.device("meta"):
+        report = swap_in(ByWidth(2**14, least=2**14))
+    assert report.level == "none" and max(copied) <= copies.LARGEST
+
+
+def test_a_module_too_large_for_a_copy_is_tried_at_a_fraction(copied, monkeypatch):
+    monkeypatch.setattr(copies, "LARGEST", 2**17)
+    monkeypatch.setattr(prove, "LARGEST_RECOGNISED", 2**17)
+    report = swap_in(ByWidth(256))
+    assert [s.level for s in report.swapped] == ["mlp"], str(report)
+    assert max(copied) == 128 * 256
+
+
+def test_a_proof_of_a_large_module_is_narrow(no_proofs, copied):
     with torch.device("meta"):
         model = timm.create_model("vit_so400m_patch14_siglip_224", depth=1)
     report = swap_in(model)
