@@ -26,10 +26,12 @@ define_torchvision_operators()
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
-    from interpreter import mend_bf16, patch_once_a_launch
+    from fast_interpreter import patch_once_a_launch, remember_types
+    from interpreter import mend_bf16
 
     mend_bf16()
     patch_once_a_launch()
+    remember_types()
 
 
 @pytest.fixture(autouse=True)

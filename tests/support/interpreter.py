@@ -65,23 +65,3 @@ def mend_bf16() -> None:
     _Builder.cast_impl = _cast
     _Builder.create_fp_to_fp = _fp_to_fp
     # create_fp_trunc and create_fp_ext call self.cast_impl and need no replacement.
-
-
-def patch_once_a_launch() -> None:
-    """Let a device function that a kernel calls reuse the kernel's patches of triton.language.
-
-    triton 3.6.0 walks the whole module at each such call, which is a third of the time of a test.
-    """
-    original, unpatched = interpreter._patch_lang, tl.static_range
-    patched: set[int] = set()  # modules, since the kernel that now runs began
-
-    def patch_lang(fn):
-        if tl.static_range is unpatched:
-            patched.clear()
-        modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
-        if modules and modules <= patched:
-            return interpreter._LangPatchScope()
-        patched.update(modules)
-        return original(fn)
-
-    interpreter._patch_lang = patch_lang

@@ -229,8 +229,11 @@ if __name__ == "__main__":
 
     define_torchvision_operators()
     if os.environ.get("TRITON_INTERPRET") == "1":
+        from fast_interpreter import patch_once_a_launch, remember_types
         from interpreter import mend_bf16
 
         mend_bf16()
+        patch_once_a_launch()
+        remember_types()
     torch.set_num_threads(1)
     sys.exit(main())
