@@ -45,6 +45,7 @@ from .common.rotation import (
 )
 
 Norm = Literal["layer_norm", "rms_norm"]
+PARAMS = ("q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias")
 
 
 def _partner(x: Tensor, interleaved: bool) -> Tensor:
@@ -235,6 +236,40 @@ def check_norm(op: str, norm: object, **params: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} must be None with norm={norm!r}, got a Tensor")
 
 
+def check_rotation(
+    op: str, shape: tuple[int, ...], like: Tensor, cos: Tensor, sin: Tensor,
+    params: tuple[Tensor | None, ...], interleaved: bool, prefix_tokens: int, norm: Norm | None,
+    eps: float,
+) -> tuple[str | None, Rotation, torch.dtype]:  # fmt: skip
+    """Raise unless q of this shape, (B, T, H, D), can be normed and turned so.
+
+    Args:
+        like: on the device where the rest must be. params: the norms' of q, then of k.
+    Returns: what the kernels cannot do, if anything; the rotation; the dtype of params.
+    """
+    B, T, H, D = shape
+    check_flags(op, interleaved=interleaved)
+    check_int(op, "prefix_tokens", prefix_tokens, least=0)
+    if prefix_tokens > T:
+        raise ValueError(f"{op}: prefix_tokens must be at most T = {T}, got {prefix_tokens}")
+    check_tables(op, cos, sin, shape, prefix_tokens)
+    check_device(op, "cos", cos, like)
+    check_device(op, "sin", sin, like)
+    named = dict(zip(PARAMS, params, strict=True))
+    for name, x in named.items():
+        check_shape(op, name, x, (D,), like)
+    check_norm(op, norm, **named)
+    check_eps(op, eps)
+    unsupported = None
+    if B * T * H >= MAX_ROWS:
+        unsupported = f"B T H must be below 2^31, got {B * T * H}"
+    if cos.requires_grad or sin.requires_grad:
+        unsupported = "cos or sin requires a gradient"
+    given = [x for x in params if x is not None]
+    rotation = Rotation(interleaved, prefix_tokens, norm or "", eps)
+    return unsupported, rotation, given[0].dtype if given else torch.float32
+
+
 @decide_once
 def _decide(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None,
@@ -252,31 +287,18 @@ def _decide(
         raise TypeError(f"{op}: k must have the dtype of q, {q.dtype}, got {k.dtype}")
     if D % 2:
         raise ValueError(f"{op}: D must be even, got {D}")
-    check_flags(op, interleaved=interleaved)
-    check_int(op, "prefix_tokens", prefix_tokens, least=0)
-    if prefix_tokens > T:
-        raise ValueError(f"{op}: prefix_tokens must be at most T = {T}, got {prefix_tokens}")
-    check_tables(op, cos, sin, (B, T, H, D), prefix_tokens)
-    check_device(op, "cos", cos, q)
-    check_device(op, "sin", sin, q)
-    params = dict(
-        q_norm_weight=q_weight, q_norm_bias=q_bias, k_norm_weight=k_weight, k_norm_bias=k_bias
+    params = (q_weight, q_bias, k_weight, k_bias)
+    unsupported, rotation, param_dtype = check_rotation(
+        op, (B, T, H, D), q, cos, sin, params, interleaved, prefix_tokens, norm, eps
     )
-    for name, x in params.items():
-        check_shape(op, name, x, (D,), like=q)
-    check_norm(op, norm, **params)
-    check_eps(op, eps)
-    unsupported = None if 0 < D <= MAX_D else f"D must be from 2 to {MAX_D}, got {D}"
-    if B * T * H >= MAX_ROWS:
-        unsupported = f"B T H must be below 2^31, got {B * T * H}"
-    if cos.requires_grad or sin.requires_grad:
-        unsupported = "cos or sin requires a gradient"
-    given = [x for x in params.values() if x is not None]
+    if not 0 < D <= MAX_D:
+        unsupported = unsupported or f"D must be from 2 to {MAX_D}, got {D}"
     return RopeDecision(
-        route(op, ops, unsupported, q, k, cos, sin, *given), needs_gradient(q, k, *given),
-        Rotation(interleaved, prefix_tokens, norm or "", eps),
-        given[0].dtype if given else torch.float32,
-    )  # fmt: skip
+        route(op, ops, unsupported, q, k, cos, sin, *params),
+        needs_gradient(q, k, *params),
+        rotation,
+        param_dtype,
+    )
 
 
 def rope(

@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import (
-    check_device,
     check_dropout,
-    check_eps,
-    check_flags,
     check_int,
     check_number,
     check_shape,
@@ -34,8 +31,8 @@ from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum
-from ..common.rotation import MAX_ROWS, Rotation, rotate, rotate_norm_bwd, tables_of
-from ..rope import Norm, check_norm, check_tables, rope_ref
+from ..common.rotation import Rotation, rotate, rotate_norm_bwd, tables_of
+from ..rope import Norm, check_rotation, rope_ref
 from .functions import (
     check_head_dim,
     default_scale,
@@ -263,36 +260,21 @@ def _decide(
     check_shape(op, "bias", bias, (rows,), like=x)
     D = rows // (3 * num_heads)
     check_head_dim(op, D)
-    check_flags(op, interleaved=interleaved)
-    check_int(op, "prefix_tokens", prefix_tokens, least=0)
-    if prefix_tokens > T:
-        raise ValueError(f"{op}: prefix_tokens must be at most T = {T}, got {prefix_tokens}")
-    check_tables(op, cos, sin, (B, T, num_heads, D), prefix_tokens)
-    check_device(op, "cos", cos, x)
-    check_device(op, "sin", sin, x)
-    params = dict(
-        q_norm_weight=q_weight, q_norm_bias=q_bias, k_norm_weight=k_weight, k_norm_bias=k_bias
+    params = (q_weight, q_bias, k_weight, k_bias)
+    cannot_turn, rotation, param_dtype = check_rotation(
+        op, (B, T, num_heads, D), x, cos, sin, params, interleaved, prefix_tokens, norm, eps
     )
-    for name, p in params.items():
-        check_shape(op, name, p, (D,), like=x)
-    check_norm(op, norm, **params)
-    check_eps(op, eps)
     check_dropout(op, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
     scale = default_scale(D) if scale is None else scale
     check_number(op, "scale", scale)
-    unsupported = unsupported_scale(scale)
-    if B * T * num_heads >= MAX_ROWS:
-        unsupported = f"B T H must be below 2^31, got {B * T * num_heads}"
-    if cos.requires_grad or sin.requires_grad:
-        unsupported = "cos or sin requires a gradient"
-    given = [p for p in params.values() if p is not None]
+    unsupported = cannot_turn or unsupported_scale(scale)
     return RopeAttentionDecision(
-        route(op, ops, unsupported, x, weight, bias, cos, sin, *given),
-        needs_gradient(x, weight, bias, *given), dtype,
+        route(op, ops, unsupported, x, weight, bias, cos, sin, *params),
+        needs_gradient(x, weight, bias, *params), dtype,
         any(t is not None and t.dtype != dtype for t in (x, weight, bias)), num_heads,
-        Rotation(interleaved, prefix_tokens, norm or "", eps), scale, dropout_p, weight.dtype,
-        weight.dtype if bias is None else bias.dtype, given[0].dtype if given else torch.float32,
+        rotation, scale, dropout_p, weight.dtype,
+        weight.dtype if bias is None else bias.dtype, param_dtype,
     )  # fmt: skip
 
 
