@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import as_rows
+from ..runtime.arguments import as_rows, is_aligned
 from ..runtime.backend import Gpu, device_guard, gpu
 from ..runtime.configs import ConfigTable
 from ..runtime.dtypes import DTYPE_NAMES, DTYPES
@@ -263,6 +263,13 @@ def _rows(x: Tensor, num_rows: int) -> Tensor:
     return rows if near else rows.clone(memory_format=torch.contiguous_format)
 
 
+def _weight_rows(x: Tensor, num_rows: int) -> Tensor:
+    """The same of a weight, which every program reads whole: never off 16 bytes, or its loads would
+    be of one element each."""
+    rows = _rows(x, num_rows)
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
 def _empty(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
@@ -292,7 +299,8 @@ def narrow_mlp_fwd(
         return y
     (F, C), N, rows = fc1_weight.shape, fc2_weight.shape[0], as_rows(x)
     M = rows.shape[0]
-    fc1_weight, fc2_weight = _rows(fc1_weight, F + 64), _rows(fc2_weight, MAX_WIDTH)
+    fc1_weight = _weight_rows(fc1_weight, F + 64)
+    fc2_weight = _weight_rows(fc2_weight, MAX_WIDTH)
     pointers, sizes, flags = epilogue_arguments(
         M, layer_scale, row_scale, None if residual is None else _rows(residual, 128)
     )
