@@ -150,8 +150,8 @@ def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
 
 
 def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    """Where tiles come by TMA, the library until TMA_TILE is measured."""
-    return LIBRARY if gpu.arch in TMA_ARCHS else _default(gpu, M, N, K, dtype)
+    tile = _default(gpu, M, N, K, dtype)
+    return TMA_TILE if tile == TMA_PAIR else tile
 
 
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
