@@ -124,8 +124,10 @@ FWD = {
     (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
-# T above 1024, 16 bits, D <= 64: twice the queries and the warps.
+# 16 bits, D <= 64, T above LONG: twice the queries and the warps, half the reads of keys. On sm_90
+# the model of docs/compile.md has it 18 % quicker from T = 577 on; shorter T fill 64 rows better.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
+LONG, LONG_ON_HOPPER = 1024, 384
 # Where tensor cores are those of sm_80 (mma.sync), T above 64: reads of shared memory bound every
 # kernel by the model of docs/compile.md, and 32 rows a warp instead of 16 halve those of k and v.
 # Not fewer rows than D: Triton would lay the warps along the columns.
@@ -226,7 +228,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         if mask.endswith("dropout"):  # its numbers take registers
             return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
         return _row(FWD_MMA, 2, D)
-    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
+    long = LONG_ON_HOPPER if gpu.arch == "sm_90" else LONG
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > long:
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
         return FWD_HEADS
