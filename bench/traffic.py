@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from bench.shapes import VITS
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.zoo import define_torchvision_operators
-from fastvit_kernels.ops import rebuilt_norm
+from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -148,7 +148,8 @@ def counting() -> Iterator[Count]:
         on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
         saved_tensors_hooks(keep, lambda x: x),
         patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
-        patch.object(rebuilt_norm, "_is_hooked", lambda: False),  # by our own
+        patch.object(rebuilt_norm, "is_hooked", lambda: False),  # by our own
+        patch.object(rebuilt_sum, "is_hooked", lambda: False),
         patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
         FakeTensorMode(),
         mode,

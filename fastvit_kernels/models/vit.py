@@ -9,7 +9,7 @@ so its checkpoints load unchanged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rebuilt_norm import rebuilt_norm
+from ..ops.rebuilt_sum import rebuilt_sum
 from ..runtime.arguments import (
     check_eps,
     check_flags,
@@ -83,15 +84,25 @@ class Block(nn.Module):
         y, x = self.norm1(x, and_input=True)
         with self._kept(self.norm1, y, x):
             x = self.attn(y, x, gamma1, self.drop_path1.row_scale(x))
-        y, x = self.norm2(x, and_input=True)
-        with self._kept(self.norm2, y, x):
+        with self._kept_sum(x) as again:
+            y, x = self.norm2(x, and_input=True)
+        with self._kept(self.norm2, y, x, again):
             return self.mlp(y, x, gamma2, self.drop_path2.row_scale(x))
 
-    def _kept(self, norm: LayerNorm, y: Tensor, x: Tensor) -> AbstractContextManager[None]:
+    def _kept(
+        self, norm: LayerNorm, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None = None
+    ) -> AbstractContextManager[None]:
         """Where a branch keeps y = norm(x) for its backward: as it is, or to be rebuilt from x."""
-        if self.memory != "low" or type(norm) is not LayerNorm or is_hooked(norm):
+        if not self._rebuilds(norm):
             return nullcontext()
-        return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps)
+        return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)
+
+    def _kept_sum(self, x: Tensor) -> AbstractContextManager[Callable[[], Tensor] | None]:
+        """The same where norm2 keeps its input x, the sum of the first branch."""
+        return rebuilt_sum(x) if self._rebuilds(self.norm2) else nullcontext()
+
+    def _rebuilds(self, norm: LayerNorm) -> bool:
+        return self.memory == "low" and type(norm) is LayerNorm and not is_hooked(norm)
 
 
 class VisionTransformer(nn.Module):
@@ -101,8 +112,9 @@ class VisionTransformer(nn.Module):
     "quick_gelu", "silu"), `norm_eps` is the eps of every LayerNorm, and `attn_head_dim` decouples
     the attention width from embed_dim. torchvision has `representation_size` (Linear + tanh before
     the head) and `conv_stem_configs` (convolutions before the projection). memory="low" keeps no
-    LayerNorm output of a block for the backward, which rebuilds it with the same bits: under bf16
-    autocast 24 C bytes a token and block instead of 28 C, for one more LayerNorm forward each.
+    LayerNorm output of a block for the backward, which rebuilds it with the same bits, nor the sum
+    after attention, which it computes again: under bf16 autocast 20 C bytes a token and block
+    instead of 28 C, for one more LayerNorm forward each and one more product of the projection.
     `mlp_layer` is the name of timm's class: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant) or
     "SwiGLU"; as there, act_layer is the gate's, so that a SwiGLU wants "silu", and mlp_ratio counts
     gate and value of the packed two.

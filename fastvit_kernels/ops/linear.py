@@ -360,6 +360,7 @@ class LinearDecision(NamedTuple):
     saves_z: bool
     saves_scales: bool
     reads: Reads | None
+    is_repeatable: bool  # y from its residual and what is saved, in one product no wider than y
 
 
 @takes_rows
@@ -502,6 +503,8 @@ def _decide(
         needs_d=needs_dz and not activation and x.numel() > 0,
         needs_dbias=needs_dbias, needs_dlayer_scale=needs_dscale,
     )  # fmt: skip
+    is_small = residual is not None and weight.shape[1] <= weight.shape[0]
+    is_repeatable = is_small and needs_dx and needs_dweight and not activation
     return LinearDecision(
         ops=chosen,
         needs_gradient=needs_gradient(*inputs),
@@ -520,10 +523,11 @@ def _decide(
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dweight or needs_gram,
         saves_weight=needs_dx or needs_gram,
-        saves_bias=needs_gram,
+        saves_bias=needs_gram or is_repeatable,
         saves_z=bool(activation) and needs_dz,
         saves_scales=needs_dz,
         reads=reads,
+        is_repeatable=is_repeatable,
     )
 
 

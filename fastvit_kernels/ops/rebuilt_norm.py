@@ -6,12 +6,13 @@
 
 Where an op inside would save y for its backward, it saves nothing: the norm's own backward keeps x
 already, and the backward of the op runs the norm's forward kernel again, which gives y's bits.
-That is one read of x and one write of y more, for y's memory.
+That is one read of x and one write of y more, for y's memory. Where x is not kept either, it comes
+from rebuilt_sum.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,42 +24,45 @@ from .common.rows import MAX_C
 from .layer_norm import layer_norm_fwd
 
 
-def _is_hooked() -> bool:
+def is_hooked() -> bool:
     """Whether somebody else decides what is saved."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _place(x: Tensor) -> int:
+def place_of(x: Tensor) -> int:
+    """What tells one storage from another."""
     return x.untyped_storage()._cdata
 
 
 @contextmanager
 def rebuilt_norm(
     y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = 1e-6, again: Callable[[], Tensor] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside, what would be saved of y is rebuilt from x in the backward.
 
     Args:
         y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it.
         x, weight, bias, eps: its arguments; none may change in place before the backward.
+        again: what `rebuilt_sum(x)` gave: gives x in the backward, so that nobody keeps it.
 
     Without effect where the Triton kernels do not run, where no gradient is wanted, inside other
     hooks on saved tensors (a checkpoint computes all again, an offload keeps all elsewhere), and in
     torch.compile, whose partitioner decides what is kept.
     """
-    if torch.compiler.is_compiling() or not y.requires_grad or _is_hooked():
+    if torch.compiler.is_compiling() or not y.requires_grad or is_hooked():
         yield
         return
     if x.shape[-1] > MAX_C or not use_triton("layer_norm", x, None):
         yield
         return
-    inputs = tuple(None if t is None else t.detach() for t in (x, weight, bias))
+    kept = (x if again is None else None, weight, bias)
+    inputs = tuple(None if t is None else t.detach() for t in kept)
     versions = _versions(inputs)
-    dtype, shape, place = y.dtype, y.shape, _place(y)
+    dtype, shape, place = y.dtype, y.shape, place_of(y)
 
     def pack(saved: Tensor) -> Any:
-        is_y = _place(saved) == place and saved.dtype == dtype and saved.is_contiguous()
+        is_y = place_of(saved) == place and saved.dtype == dtype and saved.is_contiguous()
         return saved.shape if is_y and saved.numel() == shape.numel() else saved
 
     def unpack(packed: Any) -> Tensor:
@@ -69,7 +73,9 @@ def rebuilt_norm(
                 "rebuilt_norm: x, weight or bias of a LayerNorm changed in place between its "
                 "forward and the backward, which reads them again"
             )
-        return layer_norm_fwd(*inputs, eps, dtype, False)[0].view(packed)
+        source, *params = inputs
+        source = source if again is None else again()
+        return layer_norm_fwd(source, *params, eps, dtype, False)[0].view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -35,6 +35,7 @@ TESTS = {  # by file of the package
     "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
     "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py",),
     "ops/rebuilt_norm.py": ("ops/test_rebuilt_norm.py",),
+    "ops/rebuilt_sum.py": ("ops/test_rebuilt_sum.py",),
     "ops/rms_norm.py": ("ops/test_rms_norm.py",),
     "ops/common/reduction.py": ("ops/test_reduction.py",),
     "ops/common/rotation.py": ("ops/test_rope.py",),
@@ -104,7 +105,17 @@ LAYER_NORM = [
     Fault(
         "norm-rebuilt-eps", "ops/rebuilt_norm.py", "unpack",
         "the rebuilt norm takes another eps",
-        "(*inputs, eps, dtype, False)", "(*inputs, 2 * eps + 1e-3, dtype, False)",
+        "*params, eps, dtype, False)", "*params, 2 * eps + 1e-3, dtype, False)",
+    ),
+    Fault(
+        "sum-rebuilt-rows", "ops/rebuilt_sum.py", "_make",
+        "the sum made again without its row_scale",
+        "layer_scale, row_scale, \"\"", "layer_scale, None, \"\"",
+    ),
+    Fault(
+        "sum-rebuilt-chain", "ops/rebuilt_sum.py", "_norm_before",
+        "a sum made again from one that is made again",
+        "None if getattr", "norm if getattr",
     ),
     Fault(
         "norm-dresidual-stride", "ops/layer_norm.py", "_layer_norm_bwd_kernel",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.rebuilt_norm import rebuilt_norm
+from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked
 from .fused import (
@@ -99,16 +100,18 @@ def pre_norm_branch(
         norm, body: children of the block; a norm may be None.
         tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
         call: how the host calls the body; `body` by default.
-        rebuild: a fused body keeps the norm's input for its backward, not its output.
+        rebuild: a fused body keeps the norm's input for its backward, not its output; nor does the
+            norm keep that, where it is a sum that can be made again.
         context: what the body's `fused_branch` needs besides.
     """
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
     if bypassed(norm) and isinstance(norm, LayerNorm):
-        y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
+        with rebuilt_sum(x) if rebuild and bypass else nullcontext() as again:
+            y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
         residual = same if residual is None or residual is x else residual
         if rebuild and bypass:
-            kept = rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps)  # type: ignore[attr-defined]
+            kept = rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)  # type: ignore[attr-defined]
     else:
         y = x if norm is None else norm(x)
     residual = x if residual is None else residual

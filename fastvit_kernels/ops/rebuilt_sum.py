@@ -1,0 +1,95 @@
+"""The sum that a LayerNorm reads, made again in the backward instead of kept.
+
+    y, first = layer_norm_and_input(first, ...)
+    x = linear(branch(y), weight, bias, residual=first)
+    with rebuilt_sum(x) as again:
+        y, x = layer_norm_and_input(x, ...)
+
+The second norm saves no x: its backward runs the linear's forward kernel again, on what that layer
+and the first norm keep for their own backward, which gives x's bits. That is one product more, and
+its epilogue, for x's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.arguments import autocast_dtype
+from .layer_norm import LayerNormAndInputFunction
+from .linear import LinearFunction, linear_fwd
+from .rebuilt_norm import is_hooked, place_of
+
+
+def _norm_before(layer: Any) -> Any:
+    """The node of the norm that handed the linear its residual, where the two can make the sum
+    again: None where one of them does not keep enough, or the norm's own input is made again."""
+    if layer.__class__ is not LinearFunction._backward_cls:
+        return None
+    if not layer.decision.is_repeatable:
+        return None
+    place = 2 if layer.decision.input_dtypes[2] is None else 3  # among arguments that are tensors
+    norm, output = layer.next_functions[place]
+    if norm.__class__ is not LayerNormAndInputFunction._backward_cls or output != 1:
+        return None
+    before = norm.next_functions[0][0]
+    return None if getattr(before, "is_rebuilt", False) else norm
+
+
+class _Again:
+    """x once more. Whoever asks first makes it, and leaves it for the norm's backward."""
+
+    def __init__(self, x: Tensor, norm: Any):
+        self.layer, self.norm, self.made = x.grad_fn, norm, None
+        self.device, self.autocast = x.device.type, autocast_dtype(x)
+
+    def read(self) -> Tensor:
+        if self.made is None:
+            self.made = self._make()
+        return self.made
+
+    def take(self) -> Tensor:
+        x, self.made = self.read(), None
+        return x
+
+    def _make(self) -> Tensor:
+        residual = self.norm.saved_tensors[0]
+        x, weight, bias, _, layer_scale, row_scale = self.layer.saved_tensors
+        autocast = torch.autocast(self.device, self.autocast, self.autocast is not None)
+        with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
+            return linear_fwd(
+                x, weight, bias, residual, layer_scale, row_scale, "",
+                self.layer.decision.out_dtype, False,
+            )[0]  # fmt: skip
+
+
+@contextmanager
+def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
+    """Inside, what would be saved of x is made again in the backward.
+
+    Yields: what gives x there, for `rebuilt_norm`; None where x is saved as ever: where it is no
+    sum of a `linear` no wider than its output and of what a `layer_norm_and_input` handed on,
+    inside other hooks on saved tensors, and in torch.compile, whose partitioner decides.
+    """
+    norm = None
+    if not torch.compiler.is_compiling() and not is_hooked():
+        norm = _norm_before(x.grad_fn)
+    if norm is None or x.grad_fn is None:
+        yield None
+        return
+    again, place, shape, dtype = _Again(x, norm), place_of(x), x.shape, x.dtype
+    x.grad_fn.is_rebuilt = True
+
+    def pack(saved: Tensor) -> Any:
+        is_x = place_of(saved) == place and saved.shape == shape and saved.dtype == dtype
+        return again if is_x else saved
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.take()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield again.read

@@ -1,0 +1,134 @@
+"""rebuilt_sum: a LayerNorm's input, made again by the linear layer before it, bit for bit."""
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastvit_kernels.models.vit import VisionTransformer
+from fastvit_kernels.ops import rebuilt_sum as module
+from fastvit_kernels.ops.layer_norm import layer_norm_and_input
+from fastvit_kernels.ops.linear import linear
+from fastvit_kernels.ops.mlp import mlp
+from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
+from fastvit_kernels.ops.rebuilt_sum import rebuilt_sum
+from fastvit_kernels.runtime.backend import backend
+
+B, T, C = 2, 5, 32
+SHAPES = {
+    "x": (B, T, C), "norm1": (C,), "proj": (C, C), "bias": (C,), "gamma": (C,),
+    "norm2": (C,), "fc1": (48, C), "fc2": (C, 48),
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How often a sum was made again."""
+    calls, launcher = [], module.linear_fwd
+    monkeypatch.setattr(module, "linear_fwd", lambda *a: calls.append(a) or launcher(*a))
+    return calls
+
+
+def _inputs():
+    return {name: rand(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def _gradients(inputs, low, scaled=True, spoil=None):
+    """The gradient of all that a block of linear and mlp reads, and whether its sum was kept."""
+    p = inputs
+    rows = torch.tensor([2.0, 0.0], device=DEVICE) if scaled else None
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
+        x = linear(
+            y, p["proj"], p["bias"], residual=first, row_scale=rows,
+            layer_scale=p["gamma"] if scaled else None,
+        )  # fmt: skip
+        if low:
+            with rebuilt_sum(x) as again:
+                y, same = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
+            kept = rebuilt_norm(y, x, p["norm2"], again=again)
+        else:
+            y, same = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
+            kept = torch.enable_grad()
+        with kept:
+            out = same + mlp(y, p["fc1"], None, p["fc2"], None)
+    reference = StorageWeakRef(x.untyped_storage())
+    del x, y, same, kept
+    is_kept = not reference.expired()
+    if spoil is not None:
+        spoil(first)
+    del first
+    upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
+    wanted = [t for n, t in inputs.items() if scaled or n != "gamma"]
+    return torch.autograd.grad(out, wanted, upstream), is_kept
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_rebuilt_sum_keeps_every_bit(scaled, made):
+    inputs = _inputs()
+    wanted, default_keeps = _gradients(inputs, False, scaled)
+    got, low_keeps = _gradients(inputs, True, scaled)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert default_keeps and not low_keeps
+    assert len(made) == 1  # for the norm's output and for the norm's backward together
+
+
+def test_rebuilt_sum_refuses_an_input_that_has_changed():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _gradients(_inputs(), True, spoil=lambda first: first.detach().zero_())
+
+
+def _model(depth, memory, **options):
+    torch.manual_seed(0)
+    return VisionTransformer(
+        8, 4, 3, 5, embed_dim=32, depth=depth, num_heads=2, memory=memory, **options
+    ).to(DEVICE)
+
+
+def _model_gradients(model):
+    images = rand(2, 3, 8, 8, seed=1, grad=False)
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        logits = model(images)
+    logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_model_of_low_memory_makes_one_sum_a_block(made):
+    low, default = (_model_gradients(_model(2, m, init_values=0.5)) for m in ("low", "default"))
+    assert len(made) == 2
+    assert all(torch.equal(a, b) for a, b in zip(low, default, strict=True))
+
+
+def test_rebuilt_sum_is_no_chain(made):
+    """A sum whose residual is itself made again is kept: else each would make all before it."""
+    p = _inputs()
+    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+        y, x = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
+        found = []
+        for _ in range(4):
+            x = linear(y, p["proj"], p["bias"], residual=x)
+            with rebuilt_sum(x) as again:
+                y, x = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
+            found.append(again is not None)
+        assert found == [True, False, True, False]
+        x.sum().backward()
+    assert len(made) == 2
+
+
+def test_rebuilt_sum_leaves_other_inputs_alone():
+    p = _inputs()
+    with backend("triton"):
+        y, first = layer_norm_and_input(p["x"], p["norm1"])
+        wide = torch.cat((y, y), -1)
+        weight = torch.cat((p["proj"], p["proj"]), -1)
+        sums = (
+            p["x"],
+            y,
+            linear(y, p["proj"]),
+            linear(y, p["proj"], residual=p["x"]),
+            linear(y, p["proj"], activation="gelu", residual=first),
+            linear(wide, weight, layer_scale=p["gamma"], residual=first),
+        )
+        for x in sums:
+            with rebuilt_sum(x) as again:
+                assert again is None
