@@ -125,6 +125,14 @@ def test_query_parts_hold_all_queries():
     assert query_parts(197, close=True) == (128, 64, 16)
 
 
+def test_attention_forward_owns_128_queries_where_they_pad_no_further():
+    found = {}
+    for T in (129, 197, 257, 300, 321, 577, 785, 1025):
+        found[T] = fwd_launch(*_problem(256, T, 12, 64, bf16, H100)).options["BLOCK_Q"]
+    assert [T for T in found if found[T] == 128] == [197, 321, 577, 785, 1025]
+    assert fwd_launch(*_problem(1, 197, 12, 64, bf16, H100)).options["BLOCK_Q"] == 64
+
+
 def _columns(options: dict[str, Any], axis: str, T: int) -> int:
     """Tokens that the tiles of a loop over `axis` cover."""
     block, tail = options[f"BLOCK_{axis}"], options[f"TAIL_{axis}"]

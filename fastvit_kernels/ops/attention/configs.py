@@ -124,10 +124,11 @@ FWD = {
     (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
-# 16 bits, D <= 64, T above LONG: twice the queries and the warps, half the reads of keys. On sm_90
-# the model of docs/compile.md has it 18 % quicker from T = 577 on; shorter T fill 64 rows better.
+# T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
-LONG, LONG_ON_HOPPER = 1024, 384
+# On sm_90 at D = 64 without mask also in these buckets, where 128 rows pad T no more than 64 do: by
+# the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577. At 257 the two are level.
+LONG_ON_HOPPER = (256, 384, 640, 1024)
 # Where tensor cores are those of sm_80 (mma.sync), T above 64: reads of shared memory bound every
 # kernel by the model of docs/compile.md, and 32 rows a warp instead of 16 halve those of k and v.
 # Not fewer rows than D: Triton would lay the warps along the columns.
@@ -228,8 +229,10 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         if mask.endswith("dropout"):  # its numbers take registers
             return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
         return _row(FWD_MMA, 2, D)
-    long = LONG_ON_HOPPER if gpu.arch == "sm_90" else LONG
-    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > long:
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
+        return FWD_LONG
+    pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
+    if ITEMSIZE[dtype] == 2 and pads_alike and (gpu.arch, mask, D) == ("sm_90", "none", 64):
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
         return FWD_HEADS
