@@ -43,8 +43,9 @@ def _norm_before(layer: Any) -> Any:
 class _Again:
     """x once more. Whoever asks first makes it, and leaves it for the norm's backward."""
 
-    def __init__(self, x: Tensor, norm: Any):
-        self.layer, self.norm, self.made = x.grad_fn, norm, None
+    def __init__(self, x: Tensor, layer: Any, norm: Any):
+        self.layer, self.norm = layer, norm
+        self.made: Tensor | None = None
         self.device, self.autocast = x.device.type, autocast_dtype(x)
 
     def read(self) -> Tensor:
@@ -75,14 +76,15 @@ def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
     sum of a `linear` no wider than its output and of what a `layer_norm_and_input` handed on,
     inside other hooks on saved tensors, and in torch.compile, whose partitioner decides.
     """
+    layer: Any = x.grad_fn
     norm = None
     if not torch.compiler.is_compiling() and not is_hooked():
-        norm = _norm_before(x.grad_fn)
-    if norm is None or x.grad_fn is None:
+        norm = _norm_before(layer)
+    if norm is None:
         yield None
         return
-    again, place, shape, dtype = _Again(x, norm), place_of(x), x.shape, x.dtype
-    x.grad_fn.is_rebuilt = True
+    again, place, shape, dtype = _Again(x, layer, norm), place_of(x), x.shape, x.dtype
+    layer.is_rebuilt = True
 
     def pack(saved: Tensor) -> Any:
         is_x = place_of(saved) == place and saved.shape == shape and saved.dtype == dtype
