@@ -39,6 +39,7 @@ from fastvit_kernels.swap.hosts import fused
 from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
 
 BATCH, SIZE, PATCH = 256, 224, 16
+TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)
 GPU = "sm_90"  # its configs and routes
 
 # Bytes a token for each of C channels, F = 4 C, fp32 residual stream, 16-bit products.
@@ -54,6 +55,8 @@ MINIMUM = {
         "norm 1, 16-bit copy": 2 + 4 + 4 + 4 + 2,
     },
 }  # fmt: skip
+# The same of its 12 C^2 weights, an element: cast and read; read, and their fp32 gradient written.
+WEIGHTS = {"forward": 4 + 2 + 2, "backward": 2 + 4}
 # x, y, qkv, out, x, y, pre-activation
 KEPT = 4 + 2 + 6 + 2 + 4 + 2 + 8
 
@@ -267,6 +270,16 @@ def block(size: str, provider: str) -> Step:
     return steps[1].less(steps[0])
 
 
+def _least(side: str, C: int) -> float:
+    """C bytes a token of one direction's minimum."""
+    return sum(MINIMUM[side].values()) + 12 * C * WEIGHTS[side] / TOKENS
+
+
+def minimum(C: int) -> float:
+    """C bytes a token that a block of this width moves at least, forward and backward."""
+    return sum(_least(side, C) for side in MINIMUM)
+
+
 HEADER = (
     "model", "provider", "launches forward", "backward", "C bytes forward", "backward",
     "of minimum", "C bytes kept",
@@ -275,26 +288,20 @@ HEADER = (
 
 def rows() -> Iterator[tuple[str, ...]]:
     """A line for each model and provider: launches, and bytes a token in units of C."""
-    image = (SIZE // PATCH) ** 2 + 1
-    tokens = BATCH * image
     for size in ("S", "B", "L"):
         C, name = VITS[size][0], f"ViT-{size}/{PATCH}"
-        # 12 C^2 elements of weights: cast and read, then read and their fp32 gradient written.
-        least = [
-            sum(MINIMUM[side].values()) + 12 * C * moved / tokens
-            for side, moved in (("forward", 4 + 2 + 2), ("backward", 2 + 4))
-        ]
+        least = [_least(side, C) for side in MINIMUM]
         yield name, "minimum", "7", "11", *(f"{n:.1f}" for n in least), "1.00", f"{KEPT:.1f}"
         for provider in PROVIDERS:
             step = block(size, provider)
-            moved = [side[1] / (tokens * C) for side in (step.forward, step.backward)]
+            moved = [side[1] / (TOKENS * C) for side in (step.forward, step.backward)]
             yield (
                 name, provider, str(step.forward[0]), str(step.backward[0]),
                 *(f"{n:.1f}" for n in moved), f"{sum(moved) / sum(least):.2f}",
-                f"{step.kept / (tokens * C):.1f}",
+                f"{step.kept / (TOKENS * C):.1f}",
             )  # fmt: skip
         kept = kept_by_partitioner(size, 2) - kept_by_partitioner(size, 1)
-        yield name, "torch.compile's partition", *5 * "-", f"{kept / (image * C):.1f}"
+        yield name, "torch.compile's partition", *5 * "-", f"{kept * BATCH / (TOKENS * C):.1f}"
 
 
 def table() -> str:

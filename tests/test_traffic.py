@@ -8,7 +8,7 @@ pytest.importorskip("timm")
 traffic = pytest.importorskip("bench.traffic")
 
 TOKENS, C = traffic.BATCH * 197, 384
-LAUNCHES = 29  # of a block, forward and backward
+LAUNCHES = 28  # of a block, forward and backward
 
 
 def _units(n: int) -> float:
@@ -42,9 +42,11 @@ def test_traffic_of_a_swapped_block_is_what_is_promised():
     step, eager = traffic.block("S", "swapped"), traffic.block("S", "timm")
     low = traffic.block("S", 'swapped, memory="low"')
     assert 28.0 <= _units(step.kept) < 28.3 and _units(eager.kept) > 36
-    assert 24.0 <= _units(low.kept) < 24.3
+    assert 20.0 <= _units(low.kept) < 20.3
     assert step.forward[0] + step.backward[0] <= LAUNCHES
-    assert step.forward[1] + step.backward[1] < 0.7 * (eager.forward[1] + eager.backward[1])
+    moved = step.forward[1] + step.backward[1]
+    assert moved < 0.7 * (eager.forward[1] + eager.backward[1])
+    assert _units(moved) < 1.04 * traffic.minimum(C)
 
 
 def test_traffic_minimum_is_the_sum_of_its_parts():
