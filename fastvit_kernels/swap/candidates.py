@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE
-from .hosts.structure import AttentionRoles, MlpRoles
+from .hosts.structure import AttentionRoles, MlpRoles, part
 from .observe import Event, Observation
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
@@ -53,11 +53,17 @@ def origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
 
 def _all_known(module: nn.Module, roles: Any) -> None:
     """Refuses a module with parameters that no role has."""
-    names = [n for v in roles if v for n in (v if isinstance(v, tuple) else (v,))]
-    known = tuple(f"{n}." for n in names if isinstance(n, str))
-    unknown = [n for n, _ in module.named_parameters() if not n.startswith(known)]
+    unknown = _unknown(module, [*_flat(tuple(roles))])
     if unknown:
         raise Refused(f"it has parameters that we do not know: {', '.join(unknown[:3])}")
+
+
+def _unknown(module: nn.Module, known: list[str]) -> list[str]:
+    """The parameters that are none of these parts and in none of them."""
+    parts = tuple(f"{n}." for n in known if n)
+    return [
+        n for n, _ in module.named_parameters() if n not in known and not n.startswith(parts)
+    ]  # fmt: skip
 
 
 # Attention.
@@ -110,7 +116,13 @@ def _attention_roles(
     )  # fmt: skip
     roles = roles._replace(**_around(module, seen, core, before, behind))
     rounds = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
-    roles = roles._replace(rounded=rounds)
+    rounds = rounds or any(e.function == "float" for e in seen.events)
+    roles = roles._replace(rounded=rounds, **_raw(seen, roles.projections))
+    if roles.raw and not whole:
+        raise Refused("it reads the weights of Linears without calling them")
+    if roles.turn:
+        turned = next(e for e in seen.events if e.part == roles.turn)
+        roles = roles._replace(prefix=T - seen.shape(turned.inputs[0])[-2], tokens=shape[1:-1])
     if seen.others:
         scores = seen.shape(core.output)
         if is_sdpa or any(seen.shape(n) != scores for n in seen.others):
@@ -120,12 +132,15 @@ def _attention_roles(
         norm = next(e for e in seen.events if e.part == roles.q_norm)
         roles = roles._replace(wide_norms=len(seen.shape(norm.inputs[0])) == len(shape))
     if whole:
+        roles = roles._replace(**_bias(module, seen, roles))
         _all_known(module, roles)
     settings = _floats(module, [*roles.projections, roles.out])
     if is_sdpa:
         roles = roles._replace(causal=bool(_argument(core, 5, "is_causal", False)))
         asked = _argument(core, 6, "scale", None)
-        scales = [None] if asked is None else [n for n, v in settings.items() if v == asked]
+        usual = asked is None or abs(asked * seen.shape(core.inputs[0])[-1] ** 0.5 - 1) < 1e-12
+        scales = [] if asked is None else [n for n, v in settings.items() if v == asked]
+        scales += [None] if usual else []
         scales += [asked] if asked is not None else []
         drops = _rates(module) if _argument(core, 4, "dropout_p", 0.0) else [roles.dropout]
         drops = drops or [roles.dropout]
@@ -138,6 +153,51 @@ def _attention_roles(
             for scale in scales:
                 for drop in drops:
                     yield roles._replace(layout=layout, scale=scale, causal=causal, dropout=drop)
+
+
+def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:
+    """The parameters that stand for the biases of projections whose weights are read."""
+    calls = {e.part: e for e in seen.events if e.part in projections and e.function == "linear"}
+    if not calls:
+        return {}
+    if len(calls) != len(projections):
+        raise Refused("it reads the weights of Linears without calling them")
+    made, found = seen.producers(), []
+    for name in projections:
+        bias = _argument(calls[name], 2, "bias", None)
+        ends: tuple[Any, ...] = () if bias is None else (bias,)
+        if bias is not None and bias.number in made and made[bias.number].function == "cat":
+            ends = made[bias.number].args[0]
+        found.append(tuple(seen.parameters.get(v.number, "") for v in ends))
+    return {"raw": True, "biases": tuple(found)}
+
+
+def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, Any]:
+    """What parameters that are in none of its parts may be for the scores, by their shapes."""
+    known = [n for v in roles if isinstance(v, (str, tuple)) for n in _flat(v)]
+    shapes = {n: tuple(part(module, n).shape) for n in _unknown(module, known)}
+    shape = seen.shape(seen.first)
+    T = shape[1] if len(shape) == 3 else 0
+    if len(shapes) == 1 and [s[1:] for s in shapes.values()] == [(roles.heads,)]:
+        indices = [
+            n for n, b in module.named_buffers()
+            if tuple(b.shape) == (T, T) and not b.is_floating_point()
+        ]  # fmt: skip
+        if indices:
+            return {"table": next(iter(shapes)), "index": indices[0], "tokens": (T,)}
+    if len(shapes) == 2 and tuple(s[0] for s in shapes.values()) == tuple(
+        2 * n - 1 for n in shape[1:-1]
+    ):
+        return {"along": tuple(shapes), "tokens": shape[1:-1]}
+    return {}
+
+
+def _flat(value: Any) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for v in value:
+            yield from _flat(v)
+    elif isinstance(value, str):
+        yield value
 
 
 def _argument(event: Event, place: int, name: str, default: Any) -> Any:
@@ -232,9 +292,13 @@ def _around(
     for index, event in enumerate(seen.events):
         if not event.part or event in before or event in behind or event is core:
             continue
-        part, role = module.get_submodule(event.part), ""
-        kind = type(part)
-        if kind is nn.Identity or (kind is not nn.Dropout and not list(part.parameters())):
+        child, role = module.get_submodule(event.part), ""
+        kind = type(child)
+        own = first < index < place and next(child.buffers(), None) is not None
+        if own and not list(child.parameters()) and found.get("turn") in (None, event.part):
+            found["turn"] = event.part
+            continue
+        if kind is nn.Identity or (kind is not nn.Dropout and not list(child.parameters())):
             continue
         if kind is nn.Dropout:
             is_scores = place < index < last and (
@@ -265,6 +329,8 @@ def mlp_roles(module: Any, seen: Observation, whole: bool = True) -> Iterator[Ml
     if len(linears) not in (2, 3):
         raise Unlike(f"{len(linears)} Linears in a forward without attention")
     *first, last = linears
+    if any(e.function == "linear" for e in linears):
+        raise Refused("it reads the weights of Linears without calling them")
     if seen.others:
         raise Refused("its result has a tensor besides: a hidden state")
     found = _around_mlp(module, seen, first, last)

@@ -24,7 +24,7 @@ class Value(NamedTuple):
 class Event(NamedTuple):
     """A call of a part or of a function of torch."""
 
-    part: str  # a part's dotted name; "" for a function
+    part: str  # a part's dotted name, or the Linear that a function has the weight of; or ""
     function: str  # a function's name, or the name of the part's class
     args: tuple[Any, ...]  # with a Value for each tensor
     kwargs: dict[str, Any]
@@ -73,6 +73,7 @@ class _Recorder(TorchFunctionMode):
         self.found = Observation()
         self.numbers: dict[int, int] = {}  # id of a tensor that is alive -> its number
         self.depth = 0  # parts whose calls are at work
+        self.modules = dict(module.named_modules())
         for name, p in (*module.named_parameters(), *module.named_buffers()):
             self.found.parameters[self.number(p)] = name
 
@@ -114,9 +115,18 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not self.depth:
             name = getattr(func, "__name__", str(func))
+            part = self.owner(name, args, kwargs)
             in_place = name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
-            self.record("", name, args, kwargs, result, in_place)
+            self.record(part, name, args, kwargs, result, in_place)
         return result
+
+    def owner(self, name: str, args: Any, kwargs: dict[str, Any]) -> str:
+        """The Linear whose weight a call of F.linear reads; "" for any other call."""
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        if name != "linear" or not isinstance(weight, Tensor):
+            return ""
+        part = self.found.parameters.get(self.number(weight), "").rpartition(".weight")[0]
+        return part if isinstance(self.modules.get(part), nn.Linear) else ""
 
     def watch(self, name: str, part: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Attentions, MLPs and residual blocks of hosts that no table knows, found by what they do.
 
-One run of a small copy shows which parts a forward calls on which values, and where its softmax or
-its sum stands (observe.py). That gives candidates, roles for the fused forwards of
+One run of a small copy (runs.py) shows which parts a forward calls on which values, and where its
+softmax or its sum stands (observe.py). That gives candidates, roles for the fused forwards of
 hosts/structure.py, most likely first; each is proven like any other swap until one holds. Names
 only order the candidates. Equal configurations share a search.
 """
@@ -20,19 +20,22 @@ from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
 from .candidates import Refused, Unlike, attention_roles, mlp_roles
-from .copies import Copier, numbers_of_heads, sizes_of
-from .facts import ClassOf, Facts, host_of, methods
+from .facts import ClassOf, Facts, host_of, is_rate, methods
 from .hosts import structure
-from .hosts.fused import arguments_of, example, width_of
-from .observe import Observation, observe
+from .hosts.fused import arguments_of
 from .prove import aside, prove
+from .runs import (
+    angle_argument,
+    angles_for,
+    extras_of_block,
+    is_mask,
+    level_of,
+    observed,
+    open_parts,
+)
 from .steps import block_roles
 
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
-
-DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
-
-HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
 
 # How a mask of a kind may be read, by names that hosts/structure/attention.py has.
 READINGS = {
@@ -41,6 +44,7 @@ READINGS = {
     "added, 2 axes": ("", "keys"),
     "boolean, 2 axes": ("keys", "not keys", "", "not"),
 }
+LEARNT = ("learnt, 3 axes", "learnt, 4 axes")  # kinds of a bias of the scores
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
 
@@ -92,33 +96,11 @@ def is_partial(cls: Any) -> bool:
 # Which search suits a module.
 
 
-def _level(cls: type) -> str:
-    return getattr(cls, "fused_level", "")
-
-
-def open_parts(module: nn.Module, class_of: ClassOf) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that a run shows as one event each: those that are planned, leaves of torch, and
-    what has weights but no matmul, such as a norm. It sees through all others."""
-    for name, child in module.named_children():
-        inner = list(child.modules())
-        library = type(child).__module__.partition(".")[0]
-        is_leaf = len(inner) == 1 and library == "torch"
-        heavy = any(isinstance(m, nn.Linear) or _level(class_of(m)) in HEAVY for m in inner)
-        called = type(child).forward is not nn.Module.forward
-        small = called and not heavy and next(child.parameters(), None) is not None
-        attention = isinstance(child, (nn.MultiheadAttention, nn.Linear))
-        if _level(class_of(child)) or is_leaf or small or attention:
-            yield name, child
-        else:
-            for rest, m in open_parts(child, class_of):
-                yield f"{name}.{rest}", m
-
-
 def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] | None:
     """The search for modules of this kind; None where they are certainly none of ours."""
     cls = type(module)
     library = cls.__module__.partition(".")[0]
-    if _level(cls) or isinstance(module, torch.jit.ScriptModule) or is_watched_everywhere():
+    if level_of(cls) or isinstance(module, torch.jit.ScriptModule) or is_watched_everywhere():
         return None
     if library == __name__.partition(".")[0]:
         return None  # it runs on the kernels as it is
@@ -135,8 +117,8 @@ def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] |
         rates = [n for n, v in vars(module).items() if "drop" in n or n in ("p", "prob")]
         return _path if not own and not module._buffers and rates else None
     parts = list(open_parts(module, class_of))
-    levels = {_level(class_of(m)) for _, m in parts}
-    if any(_level(class_of(m)) == "block" and not is_partial(class_of(m)) for _, m in parts):
+    levels = {level_of(class_of(m)) for _, m in parts}
+    if any(level_of(class_of(m)) == "block" and not is_partial(class_of(m)) for _, m in parts):
         return None
     if levels & {"attention", "mlp", "block"}:
         return _wider
@@ -158,7 +140,7 @@ def _wider(module: nn.Module, class_of: ClassOf) -> Found:
         def without(m: nn.Module) -> type:
             return host_of(class_of(m)) if id(m) in open_ones else class_of(m)
 
-        levels = {_level(without(m)) for _, m in open_parts(module, without)}
+        levels = {level_of(without(m)) for _, m in open_parts(module, without)}
         first = (_block if levels & {"attention", "mlp"} else _whole)(module, without)
         if first.mixin is not None:
             return first._replace(absorbed=tuple(partial))
@@ -205,13 +187,17 @@ def _try(
 def describe(mixin: Any, roles: Any) -> str:
     """A candidate in a few words."""
     if mixin is structure.Block:
-        what = [s.body or _level_of(s.inline) for s in roles.steps]
-        return f"block of {', '.join(what)}" + ", in evaluation" * roles.evaluation
+        what = [s.body or _kind(s.inline) for s in roles.steps]
+        what += [f"in windows of {s.window}" for s in roles.steps if s.window]
+        what += ["in evaluation"] * roles.evaluation
+        what += [f"without {roles.sampled} of the samples"] * bool(roles.sampled)
+        what += [f"{n} unread" for n in roles.unread]
+        return f"block of {', '.join(what)}"
     told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]
-    return f"{_level(mixin)} {' '.join(told)}"
+    return f"{level_of(mixin)} {' '.join(told)}"
 
 
-def _level_of(roles: Any) -> str:
+def _kind(roles: Any) -> str:
     return "an MLP" if isinstance(roles, structure.MlpRoles) else "an attention"
 
 
@@ -228,64 +214,24 @@ def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
     ]  # fmt: skip
 
 
-Extras = Callable[[Any, int], dict[str, Any]]  # (copy, tokens) -> arguments besides the first
-
-
-def _no_more(copy: Any, tokens: int) -> dict[str, Any]:
-    return {}
-
-
-def _observed(
-    module: nn.Module, class_of: ClassOf, training: bool, more: Extras = _no_more
-) -> Observation:
-    """A run of the module's own forward on a copy: on tokens, else on a grid of tokens.
-
-    Raises: Refused where it takes neither.
-    """
-
-    def host_class(m: nn.Module) -> type:
-        return host_of(class_of(m))
-
-    parts = [name for name, _ in open_parts(module, class_of)]
-    failure: Exception | None = None
-    for shape in ((3, 5), (2, 3, 4)):
-        every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
-        for dtype, sizes in every:
-            copier = Copier(sizes, whole=True, dtype=dtype)
-            copy = copier.module(module, host_class, False, {}).train(training)
-            x = example(copier.generator, *shape, width_of(copy)).detach().to(dtype)
-            names, defaults, _ = arguments_of(type(copy).forward)
-            if not names:
-                raise Unlike("its forward names no argument")
-            others = {n: None for n in names[1:] if n not in defaults}
-            torch.default_generator.manual_seed(7)
-            try:
-                return observe(copy, parts, (x,), others | more(copy, shape[1]))
-            except Refused:
-                raise
-            except Exception as error:
-                failure = failure or error
-    raise Unlike(f"it could not be run: {str(failure).splitlines()[0][:120] if failure else ''}")
-
-
 def _branch(module: nn.Module, class_of: ClassOf) -> Found:
     trials: list[Trial] = []
     try:
-        angles = _angle_argument(module)
+        angles = angle_argument(module)
         try:
-            seen = _observed(module, class_of, training=True)
+            seen = observed(module, class_of, training=True)
         except Unlike:
             if angles is None:
                 raise
-            more = partial(_angles, name=angles, roles=None)
-            candidates = attention_roles(module, _observed(module, class_of, True, more))
+            more = partial(angles_for, name=angles, roles=None)
+            candidates = attention_roles(module, observed(module, class_of, True, more))
             needing = [r._replace(needs_rope=True) for r in candidates or ()]
             rotated = _rotated(module, angles, needing)
             found = _try(module, class_of, structure.Attention, rotated, trials)
             return _with_masks(module, class_of, found, trials)
         candidates = attention_roles(module, seen)
         if candidates is None:
-            seen = _observed(module, class_of, training=False)
+            seen = observed(module, class_of, training=False)
             return _try(module, class_of, structure.Mlp, mlp_roles(module, seen), trials)
         found = _try(module, class_of, structure.Attention, candidates, trials)
         if found.mixin is not None and angles is not None:
@@ -301,10 +247,10 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
 
 def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
     """The same with the kinds of masks that its forward reads as ours does."""
-    names = [n for n in arguments_of(type(module).forward).names[1:] if "mask" in n]
+    names = [n for n in arguments_of(type(module).forward).names[1:] if is_mask(n)]
     for name in names if found.mixin is not None and not found.roles.grid else ():
-        for kind in ("added, 4 axes", "boolean, 4 axes", "added, 2 axes", "boolean, 2 axes"):
-            for reading in READINGS[kind]:
+        for kind in READINGS if "mask" in name else LEARNT:
+            for reading in READINGS.get(kind, ("",)):
                 roles = found.roles._replace(mask=name)
                 roles = roles._replace(masks=(*found.roles.masks, (kind, reading)))
                 wider = _try(module, class_of, structure.Attention, [roles], trials)
@@ -314,25 +260,6 @@ def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial
         if found.roles.mask:
             break
     return found._replace(trials=tuple(trials))
-
-
-def _angle_argument(module: Any) -> str | None:
-    """The argument with RoPE's angles, by its name: it has no other mark."""
-    names = arguments_of(type(module).forward).names[1:]
-    return next((n for n in names if re.search("rope|rotary|position_emb", n)), None)
-
-
-def _angles(copy: Any, tokens: int, name: str, roles: Any) -> dict[str, Any]:
-    """A pair of tables for an attention with these roles, or with heads of which we know less."""
-    if roles is None:
-        D = width_of(copy) // max(numbers_of_heads(copy), default=1)
-    else:
-        names = roles.projections
-        packed = structure.part(copy, names[0]).out_features // roles.heads
-        D, tokens = packed // (3 if len(names) == 1 else 1), tokens - roles.prefix
-    generator = torch.Generator().manual_seed(3)
-    dtype = next(copy.parameters()).dtype
-    return {name: tuple(torch.randn(tokens, D, generator=generator, dtype=dtype) for _ in "sc")}
 
 
 def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
@@ -352,18 +279,25 @@ def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
 def _block(module: nn.Module, class_of: ClassOf) -> Found:
     trials: list[Trial] = []
     candidates: dict[Any, None] = {}
+    resting: list[Any] = []  # of evaluation
     why: list[Refused] = []
-    for more in _extras_of_block(module, class_of):
+    for more in extras_of_block(module, class_of):
         for training in (True, False):
             try:
-                seen = _observed(module, class_of, training, more)
-                candidates |= dict.fromkeys(block_roles(module, class_of, seen))
+                seen = observed(module, class_of, training, more)
+                every = [*block_roles(module, class_of, seen)]
+                candidates |= dict.fromkeys(every)
+                resting = resting if training else every
             except Refused as refused:
                 why.append(refused)
     if not candidates:
         return Found(None, None, str(why[0]), any(isinstance(r, Unlike) for r in why))
+    for name in (n for n, v in vars(module).items() if is_rate(n, v)):
+        candidates |= {roles._replace(sampled=name): None for roles in resting}
     candidates |= {roles._replace(evaluation=True): None for roles in [*candidates]}
     found = _try(module, class_of, structure.Block, candidates, trials)
+    if found.mixin is not None:
+        found = _with_unread(module, class_of, found, trials)
     if found.mixin is not None and "list" in type(module).forward.__code__.co_names:
         wider = found.roles._replace(lists=True)
         both = _try(module, class_of, structure.Block, [wider], trials)
@@ -371,29 +305,16 @@ def _block(module: nn.Module, class_of: ClassOf) -> Found:
     return found._replace(trials=tuple(trials))
 
 
-def _extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
-    """What a block may hand on to its attention: RoPE's tables and a mask, or fewer of them."""
-    names = arguments_of(type(module).forward).names[1:]
-    masks = [n for n in names if "mask" in n]
-    for part, m in open_parts(module, class_of):
-        roles = getattr(class_of(m), "fused_roles", None)
-        if not isinstance(roles, structure.AttentionRoles):
-            continue
-
-        def more(copy: Any, tokens: int, mask: bool, part: str = part, roles: Any = roles) -> Any:
-            angles = _angle_argument(module) if roles.rope else None
-            inner = copy.get_submodule(part)
-            given = _angles(inner, tokens, angles, roles) if angles else {}
-            if mask:
-                x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
-                kind, reading = roles.masks[0]
-                generator = torch.Generator().manual_seed(3)
-                given[masks[0]] = structure.example_of_mask(kind, "keys" in reading, x, generator)
-            return given
-
-        both = [partial(more, mask=True)] if masks and roles.mask else []
-        return [*both, partial(more, mask=False)]
-    return [_no_more]
+def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
+    """The same with the arguments that a caller may give and that nothing reads."""
+    names, defaults, _ = arguments_of(type(module).forward)
+    taken = structure.extras(found.roles)
+    for name in names[1:]:
+        if name in defaults and defaults[name] is None and name not in taken:
+            roles = found.roles._replace(unread=(*found.roles.unread, name))
+            wider = _try(module, class_of, structure.Block, [roles], trials)
+            found = wider if wider.mixin is not None else found
+    return found
 
 
 def _norm(module: Any, class_of: ClassOf) -> Found:

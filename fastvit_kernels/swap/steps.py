@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,9 @@ from .hosts.structure import BlockRoles, Step
 from .observe import Event, Observation, Value
 
 MOST = 16  # candidates of an inline branch
+# What moves values and computes none: on the way into windows of a grid, and out of them.
+MOVES = ("view", "reshape", "permute", "transpose", "contiguous", "pad", "__getitem__", "flatten",
+         "unflatten")  # fmt: skip
 
 
 def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iterator[BlockRoles]:
@@ -30,6 +34,7 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
 
     Raises: Refused where the forward does more than add branches and call parts.
     """
+    seen, channels = _channels(seen)
     made = seen.producers()
     found: list[tuple[Step, list[Any]]] = []  # and the candidates of an inline branch
     taken: set[int] = set()  # outputs of events that a step has
@@ -69,7 +74,22 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
             for step, inlined in found
         )
         rounded = any(_rounds(module, class_of, step) for step in steps)
-        yield BlockRoles(steps, _through(module, steps), result_of(seen), rounded=rounded)
+        yield BlockRoles(
+            steps, _through(module, steps), result_of(seen), rounded=rounded, channels=channels
+        )
+
+
+def _channels(seen: Observation) -> tuple[Observation, bool]:
+    """What is seen between two permutations, from (B, C, height, width) and back."""
+    first = [e for e in seen.events if seen.first in e.inputs]
+    last = seen.producers().get(seen.result)
+    if len(first) != 1 or last is None or (first[0].function, last.function) != ("permute",) * 2:
+        return seen, False
+    if (first[0].args[1:], last.args[1:]) != ((0, 2, 3, 1), (0, 3, 1, 2)):
+        return seen, False
+    events = [e for e in seen.events if e is not first[0] and e is not last]
+    inner = replace(seen, events=events, first=first[0].output, result=last.inputs[0])
+    return inner, True
 
 
 def _rounds(module: nn.Module, class_of: ClassOf, step: Step) -> bool:
@@ -140,6 +160,7 @@ def _sum(
     for residual, end in (event.inputs, event.inputs[::-1]):
         tail: list[str] = []
         path: list[int] = [event.output]
+        moved = False
         while end in made and seen.uses(end) == 1:
             inner = made[end]
             part: Any = module.get_submodule(inner.part) if inner.part else None
@@ -149,6 +170,11 @@ def _sum(
                     **_call(inner, part, seen.extras),
                 )  # fmt: skip
                 path.append(end)
+                if moved:
+                    window = _window(module, seen, made, step.source, path)
+                    if window is None:
+                        break
+                    step = step._replace(window=window[0], source=window[1])
                 return _with_norm(module, class_of, seen, made, step, [], path, taken)
             if isinstance(part, nn.Linear):
                 found = _inline(module, class_of, seen, made, residual, end, path)
@@ -158,6 +184,9 @@ def _sum(
                 step = Step(event.output, source, residual, tail=tuple(tail[::-1]))
                 return _with_norm(module, class_of, seen, made, step, inlined, path, taken)
             path.append(end)
+            if part is None and inner.function in MOVES:
+                moved, end = True, inner.inputs[0]
+                continue
             if part is not None and len(inner.inputs) == 1:
                 tail.append(inner.part)
                 end = inner.inputs[0]
@@ -169,6 +198,18 @@ def _sum(
                 continue
             break
     return None
+
+
+def _window(
+    module: nn.Module, seen: Observation, made: dict[int, Event], number: int, path: list[int]
+) -> tuple[str, int] | None:
+    """The setting with the size of the windows that a value is cut into, and what was cut."""
+    shape = seen.shape(number)
+    sizes = [n for n, v in vars(module).items() if type(v) is int and (v, v) == shape[1:-1]]
+    while number in made and not made[number].part and made[number].function in MOVES:
+        path.append(number)
+        number = made[number].inputs[0]
+    return (sizes[0], number) if sizes else None
 
 
 def _is_norm(module: nn.Module, class_of: ClassOf, event: Event | None) -> bool:

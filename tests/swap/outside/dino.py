@@ -173,3 +173,13 @@ class WeightsBlock(nn.Module):
             return x + self.drop_path(self.mlp(self.norm2(x)))
         x = x + self.drop_path(self.gamma_1 * y)
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+
+
+class RoundedBlock(Block):
+    """Keeps another number of samples."""
+
+    def on_some(self, x, branch):
+        kept = max(round(len(x) * (1 - self.sample_drop_ratio)), 1)
+        index = torch.randperm(len(x))[:kept]
+        y = branch(x[index]).flatten(1)
+        return torch.index_add(x.flatten(1), 0, index, y, alpha=len(x) / kept).view_as(x)

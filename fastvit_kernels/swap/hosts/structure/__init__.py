@@ -24,7 +24,7 @@ from .roles import LinearRoles, MaskedLinear, Roles
 __all__ = [
     "Attention", "AttentionRoles", "Block", "BlockRoles", "LinearRoles", "MaskedLinear", "Mlp",
     "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Scale", "ScaleRoles", "Step",
-    "example_of_mask", "part", "recognised_class",
+    "example_of_mask", "extras", "part", "recognised_class",
 ]  # fmt: skip
 
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Scale, Path, Block)
@@ -40,7 +40,7 @@ def _dropouts(roles: Any) -> frozenset[str]:
     return frozenset((roles.dropout,)) if getattr(roles, "dropout", "") else frozenset()
 
 
-def _extras(roles: Any) -> tuple[str, ...]:
+def extras(roles: Any) -> tuple[str, ...]:
     """The arguments besides the first that the fused forward takes."""
     if isinstance(roles, BlockRoles):
         return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
@@ -57,7 +57,7 @@ def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
                 sys.modules[__name__], mixin, host, f"{mixin.__name__}_{spelled}",
                 {
                     "fused_roles": roles,
-                    "fused_extras": _extras(roles),
+                    "fused_extras": extras(roles),
                     "fused_attention_dropout": _dropouts(roles),
                     "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
                 },

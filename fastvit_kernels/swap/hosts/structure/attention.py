@@ -10,10 +10,19 @@ from torch import Tensor, nn
 
 from ....ops.attention.functions import attention
 from ....ops.attention.sdpa import scaled_dot_product_attention
+from ....ops.linear import linear
 from ....runtime.plain import add_branch, is_plain, is_raw
 from ...prove import ROOTS
-from ..attend import attend_packed, attend_weights, packable, registered, together
-from ..fused import Given, example, inert, part, project, project_out, width_of
+from ..attend import (
+    attend_packed,
+    attend_weights,
+    packable,
+    registered,
+    shares_a_matmul,
+    together,
+)
+from ..fused import Given, example, inert, part, project_out, width_of
+from .positions import bias_of, grid_of, turned, windows_of, with_decomposed
 from .roles import Roles, as_result, entered, weight_and_bias
 
 
@@ -43,6 +52,13 @@ class AttentionRoles(NamedTuple):
     needs_rope: bool = False  # it takes no call without angles
     mask: str = ""  # the argument with a mask
     masks: tuple[tuple[str, str], ...] = ()  # the kinds that were proven, and how each is read
+    raw: bool = False  # it reads the weights of its projections, and calls none
+    biases: tuple[tuple[str, ...], ...] = ()  # then: of each projection, end to end; "" for zeros
+    table: str = ""  # a bias of the scores: rows of this parameter
+    index: str = ""  # by this buffer (T, T)
+    along: tuple[str, ...] = ()  # decomposed relative positions: along height, along width
+    turn: str = ""  # a child that turns q and k, all but `prefix` tokens
+    tokens: tuple[int, ...] = ()  # (T,) or (height, width), where it takes no other
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
 
 
@@ -54,23 +70,33 @@ def attention_facts(module: Any) -> Any:
 
 
 def kind_of(mask: Tensor, x: Tensor) -> str:
-    """A mask for x (B, T, C): boolean or added to the scores; of the keys (B, T), of the scores
-    (T, T), or with axes that broadcast to (B, H, T, T)."""
+    """A mask for x (B, T, C): boolean, or added to the scores and perhaps learnt; of the keys
+    (B, T), of the scores (T, T), of each head (H, T, T), or with axes that broadcast to
+    (B, H, T, T)."""
     B, T = x.shape[:2]
     if mask.ndim == 4 and mask.shape[0] in (1, B) and mask.shape[2:] in ((1, T), (T, T)):
         shape = "4 axes"
+    elif mask.ndim == 3 and mask.shape[1:] == (T, T):
+        shape = "3 axes"
     elif mask.ndim == 2 and mask.shape in ((T, T), (B, T)):
         shape = "2 axes"
     else:
         return "another"
-    return f"{'boolean' if mask.dtype == torch.bool else 'added'}, {shape}"
+    what = "learnt" if mask.requires_grad else "added"
+    return f"{'boolean' if mask.dtype == torch.bool else what}, {shape}"
 
 
-def example_of_mask(kind: str, keys: bool, x: Tensor, generator: torch.Generator) -> Tensor:
+def example_of_mask(
+    kind: str, keys: bool, x: Tensor, generator: torch.Generator, heads: int = 1
+) -> Tensor:
     """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
     B, T, _ = x.shape
     shape = (B, T) if keys else (T, T) if kind.endswith("2 axes") else (B, 1, T, T)
+    if kind.startswith("learnt"):
+        shape = (heads, T, T) if kind.endswith("3 axes") else (1, heads, T, T)
     mask = torch.randn(shape, generator=generator, dtype=x.dtype)
+    if kind.startswith("learnt"):
+        return mask.requires_grad_()
     if kind.startswith("added"):
         return mask
     mask = mask > -0.5
@@ -88,6 +114,12 @@ READINGS = {
 }
 
 
+def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
+    """How a mask is read; None where its kind was not proven. What may be learnt may be given."""
+    kind, known = kind_of(mask, x), dict(roles.masks)
+    return known.get(kind, known.get(kind.replace("added", "learnt")))
+
+
 def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     """Whether a mask is of a kind that was proven."""
     if mask is None:
@@ -95,10 +127,14 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     return (
         isinstance(mask, Tensor)
         and is_raw(mask)
-        and not mask.requires_grad
         and (mask.dtype == torch.bool or mask.dtype == x.dtype)
-        and any(kind == kind_of(mask, x) for kind, _ in roles.masks)
+        and reading_of(roles, mask, x) is not None
     )
+
+
+def takes(roles: Any, x: Tensor) -> bool:
+    """Whether x has as many tokens as its positions are for."""
+    return not roles.tokens or tuple(x.shape[1:-1]) == roles.tokens
 
 
 class Attention(Roles):
@@ -111,6 +147,15 @@ class Attention(Roles):
         for name in (*self.fused_roles.projections, self.fused_roles.out):
             if name:
                 yield part(self, name)
+
+    def fused_blocked(self: Any) -> str | None:
+        roles = self.fused_roles
+        if roles.raw and not all(is_plain(part(self, n)) for n in roles.projections):
+            return "it reads the weights of Linears that are no plain ones, and calls none"
+        return super().fused_blocked()
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 3 + self.fused_roles.grid and takes(self.fused_roles, x)
 
     def fused_facts(self: Any) -> Any:
         return attention_facts(self)
@@ -136,22 +181,61 @@ class Attention(Roles):
         scale = self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
+    def fused_weights(self: Any, place: int) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of a projection; None where it has to be called."""
+        roles = self.fused_roles
+        module = part(self, roles.projections[place])
+        if not roles.raw:
+            return weight_and_bias(module)
+        names = roles.biases[place] if roles.biases else ()
+        if not any(names):
+            return module.weight, None
+        size = module.weight.shape[0] // len(names)
+        made = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
+        return module.weight, made[0] if len(made) == 1 else torch.cat(made)
+
+    def fused_project(self: Any, place: int, x: Tensor) -> Tensor:
+        weights = self.fused_weights(place)
+        if weights is None:
+            return part(self, self.fused_roles.projections[place])(x)
+        return linear(x, *weights)
+
+    def fused_together(self: Any) -> tuple[Tensor, Tensor | None] | None:
+        """One weight and bias of three projections; None where they must stay apart."""
+        roles = self.fused_roles
+        modules = [part(self, n) for n in roles.projections]
+        if not roles.raw:
+            return together(modules) if all(map(is_plain, modules)) else None
+        weights = [m.weight for m in modules]
+        biases = [b for place in range(3) if (b := self.fused_weights(place)[1]) is not None]
+        if not (shares_a_matmul(weights) and (not biases or shares_a_matmul(biases))):
+            return None
+        if not biases:
+            return torch.cat(weights), None
+        zeros = torch.zeros_like(biases[0])
+        made = [self.fused_weights(place)[1] for place in range(3)]
+        return torch.cat(weights), torch.cat([zeros if b is None else b for b in made])
+
     def fused_heads(self: Any, x: Tensor, angles: Any = None, mask: Tensor | None = None) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
         roles = self.fused_roles
         H, scale, p = roles.heads, self.fused_scale(), self.fused_dropout_p()
-        modules = [part(self, n) for n in roles.projections]
         if mask is not None:
-            mask = READINGS[dict(roles.masks)[kind_of(mask, x)]](mask)
-        simple = (
-            angles is None and mask is None and not (roles.causal or roles.q_norm or roles.k_norm)
-        )
-        if len(modules) == 1:
+            reading = reading_of(roles, mask, x)
+            assert reading is not None  # fits
+            mask = READINGS[reading](mask)
+        if roles.table:
+            own = bias_of(self.fused_part("table"), self.fused_part("index"))
+            mask = own if mask is None else own + mask
+        simple = angles is None and mask is None and not (
+            roles.causal or roles.q_norm or roles.k_norm or roles.along or roles.turn
+        )  # fmt: skip
+        if len(roles.projections) == 1:
             if simple and roles.layout == "3HD":
-                if (weights := weight_and_bias(modules[0])) is not None:
-                    return attend_weights(x, *weights, H, dropout_p=p, scale=scale)
-                return attend_packed(modules[0](x), H, dropout_p=p, scale=scale)
-            qkv = project(modules[0], x)
+                if (weights := self.fused_weights(0)) is not None:
+                    return attend_weights(x, weights[0], weights[1], H, dropout_p=p, scale=scale)
+                return attend_packed(self.fused_project(0, x), H, dropout_p=p, scale=scale)
+            qkv = self.fused_project(0, x)
             axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
             qkv = qkv.unflatten(-1, axes[roles.layout])
             qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
@@ -159,10 +243,9 @@ class Attention(Roles):
                 return attention(qkv, scale=scale, dropout_p=p)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            packed = simple and all(map(is_plain, modules))
-            if packed and (weights := together(modules)) is not None:
-                return attend_weights(x, *weights, H, dropout_p=p, scale=scale)
-            q, k, v = (project(m, x) for m in modules)
+            if simple and (weights := self.fused_together()) is not None:
+                return attend_weights(x, weights[0], weights[1], H, dropout_p=p, scale=scale)
+            q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k)
             q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
@@ -170,10 +253,20 @@ class Attention(Roles):
             q, k = self.fused_normed(q, k)
         if angles is not None:
             q, k = self.fused_rotated(q, k, angles)
+        if roles.turn:
+            rotate = self.fused_part("turn")
+            q, k = (turned(rotate, t, roles.prefix, v) for t in (q, k))
+        D = v.shape[-1]
+        if roles.along:
+            along: Any = tuple(part(self, n) for n in roles.along)
+            q, k, v = with_decomposed(
+                q, k, v, D**-0.5 if scale is None else scale, along, roles.tokens
+            )
+            scale = 1.0
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=p, is_causal=roles.causal, scale=scale
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., :D]
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -192,9 +285,12 @@ class Attention(Roles):
 
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **extras: Any,
+        row_scale: Tensor | None = None, window: int = 0, **extras: Any,
     ) -> Tensor:  # fmt: skip
-        roles, shape = self.fused_roles, x.shape
+        roles, grid = self.fused_roles, x.shape[1:3]
+        if window:
+            x = windows_of(x, window)
+        shape = x.shape
         y, residual = entered(
             self.fused_part("norm"), x, residual, part(self, roles.projections[0])
         )
@@ -204,6 +300,8 @@ class Attention(Roles):
         if roles.inner_norm:
             y = self.fused_part("inner_norm")(y)
         y = y.unflatten(1, shape[1:3]) if roles.grid else y
+        if window:  # here, so that nobody projects what was only padded
+            y = grid_of(y, *grid)
         out, after = self.fused_part("out"), self.fused_part("after")
         if out is None:
             return add_branch(y, residual, layer_scale, row_scale)
@@ -230,6 +328,8 @@ class Attention(Roles):
         shapes = [(3, 5, width), (2, 4, width)]
         if roles.grid:
             shapes = [(2, 3, 4, width), (3, 2, 2, width)]
+        if roles.tokens:
+            shapes = [(2, *roles.tokens, width), (1, *roles.tokens, width)]
         for shape in shapes:
             x = example(generator, *shape)
             given = {}
@@ -240,7 +340,7 @@ class Attention(Roles):
                 given = {}
                 yield (x,), given
             for kind, reading in roles.masks:
-                mask = example_of_mask(kind, "keys" in reading, x, generator)
+                mask = example_of_mask(kind, "keys" in reading, x, generator, roles.heads)
                 yield (x,), given | {roles.mask: mask}
 
     def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
@@ -248,5 +348,8 @@ class Attention(Roles):
         return tuple(example(generator, tokens, D).detach() for _ in range(2))  # type: ignore[return-value]
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        if self.fused_roles.rope:
+        roles = self.fused_roles
+        if roles.rope or roles.turn:
             yield "RoPE", 2 * 9 * self.fused_width()
+        if roles.table:
+            yield "attention with a learnt bias, in training", 4 * self.fused_width()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ....runtime.plain import is_hooked
-from ..branch import pre_norm_branch
+from ..branch import fold, normed, pre_norm_branch
 from ..fused import Child, Inline, bypassed, example, left_dropouts, part, width_of
-from .attention import Attention, AttentionRoles, attention_facts, fits
+from .attention import Attention, AttentionRoles, attention_facts, fits, takes
 from .mlp import Mlp, MlpRoles
+from .positions import grid_of, windows_of
 from .roles import Roles, as_result
 
 
@@ -31,6 +32,7 @@ class Step(NamedTuple):
     item: int | None = None
     inline: AttentionRoles | MlpRoles | None = None  # a body that is no module of its own
     context: tuple[tuple[str, str], ...] = ()  # arguments of the body that are the block's own
+    window: str = ""  # the setting with the size of the windows that the body sees
 
 
 class BlockRoles(NamedTuple):
@@ -42,6 +44,21 @@ class BlockRoles(NamedTuple):
     evaluation: bool = False  # in training the host does something else
     rounded: bool = False  # a part of it rounds to fp32
     lists: bool = False  # it takes lists of inputs, one after the other
+    channels: bool = False  # x is (B, C, height, width)
+    sampled: str = ""  # the setting with the share of samples that a branch leaves out in training
+    unread: tuple[str, ...] = ()  # arguments that nothing reads
+
+
+class Unread:
+    """Stands for an argument that nothing may read, in an example of a call."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("it reads this argument")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("it reads this argument")
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Inline(Inline):
@@ -64,6 +81,8 @@ class InlineAttention(_Inline):
     fused_draws, fused_reads_low = Attention.fused_draws, Attention.fused_reads_low
     fused_dropout_p, fused_scale = Attention.fused_dropout_p, Attention.fused_scale
     fused_heads, fused_normed = Attention.fused_heads, Attention.fused_normed
+    fused_weights, fused_project = Attention.fused_weights, Attention.fused_project
+    fused_together = Attention.fused_together
     fused_branch = Attention.fused_branch
 
 
@@ -130,22 +149,37 @@ class Block(Roles):
                     yield from left_dropouts(self, name)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for step in self.fused_roles.steps:
+        for (x, *rest), given in self.fused_calls(generator):
+            given = given | {n: Unread() for n in self.fused_roles.unread}
+            if self.fused_roles.channels:
+                x = x.detach().movedim(-1, 1).contiguous().requires_grad_()
+            yield (x, *rest), given
+
+    def fused_calls(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width, roles = width_of(self), self.fused_roles
+        for step in roles.steps:
             body = self.fused_body(step)
+            if step.window:
+                size = part(self, step.window)
+                for shape in ((2, size + 1, 2 * size - 1), (1, 2 * size, size)):
+                    yield (example(generator, *shape, width),), {}
+                return
             if isinstance(getattr(body, "fused_roles", None), AttentionRoles):
                 given = dict(step.context)
                 calls = [
                     (args, {given[n]: v for n, v in kwargs.items() if n in given})
                     for args, kwargs in Attention.fused_examples(body, generator)
                 ]
+                if roles.sampled:  # batches of which a share is no whole number of samples
+                    for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
+                        yield (example(generator, batch, *x.shape[1:]),), more
                 yield from calls
-                if self.fused_roles.lists:
+                if roles.lists:
                     for one, two in ((0, 2), (-1, 1)):
-                        (a, e), (b, f) = calls[one], calls[two % len(calls)]
+                        (a, e), (b, f) = calls[one % len(calls)], calls[two % len(calls)]
                         both = {n: [e.get(n), f.get(n)] for n in e | f}
                         yield ([a[0], b[0]],), both
                 return
-        width = width_of(self)
         for shape in ((3, 5, width), (2, 4, width)):
             yield (example(generator, *shape),), {}
 
@@ -153,10 +187,21 @@ class Block(Roles):
         """Whether the masks of a call are of kinds that the attentions have a proof for, and the
         angles there that they need."""
         x, extras = given
+        x = x.movedim(1, -1) if self.fused_roles.channels else x
+        if self.fused_roles.sampled and self.training:  # what a sample has of its own stays whole
+            for value in extras.values():
+                tensors = value if isinstance(value, (tuple, list)) else (value,)
+                if any(isinstance(t, Tensor) and t.ndim > 2 for t in tensors):
+                    return False
         for step in self.fused_roles.steps:
-            roles = getattr(part(self, step.body), "fused_roles", None)
+            roles = getattr(self.fused_body(step), "fused_roles", None)
             if not isinstance(roles, AttentionRoles):
                 continue
+            if step.window:
+                if roles.tokens and roles.tokens != (part(self, step.window),) * 2:
+                    return False
+            elif not takes(roles, x):
+                return False
             own = dict(step.context)
             if roles.needs_rope and extras.get(own.get(roles.rope)) is None:
                 return False
@@ -191,33 +236,66 @@ class Block(Roles):
         body = part(self, step.body)
         if bypassed(body) and hasattr(body, "fused_branch"):
             return partial(body.fused_branch, **context)
-        if step.arguments == (("x",), ()) and step.item is None and not context:
+        size = context.pop("window", 0)
+        if step.arguments == (("x",), ()) and step.item is None and not (context or size):
             return body
 
         def call(y: Tensor) -> Tensor:
+            x = windows_of(y, size) if size else y
             args, kwargs = step.arguments
-            args = [y if a == "x" else a for a in args]
-            kwargs = {n: y if a == "x" else a for n, a in kwargs} | context
+            args = [x if a == "x" else a for a in args]
+            kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
             result = body(*args, **kwargs)
-            return result if step.item is None else result[step.item]
+            result = result if step.item is None else result[step.item]
+            return grid_of(result, *y.shape[1:3]) if size else result
 
         return call
 
     def fused_forward(self: Any, x: Any, **extras: Any) -> Any:
+        calls = x if isinstance(x, list) else [(x, extras)]
+        channels, steps = self.fused_roles.channels, self.fused_roles.steps
+        values = [{0: one.permute(0, 2, 3, 1) if channels else one} for one, _ in calls]
+        for step in steps:
+            for known, (_, more) in zip(values, calls, strict=True):
+                known[step.output] = self.fused_step(step, known, more)
+        ends = [known[steps[-1].output] for known in values]
+        ends = [y.permute(0, 3, 1, 2) for y in ends] if channels else ends
         if isinstance(x, list):
-            return [self.fused_forward(one, **more) for one, more in x]
-        values = {0: x}
-        for step in self.fused_roles.steps:
-            context = {n: extras[given] for n, given in step.context if given in extras}
-            source, norm = values[step.source], part(self, step.norm)
-            if step.residual < 0:
-                y = self.fused_call(step, context)(source)
-            else:
-                residual, tail = values[step.residual], [part(self, n) for n in step.tail]
-                body = self.fused_body(step)
-                call = None if step.inline is not None else self.fused_call(step, context)
-                y = pre_norm_branch(
-                    source, norm, body, *tail, call=call, residual=residual, **context
-                )
-            values[step.output] = y
-        return as_result(values[self.fused_roles.steps[-1].output], self.fused_roles.result)
+            return [as_result(y, self.fused_roles.result) for y in ends]
+        return as_result(ends[0], self.fused_roles.result)
+
+    def fused_step(self: Any, step: Step, values: dict[int, Tensor], extras: Any) -> Tensor:
+        context = {n: extras[given] for n, given in step.context if given in extras}
+        if step.window:
+            context["window"] = part(self, step.window)
+        source, norm = values[step.source], part(self, step.norm)
+        if step.residual < 0:
+            return self.fused_call(step, context)(source)
+        residual, tail = values[step.residual], [part(self, n) for n in step.tail]
+        body = self.fused_body(step)
+        call = None if step.inline is not None else self.fused_call(step, dict(context))
+        if self.fused_roles.sampled and self.training:
+            ratio = part(self, self.fused_roles.sampled)
+            return self.fused_on_some(ratio, source, residual, norm, body, tail, call, context)
+        return pre_norm_branch(source, norm, body, *tail, call=call, residual=residual, **context)
+
+    def fused_on_some(
+        self: Any, ratio: float, source: Tensor, residual: Tensor, norm: Any, body: Any, tail: Any,
+        call: Any, context: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """residual + tail(body(norm(source))) of all samples but this share, and those scaled: the
+        stochastic depth of DINOv2 and DINOv3."""
+        B = len(residual)
+        kept = max(int(B * (1 - ratio)), 1)
+        index = torch.randperm(B, device=residual.device)[:kept]
+        some = source[index]
+        bypass = bypassed(body)
+        y = some if norm is None else normed(norm, some, body if bypass else None)
+        folded = fold(tuple(tail), some) if bypass and not body.fused_draws() else None
+        if folded is None or folded[1] is not None:
+            y = (body if call is None else call)(y)
+            for item in tail:
+                y = y * item if isinstance(item, Tensor) else item(y)
+        else:
+            y = body.fused_branch(y, None, folded[0], None, **context)
+        return torch.index_add(residual, 0, index, y.to(residual.dtype), alpha=B / kept)

@@ -22,6 +22,15 @@ class Roles(Fused):
     def fused_part(self, role: str) -> Any:
         return part(self, getattr(self.fused_roles, role))
 
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unread = getattr(self.fused_roles, "unread", ())
+        if unread:
+            names = self.fused_arguments.names
+            kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
+            kwargs = {n: v for n, v in kwargs.items() if n not in unread}
+            args = args[:1] + args[len(names) :]
+        return super().fused_given(args, kwargs)
+
     def fused_blocked(self: Any) -> str | None:
         for name, module in self.named_modules():
             if name and is_hooked(module):
