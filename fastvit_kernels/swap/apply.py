@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from . import hosts
-from .hosts.branch import PreNormBlock
 from .hosts.fused import Fused, Unfused
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import Left, Swapped, SwapReport, ancestors, make_report
@@ -136,7 +135,7 @@ def swap_in(
     for module, cls in planned.items():
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
-        if isinstance(module, PreNormBlock) and name in wanted and name not in unwanted:
+        if hasattr(type(module), "fused_memory") and name in wanted and name not in unwanted:
             _remember(module, memory)
     report = make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
     if explain:
@@ -158,7 +157,7 @@ def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...
     return lines
 
 
-def _remember(block: PreNormBlock, memory: Memory) -> None:
+def _remember(block: Any, memory: Memory) -> None:
     """The default is an attribute of the class: a block that has it is as its host made it."""
     vars(block).pop("fused_memory", None)
     if memory != "default":

@@ -271,7 +271,7 @@ def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
     ]  # fmt: skip
     for roles in found:
         for rotate in (*own, *others):
-            for spread in ("", "*", "*0") if rotate in own else ("*", "*0", ""):
+            for spread in ("", "*", "*0", "each") if rotate in own else ("*", "*0", "", "each"):
                 for prefix in (1, 0):
                     yield roles._replace(rope=name, rotate=rotate, spread=spread, prefix=prefix)
 

@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 from numerics import DEVICE
+from outside import dino
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small, timm_small, torchvision_small
 from fastvit_kernels.ops import rebuilt_norm
-from fastvit_kernels.swap.hosts.branch import PreNormBlock
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")
@@ -20,13 +20,14 @@ pytest.importorskip("torchvision")
 
 
 def _blocks(model):
-    return [m for m in model.modules() if isinstance(m, PreNormBlock)]
+    return [m for m in model.modules() if hasattr(type(m), "fused_memory")]
 
 
 MODELS = {
     "timm": lambda: timm_small("vit_base_patch16_224"),
     "torchvision": torchvision_small,
     "transformers": lambda: hf_small("dinov2"),
+    "recognised": lambda: (dino.Block(), None),
 }
 
 

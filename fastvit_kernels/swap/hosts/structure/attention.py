@@ -47,7 +47,8 @@ class AttentionRoles(NamedTuple):
     rounded: bool = False  # its softmax is in fp32, whatever the dtype
     rope: str = ""  # the argument with the angles
     rotate: str = ""  # the method or function of the host that rotates q and k by them
-    spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0
+    spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0;
+    # "each": one by one, for q and k apart and without the tokens of the prefix
     prefix: int = 0  # tokens that it leaves out
     needs_rope: bool = False  # it takes no call without angles
     mask: str = ""  # the argument with a mask
@@ -271,11 +272,14 @@ class Attention(Roles):
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
         name = self.fused_roles.rotate
-        rotate = getattr(self, name, None)
-        if rotate is None:
-            rotate = self.fused_host.forward.__globals__[name]
+        others = self.fused_host.forward.__globals__
+        rotate: Any = getattr(self, name) if hasattr(self, name) else others[name]
         if not self.fused_roles.spread:
             return rotate(q, k, angles)
+        if self.fused_roles.spread == "each":
+            prefix = self.fused_roles.prefix
+            q, k = (turned(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
+            return q, k
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....runtime.plain import is_hooked
 from ..branch import fold, normed, pre_norm_branch
-from ..fused import Child, Inline, bypassed, example, left_dropouts, part, width_of
+from ..fused import Child, Inline, LayerNorm, bypassed, example, left_dropouts, part, width_of
 from .attention import Attention, AttentionRoles, attention_facts, fits, takes
 from .mlp import Mlp, MlpRoles
 from .positions import grid_of, windows_of
@@ -102,6 +102,7 @@ class Block(Roles):
 
     fused_level = "block"
     fused_axes = (3, 4)
+    fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
     fused_roles: ClassVar[BlockRoles]
 
     def fused_body(self: Any, step: Step) -> Any:
@@ -277,7 +278,18 @@ class Block(Roles):
         if self.fused_roles.sampled and self.training:
             ratio = part(self, self.fused_roles.sampled)
             return self.fused_on_some(ratio, source, residual, norm, body, tail, call, context)
-        return pre_norm_branch(source, norm, body, *tail, call=call, residual=residual, **context)
+        return pre_norm_branch(
+            source, norm, body, *tail, call=call, residual=residual,
+            rebuild=self.fused_memory == "low" and not step.window, **context,
+        )  # fmt: skip
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        """The norms whose output no fused branch keeps for its backward."""
+        for step in self.fused_roles.steps if self.fused_memory == "low" else ():
+            norm = part(self, step.norm)
+            fused = isinstance(norm, LayerNorm) and bypassed(norm)
+            if fused and not step.window and bypassed(self.fused_body(step)):
+                yield step.norm
 
     def fused_on_some(
         self: Any, ratio: float, source: Tensor, residual: Tensor, norm: Any, body: Any, tail: Any,
