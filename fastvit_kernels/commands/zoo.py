@@ -174,7 +174,30 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", dict(num_patches=9, **_HF_WIDE)),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", _HF_WIDE),
     "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTConfig", _HF_WIDE),
+    "dinov3_vit_gated": (
+        "DINOv3ViTModel", "DINOv3ViTConfig", dict(use_gated_mlp=True, **_HF_WIDE)
+    ),
     "beit": ("BeitModel", "BeitConfig", dict(use_relative_position_bias=True, **_HF_WIDE)),
+    "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", _HF_WIDE),
+    "internvl": (
+        "InternVLVisionModel", "InternVLVisionConfig",
+        _HF_WIDE | dict(image_size=(48, 48), patch_size=(16, 16)),
+    ),
+    "internvl_6b": (
+        "InternVLVisionModel", "InternVLVisionConfig",
+        _HF_WIDE | dict(
+            image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"
+        ),
+    ),
+    "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
+    "vjepa2": (
+        "VJEPA2Model", "VJEPA2Config",
+        dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0,
+            crop_size=48, patch_size=16, frames_per_clip=4, pred_hidden_size=64,
+            pred_num_hidden_layers=1, pred_num_attention_heads=2,
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -192,6 +215,8 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
             "pixel_attention_mask": torch.ones(2, 9, dtype=torch.long),
             "spatial_shapes": torch.tensor([[3, 3], [3, 3]]),
         }
+    if name == "vjepa2":
+        return model, {"pixel_values_videos": torch.randn(2, 4, 3, 48, 48, generator=generator)}
     return model, {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}
 
 
@@ -209,7 +234,7 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
         return torchvision_small() if name.startswith("vit_") else None
     for key, (model_class, _, _) in HF_MODELS.items():
         if model_class == name:
-            rates = {"drop_path_rate": 0.3} if key.startswith(("dinov2", "beit")) else {}
+            rates = {"drop_path_rate": 0.3} if key.startswith(("dinov", "beit", "vjepa2")) else {}
             return hf_small(key, **rates)
     return None
 

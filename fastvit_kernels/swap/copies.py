@@ -102,6 +102,9 @@ class Copier:
         for name, value in vars(original).items():
             if name not in PRIVATE and name != "forward":
                 made.__dict__[name] = self.setting(name, value, off | quiet, exact)
+        derived = getattr(self.planned(original), "fused_derived", None)
+        if derived is not None:
+            made.__dict__.update(derived(made))
         for name, p in original._parameters.items():
             made._parameters[name] = None if p is None else self.tensor(p, True)  # type: ignore[assignment]
         for name, b in original._buffers.items():

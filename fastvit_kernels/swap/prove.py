@@ -257,6 +257,11 @@ def _wanted(ours: Any, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return ours.fused_wanted(host.forward(*args, **kwargs))
 
 
+def _tolerance(ours: nn.Module) -> float:
+    """That of a module, or of a part that rounds to fp32, whatever the dtype."""
+    return max(getattr(type(m), "fused_tolerance", 0.0) for m in ours.modules())
+
+
 def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
     briefly: bool = False,
@@ -301,7 +306,7 @@ def _compare(
                 got = _run(ours, partial(ours.fused_forward, x, **extras), (args, kwargs), briefly)
             except Exception as error:
                 return f"the fused forward raises: {_first_line(error)}"
-            found = _difference(wanted, got, max(type(ours).fused_tolerance, least))
+            found = _difference(wanted, got, max(least, _tolerance(ours)))
             if found is not None:
                 mode = "training" if training else "evaluation"
                 return f"computes something else: {found} in {mode}"

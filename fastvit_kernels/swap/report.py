@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
-from .hosts.fused import Fused, bypassed, inert, part
+from .hosts.fused import Fused, Norm, bypassed, inert, part, width_of
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
@@ -41,7 +41,7 @@ class SwapReport:
 
     Attributes:
         swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
-            patch_embed; "parts" is a block of which a branch keeps its own forward.
+            rms_norm, patch_embed; "parts" is a block of which a branch keeps its own forward.
         left: modules that keep their own forward, and why. They stay as they were.
         tokens: the sequence length at which FLOPs and bytes are counted.
         flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
@@ -161,6 +161,7 @@ def make_report(
 
     for name, reason in refused.items():
         leave(name, modules[name], reason)
+    learnt = any(_makes_learnt_tables(m) for m in modules.values())
     covered: set[str] = set()  # names whose module a wider one bypasses
     moved: Counter[str] = Counter()
     for name, module in modules.items():
@@ -168,6 +169,8 @@ def make_report(
             continue
         try:
             _count_swapped(report, name, module, modules, covered, moved, leave)
+            if learnt and _reason(module) is None:
+                moved.update({n: round(e) for n, e in module.fused_by_learnt_tables()})
         except Exception:  # a host's module in a state that nobody foresaw
             report.uncounted.append(name)
     for name in sorted(guesses.keys() - covered, key=[*modules].index):
@@ -182,6 +185,12 @@ def make_report(
     total = _count_flops(report, modules)
     report.pytorch = {what: n / (total + sum(moved.values())) for what, n in moved.items()}
     return report
+
+
+def _makes_learnt_tables(module: nn.Module) -> bool:
+    """Whether a module makes RoPE's tables from parameters that learn."""
+    own = (p for p in module._parameters.values() if p is not None)
+    return type(module).__name__.startswith("RotaryEmbedding") and any(p.requires_grad for p in own)
 
 
 def _count_swapped(
@@ -300,8 +309,8 @@ def _flops(
         return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
     if isinstance(module, nn.Conv2d):
         return 2 * module.weight.numel() * tokens, _runs_fused(module), 0
-    if isinstance(module, nn.LayerNorm):
-        return 0, _runs_fused(module), 2 * module.normalized_shape[-1] * (rows > 1)
+    if isinstance(module, (nn.LayerNorm, Norm)):
+        return 0, _runs_fused(module), 2 * width_of(module) * (rows > 1)
     if mixin is None or mixin.fused_level != "attention":
         return 0, False, 0
     width = _attention_width(module)

@@ -56,24 +56,26 @@ def attend_weights(
     return attend_packed(linear(x, weight, bias), num_heads, dropout_p=dropout_p, scale=scale)
 
 
-def shares_a_matmul(parameters: list[Tensor | None]) -> bool:
-    """Whether q, k and v can share one: all there or none, one dtype, frozen together."""
+def shares_a_matmul(parameters: list[Tensor]) -> bool:
+    """Whether q, k and v can share one: one dtype and shape, frozen together."""
     first = parameters[0]
-    if first is None or any(p is None for p in parameters):
-        return all(p is None for p in parameters)
     return all(
         p.dtype == first.dtype and p.shape == first.shape and p.requires_grad == first.requires_grad
-        for p in parameters if p is not None
-    )  # fmt: skip
+        for p in parameters
+    )
 
 
 def together(projections: list[Any]) -> tuple[Tensor, Tensor | None] | None:
     """One weight and bias of three Linears, None where they must stay apart."""
     weights, biases = [m.weight for m in projections], [m.bias for m in projections]
-    if not (shares_a_matmul(weights) and shares_a_matmul(biases)):
+    given = [b for b in biases if b is not None]
+    if not shares_a_matmul(weights) or (given and not shares_a_matmul(given)):
         return None
     # A copy of the weights is small beside three passes over x.
-    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+    if not given:
+        return torch.cat(weights), None
+    zeros = given[0].detach().new_zeros(given[0].shape)  # EVA02 and DINOv3 have no bias of k
+    return torch.cat(weights), torch.cat([zeros if b is None else b for b in biases])
 
 
 def registered(name: str) -> Any:

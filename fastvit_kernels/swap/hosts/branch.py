@@ -24,6 +24,7 @@ from .fused import (
     Given,
     LayerNorm,
     LayerScale,
+    Norm,
     bypassed,
     inert,
     left_dropouts,
@@ -80,7 +81,7 @@ def add_body(
 
 def normed(norm: Any, x: Tensor, reader: Any) -> Tensor:
     """norm(x), in the dtype that autocast asks for where `reader` begins with a matmul of ours."""
-    if not (bypassed(norm) and isinstance(norm, LayerNorm)):
+    if not (bypassed(norm) and isinstance(norm, Norm)):
         return norm(x)
     return norm.fused_and_input(x, _low(x, reader))[0]
 
@@ -106,11 +107,12 @@ def pre_norm_branch(
     """
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
-    if bypassed(norm) and isinstance(norm, LayerNorm):
-        with rebuilt_sum(x) if rebuild and bypass else nullcontext() as again:
+    if bypassed(norm) and isinstance(norm, Norm):
+        rebuild = rebuild and bypass and isinstance(norm, LayerNorm)
+        with rebuilt_sum(x) if rebuild else nullcontext() as again:
             y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
         residual = same if residual is None or residual is x else residual
-        if rebuild and bypass:
+        if rebuild:
             kept = rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)  # type: ignore[attr-defined]
     else:
         y = x if norm is None else norm(x)

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _st
 
 from ...ops.layer_norm import layer_norm, layer_norm_and_input
 from ...ops.linear import linear
+from ...ops.rms_norm import rms_norm, rms_norm_and_input
+from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from ..facts import torch_is_patched
 from ..verdicts import verdict
@@ -76,6 +78,7 @@ class Fused:
     fused_caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = 1e-9  # of a proof
+    fused_derived: Any = None  # settings of a narrow copy that follow from its others
 
     def _get_name(self) -> str:
         return f"Fused{type(self).__name__}"  # for repr
@@ -96,6 +99,10 @@ class Fused:
     def fused_pytorch(self) -> Iterator[tuple[str, float]]:
         """What PyTorch computes inside the fused forward: a name, and the elements that it reads
         and writes for each token. For the report."""
+        yield from ()
+
+    def fused_by_learnt_tables(self) -> Iterator[tuple[str, float]]:
+        """The same, where RoPE's tables have a gradient."""
         yield from ()
 
     def fused_products(self) -> Iterator[nn.Module]:
@@ -253,10 +260,10 @@ def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
             yield name, child, why_not_plain(child)
 
 
-def norm_in_pytorch(what: str, norm: Any) -> Iterator[tuple[str, float]]:
+def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
-    if norm is not None and not inert(norm) and not bypassed(norm):
-        yield f"{what} ({type(norm).__name__})", 2 * width_of(norm)
+    if norm is not None and not inert(norm) and not (isinstance(norm, Norm) and bypassed(norm)):
+        yield f"{what} ({type(norm).__name__})", 2 * (width or width_of(norm))
 
 
 def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
@@ -287,20 +294,37 @@ def project_out(
     return add_branch(y if drop is None else drop(y), residual, layer_scale, row_scale)
 
 
-class LayerNorm(Fused):
+class Norm(Fused):
+    """A norm over the last axis; a pre-norm branch has it hand its input on."""
+
+    fused_axes = (1, 2, 3, 4, 5)
+    fused_kind: ClassVar[str]  # what `rope` calls such a norm of each head
+
+    def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
+        """weight, bias, eps"""
+        return self.weight, getattr(self, "bias", None), self.eps
+
+    def fused_blocked(self) -> str | None:
+        # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
+        return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
+
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm in `out_dtype`, by default in the host's own, and x for the residual."""
+        raise NotImplementedError
+
+
+class LayerNorm(Norm):
     """nn.LayerNorm over the last axis."""
 
     fused_level = "layer_norm"
-    fused_axes = (1, 2, 3, 4, 5)
+    fused_kind = "layer_norm"
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         axes = len(module.normalized_shape)
         return None if axes == 1 else f"it normalizes {axes} axes"
-
-    def fused_blocked(self) -> str | None:
-        # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
-        return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         return x.ndim in self.fused_axes and x.shape[-1:] == self.normalized_shape
@@ -312,6 +336,52 @@ class LayerNorm(Fused):
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(Norm):
+    """nn.RMSNorm over the last axis, and classes that compute the same under other names."""
+
+    fused_level = "rms_norm"
+    fused_kind = "rms_norm"
+    fused_eps = "eps"
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        axes = len(getattr(module, "normalized_shape", (0,)))
+        if axes != 1:
+            return f"it normalizes {axes} axes"
+        return "its eps depends on the dtype" if getattr(module, cls.fused_eps) is None else None
+
+    def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
+        return getattr(self, "weight", None), None, getattr(self, self.fused_eps)
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        weight, _, _ = self.fused_parameters()
+        shape = tuple(getattr(self, "normalized_shape", () if weight is None else weight.shape))
+        return x.ndim in self.fused_axes and shape in ((), tuple(x.shape[-1:]))
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        """The dtype of the host's result; None: torch's own rule."""
+        return None
+
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        weight, _, eps = self.fused_parameters()
+        return rms_norm_and_input(x, weight, eps, out_dtype=out_dtype or self.fused_dtype(x))
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        weight, _, eps = self.fused_parameters()
+        return rms_norm(x, weight, eps, out_dtype=self.fused_dtype(x))
+
+
+def normed_for(reader: Any, norm: Any, x: Tensor) -> Tensor:
+    """norm(x), in the dtype that autocast asks for where `reader`, a Linear, is ours to compute."""
+    if norm is None or inert(norm):
+        return x
+    if not (bypassed(norm) and isinstance(norm, Norm)):
+        return norm(x)
+    return norm.fused_and_input(x, autocast_dtype(x) if is_plain(reader) else None)[0]
 
 
 class LayerScale(Unfused):

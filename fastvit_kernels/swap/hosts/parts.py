@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops.gated_mlp.functions import gated_mlp
 from ...ops.linear import linear
 from ...ops.mlp import mlp
 from ...ops.patch_embed.functions import patch_embed
@@ -16,6 +17,8 @@ from ..activations import activation_name
 from .fused import (
     Child,
     Fused,
+    LayerNorm,
+    bypassed,
     example,
     inert,
     left_dropouts,
@@ -127,58 +130,100 @@ class Mlp(Fused):
         return self.fused_branch(x)
 
 
-class GluMlp(Mlp):
-    """timm GluMlp: x1, x2 = fc1(x) in halves; act(x1) * x2, or x1 * act(x2) where gate_last."""
+class Gated(Mlp):
+    """act(gate(x)) * fc1(x) -> drop1 -> norm -> fc2 -> drop2."""
 
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield "gate of the MLP", 5 * self.fc2.in_features  # act: 2, product: 3
-        yield from norm_in_pytorch("norm of the MLP", self.norm)
+    fused_gate = ""  # the Linear of the gate; "" where fc1 has both
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "fc1", "fc2")
-        yield from left_dropouts(self, "drop2")
-
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        x1, x2 = project(self.fc1, x).chunk(2, dim=-1)
-        hidden = x1 * self.act(x2) if self.gate_last else self.act(x1) * x2
-        hidden = self.norm(self.drop1(hidden))
-        return project_out(self.fc2, self.drop2, hidden, residual, layer_scale, row_scale)
-
-
-class SwiGLU(Mlp):
-    """act(gate(x)) * up(x) -> drop1 -> norm -> down: timm's SwiGLU; HF's in a subclass."""
-
-    fused_gate, fused_up, fused_down, fused_act = "fc1_g", "fc1_x", "fc2", "act"
-
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield "gate of the MLP", 5 * self.fused_get(self.fused_down).in_features
-        yield from norm_in_pytorch("norm of the MLP", self.fused_get("norm"))
+    def fused_gate_last(self) -> bool:
+        """Whether the gate is the second half of fc1's output."""
+        return False
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
-        return None
+        return None if cls.fused_gate else super().fused_reject(module)
+
+    def fused_first(self) -> list[Any]:
+        """fc1 and the Linear of the gate, None where fc1 has both."""
+        return [self.fused_get(self.fused_fc1), self.fused_get(self.fused_gate)]
 
     def fused_reads_low(self) -> bool:
-        return is_plain(self.fused_get(self.fused_gate)) and is_plain(self.fused_get(self.fused_up))
+        return all(is_plain(m) for m in self.fused_first() if m is not None)
+
+    def fused_norm(self) -> tuple[Tensor | None, Tensor | None, float] | None:
+        """weight, bias and eps of a LayerNorm inside, weight None where there is none; None where
+        the norm must be called."""
+        norm = self.fused_get("norm")
+        if norm is None or inert(norm):
+            return None, None, 1e-6
+        if not (isinstance(norm, LayerNorm) and bypassed(norm)):
+            return None
+        parameters = norm.fused_parameters()
+        return None if parameters[0] is None else parameters
+
+    def fused_together(self) -> bool:
+        """Whether all around a known activation is one op as things are."""
+        drops = [self.fused_get(name) for name in ("drop1", "drop2")]
+        return (
+            all(map(inert, drops)) and is_plain(self.fused_get(self.fused_fc2))
+            and self.fused_reads_low() and self.fused_norm() is not None
+        )  # fmt: skip
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        drops = [getattr(self.fused_get(name), "p", 0) for name in ("drop1", "drop2")]
+        known = activation_name(self.fused_get(self.fused_act)) is not None
+        if any(drops) or not (known and self.fused_together()):  # a dropout at rest may wake
+            yield "gate of the MLP", 5 * self.fused_get(self.fused_fc2).in_features
+            yield from norm_in_pytorch("norm of the MLP", self.fused_get("norm"))
 
     def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, self.fused_gate, self.fused_up, self.fused_down)
+        yield from left_linears(self, self.fused_fc1, self.fused_gate, self.fused_fc2)
         yield from left_dropouts(self, "drop2")
+
+    def fused_gated(self: Any, x: Tensor) -> Tensor:
+        """The hidden layer, by PyTorch."""
+        fc1, gate = self.fused_first()
+        if gate is None:
+            first, second = project(fc1, x).chunk(2, dim=-1)
+            gated, value = (second, first) if self.fused_gate_last() else (first, second)
+        else:
+            gated, value = project(gate, x), project(fc1, x)
+        return self.fused_get(self.fused_act)(gated) * value
 
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        get = self.fused_get
-        gate, up = project(get(self.fused_gate), x), project(get(self.fused_up), x)
-        hidden = get(self.fused_act)(gate) * up
-        for m in (get("drop1"), get("norm")):
+        fc1, gate = self.fused_first()
+        fc2 = self.fused_get(self.fused_fc2)
+        name = activation_name(self.fused_get(self.fused_act))
+        if name is not None and self.fused_together():
+            norm_weight, norm_bias, norm_eps = self.fused_norm()
+            return gated_mlp(
+                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+                gate_weight=None if gate is None else gate.weight,
+                gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
+                norm_bias=norm_bias, norm_eps=norm_eps, gate_last=self.fused_gate_last(),
+                activation=name,
+                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+            )  # fmt: skip
+        hidden = self.fused_gated(x)
+        for m in (self.fused_get("drop1"), self.fused_get("norm")):
             hidden = hidden if m is None else m(hidden)
-        down, after = get(self.fused_down), get("drop2")
-        return project_out(down, after, hidden, residual, layer_scale, row_scale)
+        return project_out(fc2, self.fused_get("drop2"), hidden, residual, layer_scale, row_scale)
+
+
+class GluMlp(Gated):
+    """timm's GluMlp: gate and value in halves of fc1's output, in either order."""
+
+    def fused_gate_last(self: Any) -> bool:
+        return self.gate_last
+
+
+class SwiGLU(Gated):
+    """timm's SwiGLU; transformers' in a subclass."""
+
+    fused_gate, fused_fc1 = "fc1_g", "fc1_x"
 
 
 class SequentialMlp(Mlp):

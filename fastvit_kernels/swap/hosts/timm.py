@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...ops.linear import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
 from .. import hosts
-from .attend import attend, attend_packed, attend_weights, unpack
+from .attend import attend, attend_packed, together, unpack
 from .branch import PreNormBlock, add_body, fold, normed
 from .fused import (
     Child,
@@ -23,6 +24,7 @@ from .fused import (
     Given,
     LayerNorm,
     LayerScale,
+    RmsNorm,
     Unfused,
     bypassed,
     example,
@@ -31,11 +33,13 @@ from .fused import (
     left_linears,
     names,
     norm_in_pytorch,
+    normed_for,
     project,
     project_out,
     width_of,
 )
 from .parts import GluMlp, Mlp, SwiGLU
+from .rotary import HeadNorms, Turn, attend_turned, head_norms, turn_of, turned
 
 
 class LayerNormFp32(LayerNorm):
@@ -50,6 +54,15 @@ class LayerNormFp32(LayerNorm):
         self: Any, x: Tensor, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         return super().fused_and_input(x, out_dtype or x.dtype)
+
+
+class RmsNormFp32(RmsNorm):
+    """RMSNorm that reads fp32 and writes x.dtype, autocast or not."""
+
+    fused_tolerance = 1e-5  # the host rounds to fp32
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return x.dtype
 
 
 class Attention(Fused):
@@ -68,10 +81,10 @@ class Attention(Fused):
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         width = self.proj.in_features
-        for name in ("q_norm", "k_norm", "norm"):
-            norm = self.fused_part(name)
-            if not inert(norm) and not isinstance(norm, LayerNorm):
-                yield f"{name} ({type(norm).__name__})", 2 * width
+        if self.fused_norms() is None:
+            for name in ("q_norm", "k_norm"):
+                yield from norm_in_pytorch(name, self.fused_part(name), width)
+        yield from norm_in_pytorch("norm of attention", self.fused_part("norm"))
         if self.fused_part("gate") is not None:
             yield "gate of attention", 5 * width  # sigmoid: 2, product: 3
 
@@ -93,22 +106,29 @@ class Attention(Fused):
             return self.q_proj.out_features // self.num_heads
         return self.qkv.out_features // (3 * self.num_heads)
 
+    def fused_norms(self) -> HeadNorms | None:
+        return head_norms(self.fused_part("q_norm"), self.fused_part("k_norm"))
+
     def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+        norms = self.fused_norms()
+        if norms is not None:
+            return turned(q, k, None, norms)
+        return self.q_norm(q), self.k_norm(k)
 
     def fused_heads(self: Any, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
-        if inert(self.fused_part("q_norm")) and inert(self.fused_part("k_norm")):
-            dropout_p = self.fused_dropout_p()
-            if is_plain(self.qkv):
-                return attend_weights(
-                    x, self.qkv.weight, self.qkv.bias, self.num_heads, dropout_p=dropout_p
-                )
-            return attend_packed(self.qkv(x), self.num_heads, dropout_p=dropout_p)
-        q, k, v = unpack(project(self.qkv, x), self.num_heads)
+        norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
+        if norms is not None and is_plain(self.qkv):
+            return attend_turned(
+                x, (self.qkv.weight, self.qkv.bias), self.num_heads, None, norms,
+                dropout_p=dropout_p,
+            )  # fmt: skip
+        qkv = project(self.qkv, x)
+        if norms is not None and norms.norm is None:
+            return attend_packed(qkv, self.num_heads, dropout_p=dropout_p)
+        q, k, v = unpack(qkv, self.num_heads)
         q, k = self.fused_normed(q, k)
-        return attend(q, k, v, dropout_p=self.fused_dropout_p())
+        return attend(q, k, v, dropout_p=dropout_p)
 
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
@@ -117,8 +137,7 @@ class Attention(Fused):
         gate = self.fused_part("gate")
         gate = None if gate is None else project(gate, x).sigmoid()
         out = self.fused_heads(x, **extras).flatten(2)
-        norm = self.fused_part("norm")
-        out = out if norm is None or inert(norm) else norm(out)
+        out = normed_for(self.proj, self.fused_part("norm"), out)
         out = out if gate is None else out * gate
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 
@@ -126,11 +145,15 @@ class Attention(Fused):
         return self.fused_branch(x, **extras)
 
 
+def _qkv_bias(self: Any) -> Tensor:
+    return torch.cat((self.q_bias, self.k_bias, self.v_bias))
+
+
 def _biased_qkv(self: Any, x: Tensor) -> Tensor:
     """qkv of a module that holds q_bias and v_bias apart, beside a k_bias of zeros."""
     if self.q_bias is None:
         return project(self.qkv, x)
-    bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+    bias = _qkv_bias(self)
     if is_plain(self.qkv):
         return linear(x, self.qkv.weight, bias)
     return self.qkv(x) + bias
@@ -143,8 +166,22 @@ def _lost_qkv(module: Any) -> str | None:
     return "its qkv is replaced, and the host reads only the weight"
 
 
+@cache
+def tables_by_head(host: str) -> bool:
+    """Whether a table (n, T', R) is by head, as from timm 1.0.16 on; by sample before."""
+    rotate = sys.modules[host].apply_rot_embed_cat
+    try:
+        return rotate(torch.zeros(1, 2, 1, 2), torch.zeros(2, 1, 4)).shape[0] == 1
+    except RuntimeError:
+        return False
+
+
+tables_by_head._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class RopeAttention(Attention):
-    """EvaAttention and AttentionRope: q and k are rotated by PyTorch between qkv and attention."""
+    """EvaAttention and AttentionRope. A table with a gradient (learnt frequencies) turns q and k by
+    the host's function, in PyTorch."""
 
     fused_children = Attention.fused_children | names("q_proj k_proj v_proj q_bias v_bias")
     fused_extras = ("rope",)
@@ -159,40 +196,84 @@ class RopeAttention(Attention):
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         yield from super().fused_pytorch()
-        # q and k: halves rotated, two products, a sum, cat with the prefix
-        yield "RoPE", 2 * 9 * self.proj.in_features
+        groups = getattr(self, "num_kv_groups", 1)
+        if groups > 1:
+            yield "k and v repeated", 2 * (1 + 1 / groups) * self.proj.in_features
+        if self.fused_norms() is None:
+            yield "RoPE", self.fused_rotation()
+
+    def fused_by_learnt_tables(self: Any) -> Iterator[tuple[str, float]]:
+        yield "RoPE, its frequencies learnt", self.fused_rotation()
+
+    def fused_rotation(self: Any) -> float:
+        """q and k in PyTorch: halves rotated, two products, a sum, cat with the prefix."""
+        return 2 * 9 * self.proj.in_features
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        prefix = getattr(self, "num_prefix_tokens", 1)
+        prefix, D = getattr(self, "num_prefix_tokens", 1), self.fused_head_dim()
         for patches, batch in ((6, 3), (4, 2)):
             x = example(generator, batch, patches + prefix, width_of(self))
-            rope = torch.randn(
-                patches, 2 * self.fused_head_dim(), generator=generator, dtype=x.dtype
-            )
-            yield (x,), {"rope": rope}
+            for leading in ((), (self.num_heads,), (batch, 1)):
+                rope = example(generator, *leading, patches, 2 * D)
+                yield (x,), {"rope": rope.detach()}
+            yield (x,), {"rope": rope}  # learnt
             yield (x,), {}
 
-    def fused_heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def fused_turn(self: Any, x: Tensor, rope: Tensor) -> Turn | None:
+        """The tables of `rope`, sines first, where they are as `rope_attention` takes them."""
+        (B, T, _), tokens = x.shape, x.shape[1] - getattr(self, "num_prefix_tokens", 1)
+        if rope.ndim < 2 or rope.shape[-2] != tokens:  # fixed to 1 before timm 1.0.10
+            return None
+        if rope.ndim == 3 and tables_by_head(self.fused_host.__module__):
+            rope = rope[None]
+        sin, cos = rope.chunk(2, -1)
+        shape = (B, self.num_heads, T, self.fused_head_dim())
+        return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
+
+    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
         if self.qkv is None:
-            q, k, v = (
-                project(m, x).unflatten(-1, (-1, self.fused_head_dim())).transpose(1, 2)
-                for m in (self.q_proj, self.k_proj, self.v_proj)
-            )
-        else:
+            separate = [self.q_proj, self.k_proj, self.v_proj]
+            return together(separate) if all(map(is_plain, separate)) else None
+        if not is_plain(self.qkv):
+            return None
+        has_bias = getattr(self, "q_bias", None) is not None
+        return self.qkv.weight, _qkv_bias(self) if has_bias else self.qkv.bias
+
+    def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, each (B, H, T, D), with fewer heads of k and v where they are grouped"""
+        if self.qkv is not None:
             has_bias = getattr(self, "q_bias", None) is not None
             qkv = _biased_qkv(self, x) if has_bias else project(self.qkv, x)
-            q, k, v = unpack(qkv, self.num_heads)
-        q, k = self.fused_normed(q, k)
-        if rope is not None:
-            q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
+            return unpack(qkv, self.num_heads)
+        return tuple(
+            project(m, x).unflatten(-1, (-1, self.fused_head_dim())).transpose(1, 2)
+            for m in (self.q_proj, self.k_proj, self.v_proj)
+        )
+
+    def fused_heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
+        turn = None if rope is None else self.fused_turn(x, rope)
+        if rope is not None and turn is None:
+            norms = None  # rotated by the host's function, behind the norms
+        packed = None if norms is None else self.fused_packed()
+        if norms is not None and packed is not None:
+            return attend_turned(x, packed, self.num_heads, turn, norms, dropout_p=dropout_p)
+        q, k, v = self.fused_qkv(x)
         groups = getattr(self, "num_kv_groups", 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        return attend(q, k, v, dropout_p=self.fused_dropout_p())
+        if norms is not None:
+            q, k = turned(q, k, turn, norms)
+        else:
+            q, k = self.fused_normed(q, k)
+            if rope is not None:
+                q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
+        return attend(q, k, v, dropout_p=dropout_p)
 
     def fused_rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
-        first = getattr(self, "num_prefix_tokens", 1)  # fixed before timm 1.0.10
+        first = getattr(self, "num_prefix_tokens", 1)
         half = {"half": True} if getattr(self, "rotate_half", False) else {}
         return torch.cat([x[:, :, :first], rotate(x[:, :, first:], rope, **half)], dim=2)
 
@@ -394,6 +475,8 @@ TABLE: dict[str, type[Fused]] = {
     "timm.layers.mlp.SwiGLU": SwiGLU,
     "timm.layers.norm.LayerNorm": LayerNorm,
     "timm.layers.norm.LayerNormFp32": LayerNormFp32,
+    "timm.layers.norm.RmsNorm": RmsNorm,
+    "timm.layers.norm.RmsNormFp32": RmsNormFp32,
     "timm.models.beit.Attention": BeitAttention,
     "timm.models.beit.Block": BeitBlock,
     "timm.models.eva.EvaAttention": RopeAttention,

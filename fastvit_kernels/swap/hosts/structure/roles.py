@@ -10,7 +10,7 @@ from torch import Tensor
 from ....ops.linear import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_hooked, is_plain
-from ..fused import Child, Fused, LayerNorm, bypassed, part, why_not_plain
+from ..fused import Child, Fused, Norm, bypassed, part, why_not_plain
 
 
 class Roles(Fused):
@@ -50,7 +50,7 @@ def entered(
     """norm(x) for a norm at a branch's entry, and the residual."""
     if norm is None:
         return x, residual
-    if not (bypassed(norm) and isinstance(norm, LayerNorm)):
+    if not (bypassed(norm) and isinstance(norm, Norm)):
         return norm(x), residual
     low = autocast_dtype(x) if is_plain(reader) else None
     y, same = norm.fused_and_input(x, low)
