@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION = ("ops/test_attention.py", "ops/test_sdpa.py")
+ROPE_HOSTS = ("swap/test_rope_hosts.py",)
 TESTS = {  # by file of the package
     "ops/common/activation.py": ("ops/test_activation.py", "ops/test_linear.py"),
     "ops/attention/forward.py": ATTENTION,
@@ -24,6 +25,11 @@ TESTS = {  # by file of the package
     "swap/facts.py": ("swap/test_prove.py", "swap/test_swap_changes.py"),
     "swap/hosts/branch.py": ("swap/test_swap.py", "swap/test_prove.py"),
     "swap/hosts/fused.py": ("swap/test_swap.py", "swap/test_prove.py"),
+    "swap/hosts/attend.py": ROPE_HOSTS,
+    "swap/hosts/parts.py": ROPE_HOSTS,
+    "swap/hosts/rotary.py": ROPE_HOSTS,
+    "swap/hosts/timm.py": ROPE_HOSTS,
+    "swap/hosts/transformers.py": ROPE_HOSTS,
     "swap/prove.py": ("swap/test_prove.py",),
     "ops/layer_norm.py": ("ops/test_layer_norm.py",),
     "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
@@ -872,6 +878,55 @@ NOTICED = ("swap/test_prove.py::test_an_error_in_a_fused_forward_is_noticed",)
 HOLD = ("swap/test_prove.py::test_facts_hold_until_something_changes",)
 HOSTS = [
     Fault(
+        "rope-host-prefix", "swap/hosts/rotary.py", "_arguments", "no token is prefix",
+        "prefix_tokens=tokens - turn.cos.shape[-2]", "prefix_tokens=0",
+    ),
+    Fault(
+        "rope-host-pairing", "swap/hosts/timm.py", "fused_turn", "the pairing of the other hosts",
+        'not getattr(self, "rotate_half", False)', 'getattr(self, "rotate_half", False)',
+    ),
+    Fault(
+        "rope-host-sines-first", "swap/hosts/timm.py", "fused_turn", "sines taken for cosines",
+        "sin, cos = rope", "cos, sin = rope",
+    ),
+    Fault(
+        "rope-host-eps", "swap/hosts/rotary.py", "head_norms", "eps of the host's qk-norm ignored",
+        "k_weight, k_bias, eps)", "k_weight, k_bias)",
+    ),
+    Fault(
+        "rope-host-learnt", "swap/hosts/rotary.py", "turn_of",
+        "tables with a gradient taken by the kernel",
+        "cos.requires_grad or sin.requires_grad or not", "not",
+    ),
+    Fault(
+        "rope-host-by-head", "swap/hosts/timm.py", "fused_turn", "tables by head taken by sample",
+        "rope = rope[None]", "pass",
+    ),
+    Fault(
+        "bias-of-k", "swap/hosts/attend.py", "together", "the bias of v stands for that of k",
+        "zeros if b is None", "biases[-1] if b is None",
+    ),
+    Fault(
+        "gated-host-order", "swap/hosts/parts.py", "fused_first", "gate and value swapped",
+        "[self.fused_get(self.fused_fc1), self.fused_get(self.fused_gate)]",
+        "[self.fused_get(self.fused_gate), self.fused_get(self.fused_fc1)]",
+    ),
+    Fault(
+        "gated-host-norm", "swap/hosts/parts.py", "fused_norm", "the LayerNorm inside left out",
+        "return None if parameters[0] is None else parameters", "return None, None, 1e-6",
+    ),
+    Fault(
+        "rms-host-eps", "swap/hosts/fused.py", "RmsNorm.fused_and_input",
+        "eps of the host's RMSNorm ignored",
+        "weight, eps, out_dtype=out_dtype or", "weight, out_dtype=out_dtype or", only=ROPE_HOSTS,
+    ),
+    Fault(
+        "v-jepa-places", "swap/hosts/transformers.py", "VJepaAttention.fused_heads",
+        "rows taken for columns",
+        "(frame, place // self.grid_size, place % self.grid_size)",
+        "(frame, place % self.grid_size, place // self.grid_size)",
+    ),
+    Fault(
         "swap-drop-path-keep", "swap/hosts/fused.py", "fused_row_scale",
         "DropPath without the factor 1 / keep",
         "return scale.div_(keep) if", "return scale if", only=PROOF,
@@ -882,7 +937,8 @@ HOSTS = [
         "body.fused_branch(y, x, gamma, rows,", "body.fused_branch(y, x, None, rows,", only=PROOF,
     ),
     Fault(
-        "swap-eps", "swap/hosts/fused.py", "fused_and_input", "eps of the host's norm ignored",
+        "swap-eps", "swap/hosts/fused.py", "LayerNorm.fused_and_input",
+        "eps of the host's norm ignored",
         "self.bias, self.eps,", "self.bias, 1e-2,", only=PROOF,
     ),
     Fault(

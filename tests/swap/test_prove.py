@@ -60,7 +60,7 @@ def _bent(function):
 
 ERRORS = {
     "mlp": (parts, "mlp", _bent, "mlp"),
-    "attention": (timm_host, "attend_weights", _bent, "attn"),
+    "attention": (timm_host, "attend_turned", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
     "drop_path": (
         fused.DropPath, "fused_row_scale",

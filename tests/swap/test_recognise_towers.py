@@ -36,7 +36,8 @@ TOWERS = {
     "yolos": ("YolosModel", "YolosConfig", SMALL | dict(image_size=[32, 32])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip
-ROUNDED = ("git",)  # its softmax is in fp32, whatever the dtype
+# the softmax of one and the norms of two are in fp32, whatever the dtype
+ROUNDED = ("git", "aimv2", "internvl_qk_norm")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,163 @@
+"""Hosts with RoPE, RMSNorm, qk-norm and gated MLPs: their blocks leave nothing to PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import difference, model_errors, randomize
+from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
+from fastvit_kernels.swap.hosts import rotary
+
+timm = pytest.importorskip("timm")
+pytest.importorskip("transformers")
+
+PATHS = {"drop_path_rate": 0.3}
+GATED_EVA = dict(swiglu_mlp=True, scale_mlp=True, scale_attn_inner=True, mlp_ratio=2.0)
+
+# name -> (name in the zoo, settings), one for each structure
+FAMILIES = {
+    "eva": ("eva_giant_patch14_224", PATHS),
+    "eva02": ("eva02_tiny_patch14_224", PATHS),
+    "eva02_norms": ("eva02_tiny_patch14_224", PATHS | GATED_EVA),
+    "dinov3": ("vit_small_patch16_dinov3", PATHS),
+    "dinov3_gated": ("vit_7b_patch16_dinov3", PATHS),
+    "pe": ("vit_pe_spatial_tiny_patch16_512", PATHS),
+    "rope": ("vit_base_patch16_rope_224", PATHS),
+    "aimv2_timm": ("aimv2_large_patch14_224", PATHS),
+    "qk_norm": ("vit_tiny_patch16_224", PATHS | dict(qk_norm=True)),
+    "rope_qk_norm": ("vit_base_patch16_rope_224", PATHS | dict(qk_norm=True)),
+    "dinov3_vit_gated": ("dinov3_vit_gated", PATHS),
+    "aimv2": ("aimv2", {}),
+    "internvl": ("internvl", {}),
+    "internvl_6b": ("internvl_6b", {}),
+    "pixtral": ("pixtral", {}),
+    "vjepa2": ("vjepa2", PATHS),
+}
+
+
+def small(family):
+    torch.manual_seed(0)
+    name, settings = FAMILIES[family]
+    model, inputs = (hf_small if name in HF_MODELS else timm_small)(name, **settings)
+    return randomize(model).eval(), inputs
+
+
+def outside(row):
+    """Whether a row of the report's `left` is no part of a block."""
+    return not any(part.isdigit() for part in row.name.split("."))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_leaves_nothing_to_pytorch(family):
+    model, inputs = small(family)
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block", str(report)
+        assert report.pytorch == {} and report.uncounted == [], str(report)
+        assert all(map(outside, report.left)), report.left
+        assert difference(model, inputs) == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_through_the_kernels(family):
+    model, inputs = small(family)
+    failed = [str(e) for e in model_errors(model, inputs) if not e.passed]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("family", ["eva02_norms", "dinov3_gated", "internvl_6b", "pixtral"])
+def test_a_step_under_autocast(family):
+    model, inputs = small(family)
+    with backend("torch"):
+        errors = model_errors(model, inputs, autocast=torch.bfloat16)
+    failed = [str(e) for e in errors if not e.passed]
+    assert not failed, "\n".join(failed)
+
+
+def rotations(monkeypatch):
+    """The tables that our rotation takes from now on."""
+    taken = []
+    original = rotary.rope_attention
+
+    def counted(*args, **kwargs):
+        taken.append(kwargs["cos"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(rotary, "rope_attention", counted)
+    return taken
+
+
+def test_learnt_tables_get_their_gradient_from_pytorch(monkeypatch):
+    torch.manual_seed(0)
+    model, inputs = timm_small("vit_base_patch16_rope_mixed_224", drop_path_rate=0.3)
+    randomize(model).eval()
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block" and list(report.pytorch) == ["RoPE, its frequencies learnt"]
+        assert difference(model, inputs) == ""
+        model.rope.requires_grad_(False)
+        swapped = copy.deepcopy(model)
+        report = swap_in(swapped)
+    assert report.pytorch == {}
+    taken = rotations(monkeypatch)
+    host, ours = model(inputs), swapped(inputs)
+    assert [tuple(t.shape) for t in taken] == [(1, 2, 9, 32)] * 2  # one of each head
+    torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_each_sample(monkeypatch):
+    """Patch dropout leaves each sample tables of its own."""
+    torch.manual_seed(0)
+    model, inputs = timm_small("vit_small_patch16_dinov3", patch_drop_rate=0.4)
+    randomize(model)
+    swapped = copy.deepcopy(model)
+    with backend("torch"):
+        assert difference(model, inputs) == ""
+        swap_in(swapped)
+    taken = rotations(monkeypatch)
+    torch.manual_seed(1)
+    ours = swapped.train()(inputs)
+    torch.manual_seed(1)
+    host = model.train()(inputs)
+    assert [tuple(t.shape) for t in taken] == [(2, 1, 5, 32)] * 2
+    torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_images_side_by_side():
+    """Pixtral: images in one sequence, each apart; rope and attention beside a mask."""
+    model, inputs = small("pixtral")
+    sizes = [(48, 32), (32, 48)]
+    inputs = inputs | {"image_sizes": torch.tensor(sizes)}
+    failed = [str(e) for e in model_errors(model, inputs) if not e.passed]
+    assert not failed, "\n".join(failed)
+
+
+def test_tokens_at_places_of_their_own():
+    """V-JEPA 2's predictor: `position_mask` says where each token stands."""
+    model, _ = small("vjepa2")
+    layer = model.predictor.layer[0].double()
+    swapped = copy.deepcopy(layer)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, 64, generator=generator).double()
+    places = torch.stack([torch.randperm(18, generator=generator)[:6] for _ in range(2)])
+    with backend("torch"):
+        assert swap_in(swapped).level == "block"
+        ours, host = swapped(x, places), layer(x, places)
+    assert ours[1] is None and host[1] is None
+    torch.testing.assert_close(ours[0], host[0])
+    assert not torch.allclose(ours[0], swapped(x)[0])
+
+
+def test_a_compiled_block_is_one_graph():
+    model, _ = small("dinov3")
+    block = model.blocks[0]
+    x, rope = torch.randn(2, 14, 64), torch.randn(9, 64)
+    with backend("torch"):
+        swap_in(block)
+        wanted = block(x, rope=rope)
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, rope=rope), wanted)
