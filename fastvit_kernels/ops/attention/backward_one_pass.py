@@ -70,14 +70,14 @@ def _load_part_of_queries(
 
 
 @triton.jit
-def _one_pass_part(dq, part, k, v, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
+def _one_pass_part(dq, part, k, v, start_kv, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
     """The five products of one key tile with one part of the queries, scores as (q, kv)."""
     s = tl.dot(part.q, tl.trans(k), input_precision=FORM.PRECISION)
     dp = tl.dot(part.do, tl.trans(v), input_precision=FORM.PRECISION)
-    q_index = (part.start_q + tl.arange(0, part.q.shape[0]))[:, None]
     p, ds = softmax_grad(
-        s, dp, part.lse[:, None], part.delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
-    )
+        s, dp, part.lse[:, None], part.delta[:, None], part.start_q, start_kv, scores, FORM,
+        CHECK_KV, True,
+    )  # fmt: skip
     ds = ds.to(k.dtype)
     dv_t = tl.dot(tl.trans(part.do), p.to(v.dtype), input_precision=FORM.PRECISION)
     dk_t = tl.dot(tl.trans(part.q), ds, input_precision=FORM.PRECISION)
@@ -97,10 +97,10 @@ def _one_pass_key_tile(
     v = load_part(v_rows, start_kv, T_kv, FORM.D, BLOCK_KV, 0, BLOCK_D, CHECK_KV)
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     fence_async(scores, FORM)
-    dk_t, dv_t, dq_0 = _one_pass_part(dq[0], parts[0], k, v, kv_index, scores, FORM, CHECK_KV)
+    dk_t, dv_t, dq_0 = _one_pass_part(dq[0], parts[0], k, v, start_kv, scores, FORM, CHECK_KV)
     new_dq = (dq_0,)
     for i in tl.static_range(1, len(parts)):
-        dk_i, dv_i, dq_i = _one_pass_part(dq[i], parts[i], k, v, kv_index, scores, FORM, CHECK_KV)
+        dk_i, dv_i, dq_i = _one_pass_part(dq[i], parts[i], k, v, start_kv, scores, FORM, CHECK_KV)
         # By fma: Triton makes of a plain sum the accumulator of the product. The products of the
         # parts are then a chain, which every warp computes and which goes through shared memory.
         dk_t, dv_t = tl.fma(dk_t, 1.0, dk_i), tl.fma(dv_t, 1.0, dv_i)

@@ -55,7 +55,7 @@ def _row_dot(a, b, FORM: tl.constexpr):
 
 @triton.jit
 def _dq_step(
-    dq, q, do, lse, delta, k_rows, v_rows, start_kv, q_index, scores, FORM: tl.constexpr,
+    dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM: tl.constexpr,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
 ):  # fmt: skip
     """dq / scale += ds k for the keys at start_kv."""
@@ -64,9 +64,8 @@ def _dq_step(
     fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
     dp = product_over_d(do, v, FORM)
-    kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     _, ds = softmax_grad(
-        s, dp, lse[:, None], delta[:, None], q_index, kv_index, scores, FORM, CHECK_KV
+        s, dp, lse[:, None], delta[:, None], start_q, start_kv, scores, FORM, CHECK_KV, True
     )
     return accumulate(dq, ds.to(k[0].dtype), k, FORM)
 
@@ -78,7 +77,6 @@ def _dq_query_tile(
 ):  # fmt: skip
     T_q, T_kv = scores.T_q, scores.T_kv
     offs_q = start_q + tl.arange(0, BLOCK_Q)
-    q_index = offs_q[:, None]
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
     do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
     out = load_head(out_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
@@ -94,12 +92,12 @@ def _dq_query_tile(
     tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
     for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
         dq = _dq_step(
-            dq, q, do, lse, delta, k_rows, v_rows, start_kv, q_index, scores, FORM,
+            dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
             WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
         )  # fmt: skip
     if WALK.TAIL > 0 and WALK.TAIL < WALK.BLOCK:
         dq = _dq_step(
-            dq, q, do, lse, delta, k_rows, v_rows, full_kv, q_index, scores, FORM, WALK.TAIL, True
+            dq, q, do, lse, delta, k_rows, v_rows, full_kv, start_q, scores, FORM, WALK.TAIL, True
         )
     dq = scaled_head(dq, scores.scale, FORM)
     store_head(dq_rows, dq, start_q, T_q, FORM, BLOCK_Q)
@@ -147,7 +145,7 @@ def _attention_bwd_dq_kernel(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, kv_index, scores,
+    dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores,
     FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
 ):  # fmt: skip
     """dv += p^T dout and dk / scale += ds^T q for the queries at start_q, all of it (kv, q)."""
@@ -164,9 +162,9 @@ def _dkdv_step(
     fence_async(scores, FORM)
     s_t = product_over_d(k, q, FORM)
     dp_t = product_over_d(v, do, FORM)
-    # Keys that are not there fill rows of s_t that nobody stores: no check of kv_index is needed.
+    # Keys that are not there fill rows of s_t that nobody stores: no check of theirs is needed.
     p_t, ds_t = softmax_grad(
-        s_t, dp_t, lse[None, :], delta[None, :], offs_q[None, :], kv_index, scores, FORM, False
+        s_t, dp_t, lse[None, :], delta[None, :], start_q, start_kv, scores, FORM, False, False
     )
     dv = accumulate(dv, p_t.to(do[0].dtype), do, FORM)
     dk = accumulate(dk, ds_t.to(q[0].dtype), q, FORM)
@@ -179,7 +177,6 @@ def _dkdv_key_tile(
     scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
 ):  # fmt: skip
     T_kv = scores.T_kv
-    kv_index = (start_kv + tl.arange(0, BLOCK_KV))[:, None]
     k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
     v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
     dk, dv = zeros_head(FORM, BLOCK_KV), zeros_head(FORM, BLOCK_KV)
@@ -194,12 +191,12 @@ def _dkdv_key_tile(
     tl.assume(full_q > first_q)
     for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=keeps_invariants()):
         dk, dv = _dkdv_step(
-            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, kv_index, scores, FORM,
+            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores, FORM,
             BLOCK_Q, TAIL_Q == BLOCK_Q,
         )  # fmt: skip
     if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
         dk, dv = _dkdv_step(
-            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, kv_index, scores, FORM,
+            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, start_kv, scores, FORM,
             TAIL_Q, True,
         )  # fmt: skip
     dk = scaled_head(dk, scores.scale, FORM)

@@ -50,13 +50,15 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k_rows, v_rows, start_kv, q_index, scores, FORM: tl.constexpr,
+    acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM: tl.constexpr,
     BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile of keys and values at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
+    BLOCK_Q: tl.constexpr = s.shape[0]
+    q_index = (start_q + tl.arange(0, BLOCK_Q))[:, None]
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
     scale_log2 = scores.scale * LOG2_E
@@ -71,7 +73,8 @@ def _attend(
         new_sum += row_sum * rescale
         acc = scaled_head(acc, rescale[:, None], FORM)
     if FORM.HAS_DROPOUT:
-        p = tl.where(dropout_keep(scores, q_index, kv_index), p, 0.0)
+        keep = dropout_keep(scores, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)
+        p = tl.where(keep, p, 0.0)
     v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     acc = accumulate(acc, p.to(v[0].dtype), v, FORM)
     return acc, new_max, new_sum
@@ -91,7 +94,6 @@ def _fwd_head(
     BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
     start_q = pid_q * BLOCK_Q
     offs_q = start_q + tl.arange(0, BLOCK_Q)
-    q_index = offs_q[:, None]
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
     acc = zeros_head(FORM, BLOCK_Q)
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
@@ -102,7 +104,7 @@ def _fwd_head(
     CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
     if TILES.ONE_KV:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_rows, v_rows, 0, q_index, scores, FORM,
+            acc, row_max, row_sum, q, k_rows, v_rows, 0, start_q, scores, FORM,
             BLOCK_KV, CHECK_KV, True,
         )  # fmt: skip
     else:
@@ -113,12 +115,12 @@ def _fwd_head(
         tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
         for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, q_index, scores, FORM,
+                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
                 BLOCK_KV, CHECK_KV, False,
             )  # fmt: skip
         if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, k_rows, v_rows, full_kv, q_index, scores, FORM,
+                acc, row_max, row_sum, q, k_rows, v_rows, full_kv, start_q, scores, FORM,
                 TAIL_KV, True, False,
             )  # fmt: skip
 

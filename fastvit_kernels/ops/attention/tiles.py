@@ -337,25 +337,69 @@ def probabilities(s, lse, scores, FORM: tl.constexpr):
 
 
 @triton.jit
-def dropout_keep(scores, q_index, kv_index):
-    """Which probabilities are kept: Philox bits of (head, query, key), redrawn in backward."""
+def _halved(start, BLOCK: tl.constexpr):
+    """The indices of a tile whose bit 3 is 0; start is a multiple of 16."""
+    i = tl.arange(0, BLOCK // 2)
+    return start + i // 8 * 16 + i % 8
+
+
+@triton.jit
+def dropout_keep(
+    scores, start_row, start_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    Q_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Which probabilities of a tile are kept: Philox bits of (head, query, key), drawn again in the
+    backward.
+
+    A call of Philox gives four words, for the queries and keys that differ in bit 3: in the layouts
+    of tensor cores one thread has all four, whichever of queries and keys are the rows.
+    """
     seed = tl.load(scores.dropout.seed_ptr)
-    zero = q_index * 0 + kv_index * 0
-    c0, c1, c2 = kv_index + zero, q_index + zero, scores.head.to(tl.int32) + zero
+    rows, columns = _halved(start_row, ROWS)[:, None], _halved(start_column, COLUMNS)[None, :]
+    zero = rows * 0 + columns * 0
+    q, kv = rows, columns
+    if not Q_FIRST:
+        q, kv = columns, rows
+    c0, c1, c2 = kv + zero, q + zero, scores.head.to(tl.int32) + zero
     c0, c1, c2, c3 = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), zero.to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, c0, c1, c2, c3, PHILOX_ROUNDS)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3, PHILOX_ROUNDS)
+    if not Q_FIRST:
+        w1, w2 = w2, w1
+    top, low = _joined_columns(w0, w1, ROWS, COLUMNS), _joined_columns(w2, w3, ROWS, COLUMNS)
+    bits = tl.reshape(tl.join(top, low), (ROWS // 16, 8, COLUMNS, 2))
+    bits = tl.reshape(tl.permute(bits, (0, 3, 1, 2)), (ROWS, COLUMNS))
     return (bits >> 1).to(tl.int32) >= scores.dropout.threshold
 
 
 @triton.jit
+def _joined_columns(x0, x1, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS / 2, COLUMNS) of the columns whose bit 3 is 0 and of those where it is 1."""
+    x = tl.reshape(tl.join(x0, x1), (ROWS // 2, COLUMNS // 16, 8, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (ROWS // 2, COLUMNS))
+
+
+@triton.jit
 def softmax_grad(
-    s, dp, lse, delta, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr
-):
+    s, dp, lse, delta, start_q, start_kv, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr,
+    Q_FIRST: tl.constexpr,
+):  # fmt: skip
     """p (as it met v, so after dropout) and ds = p (dp - delta), in the orientation of s."""
+    ROWS: tl.constexpr = s.shape[0]
+    COLUMNS: tl.constexpr = s.shape[1]
+    if Q_FIRST:
+        start_row, start_column = start_q, start_kv
+    else:
+        start_row, start_column = start_kv, start_q
+    rows = (start_row + tl.arange(0, ROWS))[:, None]
+    columns = (start_column + tl.arange(0, COLUMNS))[None, :]
+    if Q_FIRST:
+        q_index, kv_index = rows, columns
+    else:
+        q_index, kv_index = columns, rows
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
     p = probabilities(s, lse, scores, FORM)
     if FORM.HAS_DROPOUT:
-        keep = dropout_keep(scores, q_index, kv_index)
+        keep = dropout_keep(scores, start_row, start_column, ROWS, COLUMNS, Q_FIRST)
         dp = tl.where(keep, dp * scores.dropout.keep_scale, 0.0)
         return tl.where(keep, p * scores.dropout.keep_scale, 0.0), p * (dp - delta)
     else:
