@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .ops.layer_norm import layer_norm
 from .ops.mlp import mlp
+from .ops.rms_norm import rms_norm
 from .runtime.plain import is_plain
 from .swap.activations import activation_name
 
@@ -33,6 +34,19 @@ class LayerNorm(nn.Module):
         if len(self.normalized_shape) != 1:
             raise ValueError(f"LayerNorm: one axis is wanted, got {self.normalized_shape}")
         return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """For transformers' LlamaRMSNorm and its copies: Qwen2RMSNorm, Qwen3RMSNorm."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 class ViTMLP(nn.Module):

@@ -24,7 +24,9 @@ Routed = SimpleNamespace  # the functions of one route, by name
 DIRECT, OPERATORS = Routed(), Routed()
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> launcher; aot.py traces them
 
-_library = torch.library.Library("fastvit_kernels", "DEF")
+# Two builds of the Hub's kernels library may live in one process: each has a name of its own.
+NAMESPACE = __name__.partition(".")[0]
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def operator(
@@ -45,10 +47,10 @@ def operator(
         name = launcher.__name__
         _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
         _library.impl(name, launcher, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastvit_kernels::{name}", fake, lib=_library)
-        registered = getattr(torch.ops.fastvit_kernels, name).default
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        registered = packet.default
         if flops is not None:
-            packet = getattr(torch.ops.fastvit_kernels, name)
             register_flop_formula(packet)(flops)
         LAUNCHERS[name] = launcher
         setattr(DIRECT, name, launcher)
