@@ -21,8 +21,8 @@ from . import options
 from .console import CommandError, make_console, require
 from .models import build_model, input_shape
 from .training import checkpoint, data, figures
-from .training.folder import CHECKPOINT, WEIGHTS
-from .training.run import model_of
+from .training.folder import WEIGHTS, read_run
+from .training.model import model_of
 from .training.settings import Settings
 
 
@@ -87,14 +87,16 @@ def _named_model(
 
 def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
     """The model of a run: from its checkpoint.pt, or its weights.pth with checkpoint.pt beside."""
-    run = weights.with_name(CHECKPOINT) if weights.name == WEIGHTS else weights
-    content = checkpoint.load(run)
-    model = model_of(Settings(**content["settings"]), len(content["classes"]))
-    state = content["model"]
+    if weights.name == WEIGHTS:
+        content, run = read_run(weights.parent)
+    else:
+        content, run = checkpoint.load(weights), weights
+    settings = Settings(**content["settings"])
+    if run != weights:  # weights.pth has LoRA added in
+        settings.lora = 0
+    model = model_of(settings, len(content["classes"]))
     try:
-        if run != weights:
-            state = _state_dict(weights)
-        model.load_state_dict(state)
+        model.load_state_dict(content["model"] if run == weights else _state_dict(weights))
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         raise CommandError(f"{weights} does not fit the run of {run}: {error}") from error
     return model, data.Normalization(**content["normalization"])

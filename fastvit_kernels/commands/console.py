@@ -15,7 +15,7 @@ class CommandError(Exception):
     """A mistake that the user can mend; its text is all that the command line shows."""
 
 
-def require(module: str, package: str) -> ModuleType:
+def require(module: str, package: str, install: str = "fastvit-kernels[train]") -> ModuleType:
     """Import `module`, or say how to install what it belongs to.
 
     Raises: CommandError where the package is not installed.
@@ -25,14 +25,12 @@ def require(module: str, package: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise CommandError(
-            f'this command needs {package}: pip install "fastvit-kernels[train]"'
-        ) from error
+        raise CommandError(f'this command needs {package}: pip install "{install}"') from error
 
 
-def make_console() -> Console:
+def make_console(quiet: bool = False) -> Console:
     """A console for standard output; wide enough for the tables where output is not a terminal."""
-    console = require("rich.console", "rich").Console(highlight=False)
+    console = require("rich.console", "rich").Console(highlight=False, quiet=quiet)
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console

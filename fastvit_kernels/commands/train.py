@@ -7,6 +7,7 @@ is written is documented in docs/train.md. Interrupt it with Ctrl-C and go on wi
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, require
 from .options import positive, share
-from .training import checkpoint, data
-from .training.folder import CHECKPOINT, open_run
+from .training.folder import open_run, read_run
+from .training.images import add_reading, open_images
+from .training.processes import Processes, ended_together, join, leave
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
 from .training.settings import DEFAULTS, Settings, given_options
@@ -26,9 +28,21 @@ from .training.settings import DEFAULTS, Settings, given_options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels train`. None stands for "not given"."""
     add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files")
-    add("--data-dir", metavar="DIR", help="the folder of --data mnist or folder")
+    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files, "
+        "webdataset tar shards, hf a folder that Hugging Face's datasets reads")  # fmt: skip
+    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
+    add_reading(parser)
     options.add_model(parser, None, "default: by --data")
+    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="pretrained weights of --model; with "
+        "timm: or hf: they bring their model")  # fmt: skip
+    add("--freeze", nargs="+", metavar="PATTERN",
+        help="parameters that stay: 'blocks.0.*'; backbone is all but the head")  # fmt: skip
+    add(
+        "--lora",
+        type=positive(int),
+        metavar="RANK",
+        help="train LoRA (peft) of q, k, v, and a head",
+    )
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
     add("--epochs", type=positive(int))
@@ -39,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--label-smoothing", type=share, help="default 0.1")
     add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
     add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
+    add("--crop-scale", type=share, metavar="SHARE",
+        help="smallest part of a streamed image that a crop keeps (default 0.08)")  # fmt: skip
+    add("--randaugment", type=positive(int), metavar="M", help="RandAugment of this magnitude")
+    add("--mixup", type=positive(float), metavar="ALPHA", help="mix pairs of images, by Beta(A, A)")
+    add("--ema", type=share, metavar="DECAY", help="also average the weights; those are reported")
     add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
     options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
     options.add_dtype(
@@ -54,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_device(parser)
     options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
+    add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
     add("--check", action=argparse.BooleanOptionalAction, default=True,
         help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
 
@@ -97,8 +117,15 @@ def _train(run: Run, console: Any) -> None:
     ) as bar:
         task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
         for epoch in range(done + 1, settings.epochs + 1):
-            bar.update(task, description=f"epoch {epoch}/{settings.epochs}")
-            row = run.epoch(epoch, lambda: bar.advance(task))
+
+            def advance(epoch: int = epoch) -> None:
+                speed, waiting = run.pace
+                text = f"epoch {epoch}/{settings.epochs}, {speed:,.0f} images/s"
+                if not settings.in_memory:
+                    text += f", waiting for data {100 * waiting:.0f} %"
+                bar.update(task, advance=1, description=text)
+
+            row = run.epoch(epoch, advance)
             run.save()
             if epoch % every == 0 or epoch in (1, settings.epochs):
                 console.print(_epoch_line(row, settings))
@@ -110,6 +137,8 @@ def _epoch_line(row: dict[str, float], settings: Settings) -> str:
         f"{row['held_out_loss']:.3f} and {100 * row['held_out_accuracy']:.2f} %, "
         f"{row['images_per_s']:,.0f} images/s"
     )
+    if "data_wait" in row:
+        line += f", waiting for data {100 * row['data_wait']:.0f} %"
     if "reference_train_loss" in row:
         line += (
             f"; PyTorch {row['reference_train_loss']:.3f}, {row['reference_held_out_loss']:.3f} "
@@ -119,50 +148,101 @@ def _epoch_line(row: dict[str, float], settings: Settings) -> str:
     return line
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The command: 0, or 1 where the check batch breaks the 2x rule, or 130 when interrupted."""
-    console = make_console()
-    require("matplotlib.figure", "matplotlib")
-    device = options.chosen_device(arguments)
-    folder, settings, content = open_run(
-        given_options(arguments), arguments.out, arguments.resume, device
+def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:
+    """The errors of the check batch, [] where there is none, None where one breaks the 2x rule."""
+    if not arguments.check or kernels_reason(run.device) is not None:
+        return []
+    errors = check_batch(run, console)
+    if all(e.passed for e in errors):
+        return errors
+    console.print("Nothing was trained. --no-check trains without this check.")
+    return None
+
+
+def _check_settings(settings: Settings, processes: Processes) -> None:
+    """Raises: CommandError for what several processes cannot do."""
+    if processes.launched and settings.compare:
+        raise CommandError("--compare trains beside plain PyTorch in one process, without torchrun")
+    if settings.batch_size < processes.world:
+        raise CommandError(
+            f"--batch {settings.batch_size} is shared among the processes: {processes.world} of "
+            "them need as many images or more"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out {folder} cannot be written: {error}") from error
+
+
+def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
+    """What the checkpoint holds, and the command that goes on with it."""
+    content, path = read_run(folder)
+    launch = "fastvit-kernels train"
+    if processes.launched:
+        launch = f"torchrun --nproc-per-node {processes.world} -m fastvit_kernels train"
+    return (
+        f"{path} holds the run after epoch {len(content['history'])} of {settings.epochs}; go on "
+        f"with\n  {launch} --resume --out {folder}"
     )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: 0, or 1 where the check batch breaks the 2x rule or another process of the run
+    has ended, or 130 when interrupted."""
+    processes, device = join(arguments.device, arguments.fsdp)
+    console = make_console(quiet=not processes.first)
+    require("matplotlib.figure", "matplotlib")
+    device = device or options.chosen_device(arguments)
+    status = _run(arguments, processes, device, console)
+    leave(processes)
+    return status
+
+
+def _run(
+    arguments: argparse.Namespace, processes: Processes, device: torch.device, console: Any
+) -> int:
+    folder, settings, path = processes.agree(
+        lambda: open_run(given_options(arguments), arguments.out, arguments.resume, device)
+    )
+    processes.agree(lambda: _check_settings(settings, processes))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
-    with console.status("reading images") as status:
-        dataset = data.load(
-            settings, lambda done, total: status.update(f"reading images: {done} of {total}")
-        )
-    training = Run(settings, dataset, device, folder)
-    if content is not None:
-        training.restore(content)
-        training.write_metrics()
+    say = None if path is not None else lambda line: console.print(line, markup=False)
+    images = open_images(settings, arguments, console)
+    training = Run(settings, images, device, folder, processes, say)
+    errors = processes.agree(lambda: _checked(training, arguments, console))
+    if errors is None:
+        return 1
+    if processes.launched:
+        training.distribute(arguments.fsdp)
+    if path is not None:
+        training.restore(path)
+        if processes.first:
+            training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)
-
-    errors: list[Error] = []
-    if arguments.check and kernels_reason(device) is None:
-        errors = check_batch(training, console)
-        if not all(e.passed for e in errors):
-            console.print("Nothing was trained. --no-check trains without this check.")
-            return 1
-    if content is None:
+    if path is None:
+        processes.agree(lambda: _make_folder(folder))
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             training.save()
         except OSError as error:
             raise CommandError(f"--out {folder} cannot be written: {error}") from error
-    try:
-        with backend(steps_backend):
-            _train(training, console)
-            write_report(training, errors, console)
-    except KeyboardInterrupt:
-        done = len(checkpoint.load(folder / CHECKPOINT)["history"])
-        console.print(
-            f"\nInterrupted. {folder / CHECKPOINT} holds the run after epoch {done} of "
-            f"{settings.epochs}; go on with\n  fastvit-kernels train --resume --out {folder}"
-        )
-        return 130
+    with ended_together(
+        processes,
+        lambda why: console.print(
+            f"\nThe run stops: {why}. {_how_far(folder, settings, processes)}", markup=False
+        ),
+    ):
+        try:
+            with backend(steps_backend):
+                _train(training, console)
+                write_report(training, errors, console)
+        except KeyboardInterrupt:
+            console.print(f"\nInterrupted. {_how_far(folder, settings, processes)}")
+            return 130
     return 0

@@ -378,9 +378,11 @@ def test_weight_decay_is_on_matrices_alone(tmp_path):
 
 def test_batches_cover_every_image_once_and_depend_on_the_epoch_alone(tmp_path):
     run = _small_run(tmp_path, augment=False)
-    first, again, next_ = (torch.cat([y for _, y in run.batches(e)]) for e in (1, 1, 2))
+    first, again, next_ = (
+        torch.cat([y for _, y, _ in run.source.batches(e, run.processes)]) for e in (1, 1, 2)
+    )
     assert torch.equal(first, again) and not torch.equal(first, next_)
-    assert torch.equal(first.bincount(), run.train_split.labels.bincount())
+    assert torch.equal(first.bincount(), run.source.train.labels.bincount())
 
 
 @pytest.mark.parametrize(

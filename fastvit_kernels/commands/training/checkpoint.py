@@ -13,6 +13,7 @@ import torch
 from ..console import CommandError
 
 FORMAT = 1
+NAME = "checkpoint.pt"
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

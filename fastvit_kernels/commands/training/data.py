@@ -84,12 +84,17 @@ class Augmentation:
     mirror: bool = False
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards.
+        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards."""
+        return self.apply(images, self.draw(len(images), generator))
 
-        The generator is on the CPU, so that a run draws the same maps on every device.
-        """
-        B, _, height, width = images.shape
-        draw = 2 * torch.rand(5, B, generator=generator) - 1
+    @staticmethod
+    def draw(B: int, generator: torch.Generator) -> Tensor:
+        """(5, B), from -1 to 1, on the CPU, so that a run draws the same maps on every device."""
+        return 2 * torch.rand(5, B, generator=generator) - 1
+
+    def apply(self, images: Tensor, draw: Tensor) -> Tensor:
+        """The maps of `draw`, a column an image."""
+        height, width = images.shape[-2:]
         angle = draw[0] * math.radians(self.degrees)
         zoom = 1 + draw[1] * self.zoom
         cos, sin = angle.cos() * zoom, angle.sin() * zoom
@@ -208,33 +213,47 @@ def load_idx(folder: Path, img_size: int) -> Dataset:
     return Dataset(train, held_out, [str(c) for c in range(num_classes)])
 
 
+def upright(opened: Any, in_chans: int) -> Any:
+    """A pillow image as its EXIF turns it, grey or RGB.
+
+    Raises: ValueError for more than 8 bits a channel; what pillow raises for a damaged file.
+    """
+    image = require("PIL.ImageOps", "pillow").exif_transpose(opened)
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"mode {image.mode}; 8 bits a channel are wanted")
+    return image.convert("L" if in_chans == 1 else "RGB")
+
+
+def fit(image: Any, img_size: int | None) -> Tensor:
+    """A pillow image as uint8 (channels, height, width): as it is, or cropped to a square about its
+    centre and resized bicubically."""
+    numpy = require("numpy", "numpy")
+    if img_size is not None:
+        bicubic = require("PIL.Image", "pillow").Resampling.BICUBIC
+        image = require("PIL.ImageOps", "pillow").fit(image, (img_size, img_size), bicubic)
+    pixels = torch.from_numpy(numpy.array(image))
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
 def read_image(path: Path, img_size: int, in_chans: int) -> Tensor:
-    """One file as (in_chans, img_size, img_size) uint8: upright, cropped to a square about its
-    centre, resized bicubically.
+    """One file as (in_chans, img_size, img_size) uint8.
 
     Raises: CommandError naming the file.
     """
     image_module = require("PIL.Image", "pillow")
-    image_ops = require("PIL.ImageOps", "pillow")
-    numpy = require("numpy", "numpy")
     try:
         with image_module.open(path) as image:
-            image = image_ops.exif_transpose(image)
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"mode {image.mode}; 8 bits a channel are wanted")
-            image = image.convert("L" if in_chans == 1 else "RGB")
-            image = image_ops.fit(image, (img_size, img_size), image_module.Resampling.BICUBIC)
-            pixels = numpy.array(image)
+            return fit(upright(image, in_chans), img_size)
     except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
         raise CommandError(f"{path} cannot be read as an image: {error}") from error
-    return torch.from_numpy(pixels).view(img_size, img_size, in_chans).permute(2, 0, 1)
 
 
 def _class_folders(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int]]:
+def folder_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int]]:
+    """Paths and labels of the images in these class folders, in order."""
     paths, labels = [], []
     for label, name in enumerate(classes):
         found = sorted(
@@ -244,6 +263,34 @@ def _list_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int
         paths += found
         labels += [label] * len(found)
     return paths, labels
+
+
+def split_folders(folder: Path) -> tuple[Path, Path | None, list[str]]:
+    """Where the training images of a folder are, where the held-out ones if there is such a place,
+    and the names of the classes.
+
+    Raises: CommandError where classes or images are missing.
+    """
+    train_folder = folder / "train"
+    held_folder = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
+    if train_folder.is_dir() != (held_folder is not None):
+        raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
+    root = folder if held_folder is None else train_folder
+    classes = [p.name for p in _class_folders(root)]
+    if len(classes) < 2:
+        raise CommandError(f"{root} needs two class folders or more, got {len(classes)}")
+    for name in classes:
+        if not folder_images(root, [name])[0]:
+            raise CommandError(
+                f"{root / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
+            )
+    if held_folder is not None:
+        unknown = sorted({p.name for p in _class_folders(held_folder)} - set(classes))
+        if unknown:
+            raise CommandError(f"{held_folder / unknown[0]} has no counterpart in {train_folder}")
+        if not folder_images(held_folder, classes)[0]:
+            raise CommandError(f"{held_folder} holds no image")
+    return root, held_folder, classes
 
 
 def _check_memory(count: int, bytes_each: int) -> None:
@@ -269,28 +316,11 @@ def load_folder(
     Args:
         progress: called with (images read, all images).
     """
-    train_folder = folder / "train"
-    held_folder = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
-    if train_folder.is_dir() != (held_folder is not None):
-        raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
-    root = folder if held_folder is None else train_folder
-    classes = [p.name for p in _class_folders(root)]
-    if len(classes) < 2:
-        raise CommandError(f"{root} needs two class folders or more, got {len(classes)}")
-    paths, labels = _list_images(root, classes)
-    empty = [c for i, c in enumerate(classes) if i not in set(labels)]
-    if empty:
-        raise CommandError(
-            f"{root / empty[0]} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
-        )
+    root, held_folder, classes = split_folders(folder)
+    paths, labels = folder_images(root, classes)
     num_train = len(paths)
     if held_folder is not None:
-        unknown = sorted({p.name for p in _class_folders(held_folder)} - set(classes))
-        if unknown:
-            raise CommandError(f"{held_folder / unknown[0]} has no counterpart in {train_folder}")
-        held_paths, held_labels = _list_images(held_folder, classes)
-        if not held_paths:
-            raise CommandError(f"{held_folder} holds no image")
+        held_paths, held_labels = folder_images(held_folder, classes)
         paths, labels = paths + held_paths, labels + held_labels
 
     _check_memory(len(paths), in_chans * img_size**2)
@@ -318,14 +348,19 @@ def load_folder(
 
 
 def load(settings: Settings, progress: Callable[[int, int], None]) -> Dataset:
-    """The images of a run. progress(done, total) is called while a folder is read."""
+    """The images of a run in memory. progress(done, total) is called while a folder is read."""
     if settings.data == "digits":
         return load_digits(settings.img_size, settings.held_out, settings.seed)
-    folder = Path(settings.data_dir or "")
-    if not folder.is_dir():
-        raise CommandError(f"--data-dir {folder} is not a folder")
+    folder = data_folder(settings)
     if settings.data == "mnist":
         return load_idx(folder, settings.img_size)
     return load_folder(
         folder, settings.img_size, settings.in_chans, settings.held_out, settings.seed, progress
     )
+
+
+def data_folder(settings: Settings) -> Path:
+    folder = Path(settings.data_dir or "")
+    if not folder.is_dir():
+        raise CommandError(f"--data-dir {folder} is not a folder")
+    return folder

@@ -9,13 +9,27 @@ from typing import Any
 import torch
 
 from ..console import CommandError
-from . import checkpoint
+from . import checkpoint, sharded
 from .settings import Settings, flag_of, make_settings
 
-CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
+CHECKPOINT, METRICS = checkpoint.NAME, "metrics.csv"
 WEIGHTS, SUMMARY = "weights.pth", "summary.json"
 CURVES, CONFUSION, ATTENTION = "curves.png", "confusion.png", "attention.png"
 WRITTEN = (CHECKPOINT, METRICS, WEIGHTS, SUMMARY, CURVES, CONFUSION, ATTENTION)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], Path]:
+    """The newer checkpoint of a run folder without its shards, and its path: checkpoint.pt of one
+    process, or the folder of several."""
+    found = sharded.latest(folder)
+    if found is None:
+        return checkpoint.load(folder / CHECKPOINT), folder / CHECKPOINT
+    content = checkpoint.load(found / sharded.RUN)
+    if (folder / CHECKPOINT).is_file():
+        alone = checkpoint.load(folder / CHECKPOINT)
+        if len(alone["history"]) > len(content["history"]):
+            return alone, folder / CHECKPOINT
+    return content, found
 
 
 def _free_folder(name: str) -> Path:
@@ -32,8 +46,10 @@ def _latest_folder(name: str) -> Path:
         return int(folder.name.removeprefix(name).lstrip("-") or 1)
 
     pattern = re.compile(rf"{name}(-\d+)?")
-    found = [p.parent for p in Path("runs").glob(f"*/{CHECKPOINT}")]
-    found = [folder for folder in found if pattern.fullmatch(folder.name)]
+    found = [
+        path for path in Path("runs").glob("*")
+        if pattern.fullmatch(path.name) and ((path / CHECKPOINT).exists() or sharded.latest(path))
+    ]  # fmt: skip
     if not found:
         raise CommandError(f"there is no run of --data {name} in runs/; name its folder with --out")
     return max(found, key=number)
@@ -54,8 +70,8 @@ def _resumed_settings(folder: Path, content: dict[str, Any], given: dict[str, An
 
 def open_run(
     given: dict[str, Any], out: Path | None, resume: bool, device: torch.device
-) -> tuple[Path, Settings, dict[str, Any] | None]:
-    """The run folder, its settings, and the checkpoint where the run goes on.
+) -> tuple[Path, Settings, Path | None]:
+    """The run folder, its settings, and the path of the checkpoint where the run goes on.
 
     Args:
         given: the settings that the command line gives.
@@ -64,11 +80,13 @@ def open_run(
     name = given.get("data", "digits")
     if resume:
         folder = out or _latest_folder(name)
-        content = checkpoint.load(folder / CHECKPOINT)
-        return folder, _resumed_settings(folder, content, given), content
+        content, path = read_run(folder)
+        return folder, _resumed_settings(folder, content, given), path
     settings = make_settings(given, device)
     folder = out or _free_folder(name)
     taken = [n for n in WRITTEN if (folder / n).exists()]
+    if (shards := sharded.latest(folder)) is not None:
+        taken.append(shards.name)
     if taken:
         raise CommandError(
             f"{folder} holds a run already ({taken[0]}); go on with it with --resume --out "

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models.vit import VisionTransformer
 from ...runtime.backend import INTERPRETED, backend
@@ -22,15 +22,18 @@ from ...verify.runner import quiet_interpreter
 from ..console import require
 from ..coverage import model_errors
 from . import checkpoint, figures
+from .finetune import merged
 from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
-from .run import Run, host_of
+from .model import host_of
+from .run import Run
+from .streaming import Streamed
 
 AGREEMENT_BATCH = 2  # images; the interpreter takes milliseconds for a tile
 
 
 def check_batch(run: Run, console: Any) -> list[Error]:
     """One batch through our kernels and through plain PyTorch; prints and returns the errors."""
-    images = run.normalization(run.train_split.images[:AGREEMENT_BATCH])
+    images = run.normalization(run.source.training_sample(AGREEMENT_BATCH))
     where = "in Triton's interpreter" if INTERPRETED else f"on {device_name(run.device)}"
     started = time.perf_counter()
     run.model.eval()
@@ -92,11 +95,18 @@ def describe(run: Run, console: Any) -> None:
             f"{len(model.blocks)} layers"
         )
     console.print(
-        f"Data: {s.data}, {len(run.train_split)} training and {len(run.held_out)} held-out images, "
-        f"{len(run.classes)} classes, {s.img_size} x {s.img_size} x {s.in_chans}"
+        f"Data: {s.data}, {run.source.train_count} training and {run.source.held_out_count} "
+        f"held-out images, {len(run.classes)} classes, {s.img_size} x {s.img_size} x {s.in_chans}"
     )
-    console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{shape}")
+    if isinstance(run.source, Streamed):
+        console.print(f"Images are streamed by {run.source.workers} worker processes.")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    some = f", {trained:,} of them trained" if trained < count else ""
+    console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{some}{shape}")
     console.print(f"Device: {device_name(run.device)}, {s.precision}. Run folder: {run.folder}")
+    if run.processes.launched:
+        how = "FSDP2" if run.sharded else "DDP"
+        console.print(f"Processes: {run.processes.world}, {how}; a batch is shared among them.")
 
 
 def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Tensor:
@@ -124,18 +134,33 @@ def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> Non
 
 
 def write_report(run: Run, errors: list[Error], console: Any) -> None:
-    """Accuracy, confusion matrix, speed; weights, summary and PNGs into the run folder."""
-    last = run.history[-1]
-    loss, predicted = run.evaluate(run.learners[0])
-    confusion = confusion_matrix(run.held_out.labels, predicted, len(run.classes))
-    accuracy = confusion.diagonal().sum().item() / len(run.held_out)
+    """Accuracy, confusion matrix, speed; weights, summary and PNGs into the run folder.
+
+    Every process evaluates; the first one prints and writes.
+    """
+    with run.averaged():
+        loss, predicted = run.evaluate(run.learners[0])
+        model = run.whole_model()
+        if model is not None:
+            _write(run, model, loss, predicted, errors, console)
+
+
+def _write(
+    run: Run, model: nn.Module, loss: float, predicted: Tensor, errors: list[Error], console: Any
+) -> None:
+    last, read = run.history[-1], predicted >= 0
+    confusion = confusion_matrix(
+        run.source.held_out_labels[read], predicted[read], len(run.classes)
+    )
+    count = int(read.sum())
+    accuracy = confusion.diagonal().sum().item() / count
     images_per_s = statistics.median(row["images_per_s"] for row in run.history)
     seconds = sum(row["seconds"] for row in run.history)
 
     _print_confusion(confusion, run.classes, console)
-    wrong = len(run.held_out) - int(confusion.diagonal().sum())
+    wrong = count - int(confusion.diagonal().sum())
     console.print(
-        f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {len(run.held_out)} "
+        f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {count} "
         f"wrong), loss {loss:.3f}. Training: {images_per_s:,.0f} images/s (median of "
         f"{len(run.history)} epochs), {seconds:.0f} s."
     )
@@ -145,8 +170,11 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
             f"Plain PyTorch beside it: {100 * last['reference_held_out_accuracy']:.2f} %, loss "
             f"{last['reference_held_out_loss']:.3f}, {other:,.0f} images/s."
         )
+    if run.source.broken:
+        console.print(f"Left out: {len(run.source.broken)} images that cannot be read.")
     checkpoint.write_atomically(
-        run.folder / WEIGHTS, lambda file: torch.save(run.model.state_dict(), file)
+        run.folder / WEIGHTS,
+        lambda file: torch.save(merged(model, run.settings).state_dict(), file),
     )
     summary = {
         "held_out_accuracy": accuracy,
@@ -172,12 +200,14 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
     smoothing = run.settings.label_smoothing
     loss_title = f"Loss (labels smoothed by {smoothing:g} in training)" if smoothing else "Loss"
     figures.draw_curves(run.history, run.folder / CURVES, name, loss_title)
-    title = f"{name}: {100 * accuracy:.2f} % of {len(run.held_out)} held-out images"
+    title = f"{name}: {100 * accuracy:.2f} % of {count} held-out images"
     figures.draw_confusion(confusion, run.classes, run.folder / CONFUSION, title)
-    image = run.held_out.images[:1]
-    layers, from_cls = figures.sample_attention(run.model, run.normalization(image))
-    true, got = run.classes[int(run.held_out.labels[0])], run.classes[int(predicted[0])]
-    title = f"{name}: held-out image 0, class {true}, predicted {got}"
-    pixels = figures.seen_pixels(run.model, image[0].cpu())
+    shown, image = run.source.held_out_sample()
+    layers, from_cls = figures.sample_attention(model, run.normalization(image))
+    true = run.classes[int(run.source.held_out_labels[shown])]
+    got = run.classes[int(predicted[shown])]
+    title = f"{name}: held-out image {shown}, class {true}, predicted {got}"
+    pixels = figures.seen_pixels(model, image[0].cpu())
     figures.draw_attention_layers(pixels, layers, from_cls, run.folder / ATTENTION, title)
-    console.print(f"Written to {run.folder}: {', '.join(WRITTEN)}")
+    written = [name for name in WRITTEN if (run.folder / name).exists()]
+    console.print(f"Written to {run.folder}: {', '.join(written)}")

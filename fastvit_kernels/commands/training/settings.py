@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,15 @@ class Settings:
     threads: int | None  # of PyTorch on the CPU, None for its own choice
     backend: Backend
     compare: bool
+    # What checkpoints from before these options mean.
+    in_memory: bool = True
+    crop_scale: float = 0.08
+    randaugment: int = 0
+    mixup: float = 0.0
+    ema: float = 0.0
+    weights: str | None = None
+    freeze: list[str] = field(default_factory=list)
+    lora: int = 0
 
 
 # By data set: what an option that is not given becomes.
@@ -50,11 +59,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mnist": dict(
         model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
     ),
-    "folder": dict(
+}
+for _kind in ("folder", "webdataset", "hf"):
+    DEFAULTS[_kind] = dict(
         model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
-        warmup_epochs=5,
-    ),
-}  # fmt: skip
+        warmup_epochs=5, in_memory=False,
+    )  # fmt: skip
 COMMON_DEFAULTS: dict[str, Any] = dict(
     data_dir=None, weight_decay=0.05, label_smoothing=0.1, drop_path=0.0, augment=True,
     held_out=0.2, seed=0, backend="auto", compare=False, threads=None,
@@ -72,17 +82,45 @@ def given_options(arguments: object) -> dict[str, Any]:
     return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
 
 
+def _check_reading(kind: str, values: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises: CommandError for options of another way to read the images."""
+    if given.get("in_memory") and kind in ("webdataset", "hf"):
+        raise CommandError(f"--data {kind} is streamed; --in-memory is for --data folder")
+    if values.get("in_memory", True):
+        for name in ("randaugment", "crop_scale"):
+            if name in given:
+                raise CommandError(
+                    f"{flag_of(name)} is for streamed images: --data folder without --in-memory, "
+                    f"webdataset or hf; --data {kind} is held in memory here"
+                )
+    elif values["augment"] is False and (given.get("randaugment") or "crop_scale" in given):
+        raise CommandError("--no-augment leaves no place for --randaugment and --crop-scale")
+    if not 0 < values.get("crop_scale", 0.08) < 1:
+        raise CommandError(f"--crop-scale must be above 0 and below 1, got {values['crop_scale']}")
+    if values.get("ema") and values["compare"]:
+        raise CommandError("--ema averages weights, which --compare does not: choose one of them")
+
+
 def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     """The options given, completed by the defaults of the data set and of the device."""
     kind = given.get("data", "digits")
     values = {**COMMON_DEFAULTS, **DEFAULTS[kind], **given, "data": kind}
+    source = values.get("weights")
+    if source is not None and source.startswith(("timm:", "hf:")):
+        if "model" not in given:  # the model that the weights are of
+            values["model"] = source
+    elif source is not None:
+        values["weights"] = str(Path(source).resolve())
+    if values.get("lora") and values["compare"]:
+        raise CommandError("--lora and --compare: the plain PyTorch model has no LoRA; choose one")
     values.setdefault("precision", "bf16" if device.type == "cuda" else "fp32")
     if kind != "digits" and values["data_dir"] is None:
         raise CommandError(f"--data {kind} needs --data-dir")
     if kind == "digits" and values["data_dir"] is not None:
         raise CommandError("--data digits comes with scikit-learn and takes no --data-dir")
-    if kind != "folder" and values["in_chans"] != 1:
+    if kind in ("digits", "mnist") and values["in_chans"] != 1:
         raise CommandError(f"--data {kind} has one channel; --in-chans is for --data folder")
+    _check_reading(kind, values, given)
     if values["data_dir"] is not None:
         values["data_dir"] = str(Path(values["data_dir"]).resolve())
     if not 0 < values["held_out"] < 1:

@@ -1,0 +1,156 @@
+"""How good are frozen features: k nearest neighbours and a linear probe on a model's output.
+
+The model runs once over every image, through the kernels where they can run; scikit-learn does the
+rest on the CPU. Nothing is trained but the probe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.vit import VisionTransformer
+from ..runtime.backend import backend
+from . import options
+from .console import CommandError, make_console, require
+from .models import fused_model, input_shape, logits_of
+from .options import positive, share
+from .training import data
+from .training.finetune import load_into
+from .training.images import add_reading, open_images
+from .training.processes import Processes
+from .training.settings import DEFAULTS, Settings, given_options, make_settings
+from .training.source import InMemory
+from .training.streaming import Streamed
+
+HEADS = ("head", "heads", "classifier")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastvit-kernels probe`."""
+    add = parser.add_argument
+    add("--data", choices=sorted(DEFAULTS), help="as for train (default digits)")
+    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
+    add_reading(parser)
+    options.add_model(parser, None, "not needed with --weights timm:NAME or hf:NAME")
+    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="as for train; random without it")
+    options.add_img_size(parser)
+    add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
+    options.add_batch(parser, dest="batch_size")
+    add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
+    options.add_seed(parser, "of the split and of the probe (default 0)")
+    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help="of autocast")
+    add("--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)")
+    options.add_device(parser)
+    options.add_json(parser)
+
+
+def feature_model(settings: Settings) -> nn.Module:
+    """The model without its classifier.
+
+    Raises: CommandError where it has none of a known name.
+    """
+    name = settings.model
+    if name is None:
+        raise CommandError("probe needs --model NAME, or --weights timm:NAME or hf:NAME")
+    sizes = dict(img_size=settings.img_size, in_chans=settings.in_chans)
+    if not name.startswith(("hf:", "torchvision:")):
+        model = fused_model(name, **sizes, num_classes=0)
+    else:
+        model = fused_model(name, **sizes, num_classes=2)
+        head = next((n for n in HEADS if isinstance(getattr(model, n, None), nn.Module)), None)
+        if head is None:
+            raise CommandError(f"--model {name} has no classifier called {', '.join(HEADS)}")
+        setattr(model, head, nn.Identity())
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def features(
+    model: nn.Module, source: InMemory | Streamed, settings: Settings, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Features and labels on the CPU: of the training images, then of the held-out ones."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    low = settings.precision == "bf16"
+    sides = (
+        ((x, y) for x, y, weight in source.batches(1, Processes()) if weight),
+        ((x, source.held_out_labels[i]) for i, x in source.held_out_batches(Processes()) if len(i)),
+    )
+    for side in sides:
+        parts: list[tuple[Tensor, Tensor]] = []
+        for images, labels in side:
+            with torch.autocast(device.type, torch.bfloat16, enabled=low):
+                y = logits_of(model(images))
+            parts.append((y.float().flatten(1).cpu(), labels.cpu()))
+        found[0].append(torch.cat([x for x, _ in parts]))
+        found[1].append(torch.cat([y for _, y in parts]))
+    return found
+
+
+def score(x: list[Tensor], y: list[Tensor], neighbours: int, seed: int) -> dict[str, float]:
+    """Held-out accuracies of k-NN by cosine and of a logistic regression on scaled features."""
+    neighbors: Any = require("sklearn.neighbors", "scikit-learn")
+    linear: Any = require("sklearn.linear_model", "scikit-learn")
+    scaler: Any = require("sklearn.preprocessing", "scikit-learn")
+    pipeline: Any = require("sklearn.pipeline", "scikit-learn")
+    if len(y[0].unique()) < 2:
+        raise CommandError("probe needs training images of two classes or more")
+    knn = neighbors.KNeighborsClassifier(
+        min(neighbours, len(y[0])), metric="cosine", weights="distance"
+    )
+    regression = linear.LogisticRegression(max_iter=1000, random_state=seed)
+    probe = pipeline.make_pipeline(scaler.StandardScaler(), regression)
+    train, rest = (part.numpy() for part in x)
+    results = {}
+    for name, classifier in (("knn", knn), ("linear", probe)):
+        classifier.fit(train, y[0].numpy())
+        results[name] = float(classifier.score(rest, y[1].numpy()))
+    return results
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command."""
+    console = make_console(quiet=arguments.json)
+    require("sklearn", "scikit-learn")
+    device = options.chosen_device(arguments)
+    settings = make_settings({**given_options(arguments), "augment": False}, device)
+    torch.manual_seed(settings.seed)
+    model = feature_model(settings)
+    if settings.weights is not None:
+        console.print(load_into(model, settings.weights), markup=False)
+    images = open_images(settings, arguments, console)
+    source = InMemory(images, settings) if isinstance(images, data.Dataset) else images
+    source.to(device)
+    model.to(device)
+    if input_shape(model)[0] != settings.in_chans:
+        raise CommandError(
+            f"the model takes {input_shape(model)[0]} channels, the images have "
+            f"{settings.in_chans}; --in-chans says which"
+        )
+    started = time.perf_counter()
+    with console.status("features"), backend("auto" if device.type == "cuda" else "torch"):
+        x, y = features(model, source, settings, device)
+    seconds = time.perf_counter() - started
+    result = {
+        **score(x, y, arguments.neighbours, settings.seed),
+        "train_images": len(y[0]), "held_out_images": len(y[1]), "width": x[0].shape[1],
+        "seconds": seconds,
+    }  # fmt: skip
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    ours = "" if isinstance(model, VisionTransformer) else ", swapped"
+    console.print(
+        f"{settings.model}{ours}: {result['train_images']} training and "
+        f"{result['held_out_images']} held-out images, {result['width']} features, {seconds:.1f} s"
+    )
+    console.print(
+        f"k-NN ({arguments.neighbours}): {100 * result['knn']:.2f} %. "
+        f"Linear probe: {100 * result['linear']:.2f} %."
+    )
+    return 0

@@ -1,0 +1,189 @@
+"""Fine-tuning: pretrained weights into a model, frozen parameters, LoRA by peft."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.vit import VisionTransformer
+from ...weights.files import read_file
+from ...weights.load import load_weights
+from ..console import CommandError, require
+from ..zoo import define_torchvision_operators
+from .settings import Settings
+
+# A classifier is trained anew; everything else must fit.
+HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
+# The Linears that make queries, keys and values, by the last part of their names.
+QKV = ("qkv", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q", "k", "v")
+_WRAPPERS = ("state_dict", "model", "model_ema", "teacher")
+
+
+def tensors_in(content: Any, source: str) -> dict[str, Tensor]:
+    """The state dict in what a file holds, without the prefix of DDP or torch.compile."""
+    for wrapper in _WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not content:
+        raise CommandError(f"--weights {source} holds no tensors by name")
+    found = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+    for prefix in ("module.", "_orig_mod."):
+        if found and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
+
+
+def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
+    """What timm or transformers hold for a name of theirs, or for a folder on the disk."""
+    host, _, name = source.partition(":")
+    define_torchvision_operators()
+    try:
+        if host == "timm":
+            library: Any = require("timm", "timm", "timm")
+            return library.create_model(name, pretrained=True).state_dict()
+        library = require("transformers", "transformers", "transformers")
+        config: Any = model.config
+        loaded = library.AutoModelForImageClassification.from_pretrained(
+            name, num_labels=config.num_labels, ignore_mismatched_sizes=True
+        )
+        return loaded.state_dict()
+    except CommandError:
+        raise
+    except Exception as error:  # of the Hub's client, of a file's reader, of a name
+        first = str(error).strip().split("\n")[0]
+        raise CommandError(f"--weights {source} cannot be read: {first}") from error
+
+
+def load_into(model: nn.Module, source: str) -> str:
+    """Copy pretrained weights into a model; its classifier keeps its own where the number of
+    classes differs.
+
+    Args:
+        source: a file of any family that `load_weights` reads, for our models; a state dict of the
+            model's own names, for a host's; timm:NAME or hf:NAME, from the library's cache or Hub.
+    Returns: one line that says what was loaded.
+    Raises: CommandError naming what does not fit; the model then keeps its weights.
+    """
+    remote = source.startswith(("timm:", "hf:"))
+    try:
+        found = (
+            _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
+        )
+        if isinstance(model, VisionTransformer):
+            report = load_weights(model, _without_other_head(found, model))
+            loaded, missing = report.loaded, report.missing
+        else:
+            found = _of_timm(model, found)
+            own = model.state_dict()
+            found = {n: v for n, v in found.items() if not _other_head(n, v, own)}
+            wrong = [
+                f"{n} is {tuple(v.shape)} there and {tuple(own[n].shape)} here"
+                for n, v in found.items() if n in own and v.shape != own[n].shape
+            ]  # fmt: skip
+            missing = [n for n in own if n not in found]
+            if wrong:
+                raise ValueError("; ".join(wrong[:3]))
+            loaded = [n for n in own if n in found]
+            if not [n for n in missing if not HEAD.search(n)]:
+                model.load_state_dict({n: found[n] for n in loaded}, strict=False)
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise CommandError(f"--weights {source} does not fit the model: {error}") from error
+    if absent := [n for n in missing if not HEAD.search(n)]:
+        raise CommandError(
+            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}"
+            + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        )
+    new = sorted({n.rpartition(".")[0] for n in missing})
+    return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
+
+
+def _other_head(name: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
+    return bool(HEAD.search(name)) and name in own and own[name].shape != value.shape
+
+
+def _without_other_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Without a classifier of another number of classes, whatever its family calls it."""
+    classes = {n: v for n, v in found.items() if HEAD.search(n)}
+    count: Any = getattr(model.head, "out_features", 0)
+    other = {n for n, v in classes.items() if len(v) != count}
+    return {n: v for n, v in found.items() if n not in other}
+
+
+def _of_timm(model: nn.Module, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """timm's own renaming and resizing of positions, where its file of this model has one."""
+
+    module = next(
+        (c.__module__ for c in type(model).__mro__ if c.__module__.startswith("timm.")), ""
+    )
+    change = (
+        getattr(importlib.import_module(module), "checkpoint_filter_fn", None) if module else None
+    )
+    return change(found, model) if change else found
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take gradients from the parameters that a pattern names; "backbone" is all but the head.
+
+    Raises: CommandError for a pattern that names none, and where nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        chosen = [
+            n for n in named
+            if (not HEAD.search(n) if pattern == "backbone" else fnmatch.fnmatch(n, pattern))
+        ]  # fmt: skip
+        if not chosen:
+            raise CommandError(
+                f"--freeze {pattern} names no parameter; there are "
+                f"{', '.join(list(named)[:4])}, ..."
+            )
+        for name in chosen:
+            named[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in named.values()):
+        raise CommandError(f"--freeze {' '.join(patterns)} leaves no parameter to train")
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """peft's LoRA on the Linears of queries, keys and values; what else is trained is the head.
+
+    Raises: CommandError for a model of ours, whose layers read their weights themselves, and where
+        no such Linear is found.
+    """
+    if isinstance(model, VisionTransformer):
+        raise CommandError("--lora is for models of other libraries: --model timm:NAME or hf:TYPE")
+    peft: Any = require("peft", "peft", "peft")
+    targets = [
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QKV
+    ]  # fmt: skip
+    if not targets:
+        raise CommandError(f"--lora: no Linear of the model is called one of {', '.join(QKV)}")
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if HEAD.search(name):
+            parameter.requires_grad_(True)
+
+
+def merged(model: nn.Module, settings: Settings) -> nn.Module:
+    """The model with LoRA added to its weights, under the names it had: what weights.pth holds."""
+    if not settings.lora:
+        return model
+    layers: Any = require("peft.tuners.tuners_utils", "peft", "peft")
+    model = copy.deepcopy(model)
+    adapted: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in adapted:
+        if isinstance(module, layers.BaseTunerLayer):
+            with torch.no_grad():
+                module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+    return model

@@ -1,0 +1,127 @@
+"""Pretrained weights, frozen parameters, LoRA and probes, on models of other libraries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_data import write_images
+
+from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.models import build_model
+from fastvit_kernels.commands.training import checkpoint, finetune
+
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+pytest.importorskip("transformers")
+timm = pytest.importorskip("timm")
+CONFIG = dict(
+    model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    intermediate_size=32, image_size=8, patch_size=4, num_channels=1, num_labels=3,
+)  # fmt: skip
+DIGITS = ["--batch", 256, "--epochs", 1, "--no-check", "--threads", 1]
+
+
+def train(*words):
+    return cli.main(["train", *(str(word) for word in words)])
+
+
+@pytest.fixture
+def pretrained(tmp_path, monkeypatch):
+    """A folder that transformers wrote: three classes, where the digits have ten."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    model.save_pretrained(tmp_path / "pretrained")
+    return model
+
+
+def test_lora_on_a_swapped_model_of_the_disk(tmp_path, capsys, pretrained):
+    """LoRA and the new head are trained; weights.pth has them merged under the host's names."""
+    pytest.importorskip("peft")
+    words = ["--weights", "hf:pretrained", "--lora", 2, *DIGITS, "--out", "run"]
+    assert train(*words) == 0, capsys.readouterr().err
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tensors of hf:pretrained" in out and "of them trained" in out
+    model = checkpoint.load(tmp_path / "run" / "checkpoint.pt")["model"]
+    before = pretrained.state_dict()
+    query = next(n for n in before if n.endswith(("q_proj.weight", "query.weight")))
+    kept = query.replace(".weight", ".base_layer.weight")
+    assert torch.equal(model[kept], before[query])
+    assert model[query.replace(".weight", ".lora_B.default.weight")].abs().max() > 0
+    written = torch.load(tmp_path / "run" / "weights.pth", weights_only=True)
+    assert set(written) == set(before)
+    assert not torch.equal(written[query], before[query])
+    assert written["classifier.weight"].shape[0] == 10
+    assert train("--resume", "--no-check", "--out", "run") == 0, capsys.readouterr().err
+
+
+def test_a_frozen_backbone(tmp_path, capsys, pretrained):
+    words = ["--weights", "hf:pretrained", "--freeze", "backbone", *DIGITS, "--out", "run"]
+    assert train(*words) == 0, capsys.readouterr().err
+    model = checkpoint.load(tmp_path / "run" / "checkpoint.pt")["model"]
+    for name, value in pretrained.state_dict().items():
+        assert name.startswith("classifier") or torch.equal(model[name], value), name
+    assert train(*words[:-2], "--freeze", "nothing.*", "--out", "no") == 2
+    assert "--freeze nothing.* names no parameter" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+def test_weights_that_do_not_fit_change_nothing(tmp_path):
+    model = build_model("timm:vit_tiny_patch16_224", img_size=32, num_classes=4, depth=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: torch.zeros_like(value) for name, value in before.items()}
+    for change, message in (
+        (lambda s: s.pop("blocks.0.norm1.weight"), "it lacks blocks.0.norm1.weight"),
+        (lambda s: s.update({"norm.bias": torch.zeros(5)}), r"norm.bias is \(5,\) there and"),
+        (lambda s: s.clear(), "holds no tensors by name"),
+    ):
+        wrong = dict(state)
+        change(wrong)
+        torch.save(wrong, tmp_path / "wrong.pth")
+        with pytest.raises(CommandError, match=message):
+            finetune.load_into(model, str(tmp_path / "wrong.pth"))
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    with pytest.raises(CommandError, match=r"there is no file .*absent.pth"):
+        finetune.load_into(model, str(tmp_path / "absent.pth"))
+
+
+def test_another_head_and_another_grid(tmp_path):
+    """timm resizes its positions; a classifier of other classes stays as it was."""
+    source = build_model("timm:vit_tiny_patch16_224", img_size=64, num_classes=9, depth=1)
+    torch.save({"state_dict": {f"module.{n}": v for n, v in source.state_dict().items()}},
+               tmp_path / "file.pth")  # fmt: skip
+    for name in ("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"):
+        model = build_model(name, img_size=32, num_classes=4, depth=1)
+        head = model.get_parameter("head.weight").clone()
+        line = finetune.load_into(model, str(tmp_path / "file.pth"))
+        assert "new: head" in line
+        weight = "blocks.0.attn.qkv.weight"
+        assert torch.equal(model.get_parameter(weight), source.get_parameter(weight))
+        assert torch.equal(model.get_parameter("head.weight"), head)
+        assert model.get_parameter("pos_embed").shape == (1, 5, 192)
+
+
+def test_lora_is_for_models_of_other_libraries(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train("--lora", 2) == 2
+    assert "--lora is for models of other libraries" in capsys.readouterr().err
+
+
+def test_probe(tmp_path, monkeypatch, capsys, pretrained):
+    words = ["probe", "--weights", "hf:pretrained", "--batch", "512", "--json"]
+    assert cli.main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["train_images"] + result["held_out_images"] == 1797 and result["width"] == 16
+    assert result["knn"] > 0.5 and result["linear"] > 0.3, "random features tell digits apart"
+    write_images(tmp_path / "images", count=10)
+    words = ["probe", "--model", "vit_mnist", "--img-size", "8", "--data", "folder"]
+    assert cli.main([*words, "--data-dir", "images", "--workers", "0"]) == 0
+    assert "k-NN (20): 100.00 %" in capsys.readouterr().out
+    assert cli.main(["probe"]) == 2
+    assert "probe needs --model NAME" in capsys.readouterr().err

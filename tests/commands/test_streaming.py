@@ -1,0 +1,181 @@
+"""Streamed images: what a step sees depends on the seed alone, broken files name themselves."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+import torch
+from test_data import Image, write_images
+
+from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.training import checkpoint, records
+from fastvit_kernels.commands.training.processes import Processes
+from fastvit_kernels.commands.training.settings import make_settings
+from fastvit_kernels.commands.training.streaming import Streamed
+
+pytest.importorskip("rich")
+pytest.importorskip("torchvision")
+SMALL = ["--model", "vit_mnist", "--img-size", "12", "--no-check", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*words):
+    return cli.main(["train", *(str(word) for word in words)])
+
+
+def streamed(folder, workers=0, skip=False, say=lambda _: None, **given):
+    given = {"data": "folder", "data_dir": str(folder), "img_size": 8, "batch_size": 5, **given}
+    settings = make_settings({"model": "vit_mnist", **given}, torch.device("cpu"))
+    found = records.SOURCES[settings.data](folder, 0.2, 0)
+    images = Streamed(*found, settings, workers, skip, say)
+    images.to(torch.device("cpu"))
+    return images
+
+
+def seen(images, epoch, world=1):
+    """Pixels and labels of an epoch's batches, of all processes one after the other."""
+    parts = [list(images.batches(epoch, Processes(rank, world))) for rank in range(world)]
+    steps = list(zip(*parts, strict=True))
+    kept = [[(x, y) for x, y, weight in step if weight] for step in steps]
+    return [(torch.cat([x for x, _ in s]), torch.cat([y for _, y in s])) for s in kept]
+
+
+def test_batches_depend_on_the_seed_alone(tmp_path):
+    """Not on the number of workers, nor on the number of processes that share a batch."""
+    write_images(tmp_path / "images", count=8, size=(20, 16))
+    words = dict(randaugment=9, crop_scale=0.3)
+    first = seen(streamed(tmp_path / "images", **words), 1)
+    for other in (
+        seen(streamed(tmp_path / "images", workers=2, **words), 1),
+        seen(streamed(tmp_path / "images", **words), 1, world=3),
+    ):
+        for (x, y), (other_x, other_y) in zip(first, other, strict=True):
+            assert torch.equal(x, other_x) and torch.equal(y, other_y)
+    assert [len(y) for _, y in first] == [5, 5, 2]
+    second = seen(streamed(tmp_path / "images", **words), 2)
+    assert not torch.equal(first[0][0], second[0][0])
+    assert torch.cat([y for _, y in first]).bincount().tolist() == [6, 6]
+
+
+def test_a_crop_is_random_and_reading_leaves_the_generator_alone(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir()
+        for i in range(3):
+            gradient = Image.linear_gradient("L").convert("RGB")
+            gradient.save(tmp_path / "images" / name / f"{i}.png")
+    state = torch.get_rng_state()
+    images = streamed(tmp_path / "images")
+    epochs = [torch.cat([x for x, _ in seen(images, epoch)]) for epoch in (1, 2)]
+    assert epochs[0].flatten(1).std(0).max() > 0.1 and not torch.equal(*epochs)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_weights_of_shares_sum_to_the_batch(tmp_path):
+    write_images(tmp_path / "images", count=8)
+    images = streamed(tmp_path / "images")
+    parts = [list(images.batches(1, Processes(rank, 3))) for rank in range(3)]
+    for step in zip(*parts, strict=True):
+        assert sum(weight for *_, weight in step) == pytest.approx(3)
+        assert all(len(x) == len(y) > 0 for x, y, _ in step)
+
+
+def test_a_broken_image_names_itself(tmp_path, capsys):
+    """At most SAMPLE images are read before the run begins: this one is found in the first epoch
+    or before; the run stops or goes on as it is told."""
+    write_images(tmp_path / "images", count=6)
+    (tmp_path / "images" / "dog" / "1.png").write_bytes(b"not an image")
+    words = ["--data", "folder", "--data-dir", "images", *SMALL, "--epochs", 2, "--batch", 4]
+    assert train(*words, "--out", "stopped", "--workers", 0) == 2
+    err = capsys.readouterr().err
+    assert "dog/1.png cannot be read as an image" in err and "--on-error skip" in err
+    assert train(*words, "--out", "run", "--on-error", "skip", "--workers", 1) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("left out:") == 1 and "dog/1.png" in out
+    assert "Left out: 1 images" in out and "waiting for data" in out
+    history = checkpoint.load(tmp_path / "run" / "checkpoint.pt")["history"]
+    assert all(0 <= row["data_wait"] <= 1 for row in history)
+
+
+def test_mixup_and_average(tmp_path, capsys):
+    """The averaged weights are what is reported and written; a resumed run goes on with them."""
+    write_images(tmp_path / "images", count=6)
+    words = ["--data", "folder", "--data-dir", "images", *SMALL, "--workers", 0, "--batch", 4]
+    words += ["--mixup", 0.4, "--ema", 0.5]
+    assert train(*words, "--epochs", 2, "--out", "run") == 0, capsys.readouterr().err
+    content = checkpoint.load(tmp_path / "run" / "checkpoint.pt")
+    written = torch.load(tmp_path / "run" / "weights.pth", weights_only=True)
+    name = "blocks.0.mlp.fc1.weight"
+    assert torch.equal(written[name], content["average"][name])
+    assert not torch.equal(written[name], content["model"][name])
+    assert train("--resume", "--no-check", "--out", "run") == 0
+    assert train(*words[:-4], "--epochs", 2, "--out", "plain") == 0
+    plain = checkpoint.load(tmp_path / "plain" / "checkpoint.pt")
+    assert plain["history"][0]["train_loss"] != content["history"][0]["train_loss"]
+    assert "average" not in plain
+
+
+def write_shards(folder, count=6, shards=2):
+    folder.mkdir(parents=True)
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard:03d}.tar", "w") as file:
+            for i in range(count):
+                image = io.BytesIO()
+                Image.new("RGB", (12, 12), (20 * i, 0, 100 * (i % 2))).save(image, "PNG")
+                for suffix, content in (("png", image.getvalue()), ("cls", str(i % 2).encode())):
+                    member = tarfile.TarInfo(f"{shard}{i:04d}.{suffix}")
+                    member.size = len(content)
+                    file.addfile(member, io.BytesIO(content))
+
+
+def test_shards(tmp_path, capsys):
+    write_shards(tmp_path / "all")
+    images = streamed(tmp_path / "all", data="webdataset")
+    assert images.classes == ["0", "1"] and images.train_count + images.held_out_count == 12
+    red = torch.cat([x for x, _ in seen(streamed(tmp_path / "all", data="webdataset",
+                                                 augment=False), 1)])[:, 0, 0, 0]  # fmt: skip
+    assert len(red.unique()) == 6, "each sample has its own red"
+    words = ["--data", "webdataset", "--data-dir", "all", *SMALL, "--epochs", 1, "--workers", 0]
+    assert train(*words) == 0, capsys.readouterr().err
+    write_shards(tmp_path / "split" / "train", shards=1)
+    with pytest.raises(CommandError, match=r"train: 1 shards, val: 0 shards"):
+        records.from_shards(tmp_path / "split", 0.2, 0)
+    (tmp_path / "all" / "001.tar").write_bytes(b"half")
+    with pytest.raises(CommandError, match=r"001.tar cannot be read as a shard"):
+        records.from_shards(tmp_path / "all", 0.2, 0)
+
+
+def test_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write_images(tmp_path / "images", count=5)
+    split = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "images"), split="train")
+    split.save_to_disk(str(tmp_path / "saved"))
+    images = streamed(tmp_path / "saved", data="hf")
+    assert images.classes == ["cat", "dog"] and images.train_count == 8
+    assert torch.cat([y for _, y in seen(images, 1)]).bincount().tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "hf", "--data-dir", "images"], "datasets"),
+        (["--data", "webdataset", "--data-dir", "images"], "needs *.tar"),
+        (["--data", "webdataset"], "--data webdataset needs --data-dir"),
+        (["--data", "folder", "--data-dir", "absent"], "absent is not a folder"),
+        (["--randaugment", "9"], "--randaugment is for streamed images"),
+        (["--data", "folder", "--data-dir", "images", "--crop-scale", "0"], "--crop-scale must be"),
+        (["--ema", "0.9", "--compare"], "--ema averages weights, which --compare does not"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, words, message):
+    (tmp_path / "images").mkdir()
+    assert train(*words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,129 @@
+"""`train` in several processes: DDP and FSDP2 give the losses of one, and survive a kill."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+PROGRAM = Path(__file__).parent.parent / "support" / "distributed_training.py"
+SCENARIOS = ("one", "ddp", "fsdp", "step", "half", "term", "grown", "bf16", "rows", "few", "beside")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of all scenarios, and each one's exit statuses."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder), *SCENARIOS],
+        capture_output=True, text=True, timeout=3600, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    return folder, {name: ast.literal_eval(rest) for name, _, rest in lines}
+
+
+def losses(folder, name):
+    with (folder / name / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    columns = ("train_loss", "train_accuracy", "held_out_loss", "held_out_accuracy")
+    return [float(row[column]) for row in rows for column in columns]
+
+
+def log(folder, name):
+    return " ".join((folder / f"{name}.log").read_text().split())
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_processes_give_the_losses_of_one(runs, name):
+    folder, statuses = runs
+    assert statuses["one"] == [[0]] and statuses[name] == [[0, 0]], log(folder, name)
+    assert losses(folder, name) == pytest.approx(losses(folder, "one"), rel=1e-4)
+    whole = [path.name for path in (folder / name).glob("*checkpoint*")]
+    assert whole == ["checkpoint-0002"], "the older ones are gone"
+
+
+@pytest.mark.parametrize(
+    ("name", "statuses", "message"),
+    [
+        ("step", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
+        ("half", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
+        ("grown", [[-9], [0, 0]], ""),
+    ],
+)
+def test_a_killed_run_goes_on_with_another_number_of_processes(runs, name, statuses, message):
+    """From two to one under torchrun, to one without it, and from one to two."""
+    folder, found = runs
+    text = log(folder, name)
+    assert found[name] == statuses, text
+    assert losses(folder, name) == pytest.approx(losses(folder, "one"), rel=1e-4)
+    if message:
+        assert "The run stops: another process of the run has ended" in text and message in text
+        assert f"--resume --out {folder / name}" in text
+        assert text.count("The run stops") == 1
+
+
+def test_sigterm_says_how_far_the_run_has_come(runs):
+    """torchrun sends it to the others, which may be inside a collective."""
+    folder, statuses = runs
+    text = log(folder, "term")
+    assert statuses["term"] == [[143, 1]], text
+    assert "SIGTERM" in text and "checkpoint-0001 holds the run after epoch 1 of 2" in text
+
+
+def test_a_last_batch_smaller_than_the_number_of_processes(runs):
+    folder, statuses = runs
+    assert statuses["rows"] == [[0, 0, 0]], log(folder, "rows")
+
+
+def test_fsdp_in_bf16_stays_near_fp32(runs):
+    folder, statuses = runs
+    assert statuses["bf16"] == [[0, 0]], log(folder, "bf16")
+    low, full = losses(folder, "bf16"), losses(folder, "one")
+    assert low[0] == pytest.approx(full[0], rel=0.02) and low[0] != pytest.approx(full[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("few", "--batch 1 is shared among the processes: 2 of them need as many images or more"),
+        ("beside", "--compare trains beside plain PyTorch in one process"),
+    ],
+)
+def test_what_several_processes_refuse(runs, name, message):
+    folder, statuses = runs
+    assert statuses[name] == [[2, 2]]
+    text = log(folder, name)
+    assert text.count(message) == 1, text
+    assert not (folder / name).exists()
+
+
+def test_fsdp_needs_torchrun(capsys):
+    from fastvit_kernels.commands import cli
+
+    assert cli.main(["train", "--fsdp"]) == 2
+    assert "torchrun --nproc-per-node N -m fastvit_kernels train --fsdp" in capsys.readouterr().err
+
+
+def test_the_line_of_the_manual(tmp_path):
+    """torchrun itself: the digits, one epoch, the report of the first process."""
+    words = ["--nproc-per-node", "2", "-m", "fastvit_kernels", "train", "--fsdp", "--epochs", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "--no-check", "--batch", "512"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=3600,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
+    names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}
+    assert {"checkpoint-0001", "weights.pth", "summary.json", "attention.png"} <= names
