@@ -6,6 +6,7 @@ targets.png what was wanted and reached, ops.png, vit.png, roofline.png, profile
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -31,7 +32,9 @@ COLORS = {
     "swapped-low": "#3690c0", "swapped-skip": "#67a9cf",
 }  # fmt: skip
 MARKERS: dict[str, str] = dict(zip(OPS, itertools.cycle("osD^vPX*<>")))
+GIB = 1024.0  # MiB
 BASE_C = 768  # curves over T are of this width
+MOST_CASES = 8  # of a panel of bars, so that their names have room
 
 
 def color(provider: str) -> str:
@@ -72,9 +75,10 @@ def _by_provider(rows: Iterable[Row]) -> dict[str, list[Row]]:
     )
 
 
-def _legend(axes: Any, **options: Any) -> None:
+def _legend(axes: Any) -> None:
+    """Above what is drawn."""
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7, **options)
+        axes.legend(fontsize=7, loc="upper center", ncols=4)
 
 
 def _main_dtype(rows: Sequence[Row], op: str) -> str:
@@ -98,13 +102,18 @@ def _curve(axes: Any, rows: list[Row], value: Callable[[Row], float | None]) -> 
                 *zip(*points, strict=True), marker="o", ms=4, lw=2.2 if mine else 1.2,
                 color=color(provider), label=provider, zorder=3 if mine else 2,
             )  # fmt: skip
-    axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # a legend has its place above
     ticks = sorted({r.T for r in rows})
     axes.set_xscale("log")
     axes.set_xticks(ticks, [str(t) for t in ticks], rotation=45, fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("tokens T (B T constant, or as in the model)")
     axes.grid(alpha=0.3)
+
+
+def _variant(row: Row) -> str:
+    """What follows the heads in a shape's id: proj, layer_norm."""
+    return re.sub(r".*-H\d+-?", "", row.shape)
 
 
 def _op_panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -116,9 +125,9 @@ def _op_panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
         if not own:
             continue
         own = [r for r in own if r.dtype == _main_dtype(own, op) and "sweep-D" not in r.shape]
-        for variant in ("proj", "fc1") if op == "linear" else ("",):
+        for variant in dict.fromkeys(_variant(r) for r in own):
             for mode in ("fwd", "bwd", "both"):
-                part = [r for r in own if r.mode == mode and r.shape.endswith(variant)]
+                part = [r for r in own if r.mode == mode and _variant(r) == variant]
                 if part:
                     panels.append(
                         (" ".join(filter(None, (op, variant, mode, part[0].dtype))), part)
@@ -153,7 +162,7 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
         _curve(right, part, lambda r: r.roof_share)
         right.axhline(1, color="black", lw=0.8)
         right.set(ylabel="share of the nearer roof", title=title)
-        _legend(left, ncols=2)
+        _legend(left)
     low = grid[-1][0].get_gridspec()[-1, :]
     for axes in (axes for pair in places[len(curves) :] for axes in pair):
         axes.remove()
@@ -210,8 +219,9 @@ def draw_targets(rows: Sequence[Row], path: Path) -> Path | None:
         + (f", {v.peer.provider}" if v.peer else f", {v.claim.kind} roof")
         for v in found
     ]
-    axes.bar_label(bars, texts, fontsize=8, padding=3)
     axes.axvline(1, color="black", lw=0.8)
+    white = dict(facecolor="white", edgecolor="none", pad=0.5)
+    axes.bar_label(bars, texts, fontsize=8, padding=3, bbox=white)
     axes.invert_yaxis()
     axes.margins(x=0.45)
     axes.set_xlim(0)
@@ -227,7 +237,7 @@ def _bars(
     names = list(groups)
     providers = list(dict.fromkeys(p for values in groups.values() for p in values))
     providers.sort(key=lambda p: list(COLORS).index(p) if p in COLORS else 99)
-    width = 0.8 / max(1, len(providers))
+    width = min(0.8 / max(1, len(providers)), 0.2)
     for i, provider in enumerate(providers):
         places = [g for g, values in enumerate(groups.values()) if provider in values]
         heights = [values[provider] for values in groups.values() if provider in values]
@@ -236,30 +246,42 @@ def _bars(
         for bar, place in zip(bars, places, strict=True):
             if (names[place], provider) in failed:
                 bar.set(facecolor="none", edgecolor=color(provider), hatch="//")
-        axes.bar_label(bars, fmt=form, fontsize=6, rotation=90, padding=2)
-    axes.set_xticks(range(len(groups)), list(groups), rotation=20, ha="right", fontsize=8)
-    axes.set(ylabel=label, title=title)
-    axes.margins(y=0.35)
+        axes.bar_label(bars, fmt=form, fontsize=7, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
+    axes.set(ylabel=label, title=title, xlim=(-0.6, max(len(groups), MOST_CASES // 2) - 0.4))
+    axes.margins(y=0.45)
     axes.grid(axis="y", alpha=0.3)
-    _legend(axes, loc="upper right", ncols=3)
+    _legend(axes)
 
 
-def _group(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> dict[str, Any]:
+def _group(
+    rows: Iterable[Row], name: Callable[[Row], str], value: str, unit: float = 1.0
+) -> dict[str, Any]:
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         number = getattr(row, value)
         if number is not None:
-            found.setdefault(name(row), {})[row.provider] = number
+            found.setdefault(name(row), {})[row.provider] = number / unit
     return found
+
+
+def _most_compared(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Row]:
+    """Those of the cases that most providers have measured, in the order of measurement."""
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(name(row), []).append(row)
+    kept = sorted(cases, key=lambda case: -len(cases[case]))[:MOST_CASES]
+    return [row for case, own in cases.items() if case in kept for row in own]
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     """Speed over eager, memory, bytes kept, time to the first step, largest batch."""
 
     def name(row: Row) -> str:
-        return f"{row.shape}\n{row.dtype} {row.mode}"
+        shape = row.shape.replace(":", ":\n")  # a long name
+        return f"{shape}\n{row.dtype} {row.mode}"
 
-    steps = [r for r in _measured(rows) if r.op == "vit"][:96]
+    steps = _most_compared((r for r in _measured(rows) if r.op == "vit"), name)
     training = [r for r in steps if r.mode == "train"]
     first = [r for r in _good(rows) if r.op == "first_step"]
     largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
@@ -269,8 +291,8 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
         seconds.setdefault(f"{row.mode} caches", {})[row.provider] = (row.ms or 0.0) / 1e3
     panels = [
         (speeds, "times", "Speed over eager; hatched: FAILED", "%.2f"),
-        (_group(training, name, "peak_mib"), "MiB", "Peak memory of a training step", "%.0f"),
-        (_group(training, name, "kept_mib"), "MiB", "Kept for the backward", "%.0f"),
+        (_group(training, name, "peak_mib", GIB), "GiB", "Peak memory of a training step", "%.1f"),
+        (_group(training, name, "kept_mib", GIB), "GiB", "Kept for the backward", "%.1f"),
         (seconds, "s", "Time to the end of the first step, new process", "%.1f"),
         (_group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f"),
     ]
@@ -278,7 +300,7 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     if not panels:
         return None
     shown = [*steps, *first, *largest]
-    figure = _figure(15, 5.2 * len(panels), "Whole models, one GPU", shown)
+    figure = _figure(15, 4.2 * len(panels), "Whole models, one GPU", shown)
     grid = figure.subplots(len(panels), 1, squeeze=False)
     for (axes,), (groups, label, title, form) in zip(grid, panels, strict=True):
         _bars(axes, groups, label, title, form, failed)
@@ -293,10 +315,11 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
     good = [r for r in _measured(rows) if r.op in OPS and r.flops and r.bytes and r.tflops]
     good = [r for r in good if r.dtype == "bf16" and r.provider in ("eager", "ours", "compile")]
+    good = [r for r in good if r.mode != "both" and f"-C{BASE_C}-" in r.shape + "-"]
     peak = roofs.matmul_tflops.get("bf16")
     if not good or not peak or not roofs.copy_gbps:
         return None
-    figure = _figure(10, 7, "Roofline, bf16", good)
+    figure = _figure(10, 7, "Roofline, bf16, C = 768, forward and backward", good)
     axes = figure.subplots()
     for row in good:
         axes.scatter(
@@ -310,16 +333,14 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     ends = [low, ridge, high]
     roof = [min(peak, x * roofs.copy_gbps / 1e3) for x in ends]
     axes.plot(ends, roof, color="black", lw=1.2)
-    axes.annotate(f"matmul {peak:.4g} TFLOP/s", (high, peak), ha="right", va="bottom", fontsize=8)
-    axes.annotate(
-        f"copy {roofs.copy_gbps:.4g} GB/s",
-        (low, roof[0]),
-        (0, 14),
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        fontsize=8,
-    )
+    middle = (low * ridge) ** 0.5
+    for text, place in (
+        (f"matmul {peak:.4g} TFLOP/s", ((ridge * high) ** 0.5, peak)),
+        (f"copy {roofs.copy_gbps:.4g} GB/s", (middle, middle * roofs.copy_gbps / 1e3)),
+    ):
+        axes.annotate(
+            text, place, (-6, 5), textcoords="offset points", ha="right", va="bottom", fontsize=8
+        )
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s")
     axes.grid(alpha=0.3, which="both")
     lines = require("matplotlib.lines", "matplotlib").Line2D
@@ -331,7 +352,7 @@ def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
     handles += [
         lines([], [], ls="", marker="s", color=color(p), label=p) for p in _by_provider(good)
     ]
-    axes.legend(handles=handles, fontsize=8)
+    figure.legend(handles=handles, loc="outside right center", fontsize=8)
     return _save(figure, path)
 
 
