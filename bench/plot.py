@@ -75,10 +75,11 @@ def _by_provider(rows: Iterable[Row]) -> dict[str, list[Row]]:
     )
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, handles: Sequence[Any] = ()) -> None:
     """Above what is drawn."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7, loc="upper center", ncols=4)
+    found = handles or axes.get_legend_handles_labels()[0]
+    if found:
+        axes.legend(handles=found, fontsize=7, loc="upper center", ncols=4)
 
 
 def _main_dtype(rows: Sequence[Row], op: str) -> str:
@@ -242,7 +243,7 @@ def _bars(
         places = [g for g, values in enumerate(groups.values()) if provider in values]
         heights = [values[provider] for values in groups.values() if provider in values]
         offsets = [g + (i - (len(providers) - 1) / 2) * width for g in places]
-        bars = axes.bar(offsets, heights, width, color=color(provider), label=provider)
+        bars = axes.bar(offsets, heights, width, color=color(provider))
         for bar, place in zip(bars, places, strict=True):
             if (names[place], provider) in failed:
                 bar.set(facecolor="none", edgecolor=color(provider), hatch="//")
@@ -251,7 +252,8 @@ def _bars(
     axes.set(ylabel=label, title=title, xlim=(-0.6, max(len(groups), MOST_CASES // 2) - 0.4))
     axes.margins(y=0.45)
     axes.grid(axis="y", alpha=0.3)
-    _legend(axes)
+    patch = require("matplotlib.patches", "matplotlib").Patch
+    _legend(axes, [patch(color=color(p), label=p) for p in providers])
 
 
 def _group(

@@ -12,6 +12,7 @@ from bench.roofs import OP as ROOF
 from bench.rows import FAILED, OK, RESULTS, Row, conditions, read_rows
 
 NOT_YET = "not yet measured"
+SUMMARY = "summary.md"
 LOG_START, LOG_END = "<!-- log: kept by hand -->", "<!-- /log -->"
 RESULTS_START, RESULTS_END = "<!-- results -->", "<!-- /results -->"
 COMMAND = "python -m bench all --time-budget 540 --out DIR"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 # Read when torch and numpy are imported: the suite's own processes share the cores, and the bits of
@@ -72,8 +73,8 @@ def pytest_addoption(parser):
 
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
-ON_THE_CPU = ("commands", "swap", "tools", "test_bench.py", "test_bench_model.py")
-ON_THE_CPU += ("test_contact.py", "test_targets.py", "test_traffic.py")
+ON_THE_CPU = ("commands", "swap", "tools", "test_bench*.py", "test_contact.py", "test_targets.py")
+ON_THE_CPU += ("test_traffic.py",)
 
 
 def pytest_collection_modifyitems(items):
@@ -83,7 +84,9 @@ def pytest_collection_modifyitems(items):
     on_the_cpu = pytest.mark.skip(reason="runs on the CPU: CUDA_VISIBLE_DEVICES= pytest ...")
     for item in items:
         needs_gpu = "gpu" in item.keywords
-        if not needs_gpu and item.path.relative_to(here).parts[0] in ON_THE_CPU:
+        if not needs_gpu and any(
+            fnmatch(item.path.relative_to(here).parts[0], name) for name in ON_THE_CPU
+        ):
             item.add_marker("interpreter")
         if needs_gpu and not has_gpu:
             item.add_marker(no_gpu)

@@ -1,4 +1,4 @@
-"""`python -m bench vit --model NAME`: what is planned, and a run of it on the CPU."""
+"""Whole models on the CPU: the plan's, and `python -m bench vit --model NAME`; the profile."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import json
 
 import pytest
 import torch
-from test_bench import _few_rounds, bench  # noqa: F401, the fixture is used by its name
+from bench_stand_ins import (
+    CPU,
+    FakeTimer,
+    bench,
+    few_rounds,  # noqa: F401, a fixture by its name
+)
 
-from bench import bench_vit
+from bench import bench_profile, bench_vit, harness
 from bench.__main__ import main
-from bench.models import NamedCase, Runner, Way
+from bench.first_step import measure_first_step
+from bench.models import WAYS, Case, NamedCase, Runner, Way, build
 from bench.plan import Wanted, tasks
-from bench.rows import OK
+from bench.rows import (
+    FAILED,
+    OK,
+)
 from fastvit_kernels import get_backend
 from fastvit_kernels.commands.console import CommandError
-
-CPU = torch.device("cpu")
 
 
 def planned(**wanted):
@@ -93,3 +100,137 @@ def test_our_own_model_is_held_against_its_pytorch_path(monkeypatch, swapped):
     monkeypatch.setattr(runner, "forward", lambda images: seen.append(get_backend()) or images)
     runner.step()
     assert seen == ["auto" if swapped else "torch"] and get_backend() == "auto"
+
+
+# --- the plan's models
+
+
+@pytest.mark.parametrize("host_name", ["timm", "hf"])
+def test_whole_models_run_and_pass_the_gate(host_name):
+    pytest.importorskip("timm" if host_name == "timm" else "transformers")
+    mode = "train" if host_name == "timm" else "infer"
+    case = Case(host_name, "tiny", 16, 2, "bf16", mode)
+    names = ("swapped", "swapped+graph") if host_name == "timm" else ("swapped",)
+    rows = list(bench_vit.measure_vit(case, names, bench()))
+    assert [(r.provider, r.status, r.note) for r in rows] == [
+        (name, OK, "") for name in ("eager", *names)
+    ]
+    assert all(r.images_per_s == 2000.0 and r.roof_share for r in rows)
+    assert rows[0].peak_mib > 3.0  # parameters and optimizer state are counted
+
+
+def test_the_gate_of_whole_models_closes(monkeypatch):
+    pytest.importorskip("timm")
+
+    def spoiled(model):
+        with torch.no_grad():
+            model.blocks[0].mlp.fc1.weight.mul_(1.5)
+        return type("Report", (), {"level": "block"})()
+
+    monkeypatch.setattr("bench.models.swap_in", spoiled)
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    assert rows[1].status == FAILED and rows[1].speedup is None
+
+
+def test_a_graph_is_judged_by_what_its_replay_writes():
+    """Eager results would vouch for it: a capture that leaves kernels out stays hidden."""
+    pytest.importorskip("timm")
+
+    class Empty(FakeTimer):
+        def capture(self, step):
+            super().capture(step)
+            return lambda: None
+
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench(Empty()))}
+    row = rows["swapped+graph"]
+    assert row.status == FAILED and "logits" in row.note and row.speedup is None
+    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench())}
+    assert rows["swapped+graph"].status == OK
+
+
+def test_dropped_samples_are_measured_without_the_gate():
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16", drop_path=0.4)
+    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 2
+    assert all(r.ms == 1.0 and r.speedup is None for r in rows)
+    assert all("dropped samples are random" in r.note for r in rows)
+
+
+def test_models_are_drawn_on_their_device():
+    pytest.importorskip("timm")
+    model = build(Case("timm", "tiny", 16, 2), torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    first, second = (build(Case("timm", "tiny", 16, 2), CPU).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_largest_batch(monkeypatch):
+    def fits(case, way, bench):
+        return case.batch <= 77
+
+    monkeypatch.setattr(bench_vit, "fits", fits)
+    row = bench_vit.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
+    assert 64 <= row.batch <= 77 and row.op == "max_batch"
+
+
+def test_first_step_in_processes_of_its_own():
+    pytest.importorskip("transformers")
+    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=3600.0))
+    assert [(r.mode, r.status, r.note) for r in rows] == [("cold", OK, ""), ("warm", OK, "")]
+    assert all(r.ms > 0 for r in rows)
+
+
+def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
+    resets: list = []
+    monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
+    monkeypatch.setattr(bench_vit, "_ready", lambda entry, *_: None)
+    entries = [harness.Entry(bench_vit.provider_of(name), torch.empty) for name in WAYS]
+    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench())
+    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench())
+    assert len(resets) == 1
+
+
+# --- the profile
+
+
+def launch(kernel, *operators):
+    names = tuple(name for name, _ in operators)
+    return bench_profile.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
+
+
+def test_profile_stages():
+    C, F, M = 768, 3072, 25216
+    product = ((M, C), (C, 3 * C))
+    for stage, found in {
+        "qkv": launch("gemm", ("aten::addmm", product), ("aten::linear", ())),
+        "proj": launch("gemm", ("aten::mm", ((M, C), (C, C))), ("AddmmBackward0", ())),
+        "mlp": launch("gemm", ("aten::mm", ((F, M), (M, C)))),
+        "attention": launch(
+            "_attention_fwd_kernel", ("fastvit_kernels::qkv_attention_fwd", product)
+        ),
+        "norm": launch("k", ("fastvit_kernels::layer_norm_bwd", ((M, C),))),
+        "patch embed": launch("k", ("aten::cudnn_convolution", ((128, 3, 224, 224),))),
+        "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
+        "other": launch("k", ("aten::add", ((M, C), (M, C)))),
+    }.items():
+        assert bench_profile.stage_of(found, C, F) == stage
+    both = [launch("gemm", ("aten::addmm", product))] * 3
+    assert bench_profile.sums(both, C, F, steps=3)["qkv"] == 1.0
+    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
+    assert bench_profile.stage_of(ours_qkv, C, F) == "qkv"
+    for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
+        turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
+        assert bench_profile.stage_of(turning, C, F) == stage
+    gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
+    assert bench_profile.stage_of(gate, C, F) == "mlp"
+
+
+def test_profile_reads_the_profilers_events():
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16")
+    rows = list(bench_profile.measure_profile(case, "eager", bench()))
+    assert {r.mode for r in rows} == set(bench_profile.STAGES)
+    assert all("no kernel" in r.note for r in rows)  # as it is without a GPU

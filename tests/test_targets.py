@@ -153,6 +153,20 @@ def test_what_is_compared_is_in_the_same_task():
     assert part.title.startswith("patch_embed")
 
 
+def test_a_models_ratio_is_of_the_same_turns():
+    """A later task that measures ours again must measure what it is held against, too."""
+    planned = [t for t in target_tasks.targets() if isinstance(t, target_tasks.VitTarget)]
+    for claim in (c for c in CLAIMS if c.op == "vit" and c.kind == "time"):
+        turns = [
+            ("eager", *target.ways, *target.beside)
+            for target in planned
+            if claim.has(Row("vit", "", target.case.id, target.case.dtype, target.case.mode))
+        ]
+        for name in {name for names in turns for name in names if targets._is(name, claim.ours)}:
+            last = [names for names in turns if name in names][-1]
+            assert any(targets._is(p, claim.peers) for p in last), (claim.name, name)
+
+
 def test_first_launches_touch_what_is_compiled(monkeypatch):
     """Each of ours and each compiled one, forward and backward; not the search, not eager."""
     called = []

@@ -1,0 +1,70 @@
+"""The benchmarks without a GPU: stand-in timers, tiny shapes, tasks that measure nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # bench is no part of the package
+
+from bench import bench_vit, harness, shapes
+from bench.harness import Bench
+from bench.plan import Task
+from bench.rows import Row
+from bench.timer import Roofs, Step, WallTimer
+
+CPU = torch.device("cpu")
+TINY = shapes.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
+ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
+
+
+class FakeTimer(WallTimer):
+    """Runs everything once and says what time it took by a table, so that ratios are known."""
+
+    def __init__(self, ms: float = 1.0):
+        self.ms, self.captures = ms, 0
+
+    def sample(self, run, count, flush):
+        run()
+        return [self.ms] * count
+
+    def capture(self, step: Step):
+        self.captures += 1
+        state = step.prepare()
+        step.run(state)
+        return lambda: step.run(state)
+
+    def peak_mib(self, run):
+        run()
+        return 3.0
+
+    def kept_mib(self, forward):
+        forward()
+        return 2.0
+
+
+def bench(timer=None):
+    return Bench(CPU, timer or FakeTimer(), ROOFS, lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(harness, "WARM_UP", 1)
+    monkeypatch.setattr(bench_vit, "WARM_UP", 1)
+    monkeypatch.setattr("bench.harness.ROUND_MS", 2.0)
+    monkeypatch.setattr("bench.bench_vit.TURN_MS", 2.0)
+    monkeypatch.setitem(shapes.VITS, "tiny", (16, 1, 2, 32))
+
+
+def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):
+    def default(bench, names):
+        if calls is not None:
+            calls.append((name, tuple(names)))
+        for provider in dict.fromkeys(("eager", *names)):
+            yield Row("mlp", provider, name, "bf16", "both", ms=1.0)
+
+    keys = tuple(("mlp", p, name, "bf16", "both") for p in providers)
+    return Task(0, seconds, name, keys, run or default)

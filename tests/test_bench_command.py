@@ -1,0 +1,135 @@
+"""`python -m bench`: the plan and the command, with a stand-in machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bench_stand_ins import CPU, FakeTimer, stub_task
+
+from bench import host, roofs, shapes
+from bench.__main__ import main
+from bench.measuring import Machine
+from bench.plan import OPS, Wanted, op_of, tasks
+from bench.rows import (
+    FAILED,
+    OK,
+    Row,
+    read_rows,
+)
+from bench.session import CHECK
+from bench.timer import DeviceLost
+
+
+def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
+    wanted = Wanted(ops=("vit", *OPS), providers=("nobody",), shapes=("T12345",))
+    assert not any("eager" not in {k[1] for k in t.keys} for t in tasks(wanted, CPU))
+    assert any("unknown provider 'nobody'" in text for text in wanted.said)
+    assert any("no shape 'T12345'" in text for text in wanted.said)
+
+    everything = Wanted(ops=("vit", "profile", "host", *OPS))
+    found = tasks(everything, CPU)
+    assert found[0].title == "timm-ViT-B-224-B128 amp train"
+    assert {t.title.split()[0] for t in found if t.tier == 0} >= set(OPS)
+    assert [t.tier for t in found] == sorted(t.tier for t in found)
+    keys = [key for task in found for key in task.keys]
+    assert len(keys) == len(set(keys))
+    assert any("xformers is not measured" in text for text in everything.said)
+
+
+def test_no_case_is_measured_twice():
+    found = tasks(Wanted(ops=("attention",), dtypes=("bf16",)), CPU)
+    shapes_ = [
+        key[2] for task in found for key in task.keys if key[1] == "ours" and key[4] == "fwd"
+    ]
+    sizes = [shape.rsplit("-B", 1)[1] for shape in shapes_]
+    assert len(sizes) == len(set(sizes)) and "128-T197-C768-H12" in sizes
+    swept = tasks(Wanted(ops=("attention",), shapes=("sweep-T",), dtypes=("bf16",)), CPU)
+    assert any("T197" in key[2] for task in swept for key in task.keys)
+
+
+def test_sweeps_are_whole():
+    found = list(op_of("attention").shapes())
+    sweep = {s.T: s for s in found if s.model == "sweep-T"}
+    assert tuple(sweep) == shapes.T_SWEEP
+    assert {s.D for s in found} >= {32, 64, 80, 88, 96, 128}
+    assert {s.T for s in found} >= {197, 577, 1370, 257, 730}
+    assert all(0.6 < s.B * s.T / shapes.TOKENS < 1.4 for s in found)
+
+
+# --- the command
+
+
+def stand_in(monkeypatch, tmp_path, check_status=OK, work=None):
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    work = work or [stub_task("a")]
+    monkeypatch.setattr("bench.measuring.tasks", lambda wanted, device: work)
+    restarts: list = []
+    check = Row(CHECK, "ours", "all", "all", CHECK, status=check_status, note="44 of 44")
+    machine = Machine(CPU, FakeTimer, restarts.append, lambda folder, timeout: check)
+    return machine, restarts, ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
+
+
+def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a"), stub_task("b")])
+    assert main(words, machine) == 0
+    out = tmp_path / "out"
+    assert len(list(out.iterdir())) <= 6
+    assert "44 of 44" in (out / "summary.md").read_text()
+    assert "speed-up" in capsys.readouterr().out
+    assert main(words, machine) == 2  # results are never overwritten
+    assert main([*words, "--resume"], machine) == 0
+    assert (
+        len(read_rows(out)) == 1 + 2 + 1 + 1 + 4
+    )  # copy, matmul burst and sustained, a graph's replay, check, two cases
+
+
+def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path)
+    work = [stub_task("a"), stub_task("b", seconds=1e6)]
+    monkeypatch.setattr("bench.measuring.target_tasks", lambda shapes: work)
+    words = ["targets", *words[1:]]
+    assert main(words, machine) == 3
+    out = capsys.readouterr().out
+    assert "1 cases were left out" in out and "\ntarget " in out and "mlp" in out
+    assert not list((tmp_path / "out").glob("*.png"))
+    work.pop()
+    assert main([*words, "--resume"], machine) == 0
+
+
+def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
+    machine, _, words = stand_in(monkeypatch, tmp_path, check_status=FAILED)
+    assert main(words, machine) == 1
+
+
+def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
+    def lost(bench, names):
+        raise DeviceLost("gone")
+        yield
+
+    machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
+    assert main(words, machine) == 1
+    (again,) = restarts
+    assert again[: len(words)] == words and "--resume" in again
+    assert 0 < float(again[-1]) <= 500
+
+
+def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(host, "ROUNDS", 1)
+    monkeypatch.setattr(host, "CALLS", 2)
+    monkeypatch.setattr("bench.__main__.run_check", lambda *a: Row(CHECK, "ours", "", "", ""))
+    assert main(["all"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("torch sees no GPU") and "layer_norm" in out and "check: ok" in out
+
+
+def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
+    seen = []
+    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
+    monkeypatch.setattr(
+        "bench.__main__.run_without_gpu", lambda arguments, *_: seen.append(arguments.command) or 0
+    )
+    assert main([]) == main(["--mode", "fwd"]) == 0
+    assert seen == ["all", "all"]

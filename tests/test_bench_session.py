@@ -1,0 +1,263 @@
+"""Rows on disk, and what a run of tasks survives: hangs, kills, a lost GPU."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_stand_ins import bench, stub_task
+
+from bench import rows as bench_rows
+from bench.rows import (
+    ERROR,
+    FAILED,
+    FIELDS,
+    OK,
+    RESULTS,
+    TIMEOUT,
+    Results,
+    Row,
+    as_line,
+    read_rows,
+)
+from bench.session import Clock, TimeOver, run_tasks
+from bench.timer import DeviceLost
+
+
+def test_csv_round_trip_and_torn_lines(tmp_path):
+    results = Results(tmp_path, resume=False)
+    row = Row(
+        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
+        batch=None, samples=7,
+    )  # fmt: skip
+    results.append(row)
+    results.append(replace(row, provider="eager"))
+    results.close()
+    read = read_rows(tmp_path)
+    assert [r.provider for r in read] == ["ours", "eager"]
+    about = dict.fromkeys(("gpu", "driver", "torch", "triton", "commit", "sources"), "")
+    assert replace(read[0], **about) == row
+    assert read[0].torch == torch.__version__
+
+    path = tmp_path / RESULTS
+    path.write_text(path.read_text()[:-9])  # a crash tears the last line
+    again = Results(tmp_path, resume=True)
+    assert [r.provider for r in again.rows.values()] == ["ours"]
+    again.append(replace(row, provider="eager"))
+    again.close()
+    assert [r.provider for r in read_rows(tmp_path)] == ["ours", "eager"]
+
+
+def test_an_older_csv_is_resumed_with_the_columns_of_today(tmp_path):
+    row = Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
+    former = as_line(row).strip().rsplit(",", 1)[0]
+    (tmp_path / RESULTS).write_text(f"{','.join(FIELDS[:-1])}\n{former}\n")
+    results = Results(tmp_path, resume=True)
+    results.append(replace(row, provider="eager"))
+    results.close()
+    old, new = read_rows(tmp_path)
+    assert (old.provider, old.ms, old.sources) == ("ours", 1.0, "")
+    assert new.provider == "eager" and len(new.sources) == 12
+
+
+def test_rows_say_which_code_has_run(monkeypatch, tmp_path):
+    monkeypatch.setenv(bench_rows.COMMIT, "1234567890")
+    bench_rows.environment.cache_clear()
+    assert bench_rows.environment()["commit"] == "1234567890"
+    bench_rows.environment.cache_clear()
+    for folder in ("fastvit_kernels", "bench"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(bench_rows, "__file__", str(tmp_path / "bench" / "rows.py"))
+    before = bench_rows.sources_hash()
+    assert before == bench_rows.sources_hash()
+    (tmp_path / "fastvit_kernels" / "a.py").write_text("x = 2\n")
+    assert bench_rows.sources_hash() != before
+
+
+def test_another_csv_is_refused(tmp_path):
+    (tmp_path / RESULTS).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no result of this benchmark"):
+        read_rows(tmp_path)
+
+
+# --- the session
+
+
+def test_the_budget_leaves_out_what_would_not_end(tmp_path):
+    calls: list = []
+    clock = Clock(10.0, now=lambda: 3.0 * len(calls))  # each takes three seconds
+    work = [stub_task("a", 2.0, calls=calls), stub_task("b", 100.0, calls=calls)]
+    work += [stub_task("c", 1.0, calls=calls)]
+    assert run_tasks(work, bench(), Results(tmp_path, False), clock) == 1
+    assert [name for name, _ in calls] == ["a", "c"]
+
+
+def test_the_alarm_ends_what_takes_too_long():
+    clock = Clock(0.05)
+    with pytest.raises(TimeOver), clock.alarm():
+        time.sleep(20)
+
+
+def test_resume_measures_only_what_is_missing(tmp_path):
+    calls: list = []
+    results = Results(tmp_path, False)
+    results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    assert calls == [("a", ("ours",))]
+    assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 5.0, "ours": 1.0}
+
+
+def test_an_interrupt_loses_no_row(tmp_path):
+    def interrupted(bench, names):
+        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks([stub_task("a", run=interrupted)], bench(), Results(tmp_path, False), Clock(None))
+    assert [r.provider for r in read_rows(tmp_path)] == ["eager"]
+
+
+def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
+    def lost(bench, names):
+        bench.current = "ours"
+        raise DeviceLost("an illegal memory access")
+        yield
+
+    task = stub_task("a", providers=("eager", "ours", "ours-split"), run=lost)
+    results = Results(tmp_path, False)
+    with pytest.raises(DeviceLost):
+        run_tasks([task], bench(), results, Clock(None))
+    assert [(r.provider, r.status) for r in read_rows(tmp_path)] == [("ours", ERROR)]
+    with pytest.raises(
+        DeviceLost
+    ):  # again, and the culprit has its row: the whole case is given up
+        run_tasks([task], bench(), results, Clock(None))
+    assert len(read_rows(tmp_path)) == 3
+
+
+def test_a_hang_is_the_culprits_row_and_the_next_process_goes_on(monkeypatch, tmp_path):
+    """The body sits in C code where no signal reaches it; here it waits for the stub's restart."""
+    monkeypatch.setattr("bench.session.HUNG_S", 0.05)
+    restarted = threading.Event()
+
+    def hangs(bench, names):
+        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
+        bench.current = "ours"
+        assert restarted.wait(60)
+
+    task = stub_task("a", 0.01, providers=("eager", "ours", "ours-split"), run=hangs)
+    results = Results(tmp_path, False)
+    run_tasks([task], bench(), results, Clock(None), restart=restarted.set)
+    found = {r.provider: r for r in read_rows(tmp_path)}
+    assert set(found) == {"eager", "ours"} and found["eager"].status == OK
+    assert found["ours"].status == TIMEOUT and found["ours"].note.startswith("hung")
+    calls: list = []
+    again = stub_task("a", providers=("eager", "ours", "ours-split"), calls=calls)
+    run_tasks([again], bench(), Results(tmp_path, True), Clock(None))
+    assert calls == [("a", ("ours-split",))]
+
+
+def test_a_task_in_time_is_not_restarted(tmp_path):
+    restarts: list = []
+    work = [stub_task("a"), stub_task("b")]
+    run_tasks(work, bench(), Results(tmp_path, False), Clock(None), restart=restarts.append)
+    assert not restarts and len(read_rows(tmp_path)) == 4
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_a_killed_process_does_not_try_the_same_again(tmp_path):
+    task = stub_task("a")
+    with Results(tmp_path, False).trying(task.keys):
+        again = Results(tmp_path, True)  # another process, after a SIGKILL
+    assert {r.status for r in again.rows.values()} == {TIMEOUT} and len(again.rows) == 2
+    assert "ended here" in read_rows(tmp_path)[0].note
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_of_a_killed_process_the_provider_at_work_is_given_up(tmp_path):
+    task = stub_task("a", providers=("eager", "ours", "ours-split"))
+    results, work = Results(tmp_path, False), bench()
+    work.note = results.note
+    with results.trying(task.keys):
+        work.current = "eager"
+        work.current = "ours"
+        again = Results(tmp_path, True)  # another process, after a SIGKILL
+        assert [(r.provider, r.status) for r in again.rows.values()] == [("ours", TIMEOUT)]
+    work.current = "ours-split"  # no case is at work
+    assert not (tmp_path / bench_rows.TRYING).exists()
+
+
+def test_ours_of_other_sources_is_measured_again_and_peers_are_not(monkeypatch, tmp_path):
+    results = Results(tmp_path, False)
+    task = stub_task("a")
+    run_tasks([task], bench(), results, Clock(None))
+    assert results.missing(task.keys) == []
+    about = {**bench_rows.environment(), "sources": "mended"}
+    monkeypatch.setattr(bench_rows, "environment", lambda: about)
+    assert [key[1] for key in results.missing(task.keys)] == ["ours"]
+    calls: list = []
+    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
+    assert calls == [("a", ("ours",))]
+    assert {r.provider: r.sources == "mended" for r in read_rows(tmp_path)} == {
+        "eager": False, "ours": True
+    }  # fmt: skip
+
+
+def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
+    results = Results(tmp_path, False)
+    results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
+    run_tasks([replace(stub_task("a"), renews=True)], bench(), results, Clock(None))
+    assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 1.0, "ours": 1.0}
+
+
+def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
+    entry = type("Entry", (), dict(table="linear_fwd", key=(1,), config={"num_warps": 4}))()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench_rows, "gpu", lambda device: None)
+    for entries, text in (([], ""), ([entry], "1 decisions, ")):
+        monkeypatch.setattr(bench_rows.tuned_table, "read", lambda here, e=entries: (e, {}))
+        assert bench_rows.tuned_table_in_use().startswith(text)
+        assert bool(bench_rows.tuned_table_in_use()) == bool(entries)
+    row = Row("mlp", "ours", "a", "bf16", "both", tuned="1 decisions, abc")
+    assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
+
+
+def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
+    from bench import session
+
+    def done(code, stdout, stderr=""):
+        result = type("Done", (), dict(returncode=code, stdout=stdout, stderr=stderr))()
+        monkeypatch.setattr(session.subprocess, "run", lambda *a, **k: result)
+        return session.run_check(tmp_path, 5.0)
+
+    cases = [
+        dict(name="mlp", dtype="bf16", passed=False, failure="not finished after 5 s, killed"),
+        dict(name="x", dtype="bf16", passed=True, failure=None),
+    ]
+
+    def lines(*cases):
+        summary = dict(passed=True, device="a GPU", versions={})
+        return "\n".join(map(json.dumps, (*cases, summary)))
+
+    row = done(1, lines(*cases))
+    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16 (not fin" in row.note
+    assert done(0, lines(cases[1])).status == OK
+    row = done(1, json.dumps(cases[1]), "Killed")  # no last line
+    assert row.status == FAILED and "Killed" in row.note
+    row = done(1, "", "Segmentation fault")
+    assert row.status == FAILED and "Segmentation fault" in row.note
+
+    def cut(*arguments, **options):
+        output = (json.dumps(cases[1]) + "\n" + json.dumps(cases[0]) + '\n{"na').encode()
+        raise session.subprocess.TimeoutExpired("check", 5.0, output=output)
+
+    monkeypatch.setattr(session.subprocess, "run", cut)
+    row = session.run_check(tmp_path, 5.0)
+    assert row.status == FAILED and "2 cases done; failed: mlp bf16" in row.note
