@@ -228,6 +228,7 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
             needing = [r._replace(needs_rope=True) for r in candidates or ()]
             rotated = _rotated(module, angles, needing)
             found = _try(module, class_of, structure.Attention, rotated, trials)
+            found = _with_kernel(module, class_of, found, trials)
             return _with_masks(module, class_of, found, trials)
         candidates = attention_roles(module, seen)
         if candidates is None:
@@ -237,12 +238,22 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
         if found.mixin is not None and angles is not None:
             rotated = _rotated(module, angles, [found.roles])
             wider = _try(module, class_of, structure.Attention, rotated, trials)
+            wider = _with_kernel(module, class_of, wider, trials)
             found = wider if wider.mixin is not None else found
         if found.mixin is not None:
             found = _with_masks(module, class_of, found, trials)
         return found._replace(trials=tuple(trials))
     except Refused as refused:
         return Found(None, None, str(refused), isinstance(refused, Unlike), tuple(trials))
+
+
+def _with_kernel(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
+    """The same with our kernel in place of the host's rotation, where that is one that it knows."""
+    if found.mixin is None:
+        return found
+    candidates = (found.roles._replace(kernel=way) for way in structure.ways_of_rope())
+    wider = _try(module, class_of, structure.Attention, candidates, trials)
+    return found if wider.mixin is None else wider
 
 
 def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:

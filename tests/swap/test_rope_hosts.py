@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from outside import dinov3
+from torch import nn
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
@@ -150,6 +152,48 @@ def test_tokens_at_places_of_their_own():
     assert ours[1] is None and host[1] is None
     torch.testing.assert_close(ours[0], host[0])
     assert not torch.allclose(ours[0], swapped(x)[0])
+
+
+class Tower(nn.Module):
+    """A block in the manner of DINOv3's repository, with tables behind two prefix tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = dinov3.Block(64, 2)
+        angles = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("cos", angles.cos())
+
+    def forward(self, x):
+        return self.block(x, (self.sin, self.cos))
+
+
+def test_dinov3s_own_block_leaves_nothing_to_pytorch(monkeypatch):
+    torch.manual_seed(0)
+    model, x = randomize(Tower()), torch.randn(2, 9, 64)
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block" and report.pytorch == {} and not report.left, str(report)
+        assert difference(model, x) == ""
+    taken = rotations(monkeypatch)
+    failed = [str(e) for e in model_errors(model, x) if not e.passed]
+    assert not failed, "\n".join(failed)
+    assert [tuple(t.shape) for t in taken] == [(7, 32)]
+
+
+def test_other_tables_are_the_hosts_to_read():
+    """A rotation by our kernel has a proof for tables of all heads; the host takes others, too."""
+    torch.manual_seed(0)
+    host = randomize(dinov3.Block()).double()
+    module = copy.deepcopy(host)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 6, 32, generator=generator).double()
+    with backend("torch"):
+        swap_in(module)
+        for leading in ((2,), (2, 1), (2, 2)):
+            angles = torch.randn(*leading, 4, 16, generator=generator).double()
+            rope = angles.sin(), angles.cos()
+            torch.testing.assert_close(module(x, rope), host(x, rope), rtol=1e-9, atol=1e-9)
 
 
 def test_a_compiled_block_is_one_graph():

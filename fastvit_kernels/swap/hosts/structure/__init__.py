@@ -15,7 +15,7 @@ from typing import Any
 from ... import hosts
 from ...prove import TOLERANCE
 from ..fused import part
-from .attention import Attention, AttentionRoles, example_of_mask
+from .attention import Attention, AttentionRoles, example_of_mask, ways_of_rope
 from .block import Block, BlockRoles, Step
 from .leaves import Norm, NormRoles, Path, PathRoles, Scale, ScaleRoles
 from .mlp import Mlp, MlpRoles
@@ -24,7 +24,7 @@ from .roles import LinearRoles, MaskedLinear, Roles
 __all__ = [
     "Attention", "AttentionRoles", "Block", "BlockRoles", "LinearRoles", "MaskedLinear", "Mlp",
     "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Scale", "ScaleRoles", "Step",
-    "example_of_mask", "extras", "part", "recognised_class",
+    "example_of_mask", "extras", "part", "recognised_class", "ways_of_rope",
 ]  # fmt: skip
 
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Scale, Path, Block)

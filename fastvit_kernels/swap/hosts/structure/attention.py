@@ -13,6 +13,7 @@ from ....ops.attention.sdpa import scaled_dot_product_attention
 from ....ops.linear import linear
 from ....runtime.plain import add_branch, is_plain, is_raw
 from ...prove import ROOTS
+from .. import rotary
 from ..attend import (
     attend_packed,
     attend_weights,
@@ -22,8 +23,9 @@ from ..attend import (
     together,
 )
 from ..fused import Given, example, inert, part, project_out, width_of
+from ..rotary import Turn, attend_turned, turn_of
 from .positions import bias_of, grid_of, turned, windows_of, with_decomposed
-from .roles import Roles, as_result, entered, weight_and_bias
+from .roles import Roles, as_result, entered, is_ours, weight_and_bias
 
 
 class AttentionRoles(NamedTuple):
@@ -50,6 +52,7 @@ class AttentionRoles(NamedTuple):
     spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0;
     # "each": one by one, for q and k apart and without the tokens of the prefix
     prefix: int = 0  # tokens that it leaves out
+    kernel: str = ""  # what that computes, in words of `ways_of_rope`: the kernel may stand for it
     needs_rope: bool = False  # it takes no call without angles
     mask: str = ""  # the argument with a mask
     masks: tuple[tuple[str, str], ...] = ()  # the kinds that were proven, and how each is read
@@ -61,6 +64,29 @@ class AttentionRoles(NamedTuple):
     turn: str = ""  # a child that turns q and k, all but `prefix` tokens
     tokens: tuple[int, ...] = ()  # (T,) or (height, width), where it takes no other
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
+
+
+def ways_of_rope() -> Iterator[str]:
+    """What a host's rotation may be: the pairs, which table comes first, and whether all tokens
+    before those of the tables are prefix, or a fixed number."""
+    for pairs in ("half", "interleaved"):
+        for first in ("cos before sin", "sin before cos"):
+            for prefix in ("any prefix", "this prefix"):
+                yield f"{pairs}, {first}, {prefix}"
+
+
+def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
+    """The tables for x (B, T, C), where the kernel may turn by them."""
+    if not roles.kernel or not isinstance(angles, (tuple, list)) or len(angles) != 2:
+        return None
+    one, two = angles
+    if not isinstance(one, Tensor) or one.ndim != 2:
+        return None  # more axes are the host's to read
+    B, T = x.shape[:2]
+    if "this prefix" in roles.kernel and one.shape[0] != T - roles.prefix:
+        return None
+    cos, sin = (two, one) if "sin before cos" in roles.kernel else (one, two)
+    return turn_of(cos, sin, (B, roles.heads, T, D), "interleaved" in roles.kernel)
 
 
 def attention_facts(module: Any) -> Any:
@@ -171,7 +197,7 @@ class Attention(Roles):
 
     def fused_reads_low(self: Any) -> bool:
         inside = self.fused_roles.norm  # which reads the dtype that comes
-        return not inside and all(is_plain(part(self, n)) for n in self.fused_roles.projections)
+        return not inside and all(is_ours(part(self, n)) for n in self.fused_roles.projections)
 
     def fused_dropout_p(self: Any) -> float:
         drop = self.fused_part("dropout")
@@ -228,6 +254,14 @@ class Attention(Roles):
         if roles.table:
             own = bias_of(self.fused_part("table"), self.fused_part("index"))
             mask = own if mask is None else own + mask
+        turn = turn_by(roles, angles, x, self.fused_width() // H)
+        norms = None if roles.wide_norms else self.fused_norms()
+        if (turn is not None or angles is None) and norms is not None and (turn or norms.norm):
+            fits = roles.layout == "3HD" and not (roles.causal or roles.along or roles.turn)
+            single = len(roles.projections) == 1
+            packed = (self.fused_weights(0) if single else self.fused_together()) if fits else None
+            if packed is not None:
+                return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
         simple = angles is None and mask is None and not (
             roles.causal or roles.q_norm or roles.k_norm or roles.along or roles.turn
         )  # fmt: skip
@@ -252,7 +286,9 @@ class Attention(Roles):
             q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
         if not roles.wide_norms:
             q, k = self.fused_normed(q, k)
-        if angles is not None:
+        if turn is not None:
+            q, k = rotary.turned(q, k, turn, rotary.HeadNorms())
+        elif angles is not None:
             q, k = self.fused_rotated(q, k, angles)
         if roles.turn:
             rotate = self.fused_part("turn")
@@ -282,6 +318,9 @@ class Attention(Roles):
             return q, k
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
+
+    def fused_norms(self: Any) -> rotary.HeadNorms | None:
+        return rotary.head_norms(self.fused_part("q_norm"), self.fused_part("k_norm"))
 
     def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
@@ -338,6 +377,9 @@ class Attention(Roles):
             x = example(generator, *shape)
             given = {}
             if roles.rope:
+                if "any prefix" in roles.kernel:
+                    given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix - 1)}
+                    yield (x,), given
                 given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
                 yield (x,), given
             if not roles.needs_rope:
@@ -353,7 +395,7 @@ class Attention(Roles):
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         roles = self.fused_roles
-        if roles.rope or roles.turn:
+        if (roles.rope and not roles.kernel) or roles.turn:
             yield "RoPE", 2 * 9 * self.fused_width()
         if roles.table:
             yield "attention with a learnt bias, in training", 4 * self.fused_width()

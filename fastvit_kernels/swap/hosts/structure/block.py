@@ -81,6 +81,7 @@ class InlineAttention(_Inline):
     fused_draws, fused_reads_low = Attention.fused_draws, Attention.fused_reads_low
     fused_dropout_p, fused_scale = Attention.fused_dropout_p, Attention.fused_scale
     fused_heads, fused_normed = Attention.fused_heads, Attention.fused_normed
+    fused_norms = Attention.fused_norms
     fused_weights, fused_project = Attention.fused_weights, Attention.fused_project
     fused_together = Attention.fused_together
     fused_branch = Attention.fused_branch

@@ -52,7 +52,7 @@ def entered(
         return x, residual
     if not (bypassed(norm) and isinstance(norm, Norm)):
         return norm(x), residual
-    low = autocast_dtype(x) if is_plain(reader) else None
+    low = autocast_dtype(x) if is_ours(reader) else None
     y, same = norm.fused_and_input(x, low)
     return y, same if residual is x else residual
 
@@ -82,6 +82,11 @@ class MaskedLinear(Roles):
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return linear(x, *self.fused_weights())
+
+
+def is_ours(module: Any) -> bool:
+    """Whether an op of ours reads the weight and bias of a Linear."""
+    return is_plain(module) or (isinstance(module, MaskedLinear) and bypassed(module))
 
 
 def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
