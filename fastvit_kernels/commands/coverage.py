@@ -35,7 +35,7 @@ from . import cut, options, zoo
 from .beside import difference, fingerprint, model_errors, randomize
 from .console import CommandError, require
 
-TRIED = 4  # cut models of a name of which the host refuses a training step
+TRIED = 5  # cut models of a name of which the host refuses a training step
 
 
 @dataclasses.dataclass
@@ -77,6 +77,7 @@ class Verifier:
         self.known: dict[str, str] = {}
         self.parts: set[Any] = set()  # of the models that passed
         self.not_run: dict[str, str] = {}  # name -> why
+        self.parts_of: dict[str, frozenset[Any]] = {}  # of those names
 
     def __call__(self, host: str, name: str, swapped: nn.Module | None) -> str:
         """ "yes", "float64", "same parts", what is wrong, or "" for a name that was not run.
@@ -93,7 +94,14 @@ class Verifier:
             found = self._cut(host, name)
         if found in ("yes", "float64"):
             self.parts |= parts
+        elif not found:
+            self.parts_of[name] = parts
         return found
+
+    def again(self, name: str) -> str:
+        """For a name that was not run, once all others were: the same word as for the others."""
+        parts = self.parts_of.get(name)
+        return "same parts" if parts and not parts - self.parts else ""
 
     def _narrow(self, host: str, name: str) -> str | None:
         try:
@@ -219,7 +227,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
             "`yes`: narrow besides, and output and gradients in fp32 by the 2x rule, through",
             "Triton kernels and through PyTorch.",
             "`same parts`: its swapped modules, their settings and their places are in models",
-            "above that ran. A name without a word was not run: the host refuses the step.",
+            "here that ran. A name without a word was not run: the host refuses the step.",
             f"{runs}.",
         ]
     for host in hosts:
@@ -262,6 +270,9 @@ def run(arguments: argparse.Namespace) -> int:
         seconds = time.monotonic() - start
         why = row.verified or (verify.not_run.get(row.model, "") if verify else "")
         print(f"{seconds:7.1f} s  {row.host} {row.model}: {row.level} {why}", flush=True)
+    if verify is not None:
+        for row in found:
+            row.verified = row.verified or verify.again(row.model)
     if not found:
         raise CommandError(f"no model's name begins with {' or '.join(arguments.models)}")
     if verify is not None and not any(row.verified for row in found):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ from torch import Tensor, nn
 from .zoo import on_meta
 
 LARGEST = 40e6  # parameters of a cut model
+LARGEST_IMAGE = 384  # of a cut model: attention in float64 over all its patches
 DROP_PATH = 0.3
 Built = tuple[nn.Module, dict[str, Tensor]]  # a model and its keyword arguments
 
 
 class NotCut(Exception):
     """No small version of a model runs; says why."""
+
+
+class TooLarge(NotCut):
+    """A cut model has more than LARGEST parameters."""
 
 
 def _first_line(error: Exception) -> str:
@@ -55,42 +61,68 @@ def cut_repeats(model: nn.Module, most: int = 2) -> None:
                 parent[place] = child
 
 
-def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raises where a training step's forward does not run; model and inputs are on `meta`."""
-    arguments = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    model.train()(**arguments)
-
-
 def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _try_on_meta(build: Callable[[], nn.Module], inputs: Mapping[str, Any]) -> None:
-    """Raises where the model is too large or its forward does not run. Values that a constructor or
-    a forward asks for, which `meta` has not, are for the CPU to try."""
+def _small(model: nn.Module) -> nn.Module:
+    if _parameters(model) > LARGEST:
+        raise TooLarge(f"{_parameters(model) / 1e6:.0f} M parameters when it is cut")
+    return model
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model without memory; None where its constructor asks for values, which `meta` has not:
+    that is for the CPU to try."""
     try:
         with on_meta():
-            model = build()
-        if _parameters(model) > LARGEST:
-            raise NotCut(f"{_parameters(model) / 1e6:.0f} M parameters when it is cut")
-        _runs(model, inputs)
+            return _small(build()).train()
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        return None
+
+
+def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raises where a training step's forward does not run on `meta`, but for values it asks for."""
+    arguments = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    try:
+        model(**arguments)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
 
 
-def _built(candidates: Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]) -> Iterator[Built]:
-    """Of candidates, builders and their inputs, those that are small enough and run on `meta`.
+# A width, equal for builders of models of one size but for the images'; a builder; its inputs
+Candidate = tuple[int, Callable[[], nn.Module], dict[str, Any]]
+
+
+def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
+    """Of candidates, those that are small enough and run on `meta`. Candidates of one builder come
+    one after the other.
 
     Raises: NotCut at the end, with the reason against the last.
     """
     reason = "it has no candidate"
-    for build, inputs in candidates:
+    large: set[int] = set()
+    last: Any = None
+    model: nn.Module | None = None
+    refused = False  # the last builder raised
+    for width, build, inputs in candidates:
+        if width in large or (build is last and refused):
+            continue
         try:
-            _try_on_meta(build, inputs)
-            made = build()
+            if build is not last:
+                last, refused = build, True
+                model = _on_meta(build)
+                refused = False
+            if model is not None:
+                _try(model, inputs)
+            made = _small(build())
         except Exception as error:
             reason = _first_line(error)
+            if isinstance(error, TooLarge):
+                large.add(width)
             continue
         yield made, inputs
     raise NotCut(reason)
@@ -99,7 +131,7 @@ def _built(candidates: Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]])
 # timm
 
 
-def _timm_candidates(name: str) -> Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]:
+def _timm_candidates(name: str) -> Iterator[Candidate]:
     import timm
 
     full = timm.get_pretrained_cfg(name)
@@ -116,7 +148,7 @@ def _timm_candidates(name: str) -> Iterator[tuple[Callable[[], nn.Module], dict[
         for settings in ({"drop_path_rate": DROP_PATH}, {}):
             for shape in ({"img_size": size}, {}):
                 x = torch.randn(2, 3, size, size, generator=generator)
-                yield (lambda s={**settings, **shape}: build(s)), {"x": x}
+                yield 1, partial(build, {**settings, **shape}), {"x": x}
 
 
 # transformers
@@ -216,7 +248,7 @@ def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
                 yield {"pixel_values": patches[None], **given}
 
 
-def _hf_candidates(cls: Any) -> Iterator[tuple[Callable[[], nn.Module], dict[str, Any]]]:
+def _hf_candidates(cls: Any) -> Iterator[Candidate]:
     def config(narrow: int, size: int) -> Any:
         made = cls.config_class()
         _shrink(made, narrow)
@@ -228,14 +260,15 @@ def _hf_candidates(cls: Any) -> Iterator[tuple[Callable[[], nn.Module], dict[str
         set_drop_path(model)
         return model
 
-    patch = _patch(cls.config_class())
-    for size in (3 * patch, 64, 128, 224, 0):
-        size = size or getattr(cls.config_class(), "image_size", 224)
-        if not isinstance(size, int):
-            continue
-        for narrow in (1, 4, 8):
+    default = cls.config_class()
+    own = getattr(default, "image_size", None)
+    sizes = [3 * _patch(default), 64, 128, 224]
+    sizes += [own] if isinstance(own, int) and own <= LARGEST_IMAGE else []
+    for narrow in (1, 4, 8):
+        for size in dict.fromkeys(sizes):
+            builder = partial(build, narrow, size)
             for inputs in _hf_inputs(cls, config(narrow, size), size):
-                yield (lambda n=narrow, s=size: build(n, s)), inputs
+                yield narrow, builder, inputs
 
 
 def candidates(host: str, name: str) -> Iterator[Built]:

@@ -70,11 +70,15 @@ def observed(
     parts = [name for name, _ in open_parts(module, class_of)]
     failure: Exception | None = None
     tokens = [(s, False) for s in (*_lengths(module), (3, 5), (2, 3, 4))]
+    every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
+    copies: list[tuple[Copier, Any]] = []
     for shape, channels in (*tokens, ((2, 3, 4), True)):
-        every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
-        for dtype, sizes in every:
-            copier = Copier(sizes, whole=True, dtype=dtype)
-            copy = copier.module(module, host_class, False, {}).train(training)
+        for place, (dtype, sizes) in enumerate(every):
+            if place == len(copies):
+                copier = Copier(sizes, whole=True, dtype=dtype, quick=True)
+                copy = copier.module(module, host_class, False, {}).train(training)
+                copies.append((copier, copy))
+            copier, copy = copies[place]
             x = example(copier.generator, *shape, width_of(copy)).detach().to(dtype)
             x = x.movedim(-1, 1).contiguous() if channels else x
             names, defaults, _ = arguments_of(type(copy).forward)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -61,9 +64,33 @@ def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
     verify = coverage.Verifier([])
     rows = [r.verified for r in coverage.rows(("pit_ti_",), verify, ["timm"])]
     assert rows == ["float64", "same parts"]
+    verify.parts_of["pit_large"] = frozenset(verify.parts)
+    verify.parts_of["pit_other"] = frozenset([*verify.parts, "another"])
+    assert [verify.again(f"pit_{n}") for n in ("large", "other", "b")] == ["same parts", "", ""]
     monkeypatch.setattr(coverage, "difference", lambda model, inputs: "something")
     (row, *_) = coverage.rows(("pit_ti_",), coverage.Verifier([]), ["timm"])
     assert row.verified == "WRONG: something"
+
+
+def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
+    monkeypatch.setattr(cut, "LARGEST", 100)
+    built, images = [], {"input": torch.randn(2, 8)}
+
+    def build(kind):
+        built.append(kind)
+        if kind == "refuses":
+            raise ValueError("not this one")
+        return nn.Linear(8, 100 if kind == "large" else 4)
+
+    def candidates():
+        for width, kind in ((1, "large"), (1, "as large"), (2, "refuses"), (3, "fits")):
+            builder = partial(build, kind)
+            yield width, builder, {"images": images}  # an argument that it has not
+            yield width, builder, images
+
+    ((model, inputs),) = itertools.islice(cut._built(candidates()), 1)
+    assert model.out_features == 4 and inputs is images
+    assert built == ["large", "refuses", "fits", "fits"]  # on meta, and to be run
 
 
 def test_a_configuration_without_defaults_is_not_run(monkeypatch):
