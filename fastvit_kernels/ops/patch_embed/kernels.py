@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.triton import tl, triton
-from ..common.gemm_configs import TMA_ARCHS
 
 
 # Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
@@ -34,25 +32,17 @@ class PatchConfig(NamedTuple):
         return dict(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-def _table(
-    name: str, half: list[PatchConfig], fp32: list[PatchConfig], by_wgmma: PatchConfig | None = None
-) -> ConfigTable[PatchConfig]:
-    """Key: the compute dtype. The default: the first config; for 16 bits on sm_90 and sm_100
-    by_wgmma where there is one."""
+def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> ConfigTable[PatchConfig]:
+    """Key: the compute dtype. The default: the first config."""
     by_dtype = {"fp16": half, "bf16": half, "fp32": fp32}
-
-    def default(gpu: Gpu, dtype: str) -> PatchConfig:
-        if by_wgmma is not None and dtype != "fp32" and gpu.arch in TMA_ARCHS:
-            return by_wgmma
-        return by_dtype[dtype][0]
-
     return ConfigTable(
-        name, [*half, *fp32], default, lambda gpu, config, dtype: config in by_dtype[dtype]
-    )
+        name, [*half, *fp32], lambda gpu, dtype: by_dtype[dtype][0],
+        lambda gpu, config, dtype: config in by_dtype[dtype],
+    )  # fmt: skip
 
 
-# 64 rows leave room in a stage for 64 of K beside fp32 pixels, and on sm_90 for two blocks on an
-# SM. Not yet measured.
+# 128 rows by 8 warps: with 64 rows all of them cast the same pixels (model of docs/compile.md on
+# sm_90: 193 us instead of 122 for ViT-S). Not yet measured.
 FWD_TABLE = _table(
     "patch_embed_fwd",
     [
@@ -61,7 +51,6 @@ FWD_TABLE = _table(
         PatchConfig(64, 128, 64, 4, 3),
     ],
     [PatchConfig(64, 64, 32, 4, 3)],
-    by_wgmma=PatchConfig(64, 128, 64, 8, 3),
 )
 BWD_WEIGHT_TABLE = _table(
     "patch_embed_bwd_weight",
