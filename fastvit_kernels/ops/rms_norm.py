@@ -43,7 +43,7 @@ from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
 from .common.reduction import column_sum
-from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, norm_tables
+from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, load_rows, norm_tables
 
 
 def rms_norm_ref(
@@ -73,8 +73,7 @@ def _rms_norm_fwd_kernel(
     mask_row, mask_c = offs_row < num_rows, offs_c < C
     mask = mask_row[:, None] & mask_c[None, :]
 
-    x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)
     if HAS_WEIGHT:  # on its way during the sum
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / C + eps)
@@ -108,14 +107,10 @@ def _rms_norm_bwd_kernel(
         offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         mask_row = offs_row < num_rows
         mask = mask_row[:, None] & mask_c[None, :]
-        x_ptrs = x_ptr + offs_row[:, None] * stride_x_row + offs_c[None, :]
-        dy_ptrs = dy_ptr + offs_row[:, None] * stride_dy_row + offs_c[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)
+        dy = load_rows(dy_ptr, offs_row, stride_dy_row, offs_c, mask)
         if HAS_DRESIDUAL:
-            dresidual_ptrs = dresidual_ptr + offs_row[:, None] * stride_dresidual_row
-            dresidual_ptrs += offs_c[None, :]
-            dresidual = tl.load(dresidual_ptrs, mask=mask, other=0.0).to(tl.float32)
+            dresidual = load_rows(dresidual_ptr, offs_row, stride_dresidual_row, offs_c, mask)
         rstd = tl.load(rstd_ptr + offs_row, mask=mask_row, other=0.0)
 
         xhat = x * rstd[:, None]

@@ -126,7 +126,7 @@ LAYER_NORM = [
     Fault(
         "norm-dresidual-stride", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
         "the residual's gradient read by the row stride of dy",
-        "offs_row[:, None] * stride_dresidual_row", "offs_row[:, None] * stride_dy_row",
+        "offs_row, stride_dresidual_row, offs_c", "offs_row, stride_dy_row, offs_c",
     ),
     Fault(
         "norm-dweight-overwritten", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
@@ -228,7 +228,7 @@ RMS_NORM = [
     Fault(
         "rms-dresidual-stride", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
         "the residual's gradient read by the row stride of dy",
-        "offs_row[:, None] * stride_dresidual_row", "offs_row[:, None] * stride_dy_row",
+        "offs_row, stride_dresidual_row, offs_c", "offs_row, stride_dy_row, offs_c",
     ),
     Fault(
         "rms-int32-offsets", "ops/rms_norm.py", "_rms_norm_fwd_kernel",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
-from ...runtime.triton import triton
+from ...runtime.triton import tl, triton
 
 MAX_C = 65536  # one row is held in the registers of one program
 
@@ -81,3 +81,10 @@ def bwd_programs(
 def bwd_stages(config: NormConfig, block_c: int) -> int:
     """Of the loads in the backward's loop: small row blocks come two steps ahead."""
     return BWD_STAGES if config.block_rows * block_c <= MAX_STAGED else 1
+
+
+@triton.jit
+def load_rows(ptr, offs_row, stride_row, offs_c, mask):
+    """(rows, BLOCK_C) in fp32; 0 outside the mask."""
+    ptrs = ptr + offs_row[:, None] * stride_row + offs_c[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
