@@ -2,14 +2,15 @@
 
     map[b, h, t, s] = softmax_s(q[b, t, h] . k[b, s, h] * D**-0.5)
 
-A forward hook reads the output of each qkv projection while the model runs as usual.
+A forward hook reads the output of each qkv projection while the model runs as usual; queries and
+keys are normed and turned as the model's are.
 
 Of another library's model the softmax of each attention is read, on PyTorch's own math path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,19 +26,33 @@ from .modules import Attention
 _SOFTMAXES = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
 
 
-def attention_probabilities(qkv: Tensor) -> Tensor:
-    """(B, T, 3, H, D) -> (B, H, T, T) fp32, each row summing to 1; autocast is off inside."""
-    with torch.autocast(qkv.device.type, enabled=False):
-        q, k, _ = qkv.float().permute(2, 0, 3, 1, 4)
-        scores = (q * qkv.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+def attention_probabilities(q: Tensor, k: Tensor) -> Tensor:
+    """Two (B, T, H, D) -> (B, H, T, T) fp32, each row summing to 1; autocast is off inside."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = (x.float().transpose(1, 2) for x in (q, k))
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         return scores.softmax(dim=-1)
 
 
-def _qkv_of(module: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
-    """The projection of an attention module, and the view of its output as (B, T, 3, H, D)."""
-    if isinstance(module, Attention):
-        return module.qkv, lambda y: y.unflatten(-1, (3, module.num_heads, module.head_dim))
-    return None
+@contextmanager
+def _recorded(attn: Attention, maps: list[Tensor]) -> Iterator[None]:
+    """Each call of attn adds its map, from what its qkv gives and the rope that it is given."""
+    rope: list[Any] = []
+
+    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        rope[:] = [kwargs.get("rope")]
+
+    def read(_module: nn.Module, _args: Any, projected: Tensor) -> None:
+        q, k, _ = attn.heads(projected, *rope)
+        maps.append(attention_probabilities(q, k))
+
+    noting = attn.register_forward_pre_hook(note, with_kwargs=True)
+    reading = attn.qkv.register_forward_hook(read)
+    try:
+        yield
+    finally:
+        noting.remove()
+        reading.remove()
 
 
 class _Softmaxes(TorchDispatchMode):
@@ -97,20 +112,16 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
     check_tensor("attention_maps", "images", images)
-    projections = [found for m in model.modules() if (found := _qkv_of(m)) is not None]
+    attentions = [m for m in model.modules() if isinstance(m, Attention)]
     maps: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
-        if not projections:
+        if not attentions:
             stack.enter_context(_math_attention())
             maps = stack.enter_context(_Softmaxes()).maps
-        for qkv, packed in projections:
-
-            def read(_module, _inputs, y: Tensor, packed=packed) -> None:
-                maps.append(attention_probabilities(packed(y)))
-
-            stack.callback(qkv.register_forward_hook(read).remove)
+        for attn in attentions:
+            stack.enter_context(_recorded(attn, maps))
         model(images)
     if not maps:
         raise ValueError(f"attention_maps: {type(model).__name__} computes no attention")

@@ -12,7 +12,8 @@ from ..ops.common.activation import ACTIVATIONS, check_activation
 from ..ops.gated_mlp.functions import gated_mlp
 from ..runtime.arguments import check_flags, check_int, check_probability
 from ..runtime.plain import add_branch, is_hooked, is_plain, is_raw
-from .modules import LayerNorm, Mlp
+from .modules import Mlp
+from .norms import LayerNorm, NormLayer
 
 
 class _GatedMlp(nn.Module):
@@ -22,7 +23,7 @@ class _GatedMlp(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, width: int, act_layer: str,
-        norm_layer: Callable[[int], nn.Module] | None, bias: bool, drop: float,
+        norm_layer: NormLayer | None, bias: bool, drop: float,
     ):  # fmt: skip
         super().__init__()
         op = type(self).__name__
@@ -82,7 +83,7 @@ class GluMlp(_GatedMlp):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: str = "silu",
-        norm_layer: Callable[[int], nn.Module] | None = None, bias=True, drop=0.0, gate_last=True,
+        norm_layer: NormLayer | None = None, bias=True, drop=0.0, gate_last=True,
     ):  # fmt: skip
         check_int("GluMlp", "in_features", in_features)
         check_int("GluMlp", "hidden_features", hidden_features, least=2)
@@ -121,7 +122,7 @@ class SwiGLU(_GatedMlp):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: str = "silu",
-        norm_layer: Callable[[int], nn.Module] | None = None, bias=True, drop=0.0, align_to=0,
+        norm_layer: NormLayer | None = None, bias=True, drop=0.0, align_to=0,
     ):  # fmt: skip
         check_int("SwiGLU", "in_features", in_features)
         check_int("SwiGLU", "hidden_features", hidden_features)
@@ -168,11 +169,11 @@ def check_mlp_layer(op: str, mlp_layer: object, scale_mlp_norm: object) -> None:
 
 
 def create_mlp(
-    mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_eps: float | None,
+    mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_layer: NormLayer | None,
     bias: bool, drop: float,
 ) -> nn.Module:  # fmt: skip
-    """The MLP of a block, with a LayerNorm inside unless norm_eps is None."""
-    norm = {} if norm_eps is None else dict(norm_layer=partial(LayerNorm, eps=norm_eps))
+    """The MLP of a block, with a norm of its hidden layer unless norm_layer is None."""
+    norm = {} if norm_layer is None else dict(norm_layer=norm_layer)
     return MLP_LAYERS[mlp_layer](
         dim, hidden_features, act_layer=act_layer, bias=bias, drop=drop, **norm
     )

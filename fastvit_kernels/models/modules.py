@@ -1,4 +1,4 @@
-"""The parts of a block, in the order an image meets them: PatchEmbed, LayerNorm, Attention, Mlp.
+"""The parts of a block, in the order an image meets them: PatchEmbed, a norm, Attention, Mlp.
 
 Each reads the weights of its torch layers and passes them to a fused op. A layer that somebody has
 changed (a hook, LoRA, a quantised weight) is called instead: see runtime/plain.py.
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention.functions import attention, check_head_dim, qkv_attention
+from ..ops.attention.rotary import rope_attention
+from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS, check_activation
-from ..ops.layer_norm import layer_norm, layer_norm_and_input
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.patch_embed.functions import patch_embed
+from ..ops.rope import rope as turn
 from ..runtime.arguments import (
-    autocast_dtype,
     check_dropout,
-    check_eps,
     check_flags,
     check_int,
     check_probability,
     check_tensor,
 )
-from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain
+from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
+from .norms import LayerNorm, NormLayer, RmsNorm
+from .rope_tables import Tables
 
 Size = int | Sequence[int]  # a square's side, or (height, width)
 
@@ -72,20 +74,23 @@ class PatchEmbed(nn.Module):
     """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
 
     Ignores rows and columns of pixels that fill no patch, as timm's convolution does. After a
-    convolutional stem, which downsamples, a patch is one position of the feature map.
+    convolutional stem, which downsamples, a patch is one position of the feature map. `norm_layer`
+    norms the patches before positions are added. With strict_img_size=False images of any size
+    pass, and `pos_embed` must fit their grid.
     """
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
         embed_dim: int = 768, bias=True, conv_stem_configs: Sequence[Sequence[Any]] | None = None,
+        norm_layer: NormLayer | None = None, strict_img_size=True,
     ):  # fmt: skip
         super().__init__()
         self.img_size = _pair("img_size", img_size)
         self.patch_size = _pair("patch_size", patch_size)
         check_int("PatchEmbed", "in_chans", in_chans)
         check_int("PatchEmbed", "embed_dim", embed_dim)
-        check_flags("PatchEmbed", bias=bias)
-        self.in_chans = in_chans
+        check_flags("PatchEmbed", bias=bias, strict_img_size=strict_img_size)
+        self.in_chans, self.strict_img_size = in_chans, strict_img_size
         (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
         self.grid_size = height // patch_height, width // patch_width
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -108,72 +113,96 @@ class PatchEmbed(nn.Module):
             self.stem = _conv_stem(conv_stem_configs, in_chans)
             in_chans, side = conv_stem_configs[-1][0], (1, 1)
         self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
+        self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
-    def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"strict_img_size": True, **state})  # a pickle of 0.1.0 has neither
+        self._modules.setdefault("norm", nn.Identity())
+
+    def grid_of(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the images' patches.
+
+        Raises: ValueError, TypeError for images that are not the model's.
+        """
         check_tensor("PatchEmbed", "images", images, ndim=4)
         if images.shape[1] != self.in_chans:
             raise ValueError(
                 f"PatchEmbed: images must have {self.in_chans} channels, got {images.shape[1]}"
             )
-        if tuple(images.shape[-2:]) != self.img_size:
+        size = images.shape[-2], images.shape[-1]
+        if size == self.img_size:
+            return self.grid_size
+        grid = size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+        if self.strict_img_size or not all(grid):
+            wanted = "" if self.strict_img_size else "at least "
+            sides = self.img_size if self.strict_img_size else self.patch_size
             raise ValueError(
-                f"PatchEmbed: images must be {self.img_size} (height, width), "
-                f"got {tuple(images.shape[-2:])}"
+                f"PatchEmbed: images must be {wanted}{sides} (height, width), got {tuple(size)}"
             )
+        return grid
+
+    def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
+        rows, cols = self.grid_of(images)
         if self.stem is not None:
             images = self.stem(images)
+        tokens: dict[str, Any] = dict(prefix_tokens=prefix_tokens, pos_embed=pos_embed)
+        normed = type(self.norm) is not nn.Identity or is_hooked(self.norm)
         if type(self.proj) is nn.Conv2d and not is_hooked(self.proj):
-            (rows, cols), (patch_height, patch_width) = self.grid_size, self.proj.kernel_size
+            patch_height, patch_width = self.proj.kernel_size
             images = images[..., : rows * patch_height, : cols * patch_width]
-            return patch_embed(
-                images, self.proj.weight, self.proj.bias,
-                prefix_tokens=prefix_tokens, pos_embed=pos_embed,
-            )  # fmt: skip
-        patches = self.proj(images).flatten(2).transpose(1, 2)
-        return add_tokens(patches, prefix_tokens, pos_embed)
+            patches = patch_embed(
+                images, self.proj.weight, self.proj.bias, **({} if normed else tokens)
+            )
+            if not normed:
+                return patches
+        else:
+            patches = self.proj(images).flatten(2).transpose(1, 2)
+        return add_tokens(self.norm(patches), **tokens)
 
 
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch."""
-
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
-        bias=True, device: Any = None, dtype: Any = None,
-    ):  # fmt: skip
-        width: Any = normalized_shape
-        if isinstance(normalized_shape, Sequence) and len(normalized_shape) == 1:
-            width = normalized_shape[0]
-        check_int("LayerNorm", "normalized_shape, one axis,", width)
-        check_eps("LayerNorm", eps)
-        check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
-        super().__init__(width, eps, elementwise_affine, bias, device, dtype)
-
-    def forward(self, x: Tensor, and_input: bool = False):
-        if self.weight is None:  # layer_norm compares x with a weight itself
-            check_tensor("LayerNorm", "x", x)
-            if tuple(x.shape[-1:]) != self.normalized_shape:
-                raise ValueError(
-                    f"LayerNorm: the last axis of x must be {self.normalized_shape[0]}, "
-                    f"got shape {tuple(x.shape)}"
-                )
-        if not and_input:
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        # A branch begins with a matmul, which under autocast reads the low-precision dtype.
-        out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
-        return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
+def _head_norms(q_norm: nn.Module, k_norm: nn.Module) -> dict[str, Any] | None:
+    """The arguments of rope_attention for both norms, or None where they have to be called."""
+    kind = type(q_norm)
+    if type(k_norm) is not kind or is_hooked(q_norm) or is_hooked(k_norm):
+        return None
+    if kind is nn.Identity:
+        return {}
+    if kind not in (LayerNorm, RmsNorm) or q_norm.eps != k_norm.eps:
+        return None
+    parameters = {
+        f"{which}_norm_{name}": getattr(norm, name, None)
+        for which, norm in (("q", q_norm), ("k", k_norm))
+        for name in ("weight", "bias")
+    }
+    if not all(p is None or is_raw(p) for p in parameters.values()):
+        return None
+    norm = "layer_norm" if kind is LayerNorm else "rms_norm"
+    return dict(norm=norm, eps=q_norm.eps, **parameters)
 
 
 class Attention(nn.Module):
-    """(B, T, C) -> (B, T, C): qkv, attention, output projection; then scales and residual."""
+    """(B, T, C) -> (B, T, C): qkv, attention, output projection; then scales and residual.
+
+    timm's Attention, AttentionRope and EvaAttention. `qk_norm` norms each head's queries and keys
+    by `norm_layer`; then `rope` in the forward, cos and sin of `RotaryEmbedding`, turns all tokens
+    past the first `num_prefix_tokens`. With key_bias=False, which EVA and DINOv3 have, only queries
+    and values are biased, by the parameters q_bias and v_bias.
+    """
 
     def __init__(
         self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
         qkv_bias: bool = False, proj_bias: bool = True, attn_drop=0.0, proj_drop=0.0,
+        qk_norm=False, norm_layer: NormLayer = LayerNorm, key_bias=True, rotate_half=False,
+        num_prefix_tokens: int = 0,
     ):  # fmt: skip
         super().__init__()
         check_int("Attention", "dim", dim)
         check_int("Attention", "num_heads", num_heads)
-        check_flags("Attention", qkv_bias=qkv_bias, proj_bias=proj_bias)
+        check_int("Attention", "num_prefix_tokens", num_prefix_tokens, least=0)
+        check_flags(
+            "Attention", qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, key_bias=key_bias,
+            rotate_half=rotate_half,
+        )  # fmt: skip
         check_dropout("Attention", attn_drop, "attn_drop")
         check_probability("Attention", "proj_drop", proj_drop)
         if attn_head_dim is not None:
@@ -182,22 +211,78 @@ class Attention(nn.Module):
             raise ValueError(f"Attention: dim {dim} must be a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim = num_heads, attn_head_dim or dim // num_heads
         check_head_dim("Attention", self.head_dim)
-        self.qkv = nn.Linear(dim, 3 * num_heads * self.head_dim, bias=qkv_bias)
+        if not callable(norm_layer):
+            raise TypeError(f"Attention: norm_layer must be a class, got {norm_layer!r}")
+        width, apart = num_heads * self.head_dim, qkv_bias and not key_bias
+        self.rotate_half, self.num_prefix_tokens = rotate_half, num_prefix_tokens
+        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias and key_bias)
+        self.q_bias = nn.Parameter(torch.zeros(width)) if apart else None
+        self.v_bias = nn.Parameter(torch.zeros(width)) if apart else None
+        self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(num_heads * self.head_dim, dim, bias=proj_bias)
+        self.proj = nn.Linear(width, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if is_plain(self.qkv):
-            qkv = self.qkv
-            out = qkv_attention(
-                x, qkv.weight, qkv.bias, num_heads=self.num_heads, dropout_p=dropout_p
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of 0.1.0 too
+        later = dict(q_bias=None, v_bias=None) if "q_bias" not in state["_parameters"] else {}
+        super().__setstate__({"rotate_half": False, "num_prefix_tokens": 0, **later, **state})
+        for name in ("q_norm", "k_norm"):
+            self._modules.setdefault(name, nn.Identity())
+
+    def _bias_apart(self) -> Tensor | None:
+        """The bias of qkv where it is in parts, (3 H D,): 0 for the keys."""
+        if self.q_bias is None or self.v_bias is None:
+            return None
+        return torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+
+    def _packed(self, projected: Tensor) -> Tensor:
+        """What the module qkv gave -> (B, T, 3, H, D), with the bias that stands apart."""
+        bias = self._bias_apart()
+        if bias is not None:
+            projected = projected + bias.to(projected.dtype)
+        return projected.unflatten(-1, (3, self.num_heads, self.head_dim))
+
+    def heads(self, projected: Tensor, rope: Tables | None = None) -> tuple[Tensor, ...]:
+        """What the module qkv gave -> q, k, v (B, T, H, D), q and k normed, then turned."""
+        q, k, v = self._packed(projected).unbind(2)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if rope is not None:
+            q, k = turn(
+                q, k, *rope, interleaved=not self.rotate_half, prefix_tokens=self.num_prefix_tokens
             )
+        return q, k, v
+
+    def _attend(self, x: Tensor, rope: Tables | None) -> Tensor:
+        """(B, T, C) -> (B, T, H, D), in one op unless a layer has to be called."""
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        norms = _head_norms(self.q_norm, self.k_norm)
+        if norms is None or not is_plain(self.qkv):
+            projected = self.qkv(x)
+            if rope is None and norms == {}:
+                return attention(self._packed(projected), dropout_p=dropout_p)
+            q, k, v = (t.transpose(1, 2) for t in self.heads(projected, rope))
+            return scaled_dot_product_attention(q, k, v, dropout_p=dropout_p).transpose(1, 2)
+        weight, bias = self.qkv.weight, self._bias_apart()
+        bias = self.qkv.bias if bias is None else bias
+        shared: dict[str, Any] = dict(num_heads=self.num_heads, dropout_p=dropout_p)
+        if rope is None and not norms:
+            return qkv_attention(x, weight, bias, **shared)
+        if rope is None:  # no token turns
+            cos, sin = x.new_empty((2, 0, 2), dtype=torch.float32).unbind(0)
+            prefix_tokens = x.shape[1]
         else:
-            qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-            out = attention(qkv, dropout_p=dropout_p)
-        out = out.flatten(2)
+            (cos, sin), prefix_tokens = rope, self.num_prefix_tokens
+        return rope_attention(
+            x, weight, bias, cos=cos, sin=sin, interleaved=not self.rotate_half,
+            prefix_tokens=prefix_tokens, **shared, **norms,
+        )  # fmt: skip
+
+    def forward(
+        self, x: Tensor, residual=None, layer_scale=None, row_scale=None,
+        rope: Tables | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = self._attend(x, rope).flatten(2)
         if is_plain(self.proj) and (not self.training or self.proj_drop.p == 0):
             return linear(
                 out, self.proj.weight, self.proj.bias,

@@ -1,6 +1,6 @@
 """THE MAP: the whole Vision Transformer in the order an image flows through it.
 
-PatchEmbed -> Block x depth (LayerNorm, Attention, LayerNorm, Mlp) -> LayerNorm -> pool -> head
+PatchEmbed -> Block x depth (norm, Attention, norm, Mlp) -> norm -> pool -> head
 
 modules.py has the parts, which call the ops. Constructor arguments and state_dict keys are timm's,
 so its checkpoints load unchanged.
@@ -8,43 +8,34 @@ so its checkpoints load unchanged.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.rebuilt_norm import rebuilt_norm
 from ..ops.rebuilt_sum import rebuilt_sum
-from ..runtime.arguments import (
-    check_eps,
-    check_flags,
-    check_int,
-    check_number,
-    check_probability,
-)
+from ..runtime.arguments import check_flags
 from ..runtime.plain import is_hooked
-from .gated_mlp import GluMlp, SwiGLU, check_mlp_layer, create_mlp
-from .modules import Attention, DropPath, LayerNorm, LayerScale, PatchEmbed, Size
-
-Memory = Literal["default", "low"]
-
-
-def _check_common(op: str, mlp_ratio: Any, init_values: Any, norm_eps: Any, **counts: Any) -> None:
-    """The checks that Block and VisionTransformer share; their parts check the rest."""
-    for name, count in counts.items():
-        check_int(op, name, count)
-    check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
-    if init_values is not None:
-        check_number(op, "init_values", init_values)
-    check_eps(op, norm_eps, "norm_eps")
-
-
-def _check_memory(op: str, memory: Any) -> None:
-    if not isinstance(memory, str) or memory not in get_args(Memory):
-        raise ValueError(f"{op}: memory must be one of {get_args(Memory)}, got {memory!r}")
+from .checks import (
+    GlobalPool,
+    Memory,
+    PosEmbed,
+    check_block,
+    check_counts,
+    check_pool,
+    check_pos_embed,
+    check_rates,
+)
+from .gated_mlp import GluMlp, SwiGLU, create_mlp
+from .modules import Attention, DropPath, LayerScale, PatchEmbed, Size
+from .norms import NORM_LAYERS, LayerNorm, RmsNorm, check_norm_layer
+from .positions import resize_positions
+from .rope_tables import Tables
+from .rotary import GridIndexing, RopeType, RotaryEmbedding, check_rope_type
 
 
 class Block(nn.Module):
@@ -57,52 +48,69 @@ class Block(nn.Module):
         proj_bias: bool = True, proj_drop=0.0, attn_drop=0.0, init_values: float | None = None,
         drop_path=0.0, act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
         memory: Memory = "default", mlp_layer: str = "Mlp", scale_mlp_norm: bool = False,
+        norm_layer: str = "LayerNorm", qk_norm: bool = False, key_bias: bool = True,
+        rotate_half: bool = False, num_prefix_tokens: int = 0,
     ):  # fmt: skip
         super().__init__()
-        _check_memory("Block", memory)
-        check_mlp_layer("Block", mlp_layer, scale_mlp_norm)
-        _check_common("Block", mlp_ratio, init_values, norm_eps, dim=dim, num_heads=num_heads)
-        check_probability("Block", "drop_path", drop_path)
-        self.norm1 = LayerNorm(dim, norm_eps)
+        check_block(
+            "Block", mlp_ratio, init_values, norm_eps, memory, mlp_layer, scale_mlp_norm,
+            norm_layer, dim=dim, num_heads=num_heads,
+        )  # fmt: skip
+        check_rates("Block", drop_path=drop_path)
+        norm = partial(NORM_LAYERS[norm_layer], eps=norm_eps)
+        self.norm1 = norm(dim)
         self.attn = Attention(
-            dim, num_heads, attn_head_dim, qkv_bias, proj_bias, attn_drop, proj_drop
-        )
+            dim, num_heads, attn_head_dim, qkv_bias, proj_bias, attn_drop, proj_drop, qk_norm, norm,
+            key_bias, rotate_half, num_prefix_tokens,
+        )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values) if init_values else None
         self.drop_path1 = DropPath(drop_path)
-        self.norm2 = LayerNorm(dim, norm_eps)
+        self.norm2 = norm(dim)
         self.mlp = create_mlp(
-            mlp_layer, dim, int(dim * mlp_ratio), act_layer, norm_eps if scale_mlp_norm else None,
+            mlp_layer, dim, int(dim * mlp_ratio), act_layer, norm if scale_mlp_norm else None,
             proj_bias, proj_drop,
         )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values) if init_values else None
         self.drop_path2 = DropPath(drop_path)
         self.memory = memory
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tables | None = None) -> Tensor:
         gamma1 = None if self.ls1 is None else self.ls1.gamma
         gamma2 = None if self.ls2 is None else self.ls2.gamma
         y, x = self.norm1(x, and_input=True)
         with self._kept(self.norm1, y, x):
-            x = self.attn(y, x, gamma1, self.drop_path1.row_scale(x))
+            x = self.attn(y, x, gamma1, self.drop_path1.row_scale(x), rope=rope)
         with self._kept_sum(x) as again:
             y, x = self.norm2(x, and_input=True)
         with self._kept(self.norm2, y, x, again):
             return self.mlp(y, x, gamma2, self.drop_path2.row_scale(x))
 
     def _kept(
-        self, norm: LayerNorm, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None = None
+        self, norm: nn.Module, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None = None
     ) -> AbstractContextManager[None]:
         """Where a branch keeps y = norm(x) for its backward: as it is, or to be rebuilt from x."""
         if not self._rebuilds(norm):
             return nullcontext()
+        if isinstance(norm, RmsNorm):
+            return rebuilt_norm(y, x, norm.weight, None, norm.eps, again, "rms_norm")
+        assert isinstance(norm, LayerNorm)
         return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)
 
     def _kept_sum(self, x: Tensor) -> AbstractContextManager[Callable[[], Tensor] | None]:
         """The same where norm2 keeps its input x, the sum of the first branch."""
         return rebuilt_sum(x) if self._rebuilds(self.norm2) else nullcontext()
 
-    def _rebuilds(self, norm: LayerNorm) -> bool:
-        return self.memory == "low" and type(norm) is LayerNorm and not is_hooked(norm)
+    def _rebuilds(self, norm: nn.Module) -> bool:
+        return self.memory == "low" and type(norm) in (LayerNorm, RmsNorm) and not is_hooked(norm)
+
+
+class Blocks(nn.Sequential):
+    """One block after the other; rope, cos and sin of the model's positions, goes to each."""
+
+    def forward(self, input: Tensor, rope: Tables | None = None) -> Tensor:
+        for block in self:
+            input = block(input) if rope is None else block(input, rope)
+        return input
 
 
 class VisionTransformer(nn.Module):
@@ -117,12 +125,18 @@ class VisionTransformer(nn.Module):
     instead of 28 C, for one more LayerNorm forward each and one more product of the projection.
     `mlp_layer` is the name of timm's class: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant) or
     "SwiGLU"; as there, act_layer is the gate's, so that a SwiGLU wants "silu", and mlp_ratio counts
-    gate and value of the packed two.
+    gate and value of the packed two. `norm_layer` and `embed_norm_layer`, which norms the patches,
+    are "LayerNorm" or "RmsNorm". `rope_type` turns queries and keys by their patch's place: "cat"
+    as EVA02, Perception Encoder and RoPE-ViT do, "dinov3", or "" for none; the other `rope_` names
+    and `ref_feat_shape` are those of timm's Eva. `qk_norm` norms each head's queries and keys by
+    norm_layer; key_bias=False biases queries and values alone, as EVA and DINOv3 do.
+    dynamic_img_size=True takes images of any size: learned positions are resampled to their grid,
+    rotary ones computed for it.
     """
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans=3, num_classes: int = 1000,
-        global_pool: Literal["", "avg", "token"] = "token", embed_dim: int = 768, depth: int = 12,
+        global_pool: GlobalPool = "token", embed_dim: int = 768, depth: int = 12,
         num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, proj_bias: bool = True,
         init_values: float | None = None, class_token: bool = True, no_embed_class: bool = False,
         reg_tokens: int = 0, pre_norm: bool = False, final_norm: bool = True,
@@ -131,63 +145,75 @@ class VisionTransformer(nn.Module):
         act_layer: str = "gelu", norm_eps=1e-6, attn_head_dim: int | None = None,
         representation_size: int | None = None,
         conv_stem_configs: Sequence[Sequence[Any]] | None = None, memory: Memory = "default",
-        mlp_layer: str = "Mlp", scale_mlp_norm: bool = False,
+        mlp_layer: str = "Mlp", scale_mlp_norm: bool = False, norm_layer: str = "LayerNorm",
+        embed_norm_layer: str | None = None, qk_norm: bool = False, key_bias: bool = True,
+        pos_embed: PosEmbed = "learn", rope_type: RopeType = "",
+        rope_temperature: float = 10000.0, rope_rotate_half: bool = False,
+        rope_grid_indexing: GridIndexing = "ij", rope_grid_offset: float = 0.0,
+        ref_feat_shape: Size | None = None, dynamic_img_size: bool = False,
     ):  # fmt: skip
         super().__init__()
         op = "VisionTransformer"
-        _check_memory(op, memory)
-        check_mlp_layer(op, mlp_layer, scale_mlp_norm)
-        _check_common(
-            op, mlp_ratio, init_values, norm_eps, in_chans=in_chans, embed_dim=embed_dim,
-            num_heads=num_heads,
+        check_block(
+            op, mlp_ratio, init_values, norm_eps, memory, mlp_layer, scale_mlp_norm, norm_layer,
+            in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads,
         )  # fmt: skip
-        for name, count in dict(
-            num_classes=num_classes, depth=depth, reg_tokens=reg_tokens
-        ).items():
-            check_int(op, name, count, least=0)
-        if representation_size is not None:
-            check_int(op, "representation_size", representation_size, least=0)
+        check_counts(op, 0, num_classes=num_classes, depth=depth, reg_tokens=reg_tokens)
+        check_counts(op, 0, representation_size=representation_size or 0)
         check_flags(
             op, qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token,
             no_embed_class=no_embed_class, pre_norm=pre_norm, final_norm=final_norm,
             fc_norm=False if fc_norm is None else fc_norm, pool_include_prefix=pool_include_prefix,
+            dynamic_img_size=dynamic_img_size,
         )  # fmt: skip
-        for name, rate in dict(
-            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
+        check_rates(
+            op, drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
             attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
-        ).items():  # fmt: skip
-            check_probability(op, name, rate)
-        if not isinstance(global_pool, str) or global_pool not in ("", "avg", "token"):
-            raise ValueError(f"{op}: global_pool must be '', 'avg' or 'token', got {global_pool!r}")
-        if global_pool == "token" and not class_token:
-            raise ValueError(f"{op}: global_pool 'token' needs class_token=True")
+        )  # fmt: skip
+        check_pool(op, global_pool, class_token)
+        check_pos_embed(op, pos_embed)
+        check_rope_type(op, rope_type)
+        if embed_norm_layer is not None:
+            check_norm_layer(op, "embed_norm_layer", embed_norm_layer)
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
         self.no_embed_class, self.pool_include_prefix = no_embed_class, pool_include_prefix
         self.num_prefix_tokens = int(class_token) + reg_tokens
 
+        norm = partial(NORM_LAYERS[norm_layer], eps=norm_eps)
+        embed_norm = NORM_LAYERS[embed_norm_layer] if embed_norm_layer else None
         self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, not pre_norm, conv_stem_configs
-        )
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, conv_stem_configs,
+            embed_norm and partial(embed_norm, eps=norm_eps), not dynamic_img_size,
+        )  # fmt: skip
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
         num_positions = self.patch_embed.num_patches
         num_positions += 0 if no_embed_class else self.num_prefix_tokens
-        self.pos_embed = nn.Parameter(torch.zeros(1, num_positions, embed_dim))
+        learned = pos_embed == "learn"
+        self.pos_embed = nn.Parameter(torch.zeros(1, num_positions, embed_dim)) if learned else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.norm_pre = LayerNorm(embed_dim, norm_eps) if pre_norm else nn.Identity()
+        self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
 
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(
+        self.blocks = Blocks(*(
             Block(
                 embed_dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop_rate,
                 attn_drop_rate, init_values, drop_path, act_layer, norm_eps, attn_head_dim, memory,
-                mlp_layer, scale_mlp_norm,
+                mlp_layer, scale_mlp_norm, norm_layer, qk_norm, key_bias, rope_rotate_half,
+                self.num_prefix_tokens,
             )
             for drop_path in drop_paths
         ))  # fmt: skip
+        self.rope = None
+        if rope_type:
+            self.rope = RotaryEmbedding(
+                attn_head_dim or embed_dim // num_heads, self.patch_embed.grid_size, rope_type,
+                rope_temperature, rope_rotate_half, rope_grid_indexing, rope_grid_offset,
+                ref_feat_shape,
+            )  # fmt: skip
 
         use_fc_norm = global_pool == "avg" if fc_norm is None else fc_norm
-        normed = LayerNorm(embed_dim, norm_eps) if final_norm else nn.Identity()
+        normed = norm(embed_dim) if final_norm else nn.Identity()
         self.norm = nn.Identity() if use_fc_norm else normed
         self.fc_norm = normed if use_fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
@@ -199,6 +225,9 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(features, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state if "rope" in state["_modules"] else {"rope": None, **state})
+
     def init_weights(self) -> None:
         """timm's defaults: truncated normal 0.02 for Linear and positions, zero biases."""
         for module in self.modules():
@@ -209,7 +238,8 @@ class VisionTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, (GluMlp, SwiGLU)):
                 module.init_weights()
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
@@ -222,8 +252,19 @@ class VisionTransformer(nn.Module):
         """(B, in_chans, height, width) -> (B, T, C), the tokens after the last block and norm."""
         tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else None
-        x = self.pos_drop(self.patch_embed(images, prefix, self.pos_embed))
-        return self.norm(self.blocks(self.norm_pre(x)))
+        grid = self.patch_embed.grid_of(images)
+        x = self.pos_drop(self.patch_embed(images, prefix, self._positions(grid)))
+        x = self.norm_pre(x)
+        x = self.blocks(x) if self.rope is None else self.blocks(x, self.rope(grid))
+        return self.norm(x)
+
+    def _positions(self, grid: tuple[int, int]) -> Tensor | None:
+        """pos_embed, resampled for images of another size than the model's."""
+        own = self.patch_embed.grid_size
+        if self.pos_embed is None or grid == own:
+            return self.pos_embed
+        prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+        return resize_positions(self.pos_embed, own, grid, prefix)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(B, T, C) -> (B, num_classes), or the pooled features if pre_logits."""

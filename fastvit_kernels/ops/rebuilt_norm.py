@@ -1,4 +1,4 @@
-"""What reads a LayerNorm may keep the norm's input in place of its output.
+"""What reads a LayerNorm or RMSNorm may keep the norm's input in place of its output.
 
     y, x = layer_norm_and_input(x, weight, bias, eps, out_dtype=...)
     with rebuilt_norm(y, x, weight, bias, eps):
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..runtime.backend import use_triton
 from .common.rows import MAX_C
 from .layer_norm import layer_norm_fwd
+from .rms_norm import rms_norm_fwd
 
 
 def is_hooked() -> bool:
@@ -38,11 +39,13 @@ def place_of(x: Tensor) -> int:
 def rebuilt_norm(
     y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-6, again: Callable[[], Tensor] | None = None,
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
 ) -> Iterator[None]:  # fmt: skip
     """Inside, what would be saved of y is rebuilt from x in the backward.
 
     Args:
-        y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it.
+        y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it; where `norm`
+            is "rms_norm", `rms_norm(x, weight, eps, out_dtype=y.dtype)`.
         x, weight, bias, eps: its arguments; none may change in place before the backward.
         again: what `rebuilt_sum(x)` gave: gives x in the backward, so that nobody keeps it.
 
@@ -53,7 +56,7 @@ def rebuilt_norm(
     if torch.compiler.is_compiling() or not y.requires_grad or is_hooked():
         yield
         return
-    if x.shape[-1] > MAX_C or not use_triton("layer_norm", x, None):
+    if x.shape[-1] > MAX_C or not use_triton(norm, x, None):
         yield
         return
     kept = (x if again is None else None, weight, bias)
@@ -70,11 +73,13 @@ def rebuilt_norm(
             return packed
         if _versions(inputs) != versions:
             raise RuntimeError(
-                "rebuilt_norm: x, weight or bias of a LayerNorm changed in place between its "
+                "rebuilt_norm: x, weight or bias of a norm changed in place between its "
                 "forward and the backward, which reads them again"
             )
         source, *params = inputs
         source = source if again is None else again()
+        if norm == "rms_norm":
+            return rms_norm_fwd(source, params[0], eps, dtype, False)[0].view(packed)
         return layer_norm_fwd(source, *params, eps, dtype, False)[0].view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

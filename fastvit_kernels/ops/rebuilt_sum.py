@@ -1,4 +1,4 @@
-"""The sum that a LayerNorm reads, made again in the backward instead of kept.
+"""The sum that a LayerNorm or RMSNorm reads, made again in the backward instead of kept.
 
     y, first = layer_norm_and_input(first, ...)
     x = linear(branch(y), weight, bias, residual=first)
@@ -23,6 +23,9 @@ from ..runtime.arguments import autocast_dtype
 from .layer_norm import LayerNormAndInputFunction
 from .linear import LinearFunction, linear_fwd
 from .rebuilt_norm import is_hooked, place_of
+from .rms_norm import RmsNormAndInputFunction
+
+_NORMS: Any = (LayerNormAndInputFunction, RmsNormAndInputFunction)
 
 
 def _norm_before(layer: Any) -> Any:
@@ -34,7 +37,7 @@ def _norm_before(layer: Any) -> Any:
         return None
     place = 2 if layer.decision.input_dtypes[2] is None else 3  # among arguments that are tensors
     norm, output = layer.next_functions[place]
-    if norm.__class__ is not LayerNormAndInputFunction._backward_cls or output != 1:
+    if norm.__class__ not in [n._backward_cls for n in _NORMS] or output != 1:
         return None
     before = norm.next_functions[0][0]
     return None if getattr(before, "is_rebuilt", False) else norm

@@ -15,15 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.gated_mlp import GluMlp, SwiGLU
+from ..models.modules import Attention
+from ..models.rope_tables import Tables
 from ..models.vit import Block, VisionTransformer
 from ..ops.common.activation import ACTIVATIONS
 from .accuracy import Error
 from .op import Case, in_precision
 
 
-def _layer_norm(x: Tensor, p: Mapping[str, Tensor], name: str, norm: nn.Module) -> Tensor:
+def _norm(x: Tensor, p: Mapping[str, Tensor], name: str, norm: nn.Module) -> Tensor:
+    """LayerNorm, RMSNorm or nothing; under autocast the statistics of both are fp32."""
+    if isinstance(norm, nn.Identity):
+        return x
+    weight, bias = p[f"{name}.weight"], p.get(f"{name}.bias")
+    if isinstance(norm, nn.RMSNorm):
+        y = x.float() if x.dtype != torch.float64 else x
+        assert norm.eps is not None
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * weight
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
     assert isinstance(norm, nn.LayerNorm)
-    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p.get(f"{name}.bias"), norm.eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
 
 
 def _linear(x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
@@ -35,20 +47,58 @@ def _branch(y: Tensor, gamma: Tensor | None, row_scale: Tensor | None) -> Tensor
     return y if row_scale is None else y * row_scale[:, None, None]
 
 
-def _block(block: Block, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
-    row_scale = block.drop_path1.row_scale(x)
-    y = _layer_norm(x, p, f"{name}.norm1", block.norm1)
-    qkv = _linear(y, p, f"{name}.attn.qkv").unflatten(-1, (3, block.attn.num_heads, -1))
+def _turned(x: Tensor, attn: Attention, cos: Tensor, sin: Tensor) -> Tensor:
+    """(B, H, T, D): every token past the prefix, turned by the angles of its place."""
+    prefix, x = x[:, :, : attn.num_prefix_tokens], x[:, :, attn.num_prefix_tokens :]
+    if attn.rotate_half:
+        a, b = x.chunk(2, -1)
+        partner = torch.cat((-b, a), -1)
+    else:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        partner = torch.stack((-b, a), -1).flatten(-2)
+    return torch.cat((prefix, (x * cos + partner * sin).to(x.dtype)), 2)
+
+
+def _attention(
+    attn: Attention, x: Tensor, p: Mapping[str, Tensor], name: str, rope: Tables | None
+) -> Tensor:
+    bias = p.get(f"{name}.qkv.bias")
+    if f"{name}.q_bias" in p:
+        q_bias, v_bias = p[f"{name}.q_bias"], p[f"{name}.v_bias"]
+        bias = torch.cat((q_bias, torch.zeros_like(q_bias), v_bias))
+    qkv = F.linear(x, p[f"{name}.qkv.weight"], bias).unflatten(-1, (3, attn.num_heads, -1))
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    y = _linear(y, p, f"{name}.attn.proj")
+    q, k = _norm(q, p, f"{name}.q_norm", attn.q_norm), _norm(k, p, f"{name}.k_norm", attn.k_norm)
+    if rope is not None:
+        q, k = _turned(q, attn, *rope), _turned(k, attn, *rope)
+    y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
+    return _linear(y.transpose(1, 2).flatten(2), p, f"{name}.proj")
+
+
+def _mlp(mlp: nn.Module, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
+    activation = ACTIVATIONS[str(mlp.act_layer)]
+    if isinstance(mlp, SwiGLU):
+        y = activation(_linear(x, p, f"{name}.fc1_g")) * _linear(x, p, f"{name}.fc1_x")
+    elif isinstance(mlp, GluMlp):
+        first, second = _linear(x, p, f"{name}.fc1").chunk(2, -1)
+        y = first * activation(second) if mlp.gate_last else activation(first) * second
+    else:
+        y = activation(_linear(x, p, f"{name}.fc1"))
+    if isinstance(mlp, (SwiGLU, GluMlp)):
+        y = _norm(y, p, f"{name}.norm", mlp.norm)
+    return _linear(y, p, f"{name}.fc2")
+
+
+def _block(
+    block: Block, x: Tensor, p: Mapping[str, Tensor], name: str, rope: Tables | None
+) -> Tensor:
+    row_scale = block.drop_path1.row_scale(x)
+    y = _norm(x, p, f"{name}.norm1", block.norm1)
+    y = _attention(block.attn, y, p, f"{name}.attn", rope)
     x = x + _branch(y, p.get(f"{name}.ls1.gamma"), row_scale)
 
     row_scale = block.drop_path2.row_scale(x)
-    y = _layer_norm(x, p, f"{name}.norm2", block.norm2)
-    activation = ACTIVATIONS[str(block.mlp.act_layer)]
-    y = activation(_linear(y, p, f"{name}.mlp.fc1"))
-    y = _linear(y, p, f"{name}.mlp.fc2")
+    y = _mlp(block.mlp, _norm(x, p, f"{name}.norm2", block.norm2), p, f"{name}.mlp")
     return x + _branch(y, p.get(f"{name}.ls2.gamma"), row_scale)
 
 
@@ -56,31 +106,31 @@ def plain_vit(model: VisionTransformer, p: Mapping[str, Tensor], images: Tensor)
     """Logits (B, num_classes) of the ViT that `model` describes, with the weights `p`.
 
     Args:
-        model: gives the options (heads, eps, pooling, DropPath rates); its weights are not read.
+        model: gives the options (heads, eps, pooling, DropPath rates) and the angles of rotary
+            positions; its weights are not read.
         p: parameters by their names in model.state_dict(), any floating dtype.
         images: (B, in_chans, height, width).
     """
     weight = p["patch_embed.proj.weight"]
     x = F.conv2d(images, weight, p.get("patch_embed.proj.bias"), stride=weight.shape[2:])
-    x = x.flatten(2).transpose(1, 2)
+    x = _norm(x.flatten(2).transpose(1, 2), p, "patch_embed.norm", model.patch_embed.norm)
     tokens = [p[n].expand(x.shape[0], -1, -1) for n in ("cls_token", "reg_token") if n in p]
+    positions = p.get("pos_embed", torch.zeros((), dtype=x.dtype, device=x.device))
     if model.no_embed_class:
-        x = torch.cat([*tokens, x + p["pos_embed"]], dim=1)
+        x = torch.cat([*tokens, x + positions], dim=1)
     else:
-        x = torch.cat([*tokens, x], dim=1) + p["pos_embed"]
-    if "norm_pre.weight" in p:
-        x = _layer_norm(x, p, "norm_pre", model.norm_pre)
+        x = torch.cat([*tokens, x], dim=1) + positions
+    x = _norm(x, p, "norm_pre", model.norm_pre)
+    rope = None if model.rope is None else model.rope(model.patch_embed.grid_size)
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        x = _block(block, x, p, f"blocks.{i}")
-    if "norm.weight" in p:
-        x = _layer_norm(x, p, "norm", model.norm)
+        x = _block(block, x, p, f"blocks.{i}", rope)
+    x = _norm(x, p, "norm", model.norm)
     if model.global_pool == "token":
         x = x[:, 0]
     elif model.global_pool == "avg":
         x = x[:, 0 if model.pool_include_prefix else model.num_prefix_tokens :].mean(1)
-    if "fc_norm.weight" in p:
-        x = _layer_norm(x, p, "fc_norm", model.fc_norm)
+    x = _norm(x, p, "fc_norm", model.fc_norm)
     if "pre_logits.fc.weight" in p:
         x = torch.tanh(_linear(x, p, "pre_logits.fc"))
     return _linear(x, p, "head") if "head.weight" in p else x

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.positions import resize_grid
 from ..models.vit import VisionTransformer
 from ..runtime.arguments import check_int
 from .files import read_file
-from .names import to_timm
+from .names import add, to_timm
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,6 @@ def _fold_linear_patches(tensors: dict[str, Tensor], model: VisionTransformer) -
     tensors[name] = weight.reshape(C, in_chans, height, width)
 
 
-def _resize_grid(patches: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """(1, rows*cols, C) of one grid -> another, bicubic with antialias, as timm resamples."""
-    grid = patches.float().unflatten(1, old).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=new, mode="bicubic", antialias=True)
-    return grid.flatten(2).transpose(1, 2).to(patches.dtype)
-
-
 def _square(count: int) -> tuple[int, int] | None:
     side = math.isqrt(max(count, 0))
     return (side, side) if side > 0 and side * side == count else None
@@ -87,7 +80,11 @@ def _fit_positions(
     A class position that the model lacks is added to the class token; prefix positions that the
     source lacks become zeros. Neither changes the function of the image.
     """
+    if model.pos_embed is None:
+        return
     pos_embed, (rows, cols) = tensors["pos_embed"], model.patch_embed.grid_size
+    if pos_embed.ndim == 2:  # the weight of an nn.Embedding
+        pos_embed = tensors["pos_embed"] = pos_embed[None]
     if pos_embed.ndim == 4 and pos_embed.shape[0] == 1:  # (1, rows, cols, C)
         grid_size, pos_embed = (pos_embed.shape[1], pos_embed.shape[2]), pos_embed.flatten(1, 2)
     if pos_embed.ndim != 3 or (pos_embed.shape[0], pos_embed.shape[2]) != (1, model.embed_dim):
@@ -108,7 +105,7 @@ def _fit_positions(
         )
     positions, patches = pos_embed[:, :prefix], pos_embed[:, prefix:]
     if old != (rows, cols):
-        patches = _resize_grid(patches, old, (rows, cols))
+        patches = resize_grid(patches, old, (rows, cols))
     if prefix > wanted:  # one position, of the class token, in a model with no_embed_class
         if "cls_token" not in tensors or tensors["cls_token"].shape != positions.shape:
             raise ValueError(
@@ -125,6 +122,27 @@ def _fit_positions(
             )
         positions = pos_embed.new_zeros(1, wanted, pos_embed.shape[2])
     tensors["pos_embed"] = torch.cat([positions, patches], dim=1)
+
+
+def _fit_biases(tensors: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """The bias of qkv as the model has it: whole, or in parts that leave out the keys'."""
+    for name in [n for n in tensors if n.endswith(("attn.qkv.bias", "attn.q_bias"))]:
+        attn, _, leaf = name.rpartition("attn.")
+        whole, q_bias, v_bias, mask = (
+            f"{attn}attn.{n}" for n in ("qkv.bias", "q_bias", "v_bias", "qkv.bias_mask")
+        )
+        if leaf == "qkv.bias" and q_bias in targets and tensors[name].ndim == 1:
+            q, k, v = tensors.pop(name).tensor_split(3)
+            if mask not in tensors and k.any():  # DINOv3's own files mask what the keys' part holds
+                raise ValueError(
+                    f"load_weights: {name} must be 0 for the keys in a model with key_bias=False, "
+                    f"got up to {k.abs().max():.3g}; create the model with key_bias=True"
+                )
+            add(tensors, q_bias, q)
+            add(tensors, v_bias, v)
+        elif leaf == "q_bias" and whole in targets and v_bias in tensors:
+            q, v = (tensors.pop(n).flatten() for n in (q_bias, v_bias))
+            add(tensors, whole, torch.cat((q, torch.zeros_like(q), v)))
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -187,14 +205,16 @@ def load_weights(
 ) -> WeightsReport:
     """Read the weights of any ViT family into a model.
 
-    The source may have timm's, torchvision's or transformers' names (ViT, DeiT, DINOv2; before and
+    The source may have timm's names (those of its ViT and its Eva: EVA02, DINOv3, Perception
+    Encoder, RoPE-ViT), torchvision's or transformers' (ViT, DeiT, DINOv2, DINOv3, AIMv2; before and
     since 5.9), or be a JAX .npz of the ViT paper or of big_vision. A trainer's wrappers ("model",
     "state_dict", "module.") come off. Position embeddings of another grid are resized (bicubic,
     antialias). Nothing is written unless everything fits.
 
-    Key names reveal neither eps nor activation: build the model with the source's `norm_eps` (timm
-    and torchvision 1e-6, transformers ViT 1e-12) and `act_layer`. A `norm` before pooling and an
-    `fc_norm` after it are different layers; neither loads into the other. Choose with `fc_norm`.
+    Key names reveal neither eps, activation nor rotary positions: build the model with the source's
+    `norm_eps` (timm and torchvision 1e-6, transformers ViT 1e-12), `act_layer` and `rope_type`. A
+    `norm` before pooling and an `fc_norm` after it are different layers; neither loads into the
+    other. Choose with `fc_norm`.
 
     Args:
         model: keeps its dtype and device.
@@ -235,9 +255,10 @@ def _load(
     before = {name: tuple(x.shape) for name, x in tensors.items()}
     if "patch_embed.proj.weight" in tensors:
         _fold_linear_patches(tensors, model)
+    targets = model.state_dict()  # parameters and the buffers of a convolutional stem
     if "pos_embed" in tensors:
         _fit_positions(tensors, model, grid_size)
-    targets = model.state_dict()  # parameters and the buffers of a convolutional stem
+    _fit_biases(tensors, targets)
     _check_shapes(tensors, targets)
 
     loaded = _natural(tensors.keys() & targets.keys())
@@ -251,7 +272,11 @@ def _load(
         loaded=loaded,
         missing=_natural(targets.keys() - tensors.keys()),
         unexpected=_natural(tensors.keys() - targets.keys()),
-        resized={n: (before[n], s) for n in loaded if (s := tuple(tensors[n].shape)) != before[n]},
+        resized={
+            n: (before[n], s)
+            for n in loaded
+            if n in before and (s := tuple(tensors[n].shape)) != before[n]
+        },
     )
     with torch.no_grad():  # convert everything before writing anything
         converted = {name: _converted(name, tensors[name], targets[name]) for name in loaded}

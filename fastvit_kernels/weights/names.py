@@ -24,15 +24,19 @@ MAX_LAYERS = 1000
 # A converted name that matches counts as recognised; q, k, v are packed later.
 _TARGET = re.compile(
     r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
-    r"|(?:patch_embed\.proj|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
-    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|proj)|mlp\.(?:fc[12]|fc1_[gx]|norm))"
+    r"|(?:patch_embed\.(?:proj|norm)|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
+    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|[qk]_norm|proj)|mlp\.(?:fc[12]|fc1_[gx]|norm))"
     r"\.(?:weight|bias)"
+    r"|blocks\.\d+\.attn\.[qv]_bias"
 )
 
 _TIMM = {
     r"blocks\.(\d+)\.gamma_([12])": r"blocks.\1.ls\2.gamma",
-    r"register_tokens|dist_token": "reg_token",
+    r"register_tokens|storage_tokens|dist_token": "reg_token",
+    r"blocks\.(\d+)\.attn\.([qkv])_proj\.(\w+)": r"blocks.\1.attn.\2.\3",  # EVA02
     r"blocks\.(\d+)\.mlp\.w12\.(\w+)": r"blocks.\1.mlp.fc1.\2",  # DINOv2's own SwiGLU
+    r"blocks\.(\d+)\.mlp\.w1\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",  # DINOv3's
+    r"blocks\.(\d+)\.mlp\.w2\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
     r"blocks\.(\d+)\.mlp\.w3\.(\w+)": r"blocks.\1.mlp.fc2.\2",
 }
 
@@ -52,27 +56,28 @@ _TORCHVISION = {
     r"heads\.head\.(\w+)": r"head.\1",
 }
 
-_HF = r"(?:(?:vit|deit|dinov2|dinov2_with_registers)\.)?"
-_HF_LAYER = _HF + r"(?:encoder\.layer|layers)\.(\d+)\."
+_HF = r"(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model)\.)?"
+_HF_LAYER = _HF + r"(?:model\.)?(?:encoder\.)?layers?\.(\d+)\."
 _TRANSFORMERS = {
     _HF + r"embeddings\.cls_token": "cls_token",
     # DeiT's distillation token takes the place of our first register; it has a position.
     _HF + r"embeddings\.(?:register_tokens|distillation_token)": "reg_token",
-    _HF + r"embeddings\.position_embeddings": "pos_embed",
-    _HF + r"embeddings\.patch_embeddings\.projection\.(\w+)": r"patch_embed.proj.\1",
-    _HF_LAYER + r"(?:layernorm_before|norm1)\.(\w+)": r"blocks.\1.norm1.\2",
+    _HF + r"embeddings\.(?:position_embeddings|position_embedding\.weight)": "pos_embed",
+    _HF + r"embeddings\.patch_embed(?:dings(?:\.projection)?)?\.(\w+)": r"patch_embed.proj.\1",
+    _HF + r"embeddings\.rms_norm\.(\w+)": r"patch_embed.norm.\1",
+    _HF_LAYER + r"(?:layernorm_before|norm1|rms_norm1)\.(\w+)": r"blocks.\1.norm1.\2",
     _HF_LAYER + r"attention\.(?:attention\.query|q_proj)\.(\w+)": r"blocks.\1.attn.q.\2",
     _HF_LAYER + r"attention\.(?:attention\.key|k_proj)\.(\w+)": r"blocks.\1.attn.k.\2",
     _HF_LAYER + r"attention\.(?:attention\.value|v_proj)\.(\w+)": r"blocks.\1.attn.v.\2",
-    _HF_LAYER + r"attention\.(?:output\.dense|o_proj)\.(\w+)": r"blocks.\1.attn.proj.\2",
+    _HF_LAYER + r"attention\.(?:output\.dense|o_proj|out_proj)\.(\w+)": r"blocks.\1.attn.proj.\2",
     _HF_LAYER + r"layer_scale([12])\.lambda1": r"blocks.\1.ls\2.gamma",
-    _HF_LAYER + r"(?:layernorm_after|norm2)\.(\w+)": r"blocks.\1.norm2.\2",
+    _HF_LAYER + r"(?:layernorm_after|norm2|rms_norm2)\.(\w+)": r"blocks.\1.norm2.\2",
     _HF_LAYER + r"(?:intermediate\.dense|mlp\.(?:fc1|weights_in))\.(\w+)": r"blocks.\1.mlp.fc1.\2",
-    _HF_LAYER + r"mlp\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",
-    _HF_LAYER + r"mlp\.up_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
-    _HF_LAYER
-    + r"(?:output\.dense|mlp\.(?:fc2|weights_out|down_proj))\.(\w+)": r"blocks.\1.mlp.fc2.\2",
-    _HF + r"layernorm\.(\w+)": r"norm.\1",
+    _HF_LAYER + r"(?:mlp|ffn)\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",
+    _HF_LAYER + r"(?:mlp|ffn)\.up_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
+    _HF_LAYER + r"(?:output\.dense|mlp\.(?:fc2|weights_out))\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    _HF_LAYER + r"(?:mlp|ffn)\.down_proj\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    _HF + r"(?:layernorm|rms_norm)\.(\w+)": r"norm.\1",
     _HF + r"pooler\.dense\.(\w+)": r"pre_logits.fc.\1",
     r"classifier\.(\w+)": r"head.\1",
 }
@@ -130,7 +135,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def _add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
+def add(tensors: dict[str, Tensor], name: str, x: Tensor) -> None:
     if name in tensors:
         raise ValueError(f"load_weights: two keys of the source mean {name!r}")
     tensors[name] = x
@@ -149,7 +154,7 @@ def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
         if not isinstance(name, str):
             raise TypeError(f"load_weights: keys of the source must be str, got {name!r}")
         stripped = re.sub(r"^(?:(?:module|_orig_mod|model|backbone)\.)+", "", name)
-        _add(tensors, stripped, _as_tensor(name, value))
+        add(tensors, stripped, _as_tensor(name, value))
     return tensors
 
 
@@ -168,9 +173,9 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
                     f"got shape {tuple(x.shape)}"
                 )
             for i, layer in enumerate(x):
-                _add(layers, name.replace("/encoderblock/", f"/encoderblock_{i}/"), layer)
+                add(layers, name.replace("/encoderblock/", f"/encoderblock_{i}/"), layer)
         else:
-            _add(layers, name, x)
+            add(layers, name, x)
 
     tensors: dict[str, Tensor] = {}
     for name, x in layers.items():
@@ -187,7 +192,7 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
         elif leaf == "bias":
             x = x.flatten()
         leaf = "weight" if leaf in ("kernel", "scale") else leaf
-        _add(tensors, f"{module}/{leaf}".lstrip("/").replace("/", "."), x)
+        add(tensors, f"{module}/{leaf}".lstrip("/").replace("/", "."), x)
     return tensors
 
 
@@ -200,13 +205,17 @@ def _renamed(name: str, family: str) -> str:
 
 
 def _pack_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """blocks.i.attn.{q,k,v}.* -> blocks.i.attn.qkv.*, by rows; an incomplete set stays as it is."""
+    """blocks.i.attn.{q,k,v}.* -> blocks.i.attn.qkv.*, by rows, or biases of queries and values
+    alone -> q_bias, v_bias; another incomplete set stays as it is."""
     packed = dict(tensors)
     for name in tensors:
         match = re.fullmatch(r"(blocks\.\d+\.attn)\.q\.(weight|bias)", name)
         if match is None:
             continue
         names = [match.expand(rf"\1.{part}.\2") for part in "qkv"]
+        if [n in tensors for n in names] == [True, False, True] and match[2] == "bias":
+            for part, n in (("q", names[0]), ("v", names[2])):
+                add(packed, f"{match[1]}.{part}_bias", packed.pop(n))
         if not all(n in tensors for n in names):
             continue
         parts = [packed.pop(n) for n in names]
@@ -218,6 +227,17 @@ def _pack_qkv(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 )
         packed[match.expand(r"\1.qkv.\2")] = torch.cat(parts)
     return packed
+
+
+def _name_ungated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' up_proj is fc1 in an MLP without a gate (DINOv3)."""
+
+    renamed: dict[str, Tensor] = {}
+    for name, x in tensors.items():
+        layer, part, leaf = name.rpartition("mlp.fc1_x.")
+        gated = not part or f"{layer}mlp.fc1_g.{leaf}" in tensors
+        add(renamed, name if gated else f"{layer}mlp.fc1.{leaf}", x)
+    return renamed
 
 
 def to_timm(
@@ -249,5 +269,5 @@ def to_timm(
         )
     converted: dict[str, Tensor] = {}
     for name, target in names[family].items():
-        _add(converted, target, tensors[name])
-    return family, _pack_qkv(converted)
+        add(converted, target, tensors[name])
+    return family, _pack_qkv(_name_ungated(converted))

@@ -14,6 +14,8 @@ from numerics import rand
 from torch import nn
 
 import fastvit_kernels as fk
+from fastvit_kernels.models.norms import RmsNorm
+from fastvit_kernels.models.rotary import RotaryEmbedding
 
 nan, inf = float("nan"), float("inf")
 SMALL: dict[str, Any] = dict(
@@ -88,6 +90,12 @@ _SCALE = [
     *((x, "T:init_values must be a number, got") for x in ("1e-5", True, [1e-5])),
 ]
 
+_NORM = [
+    ("layer_norm", r"norm_layer must be one of \['LayerNorm', 'RmsNorm'\], got 'layer_norm'"),
+    (nn.LayerNorm, "T:norm_layer must be one of .* got <class"),
+]
+_CAT = "of rope_type 'cat', got rope_type 'dinov3'"
+
 CONSTRUCTORS = [
     *_arguments(fk.LayerNorm, dict(normalized_shape=16), {
         "normalized_shape": [
@@ -126,6 +134,26 @@ CONSTRUCTORS = [
         "proj_bias": _flag("proj_bias"),
         "attn_drop": [*_rate("attn_drop", "[0, 1)"), (1.0, r"attn_drop must be in \[0, 1\), got")],
         "proj_drop": _rate("proj_drop"),
+        "qk_norm": _flag("qk_norm"),
+        "norm_layer": [("LayerNorm", "T:norm_layer must be a class, got 'LayerNorm'")],
+        "key_bias": _flag("key_bias"),
+        "rotate_half": _flag("rotate_half"),
+        "num_prefix_tokens": _count("num_prefix_tokens", 0),
+    }),
+    *_arguments(RmsNorm, dict(normalized_shape=16), {
+        "normalized_shape": [(0, "must be at least 1, got 0"), ((4, 8), "T:one axis, must be an")],
+        "eps": [(nan, "eps must be finite and at least 0, got nan"), (None, "T:eps must be a")],
+        "elementwise_affine": _flag("elementwise_affine"),
+    }),
+    *_arguments(RotaryEmbedding, dict(dim=16, feat_shape=(2, 3), rope_type="dinov3"), {
+        "dim": [(18, "dim must be a multiple of 4, got 18")],
+        "feat_shape": [((2, 0), "grid must be at least 1, got 0")],
+        "rope_type": [("mixed", "rope_type must be one of .* got 'mixed'"), ("", "T:rope_type")],
+        "temperature": [(0.5, "temperature must be finite and at least 1, got 0.5")],
+        "rotate_half": _flag("rotate_half"),
+        "grid_indexing": [("yx", "grid_indexing must be 'ij' or 'xy', got 'yx'"), ("xy", _CAT)],
+        "grid_offset": [(1.0, _CAT)],
+        "ref_feat_shape": [(16, _CAT)],
     }),
     *_arguments(fk.Mlp, dict(in_features=8, hidden_features=16), {
         "in_features": _count("in_features"),
@@ -145,6 +173,7 @@ CONSTRUCTORS = [
         "attn_drop": _rate("attn_drop", "[0, 1)"),
         "proj_drop": _rate("proj_drop"),
         "act_layer": _ACTIVATION,
+        "norm_layer": _NORM,
     }),
     *_arguments(fk.VisionTransformer, SMALL, {
         "img_size": _sizes("img_size"),
@@ -173,6 +202,13 @@ CONSTRUCTORS = [
         "norm_eps": _eps("norm_eps"),
         "attn_head_dim": _count("attn_head_dim"),
         "representation_size": _count("representation_size", 0),
+        "norm_layer": _NORM,
+        "embed_norm_layer": [("rms", "embed_norm_layer must be one of"), (nn.LayerNorm, "T:embed")],
+        "qk_norm": _flag("qk_norm"),
+        "pos_embed": [(x, "pos_embed must be 'learn' or 'none', got") for x in ("rope", None, 3)],
+        "rope_type": [("mixed", r"rope_type must be one of \('', 'cat', 'dinov3'\), got 'mixed'"),
+                      (None, "T:rope_type must be one of")],
+        "dynamic_img_size": _flag("dynamic_img_size"),
     }),
     *_arguments(fk.create_vit, dict(name="vit_mnist"), {
         "name": [

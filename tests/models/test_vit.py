@@ -1,5 +1,3 @@
-import copy
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -8,136 +6,24 @@ import timm
 import timm.optim
 import torch
 import transformers
-from numerics import DEVICE, Error, assert_accurate, rand
+from model_parity import assert_parity, random_images, randomise, stages_of, timm_names
+from numerics import DEVICE, assert_accurate, rand
 from references import NotebookViT, ScratchViT, patchify
 from timm.layers import GluMlp, SwiGLU, SwiGLUPacked
 from timm.layers.attention import Attention as TimmAttention
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import VisionTransformer as TorchvisionViT
 from torchvision.models.vision_transformer import ConvStemConfig
 
-from fastvit_kernels import Mlp, PatchEmbed, VisionTransformer, backend, create_vit, load_weights
+from fastvit_kernels import PatchEmbed, VisionTransformer, backend, create_vit, load_weights
 from fastvit_kernels.verify.accuracy import measure
-from fastvit_kernels.weights.names import to_timm
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 
-# The kernels that a whole model launches, forward and backward.
-KERNELS = {
-    "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_tokens",
-    "layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_and_bias_bwd",
-    "linear_fwd", "linear_bwd", "mlp_bwd",
-}  # fmt: skip
-
-
-class Launches(TorchDispatchMode):
-    """Counts the package's operators by name; what takes the PyTorch path is not among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastvit_kernels":
-            self.count[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _randomise(model: nn.Module) -> Any:
-    """No parameter at a value that a constant could hide, activations of order 1."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            if p.ndim == 1:
-                p.add_(0.2 * noise)
-            elif "token" in name or "pos" in name or "cls" in name:
-                p.copy_(noise)
-            else:
-                p.copy_(noise * p[0].numel() ** -0.5)
-    return model.to(DEVICE).eval()
-
-
-def _images(batch=2, channels=3, height=32, width=None):
-    return rand(batch, channels, height, width or height, grad=False)
-
-
-def _logits(output) -> torch.Tensor:
-    return getattr(output, "logits", output)  # transformers wraps them
-
-
-def _run(model, images, upstream, stages, names) -> dict[str, Any]:
-    """Outputs of the stages, their gradients, and those of the images and every parameter."""
-    tensors, hooks = {}, []
-    for stage, path in stages.items():
-
-        def keep(_module, _inputs, y, stage=stage):
-            y.retain_grad()
-            tensors[stage] = y
-
-        hooks.append(model.get_submodule(path).register_forward_hook(keep))
-    model.zero_grad()
-    images = images.detach().clone().requires_grad_()
-    logits = _logits(model(images))
-    logits.backward(upstream.to(logits.dtype))
-    for hook in hooks:
-        hook.remove()
-    result = {stage: y.detach() for stage, y in tensors.items()}
-    result |= {f"d{stage}": y.grad for stage, y in tensors.items()}
-    grads = names({name: p.grad for name, p in model.named_parameters()})
-    result |= {f"d{name}": grad for name, grad in grads.items()}
-    return {"logits": logits.detach(), "dimages": images.grad, **result}
-
-
-def _passes(e: Error, floors: int) -> bool:
-    return e.max - 2 * e.torch_max <= floors * (e.limit_max - 2 * e.torch_max) and (
-        e.rms - 2 * e.torch_rms <= floors * (e.limit_rms - 2 * e.torch_rms)
-    )
-
-
-def _assert_parity(
-    model, host, images, *, stages, host_stages, names=lambda grads: grads, autocast=None
-):
-    """The 2x rule for logits, stages, and all gradients; the host in float64 is the oracle."""
-    upstream = torch.randn(_logits(host(images)).shape).to(DEVICE)
-    oracle_host = copy.deepcopy(host).double()
-    oracle = _run(oracle_host, images.double(), upstream, host_stages, names)
-    with torch.autocast(DEVICE.type, dtype=autocast or bf16, enabled=autocast is not None):
-        yardstick = _run(host, images, upstream, host_stages, names)
-        with backend("triton"), Launches() as launches:
-            actual = _run(model, images, upstream, stages, lambda grads: grads)
-    kernels = KERNELS
-    if not isinstance(model.blocks[0].mlp, Mlp):
-        kernels = kernels - {"mlp_bwd"} | {"gated_hidden_fwd", "gated_mlp_bwd"}
-    if model.blocks[0].attn.qkv.bias is None:
-        kernels = kernels - {"attention_and_bias_bwd"} | {"attention_bwd"}
-    assert launches.count.keys() >= kernels, kernels - launches.count.keys()
-    assert actual.keys() == yardstick.keys()
-    errors = [
-        measure(name, actual[name], yardstick[name], oracle[name], autocast or fp32)
-        for name in oracle
-    ]
-    assert len(errors) > 2 * len(stages) + 2
-    # A model's result has been rounded some ten times where an op's has once: in fp32, where the
-    # yardstick may be exact to the last bit, three floors (about the root of ten).
-    floors = 3 if autocast is None else 1
-    wrong = [str(e) for e in errors if not _passes(e, floors)]
-    assert not wrong, "the 2x rule is broken:\n  " + "\n  ".join(wrong)
-
-
-def _stages(depth=2, **last):
-    blocks = {f"block{i}": f"blocks.{i}" for i in range(depth)}
-    return {"tokens": "pos_drop", **blocks, **(last or {"norm": "norm"})}
-
-
-def _hf_names(grads):
-    return to_timm(grads)[1]
-
 
 def test_reference_1_from_scratch_mean_pooled():
-    host = _randomise(ScratchViT(image_size=32, classes=10, depth=2))
+    host = randomise(ScratchViT(image_size=32, classes=10, depth=2))
     model: Any = VisionTransformer(
         32, 16, num_classes=10, global_pool="avg", depth=2, num_heads=8, qkv_bias=False,
         pool_include_prefix=True, norm_eps=1e-5,
@@ -146,9 +32,9 @@ def test_reference_1_from_scratch_mean_pooled():
     assert not report.missing and not report.unexpected
     assert model.blocks[0].attn.head_dim == 96
     host_stages = {"tokens": "drop", "block0": "layers.0", "block1": "layers.1"}
-    _assert_parity(
-        model, host, _images(1), names=host.timm_names,
-        stages=_stages(norm="fc_norm"), host_stages={**host_stages, "norm": "to_classes.0"},
+    assert_parity(
+        model, host, random_images(1), names=host.timm_names,
+        stages=stages_of(norm="fc_norm"), host_stages={**host_stages, "norm": "to_classes.0"},
     )  # fmt: skip
 
 
@@ -177,7 +63,7 @@ def _hf(**overrides) -> Any:
         attn_implementation="eager",
     )  # fmt: skip
     config = transformers.ViTConfig(**{**arguments, **overrides})  # pyright: ignore
-    return _randomise(transformers.ViTForImageClassification(config))
+    return randomise(transformers.ViTForImageClassification(config))
 
 
 def test_reference_3_transformers():
@@ -186,8 +72,8 @@ def test_reference_3_transformers():
     load_weights(model, host.state_dict())
     host_stages = {"tokens": "vit.embeddings", "norm": "vit.layernorm"}
     host_stages |= {f"block{i}": f"vit.layers.{i}" for i in range(2)}
-    _assert_parity(
-        model, host, _images(1), names=_hf_names, stages=_stages(), host_stages=host_stages
+    assert_parity(
+        model, host, random_images(1), names=timm_names, stages=stages_of(), host_stages=host_stages
     )
 
 
@@ -204,8 +90,8 @@ def test_reference_3_eps_is_really_1e_12():
             32, 16, num_classes=10, embed_dim=64, depth=2, num_heads=2, norm_eps=eps
         ).to(DEVICE)
         load_weights(model, host.state_dict())
-        out[eps] = model.eval()(_images()).detach()
-    expected = host(_images()).logits.detach()
+        out[eps] = model.eval()(random_images()).detach()
+    expected = host(random_images()).logits.detach()
     torch.testing.assert_close(out[1e-12], expected, rtol=1e-3, atol=1e-4)
     assert (out[1e-6] - expected).abs().max() > 0.1
 
@@ -213,7 +99,7 @@ def test_reference_3_eps_is_really_1e_12():
 @pytest.mark.parametrize("representation_size", [None, 48])
 def test_reference_4_torchvision(representation_size):
     C, heads = (384, 6) if representation_size is None else (192, 3)
-    host = _randomise(
+    host = randomise(
         TorchvisionViT(
             32, 16, 2, heads, C, 4 * C, num_classes=10, representation_size=representation_size
         )
@@ -225,14 +111,14 @@ def test_reference_4_torchvision(representation_size):
     load_weights(model, host.state_dict())
     host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}
     host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
-    _assert_parity(
-        model, host, _images(1), names=_hf_names, stages=_stages(), host_stages=host_stages
+    assert_parity(
+        model, host, random_images(1), names=timm_names, stages=stages_of(), host_stages=host_stages
     )
 
 
 def test_reference_4_torchvision_conv_stem():
     stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)]
-    host = _randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
+    host = randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
     model: Any = VisionTransformer(
         32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2,
         conv_stem_configs=stem,
@@ -243,8 +129,8 @@ def test_reference_4_torchvision_conv_stem():
     assert not report.missing and not report.unexpected
     host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}
     host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
-    _assert_parity(
-        model, host, _images(), names=_hf_names, stages=_stages(), host_stages=host_stages
+    assert_parity(
+        model, host, random_images(), names=timm_names, stages=stages_of(), host_stages=host_stages
     )
 
 
@@ -259,26 +145,26 @@ def _assert_notebook_parity(host, model, images):
     # The notebook adds positions in its forward: the first stage to compare is the first block.
     host_stages = {"block0": "blocks.0", "block1": "blocks.1", "norm": "ln"}
     stages = {"block0": "blocks.0", "block1": "blocks.1", "norm": "norm"}
-    _assert_parity(
+    assert_parity(
         model, host, images, names=host.timm_names, stages=stages, host_stages=host_stages
     )
 
 
 def test_reference_5_digits():
-    host = _randomise(NotebookViT())
+    host = randomise(NotebookViT())
     model: Any = create_vit("vit_mnist").to(DEVICE)
     assert model.pos_embed.shape == (1, 197, 64) and model.blocks[0].attn.head_dim == 32
-    _assert_notebook_parity(host, model, _images(1, 1, 28))
+    _assert_notebook_parity(host, model, random_images(1, 1, 28))
 
 
 def test_reference_5_wide():
     shape = dict(image_size=32, patch_size=16, channels=3, dim=768, heads=6, mlp_dim=3072)
-    host = _randomise(NotebookViT(**shape, representation_size=2000))
+    host = randomise(NotebookViT(**shape, representation_size=2000))
     model: Any = VisionTransformer(
         32, 16, num_classes=10, depth=2, num_heads=6, representation_size=2000
     ).to(DEVICE)
     assert model.blocks[0].attn.head_dim == 128
-    _assert_notebook_parity(host, model, _images(1))
+    _assert_notebook_parity(host, model, random_images(1))
 
 
 class WideAttention(TimmAttention):
@@ -330,7 +216,7 @@ TIMM: dict[str, tuple[dict, dict, dict]] = {
 
 def _timm_pair(common=None, timm_own=None, ours_own=None, **more) -> tuple[Any, Any]:
     arguments = {**SMALL, **(common or {}), **more}
-    host = _randomise(timm.models.VisionTransformer(**arguments, **(timm_own or {})))
+    host = randomise(timm.models.VisionTransformer(**arguments, **(timm_own or {})))
     model: Any = VisionTransformer(**arguments, **(ours_own or {})).to(DEVICE).eval()
     report = load_weights(model, host.state_dict())
     assert not report.missing and not report.unexpected and not report.resized, str(report)
@@ -341,20 +227,22 @@ def _timm_pair(common=None, timm_own=None, ours_own=None, **more) -> tuple[Any, 
 def test_timm(what):
     model, host = _timm_pair(*TIMM[what])
     patch_embed = model.patch_embed
-    images = _images(2, patch_embed.proj.in_channels, *patch_embed.img_size)
-    _assert_parity(model, host, images, stages=_stages(), host_stages=_stages())
+    images = random_images(2, patch_embed.proj.in_channels, *patch_embed.img_size)
+    assert_parity(model, host, images, stages=stages_of(), host_stages=stages_of())
 
 
 @pytest.mark.parametrize("what", ["plain", "reg4", "init_values"])
 def test_timm_under_bf16_autocast(what):
     model, host = _timm_pair(*TIMM[what])
-    _assert_parity(model, host, _images(), stages=_stages(), host_stages=_stages(), autocast=bf16)
+    assert_parity(
+        model, host, random_images(), stages=stages_of(), host_stages=stages_of(), autocast=bf16
+    )
 
 
 def test_timm_whole_model_in_bf16():
     model, host = _timm_pair()
-    oracle = host.double()(_images().double())
-    images = _images().to(bf16)
+    oracle = host.double()(random_images().double())
+    images = random_images().to(bf16)
     yardstick = host.to(bf16)(images)
     with backend("triton"):
         error = measure("logits", model.to(bf16)(images), yardstick, oracle, bf16)
@@ -363,7 +251,7 @@ def test_timm_whole_model_in_bf16():
 
 def test_drop_path_draws_what_timm_draws():
     model, host = _timm_pair(drop_path_rate=0.6, depth=3, img_size=16)
-    images, labels = _images(8, height=16), torch.arange(8, device=DEVICE) % 7
+    images, labels = random_images(8, height=16), torch.arange(8, device=DEVICE) % 7
     losses = []
     for vit in (host, model):
         vit.train()
@@ -385,14 +273,14 @@ def test_dropouts_draw_what_timm_draws():
     out = []
     for vit in (host, model):
         torch.manual_seed(5)
-        out.append(vit.train()(_images()))
+        out.append(vit.train()(random_images()))
     torch.testing.assert_close(out[1], out[0], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(host.eval()(_images()), out[0], rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(host.eval()(random_images()), out[0], rtol=1e-2, atol=1e-2)
 
 
 def test_attention_dropout_is_for_training():
     model, host = _timm_pair(attn_drop_rate=0.5, depth=1, img_size=16)
-    images, out = _images(1, height=16), []
+    images, out = random_images(1, height=16), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         out.append(model.train()(images))
@@ -446,7 +334,7 @@ def _step(model, images, upstream):
 @pytest.mark.parametrize("what", ["plain", "init_values"])
 def test_compiled_model_equals_eager(what):
     model, _ = _timm_pair(*TIMM[what], depth=1, img_size=16)
-    images, upstream = _images(height=16), torch.randn(2, 7).to(DEVICE)
+    images, upstream = random_images(height=16), torch.randn(2, 7).to(DEVICE)
     eager = _step(model, images, upstream)
     compiled = _step(torch.compile(model, fullgraph=True, backend="aot_eager"), images, upstream)
     for a, b in zip(eager, compiled, strict=True):
@@ -456,7 +344,7 @@ def test_compiled_model_equals_eager(what):
 def test_compiled_model_under_autocast_and_drop_path():
     model, _ = _timm_pair(depth=2, drop_path_rate=0.5, img_size=16)
     model.train()
-    images, upstream = _images(4, height=16), torch.randn(4, 7).to(DEVICE)
+    images, upstream = random_images(4, height=16), torch.randn(4, 7).to(DEVICE)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.autocast(DEVICE.type, dtype=bf16):
         torch.manual_seed(1)
@@ -470,7 +358,7 @@ def test_compiled_model_under_autocast_and_drop_path():
 @pytest.mark.parametrize("layer", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
 def test_a_hook_on_a_linear_is_called_and_obeyed(layer):
     model, host = _timm_pair(init_values=0.5, depth=1, img_size=16)
-    plain = model(_images(height=16))
+    plain = model(random_images(height=16))
     calls = []
 
     def double(_module, _inputs, y):
@@ -480,10 +368,10 @@ def test_a_hook_on_a_linear_is_called_and_obeyed(layer):
     for vit in (model, host):
         vit.blocks[0].get_submodule(layer).register_forward_hook(double)
     torch.testing.assert_close(
-        model(_images(height=16)), host(_images(height=16)), rtol=1e-4, atol=1e-5
+        model(random_images(height=16)), host(random_images(height=16)), rtol=1e-4, atol=1e-5
     )
     assert len(calls) == 2 and calls[0] == calls[1]
-    assert not torch.allclose(model(_images(height=16)), plain, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(model(random_images(height=16)), plain, rtol=1e-2, atol=1e-2)
 
 
 def test_a_hook_on_the_patch_projection_is_called_and_obeyed():
@@ -491,7 +379,7 @@ def test_a_hook_on_the_patch_projection_is_called_and_obeyed():
     for vit in (model, host):
         vit.patch_embed.proj.register_forward_hook(lambda _m, _i, y: 2 * y)
     torch.testing.assert_close(
-        model(_images(height=16)), host(_images(height=16)), rtol=1e-4, atol=1e-5
+        model(random_images(height=16)), host(random_images(height=16)), rtol=1e-4, atol=1e-5
     )
 
 
@@ -518,7 +406,7 @@ class _Halved(nn.Module):
 @pytest.mark.parametrize("kind", ["subclass", "parametrized", "forward"])
 def test_a_linear_of_another_kind_keeps_its_own_forward(layer, kind):
     model, host = _timm_pair(init_values=0.5, depth=1, img_size=16)
-    plain = model(_images(height=16))
+    plain = model(random_images(height=16))
     for vit in (model, host):
         block = vit.blocks[0]
         linear = block.get_submodule(layer)
@@ -528,8 +416,8 @@ def test_a_linear_of_another_kind_keeps_its_own_forward(layer, kind):
             parametrize.register_parametrization(linear, "weight", _Halved())
         else:
             linear.forward = lambda x, own=linear.forward: -own(x)
-    out = model(_images(height=16))
-    torch.testing.assert_close(out, host(_images(height=16)), rtol=1e-4, atol=1e-5)
+    out = model(random_images(height=16))
+    torch.testing.assert_close(out, host(random_images(height=16)), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(out, plain, rtol=1e-2, atol=1e-2)
     out.sum().backward()
     if kind == "subclass":
@@ -538,7 +426,7 @@ def test_a_linear_of_another_kind_keeps_its_own_forward(layer, kind):
 
 def test_image_of_another_size_is_rejected():
     with pytest.raises(ValueError, match=r"images must be \(32, 32\) \(height, width\), got"):
-        _timm_pair()[0](_images(height=40))
+        _timm_pair()[0](random_images(height=40))
 
 
 @pytest.mark.parametrize(
@@ -558,7 +446,7 @@ def test_vit_rejects(message, arguments):
 
 def test_vit_empty_batch():
     model, _ = _timm_pair()
-    images = _images(0).requires_grad_()
+    images = random_images(0).requires_grad_()
     out = model(images)
     out.sum().backward()
     assert out.shape == (0, 7)

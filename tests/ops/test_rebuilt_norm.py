@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from model_parity import Launches
 from numerics import DEVICE, rand
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -12,6 +13,7 @@ from fastvit_kernels.ops.attention.functions import qkv_attention
 from fastvit_kernels.ops.layer_norm import layer_norm_and_input
 from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
+from fastvit_kernels.ops.rms_norm import rms_norm_and_input
 from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
@@ -34,23 +36,27 @@ def _branch(name, y, x, inputs):
     return qkv_attention(y, inputs["qkv_weight"], num_heads=2)
 
 
-def _gradients(name, inputs, low, spoil=lambda x: None):
+def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm"):
     """The branch's output and the gradient of all that it reads."""
-    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+    weight, bias = inputs["norm_weight"], inputs["norm_bias"] if norm == "layer_norm" else None
     x = inputs["x"] * 1.0  # no leaf, so that it may be spoilt
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
-        y, residual = layer_norm_and_input(x, *norm, out_dtype=torch.float16)
-        with rebuilt_norm(y, x, *norm) if low else nullcontext():
+        if norm == "layer_norm":
+            y, residual = layer_norm_and_input(x, weight, bias, 1e-6, out_dtype=torch.float16)
+        else:
+            y, residual = rms_norm_and_input(x, weight, 1e-6, out_dtype=torch.float16)
+        with rebuilt_norm(y, x, weight, bias, 1e-6, norm) if low else nullcontext():
             out = _branch(name, y, residual, inputs)
     spoil(x)
     upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
     return out, *torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
 
 
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_rebuilt_norm_keeps_every_bit(name):
+def test_rebuilt_norm_keeps_every_bit(name, norm):
     inputs = _inputs()
-    kept, rebuilt = (_gradients(name, inputs, low) for low in (False, True))
+    kept, rebuilt = (_gradients(name, inputs, low, norm=norm) for low in (False, True))
     for a, b in zip(kept, rebuilt, strict=True):
         assert (a is b is None) or torch.equal(a, b)
 
@@ -86,21 +92,28 @@ def test_rebuilt_norm_without_gradients_or_kernels():
     torch.autograd.grad(out, inputs["fc1_weight"], torch.ones_like(out))
 
 
-def _model_gradients(memory):
+def _model_gradients(memory, norm):
+    """The gradients, and how often the norm's forward ran."""
     torch.manual_seed(0)
+    rope = {} if norm == "LayerNorm" else dict(rope_type="cat", qk_norm=True)
     model = VisionTransformer(
-        8, 4, 3, 5, embed_dim=32, depth=2, num_heads=2, init_values=0.5, memory=memory
-    ).to(DEVICE)
+        8, 4, 3, 5, embed_dim=32, depth=2, num_heads=2, init_values=0.5, memory=memory,
+        norm_layer=norm, **rope,
+    ).to(DEVICE)  # fmt: skip
     images = rand(2, 3, 8, 8, seed=1, grad=False)
-    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
-        logits = model(images)
-    logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
-    return [p.grad for p in model.parameters()]
+    with backend("triton"), Launches() as launches:
+        with torch.autocast(DEVICE.type, torch.float16):
+            logits = model(images)
+        logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
+    op = "layer_norm_fwd" if norm == "LayerNorm" else "rms_norm_fwd"
+    return [p.grad for p in model.parameters()], launches.count[op]
 
 
-def test_vision_transformer_of_low_memory_has_the_same_gradients():
-    default, low = _model_gradients("default"), _model_gradients("low")
+@pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
+def test_vision_transformer_of_low_memory_has_the_same_gradients(norm):
+    (default, kept), (low, rebuilt) = (_model_gradients(m, norm) for m in ("default", "low"))
     assert all(torch.equal(a, b) for a, b in zip(default, low, strict=True))
+    assert (kept, rebuilt) == (5, 9)  # two norms a block and the last; each of a block once more
 
 
 @pytest.mark.parametrize("memory", ["tiny", None, 1])

@@ -57,7 +57,8 @@ def _init_narrow(model: VisionTransformer) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-    nn.init.trunc_normal_(model.pos_embed, std=0.3)
+    if model.pos_embed is not None:
+        nn.init.trunc_normal_(model.pos_embed, std=0.3)
 
 
 def host_of(model: nn.Module) -> nn.Module:

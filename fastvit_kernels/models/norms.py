@@ -1,0 +1,84 @@
+"""The norms of a block: nn.LayerNorm and nn.RMSNorm over one axis, on the fused ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.layer_norm import layer_norm, layer_norm_and_input
+from ..ops.rms_norm import rms_norm, rms_norm_and_input
+from ..runtime.arguments import autocast_dtype, check_eps, check_flags, check_int, check_tensor
+
+NormLayer = Callable[[int], nn.Module]  # width -> norm
+
+
+def _only_axis(op: str, normalized_shape: Any) -> int:
+    width = normalized_shape
+    if isinstance(normalized_shape, Sequence) and len(normalized_shape) == 1:
+        width = normalized_shape[0]
+    check_int(op, "normalized_shape, one axis,", width)
+    return width
+
+
+def _check_last_axis(op: str, x: Tensor, width: tuple[int, ...]) -> None:
+    """What an op compares with a weight itself, where there is one."""
+    check_tensor(op, "x", x)
+    if tuple(x.shape[-1:]) != width:
+        raise ValueError(f"{op}: the last axis of x must be {width[0]}, got shape {tuple(x.shape)}")
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch."""
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
+        bias=True, device: Any = None, dtype: Any = None,
+    ):  # fmt: skip
+        width = _only_axis("LayerNorm", normalized_shape)
+        check_eps("LayerNorm", eps)
+        check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
+        super().__init__(width, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, x: Tensor, and_input: bool = False):
+        if self.weight is None:
+            _check_last_axis("LayerNorm", x, self.normalized_shape)
+        if not and_input:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        # A branch begins with a matmul, which under autocast reads the low-precision dtype.
+        out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+        return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
+
+
+class RmsNorm(nn.RMSNorm):
+    """nn.RMSNorm over one axis, timm's RmsNorm. `and_input` as in LayerNorm."""
+
+    eps: Any  # a float, where torch also takes None
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-6, elementwise_affine=True,
+        device: Any = None, dtype: Any = None,
+    ):  # fmt: skip
+        width = _only_axis("RmsNorm", normalized_shape)
+        check_eps("RmsNorm", eps)
+        check_flags("RmsNorm", elementwise_affine=elementwise_affine)
+        super().__init__(width, eps, elementwise_affine, device, dtype)
+
+    def forward(self, x: Tensor, and_input: bool = False):
+        if self.weight is None:
+            _check_last_axis("RmsNorm", x, self.normalized_shape)
+        if not and_input:
+            return rms_norm(x, self.weight, self.eps)
+        out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
+        return rms_norm_and_input(x, self.weight, self.eps, out_dtype=out_dtype)
+
+
+# By the names of timm's classes, as Block and VisionTransformer take them.
+NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
+
+
+def check_norm_layer(op: str, name: str, norm_layer: object) -> None:
+    if not isinstance(norm_layer, str) or norm_layer not in NORM_LAYERS:
+        error = ValueError if isinstance(norm_layer, str) else TypeError
+        raise error(f"{op}: {name} must be one of {sorted(NORM_LAYERS)}, got {norm_layer!r}")

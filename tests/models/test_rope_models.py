@@ -1,0 +1,364 @@
+"""Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
+models with their weights, and what a model does with them otherwise."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from model_parity import assert_parity, random_images, randomise, stages_of, timm_names
+from numerics import DEVICE, rand
+from timm.layers import RmsNorm, SwiGLU
+from timm.models.eva import Eva
+from torch import nn
+
+from fastvit_kernels import (
+    VisionTransformer,
+    attention_maps,
+    create_vit,
+    load_weights,
+)
+from fastvit_kernels.models.presets import preset_names
+from fastvit_kernels.models.rotary import RotaryEmbedding
+from fastvit_kernels.verify.plain_vit import agreement
+
+bf16 = torch.bfloat16
+SMALL: dict[str, Any] = dict(
+    img_size=(32, 24), patch_size=8, num_classes=5, embed_dim=48, depth=1, num_heads=3
+)
+norm_1e_5 = partial(nn.LayerNorm, eps=1e-5)
+_XY = dict(rope_grid_indexing="xy", rope_grid_offset=1.0, ref_feat_shape=7)
+_DINOV3 = dict(rope_type="dinov3", rope_temperature=100.0, rope_rotate_half=True)
+# what -> (arguments of both, those of timm's Eva, ours)
+EVA: dict[str, tuple[dict, dict, dict]] = {
+    "dinov3": (
+        dict(init_values=0.1, **_DINOV3),
+        dict(num_reg_tokens=4, use_abs_pos_emb=False, use_fc_norm=False, norm_layer=norm_1e_5),
+        dict(reg_tokens=4, pos_embed="none", fc_norm=False, norm_eps=1e-5, key_bias=False),
+    ),
+    "dinov3_plus-no_bias": (
+        dict(init_values=0.1, qkv_bias=False, **_DINOV3),
+        dict(num_reg_tokens=4, use_abs_pos_emb=False, swiglu_mlp=True, swiglu_align_to=8),
+        dict(reg_tokens=4, pos_embed="none", mlp_layer="SwiGLU", act_layer="silu"),
+    ),
+    "eva02-packed": (
+        dict(ref_feat_shape=16),
+        dict(swiglu_mlp=True, mlp_ratio=4 * 2 / 3),
+        dict(mlp_layer="SwiGLUPacked", mlp_ratio=2 * (4 * 2 / 3), act_layer="silu", key_bias=False),
+    ),
+    "eva02-separate": (
+        dict(ref_feat_shape=16, mlp_ratio=4 * 2 / 3),
+        dict(swiglu_mlp=True, scale_mlp=True, qkv_fused=False),
+        dict(mlp_layer="SwiGLU", scale_mlp_norm=True, act_layer="silu", key_bias=False),
+    ),
+    "perception_encoder": (
+        _XY,
+        dict(
+            attn_type="rope", use_pre_transformer_norm=True, use_post_transformer_norm=False,
+            use_fc_norm=False,
+        ),
+        dict(pre_norm=True, final_norm=False),
+    ),
+    "rope_ape": (
+        dict(global_pool="token", no_embed_class=True, rope_grid_indexing="xy"),
+        dict(attn_type="rope"), {},
+    ),
+    "rope_reg1_gap": (
+        dict(class_token=False),
+        dict(num_reg_tokens=1, use_abs_pos_emb=False),
+        dict(reg_tokens=1, pos_embed="none", key_bias=False),
+    ),
+    "qk_norm": (dict(qk_norm=True), dict(attn_type="rope"), {}),
+}  # fmt: skip
+AIMV2 = dict(
+    class_token=False, fc_norm=False, mlp_ratio=2.75, global_pool="avg", qkv_bias=False,
+    proj_bias=False, act_layer="silu",
+)  # fmt: skip
+rms_1e_5 = partial(RmsNorm, eps=1e-5)
+# the same for timm's VisionTransformer
+VIT: dict[str, tuple[dict, dict, dict]] = {
+    "aimv2": (
+        AIMV2, dict(norm_layer=rms_1e_5, embed_norm_layer=rms_1e_5, mlp_layer=SwiGLU),
+        dict(
+            norm_layer="RmsNorm", embed_norm_layer="RmsNorm", norm_eps=1e-5, mlp_layer="SwiGLU"
+        ),
+    ),
+    "qk_norm-rms": (
+        dict(qk_norm=True, qkv_bias=False), dict(norm_layer=RmsNorm), dict(norm_layer="RmsNorm")
+    ),
+    "qk_norm-embed_norm": (
+        dict(qk_norm=True, reg_tokens=2), dict(embed_norm_layer=nn.LayerNorm),
+        dict(embed_norm_layer="LayerNorm", norm_eps=1e-6),
+    ),
+}  # fmt: skip
+
+
+def _host(what: str, **more: Any) -> Any:
+    if what in EVA:
+        common, own, _ = EVA[what]
+        shared = {"global_pool": "avg", "use_rot_pos_emb": True}
+        return randomise(Eva(**{**SMALL, **shared, **common, **own, **more}))
+    common, own, _ = VIT[what]
+    host = timm.models.VisionTransformer(**{**SMALL, **common, **own, **more})
+    if "embed_norm" in what:  # the only one of its norms whose eps would be torch's
+        host.patch_embed.norm.eps = 1e-6
+    return randomise(host)
+
+
+def _model(what: str, **more: Any) -> Any:
+    common, _, own = (EVA | VIT)[what]
+    shared = {"global_pool": "avg", "rope_type": "cat"} if what in EVA else {}
+    return VisionTransformer(**{**SMALL, **shared, **common, **own, **more}).to(DEVICE).eval()
+
+
+def _pair(what: str, **more: Any) -> tuple[Any, Any]:
+    host, model = _host(what, **more), _model(what, **more)
+    report = load_weights(model, host.state_dict())
+    assert not report.missing and not report.unexpected and not report.resized, str(report)
+    return model, host
+
+
+def _images(batch=2):
+    return random_images(batch, 3, 32, 24)
+
+
+@pytest.mark.parametrize("what", [*EVA, *VIT])
+def test_timm(what):
+    model, host = _pair(what)
+    stages = stages_of(1)
+    assert_parity(model, host, _images(), stages=stages, host_stages=stages, names=timm_names)
+
+
+@pytest.mark.parametrize("what", ["dinov3", "aimv2"])
+def test_timm_under_bf16_autocast(what):
+    model, host = _pair(what)
+    stages = stages_of(1)
+    assert_parity(
+        model, host, _images(1), stages=stages, host_stages=stages, names=timm_names, autocast=bf16
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(rope_rotate_half=False), dict(rope_temperature=90.0)], ids=str
+)
+def test_other_angles_are_noticed(wrong):
+    host, model = _host("dinov3"), _model("dinov3", **wrong)
+    load_weights(model, host.state_dict())
+    with pytest.raises(AssertionError, match=r"the 2x rule is broken:\n.*logits"):
+        assert_parity(model, host, _images(1), stages={}, host_stages={}, names=timm_names)
+
+
+def test_rows_are_not_columns():
+    host, model = _host("rope_ape"), _model("rope_ape", rope_grid_indexing="ij")
+    load_weights(model, host.state_dict())
+    assert (model(_images()) - host(_images())).abs().max() > 1e-2
+
+
+def _gradients(model: Any, images: torch.Tensor, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    y = model(images)
+    y.backward(upstream)
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return {"logits": y.detach(), **timm_names(grads)}
+
+
+@pytest.mark.parametrize("what", ["dinov3", "eva02-packed"])
+def test_images_of_another_size(what):
+    """Tables for their grid, and learned positions resampled to it."""
+    model, host = _pair(what, dynamic_img_size=True)
+    images, upstream = random_images(2, 3, 24, 48), rand(2, 5, grad=False, seed=3)
+    expected = _gradients(host, images, upstream)
+    for name, x in _gradients(model, images, upstream).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+    larger = nn.functional.pad(images, (0, 5, 0, 3))  # a remainder of rows and columns is left out
+    torch.testing.assert_close(model(larger), expected["logits"], rtol=1e-3, atol=1e-4)
+
+
+def test_images_smaller_than_a_patch_are_rejected():
+    model = _model("eva02-packed", dynamic_img_size=True)
+    with pytest.raises(ValueError, match=r"at least \(8, 8\) \(height, width\), got \(7, 24\)"):
+        model(random_images(1, 3, 7, 24))
+
+
+def test_tables_are_fp32_and_no_checkpoint_holds_them():
+    model = _model("dinov3")
+    kept = model.rope.cos.clone()
+    assert not any("rope" in name for name in model.state_dict())
+    model.to(bf16)
+    assert model.rope.cos.dtype is torch.float32 and torch.equal(model.rope.cos, kept)
+    with torch.device("meta"):
+        rope = RotaryEmbedding(16, (4, 3), "dinov3", 100.0, rotate_half=True)
+    assert rope.cos.is_meta and torch.equal(rope.to_empty(device=DEVICE).cos, kept)
+
+
+@pytest.mark.parametrize("what", ["dinov3", "qk_norm", "qk_norm-rms"])
+def test_maps_times_v_is_what_the_layer_computes(what):
+    model = randomise(_model(what))
+    seen: list[torch.Tensor] = []
+    attn = model.blocks[0].attn
+    attn.proj.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    values: list[torch.Tensor] = []
+    attn.qkv.register_forward_hook(lambda _m, _i, y: values.append(attn.heads(y)[2]))
+    (probabilities,) = attention_maps(model, _images())
+    out = (probabilities @ values[0].transpose(1, 2)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, seen[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["q_norm", "k_norm", "qkv"])
+def test_a_hook_inside_attention_is_called_and_obeyed(layer):
+    model, host = _pair("qk_norm")
+    plain = model(_images())
+    for vit in (model, host):
+        vit.blocks[0].attn.get_submodule(layer).register_forward_hook(lambda _m, _i, y: 2 * y + 1)
+    out = model(_images())
+    torch.testing.assert_close(out, host(_images()), rtol=1e-4, atol=1e-5)
+    assert (out - plain).abs().max() > 1e-2
+
+
+def test_a_hook_on_qkv_with_biases_apart():
+    model, host = _pair("dinov3")
+    for vit in (model, host):
+        qkv = vit.blocks[0].attn.qkv
+        with torch.no_grad():
+            qkv.weight.mul_(2)
+    model.blocks[0].attn.qkv.register_forward_hook(lambda _m, _i, y: y)
+    torch.testing.assert_close(model(_images()), host(_images()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["dinov3", "qk_norm-rms"])
+def test_compiled_model_equals_eager(what):
+    model = randomise(_model(what, dynamic_img_size=True))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    upstream = rand(2, 5, grad=False, seed=3)
+    eager = _gradients(model, _images(), upstream)
+    for name, x in _gradients(compiled, _images(), upstream).items():
+        name = name.removeprefix("_orig_mod.")
+        torch.testing.assert_close(x, eager[name], rtol=1e-5, atol=1e-5, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images := random_images(1, 3, 16, 16)), model(images))
+
+
+def test_agreement_with_plain_pytorch():
+    """What `train` checks first: every option in a ViT written from torch.nn.functional."""
+    for arguments in (
+        dict(_DINOV3, reg_tokens=2, qk_norm=True, key_bias=False, mlp_layer="SwiGLU"),
+        dict(rope_type="cat", norm_layer="RmsNorm", embed_norm_layer="RmsNorm", qk_norm=True,
+             pos_embed="none", mlp_layer="SwiGLUPacked", scale_mlp_norm=True),
+    ):  # fmt: skip
+        model = randomise(VisionTransformer(**{**SMALL, **arguments, "act_layer": "silu"}))
+        errors = agreement(model, _images(1))
+        assert len(errors) == 1 + len(list(model.parameters()))
+        assert all(e.passed for e in errors), [str(e) for e in errors if not e.passed]
+
+
+# One of each family and kind; none of their weights has memory that is written.
+PRESETS = (
+    "vit_tiny_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_336",
+    "eva02_base_patch14_448", "vit_pe_lang_large_patch14_448", "vit_pe_spatial_tiny_patch16_512",
+    "vit_small_patch16_rope_ape_224", "vit_betwixt_patch16_rope_reg4_gap_256",
+    "aimv2_large_patch14_336",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_create_vit_is_timms(name):
+    """Keys, shapes, options and angles."""
+    with torch.device("meta"):
+        models: Any = create_vit(name, depth=1), timm.create_model(name, depth=1)
+    ours, theirs = (model.to_empty(device="cpu") for model in models)
+    expected = timm_names(theirs.state_dict())
+    assert {n: p.shape for n, p in ours.state_dict().items()} == {
+        n: p.shape for n, p in expected.items()
+    }
+    for attribute in ("num_classes", "global_pool", "num_prefix_tokens", "no_embed_class"):
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert ours.patch_embed.img_size == theirs.patch_embed.img_size
+    block, host_block = ours.blocks[0], theirs.blocks[0]
+    assert block.norm1.eps == host_block.norm1.eps
+    assert block.attn.num_heads == host_block.attn.num_heads
+    assert (ours.rope is None) == (getattr(theirs, "rope", None) is None)
+    if ours.rope is None:
+        return
+    assert block.attn.rotate_half == host_block.attn.rotate_half
+    theirs.rope.init_non_persistent_buffers()
+    grid = ours.patch_embed.grid_size
+    table = theirs.rope.get_embed(None if theirs.rope.feat_shape else grid)
+    cos, sin = ours.rope(grid)
+    torch.testing.assert_close(torch.cat((sin, cos), -1), table, rtol=0, atol=2e-6)
+
+
+def test_preset_names_are_timms():
+    ours = preset_names()[31:]  # after vit_mnist and the sizes of the plain ViT
+    assert len(set(ours)) == 12 + 8 + 7 + 10 + 12 and all(map(timm.is_model, ours))
+
+
+def _transformers_dinov3(gated: bool) -> Any:
+    config = transformers.DINOv3ViTConfig(
+        image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
+        intermediate_size=72, num_register_tokens=2, use_gated_mlp=gated,
+        hidden_act="silu" if gated else "gelu",
+    )  # fmt: skip
+    return randomise(transformers.DINOv3ViTModel(config))
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
+def test_transformers_dinov3(gated):
+    host = _transformers_dinov3(gated)
+    mlp = dict(mlp_layer="SwiGLU", act_layer="silu") if gated else {}
+    model = _model(
+        "dinov3", img_size=32, reg_tokens=2, num_classes=0, global_pool="", mlp_ratio=1.5, **mlp
+    )
+    report = load_weights(model, host.state_dict())
+    assert report.family == "transformers" and not report.missing, str(report)
+    assert report.unexpected == ("embeddings.mask_token",)
+    images = random_images(2, 3, 32, 32)
+    expected = host(images).last_hidden_state
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_aimv2():
+    config = transformers.Aimv2VisionConfig(
+        image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
+        intermediate_size=72, use_head=False,
+    )  # fmt: skip
+    host = randomise(transformers.Aimv2VisionModel(config))
+    model = _model("aimv2", img_size=32, num_classes=0, global_pool="", mlp_ratio=1.5)
+    report = load_weights(model, host.state_dict())
+    assert not report.missing and not report.unexpected, str(report)
+    images = random_images(2, 3, 32, 32)
+    torch.testing.assert_close(
+        model(images), host(images).last_hidden_state, rtol=1e-4, atol=1e-4
+    )  # fmt: skip
+
+
+def _in_the_authors_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """DINOv3's repository: one bias of q, k and v, whose part for k a mask hides."""
+    renamed = {n.replace("reg_token", "storage_tokens"): x for n, x in state.items()}
+    for attn in [n.removesuffix("q_bias") for n in state if n.endswith("q_bias")]:
+        q, v = renamed.pop(f"{attn}q_bias"), renamed.pop(f"{attn}v_bias")
+        renamed[f"{attn}qkv.bias"] = torch.cat((q, torch.full_like(q, 7.0), v))
+    return renamed
+
+
+def test_the_keys_bias_of_a_checkpoint():
+    model = randomise(_model("dinov3"))
+    state = _in_the_authors_names(model.state_dict())
+    with pytest.raises(ValueError, match="must be 0 for the keys in a model with key_bias=False"):
+        load_weights(_model("dinov3"), state)
+    masked = {**state, "blocks.0.attn.qkv.bias_mask": torch.zeros(144)}
+    again = _model("dinov3")
+    assert not load_weights(again, masked).missing
+    torch.testing.assert_close(again(_images()), model(_images()))
+    whole = _model("dinov3", key_bias=True)
+    assert not load_weights(whole, model.state_dict()).missing
+    torch.testing.assert_close(whole(_images()), model(_images()))
+
+
+def test_a_norm_pairs_with_one_of_its_own_eps():
+    """Norms of queries and keys that differ are called, each with its own eps."""
+    model, host = _pair("qk_norm")
+    for vit in (model, host):
+        vit.blocks[0].attn.k_norm.eps = 0.5
+    torch.testing.assert_close(model(_images()), host(_images()), rtol=1e-4, atol=1e-5)

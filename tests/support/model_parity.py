@@ -1,0 +1,144 @@
+"""A model beside the host whose weights it has: outputs and every gradient, by the 2x rule."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from numerics import DEVICE, Error, rand
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastvit_kernels import LayerNorm, Mlp, backend
+from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels.weights.names import to_timm
+
+bf16, fp32 = torch.bfloat16, torch.float32
+
+# The kernels that a whole model launches, forward and backward.
+KERNELS = {
+    "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_tokens",
+    "layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_and_bias_bwd",
+    "linear_fwd", "linear_bwd", "mlp_bwd",
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts the package's operators by name; what takes the PyTorch path is not among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastvit_kernels":
+            self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def randomise(model: nn.Module) -> Any:
+    """No parameter at a value that a constant could hide, activations of order 1."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:
+                p.add_(0.2 * noise)
+            elif "token" in name or "pos" in name or "cls" in name:
+                p.copy_(noise)
+            else:
+                p.copy_(noise * p[0].numel() ** -0.5)
+    return model.to(DEVICE).eval()
+
+
+def random_images(batch=2, channels=3, height=32, width=None):
+    return rand(batch, channels, height, width or height, grad=False)
+
+
+def _logits(output) -> torch.Tensor:
+    return getattr(output, "logits", output)  # transformers wraps them
+
+
+def _run(model, images, upstream, stages, names) -> dict[str, Any]:
+    """Outputs of the stages, their gradients, and those of the images and every parameter."""
+    tensors, hooks = {}, []
+    for stage, path in stages.items():
+
+        def keep(_module, _inputs, y, stage=stage):
+            y.retain_grad()
+            tensors[stage] = y
+
+        hooks.append(model.get_submodule(path).register_forward_hook(keep))
+    model.zero_grad()
+    images = images.detach().clone().requires_grad_()
+    logits = _logits(model(images))
+    logits.backward(upstream.to(logits.dtype))
+    for hook in hooks:
+        hook.remove()
+    result = {stage: y.detach() for stage, y in tensors.items()}
+    result |= {f"d{stage}": y.grad for stage, y in tensors.items()}
+    grads = names({name: p.grad for name, p in model.named_parameters()})
+    result |= {f"d{name}": grad for name, grad in grads.items()}
+    return {"logits": logits.detach(), "dimages": images.grad, **result}
+
+
+def _kernels(model) -> set[str]:
+    """What the model must launch."""
+    kernels, block = set(KERNELS), model.blocks[0]
+    if not isinstance(block.mlp, Mlp):
+        kernels = kernels - {"mlp_bwd"} | {"gated_hidden_fwd", "gated_mlp_bwd"}
+    if block.attn.qkv.bias is None and block.attn.q_bias is None:
+        kernels = kernels - {"attention_and_bias_bwd"} | {"attention_bwd"}
+    if model.rope is not None or not isinstance(block.attn.q_norm, nn.Identity):
+        kernels -= {"qkv_attention_fwd", "attention_and_bias_bwd", "attention_bwd"}
+        kernels |= {"rope_attention_fwd", "rope_attention_bwd"}
+    if not isinstance(block.norm1, LayerNorm):
+        kernels = kernels - {"layer_norm_fwd", "layer_norm_bwd"} | {"rms_norm_fwd", "rms_norm_bwd"}
+    if model.num_prefix_tokens == 0 and model.pos_embed is None:
+        kernels -= {"patch_embed_bwd_tokens"}
+    if not isinstance(model.patch_embed.norm, nn.Identity):
+        kernels -= {"patch_embed_bwd_tokens"}
+    return kernels
+
+
+def _passes(e: Error, floors: int) -> bool:
+    return e.max - 2 * e.torch_max <= floors * (e.limit_max - 2 * e.torch_max) and (
+        e.rms - 2 * e.torch_rms <= floors * (e.limit_rms - 2 * e.torch_rms)
+    )
+
+
+def assert_parity(
+    model, host, images, *, stages, host_stages, names=lambda grads: grads, autocast=None
+):
+    """The 2x rule for logits, stages, and all gradients; the host in float64 is the oracle."""
+    upstream = torch.randn(_logits(host(images)).shape).to(DEVICE)
+    oracle_host = copy.deepcopy(host).double()
+    oracle = _run(oracle_host, images.double(), upstream, host_stages, names)
+    with torch.autocast(DEVICE.type, dtype=autocast or bf16, enabled=autocast is not None):
+        yardstick = _run(host, images, upstream, host_stages, names)
+        with backend("triton"), Launches() as launches:
+            actual = _run(model, images, upstream, stages, lambda grads: grads)
+    kernels = _kernels(model)
+    assert launches.count.keys() >= kernels, kernels - launches.count.keys()
+    assert actual.keys() == yardstick.keys()
+    errors = [
+        measure(name, actual[name], yardstick[name], oracle[name], autocast or fp32)
+        for name in oracle
+    ]
+    assert len(errors) > 2 * len(stages) + 2
+    # A model's result has been rounded some ten times where an op's has once: in fp32, where the
+    # yardstick may be exact to the last bit, three floors (about the root of ten).
+    floors = 3 if autocast is None else 1
+    wrong = [str(e) for e in errors if not _passes(e, floors)]
+    assert not wrong, "the 2x rule is broken:\n  " + "\n  ".join(wrong)
+
+
+def stages_of(depth=2, **last):
+    blocks = {f"block{i}": f"blocks.{i}" for i in range(depth)}
+    return {"tokens": "pos_drop", **blocks, **(last or {"norm": "norm"})}
+
+
+def timm_names(grads):
+    return to_timm(grads)[1]
