@@ -117,7 +117,7 @@ class VisionTransformer(nn.Module):
     """A Vision Transformer on the fused ops; arXiv:2010.11929.
 
     Arguments have timm's names and meaning, except that `act_layer` is a name ("gelu", "gelu_tanh",
-    "quick_gelu", "silu"), `norm_eps` is the eps of every LayerNorm, and `attn_head_dim` decouples
+    "quick_gelu", "silu"), `norm_eps` is the eps of every norm, and `attn_head_dim` decouples
     the attention width from embed_dim. torchvision has `representation_size` (Linear + tanh before
     the head) and `conv_stem_configs` (convolutions before the projection). memory="low" keeps no
     LayerNorm output of a block for the backward, which rebuilds it with the same bits, nor the sum

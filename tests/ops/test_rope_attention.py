@@ -35,7 +35,7 @@ def test_rope_attention_backward(norm, dtype):
         _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=interleaved)
 
 
-@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 5)], ids=str)
+@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 5), (576, 0), (1370, 1)], ids=str)
 def test_rope_attention_tokens(T, prefix):
     norm = "rms_norm" if T == 201 else None
     inputs = _inputs(1, T, 1, 64, bf16, prefix=prefix, norm=norm)
