@@ -45,7 +45,7 @@ def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm"):
             y, residual = layer_norm_and_input(x, weight, bias, 1e-6, out_dtype=torch.float16)
         else:
             y, residual = rms_norm_and_input(x, weight, 1e-6, out_dtype=torch.float16)
-        with rebuilt_norm(y, x, weight, bias, 1e-6, norm) if low else nullcontext():
+        with rebuilt_norm(y, x, weight, bias, 1e-6, norm=norm) if low else nullcontext():
             out = _branch(name, y, residual, inputs)
     spoil(x)
     upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
@@ -93,7 +93,7 @@ def test_rebuilt_norm_without_gradients_or_kernels():
 
 
 def _model_gradients(memory, norm):
-    """The gradients, and how often the norm's forward ran."""
+    """The gradients, and how often the forward of the norm and of linear ran."""
     torch.manual_seed(0)
     rope = {} if norm == "LayerNorm" else dict(rope_type="cat", qk_norm=True)
     model = VisionTransformer(
@@ -106,14 +106,15 @@ def _model_gradients(memory, norm):
             logits = model(images)
         logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
     op = "layer_norm_fwd" if norm == "LayerNorm" else "rms_norm_fwd"
-    return [p.grad for p in model.parameters()], launches.count[op]
+    return [p.grad for p in model.parameters()], (launches.count[op], launches.count["linear_fwd"])
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
 def test_vision_transformer_of_low_memory_has_the_same_gradients(norm):
     (default, kept), (low, rebuilt) = (_model_gradients(m, norm) for m in ("default", "low"))
     assert all(torch.equal(a, b) for a, b in zip(default, low, strict=True))
-    assert (kept, rebuilt) == (5, 9)  # two norms a block and the last; each of a block once more
+    assert (kept[0], rebuilt[0]) == (5, 9)  # two norms a block, and the last; a block's once more
+    assert rebuilt[1] == kept[1] + 2  # and the sum after attention
 
 
 @pytest.mark.parametrize("memory", ["tiny", None, 1])
