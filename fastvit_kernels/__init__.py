@@ -7,7 +7,8 @@ switch says which implementation runs. Importing the package touches no device.
 from . import _former_names as _former_names
 from .models.attention_maps import attention_maps
 from .models.gated_mlp import GluMlp, SwiGLU
-from .models.modules import Attention, LayerNorm, Mlp, PatchEmbed
+from .models.modules import Attention, Mlp, PatchEmbed
+from .models.norms import LayerNorm, RmsNorm
 from .models.presets import create_vit
 from .models.vit import Block, VisionTransformer
 from .ops.attention.functions import attention, qkv_attention
@@ -33,6 +34,7 @@ __all__ = [
     "LayerNorm",
     "Mlp",
     "PatchEmbed",
+    "RmsNorm",
     "SwapReport",
     "SwiGLU",
     "VisionTransformer",
