@@ -83,8 +83,6 @@ def _fit_positions(
     if model.pos_embed is None:
         return
     pos_embed, (rows, cols) = tensors["pos_embed"], model.patch_embed.grid_size
-    if pos_embed.ndim == 2:  # the weight of an nn.Embedding
-        pos_embed = tensors["pos_embed"] = pos_embed[None]
     if pos_embed.ndim == 4 and pos_embed.shape[0] == 1:  # (1, rows, cols, C)
         grid_size, pos_embed = (pos_embed.shape[1], pos_embed.shape[2]), pos_embed.flatten(1, 2)
     if pos_embed.ndim != 3 or (pos_embed.shape[0], pos_embed.shape[2]) != (1, model.embed_dim):

@@ -269,5 +269,6 @@ def to_timm(
         )
     converted: dict[str, Tensor] = {}
     for name, target in names[family].items():
-        add(converted, target, tensors[name])
+        table = name.endswith("position_embedding.weight")  # of an nn.Embedding: (T, C)
+        add(converted, target, tensors[name][None] if table else tensors[name])
     return family, _pack_qkv(_name_ungated(converted))

@@ -236,8 +236,10 @@ def test_compiled_model_equals_eager(what):
     for name, x in _gradients(compiled, _images(), upstream).items():
         name = name.removeprefix("_orig_mod.")
         torch.testing.assert_close(x, eager[name], rtol=1e-5, atol=1e-5, msg=name)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(images := random_images(1, 3, 16, 16)), model(images))
+    if what == "dinov3":  # tables of another grid are computed in the graph
+        with torch.no_grad():
+            images = random_images(1, 3, 16, 16)
+            torch.testing.assert_close(compiled(images), model(images))
 
 
 def test_agreement_with_plain_pytorch():
