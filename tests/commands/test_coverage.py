@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastvit_kernels.commands import beside, coverage, cut
+from fastvit_kernels.swap.hosts.fused import Fused
 
 pytest.importorskip("timm")
 
@@ -46,6 +47,21 @@ def test_a_difference_is_found(swap, found, monkeypatch):
     said = beside.difference(Noise(1.0), torch.randn(2, 8))
     assert said.startswith(found)
     assert bool(said) == bool(found)
+
+
+class SwappedNoise(Fused, Noise):
+    forward = Noise.forward
+
+
+@pytest.mark.parametrize(("rounding", "gain"), [(1e-5, 1.0001), (1e-9, 1.000001), (1e-5, 1.000001)])
+def test_a_host_that_rounds_to_fp32_is_held_to_that(rounding, gain, monkeypatch):
+    def swap(model):
+        model.__class__, model.gain = SwappedNoise, gain
+
+    monkeypatch.setattr(beside, "swap_in", swap)
+    monkeypatch.setattr(SwappedNoise, "fused_tolerance", rounding)
+    found = beside.difference(Noise(1.0), torch.randn(2, 8))
+    assert bool(found) == (gain - 1 > rounding)
 
 
 def test_a_host_that_refuses_is_no_evidence():
