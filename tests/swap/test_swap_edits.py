@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from outside import by_hand, dino, others
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -69,7 +70,17 @@ MODULES = {
     "dinov2": lambda: hf_layer("dinov2"),
     "norm": lambda: nn.LayerNorm(16),
     "patches": Patches,
+    # found by structure
+    "dinov2_repository": lambda: quiet(dino.Block(16, 2, drop=0.2, drop_path=0.05)),
+    "open_clip": lambda: others.ClipBlock(16, 2, batch_first=True),
+    "by_hand": lambda: by_hand.Inline(16, 2),
 }
+
+
+def quiet(block):
+    """Dropout of attention draws numbers of its own."""
+    block.attn.attn_drop = 0.0
+    return block
 
 
 class Shift(nn.Module):
@@ -103,7 +114,8 @@ def _edit(root, draw):
         own = sorted(
             k for k, v in vars(module).items()
             if isinstance(v, (bool, int, float, tuple)) and not k.startswith("_")
-            and k not in ("dropout", "attention_dropout", "training") and "attn_drop" not in name
+            and k not in ("dropout", "attention_dropout", "attn_drop", "training")
+            and "attn_drop" not in name
         )  # fmt: skip
         if own:
             key = draw.choice(own)

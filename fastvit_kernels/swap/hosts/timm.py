@@ -304,12 +304,17 @@ class BeitAttention(Attention):
         return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
 
 
+LONG = 256  # tokens
+
+
 def _biased_examples(
     module: Any, generator: torch.Generator, name: str, bias: Tensor | None
 ) -> Iterator[tuple[tuple, dict]]:
     """Calls with a bias of the scores and without; the module's own bias says the length."""
     for batch, length in ((3, 5), (2, 4)):
         T = length if bias is None else bias.shape[-1]
+        if batch == 3 and T > LONG:
+            continue  # one batch says it: in float64 1,025 tokens take seconds
         x = example(generator, batch, T, width_of(module))
         yield (x,), {}
         yield (x,), {name: example(generator, 1, module.num_heads, T, T)}
