@@ -58,20 +58,21 @@ def unwrap(value: Any) -> Any:
 
 _unwrap = core._unwrap_if_constexpr
 _block_init = core.block_type.__init__
-_blocks: dict[Any, dict[str, Any]] = {}  # element type and shape -> what a block type holds
+_blocks: dict[Any, Any] = {}  # element type and shape -> the one block type of them
 
 
-def block_init(self: Any, element_ty: Any, shape: Any) -> None:
-    """block_type.__init__: each element type and shape is named and checked once."""
+def block_new(cls: Any, element_ty: Any, shape: Any) -> Any:
+    """One block type for each element type and shape, named and checked once."""
     assert isinstance(shape, (list, core.tuple))
     sizes = tuple([x.value if x.__class__ is core.constexpr else x for x in shape])
     key = element_ty.__class__, element_ty.name, getattr(element_ty, "address_space", 0), sizes
     known = _blocks.get(key)
     if known is None:
-        _block_init(self, element_ty, shape)
-        known = _blocks[key] = dict(self.__dict__)
-        known["of_tensors"] = _shape_and_numel(self.shape.values)
-    self.__dict__.update(known)
+        known = object.__new__(cls)
+        _block_init(known, element_ty, shape)
+        known.of_tensors = _shape_and_numel(known.shape.values)
+        _blocks[key] = known
+    return known
 
 
 def _shape_and_numel(sizes: Any) -> tuple[Any, Any]:
@@ -118,7 +119,12 @@ def dtype_eq(self: Any, other: Any) -> bool:
     return self is other or _dtype_eq(self, other)
 
 
-_dtype_eq = core.dtype.__eq__
+def block_eq(self: Any, other: Any) -> bool:
+    """block_type.__eq__; there is one object of each."""
+    return self is other or _block_eq(self, other)
+
+
+_dtype_eq, _block_eq = core.dtype.__eq__, core.block_type.__eq__
 _get_np_dtype = interpreter._get_np_dtype
 _numpy_types: dict[str, np.dtype] = {}
 
@@ -131,6 +137,18 @@ def numpy_type(type: Any) -> np.dtype:
     if known is None:
         known = _numpy_types[type.name] = _get_np_dtype(type)
     return known
+
+
+def typed_operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+    """binary_op_type_checking_impl, at once where both operands are of one type already."""
+    if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor and lhs.type is rhs.type:
+        dtype = lhs.dtype
+        if dtype is tl.float32 or dtype is tl.int32 or dtype is tl.int1 or dtype is tl.int64:
+            return lhs, rhs
+    return _typed_operands(self, lhs, rhs, *args, **kwargs)
+
+
+_typed_operands = TritonSemantic.binary_op_type_checking_impl
 
 
 def check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
@@ -147,11 +165,14 @@ def remember_types() -> None:
     if not triton.__version__.startswith("3.6."):
         return
     core._unwrap_if_constexpr = unwrap
-    core.block_type.__init__ = block_init
+    core.block_type.__new__ = staticmethod(block_new)
+    core.block_type.__init__ = lambda self, element_ty, shape: None
+    core.block_type.__eq__ = block_eq
     core.tensor.__init__ = tensor_init
     core.tuple.__init__ = tuple_init
     core.tuple.type = property(_tuple_type, _set_tuple_type)
     core.tuple.__eq__ = tuple_eq
     core.dtype.__eq__ = dtype_eq
     interpreter._get_np_dtype = numpy_type
+    TritonSemantic.binary_op_type_checking_impl = typed_operands
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
