@@ -107,6 +107,29 @@ def test_another_head_and_another_grid(tmp_path):
         assert model.get_parameter("pos_embed").shape == (1, 5, 192)
 
 
+def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):
+    """As `hf download` leaves them; what is not there is not fetched."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    words = ["--weights", "timm:vit_tiny_patch16_224", "--img-size", 32, "--in-chans", 1]
+    assert train(*words, *DIGITS, "--out", "run") == 2
+    err = capsys.readouterr().err
+    assert "hf download timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k" in err
+    folder = tmp_path / "cache" / "models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    source = build_model("timm:vit_tiny_patch16_224")
+    safetensors.save_file(source.state_dict(), folder / "snapshots" / "abc" / "model.safetensors")
+    model = build_model("timm:vit_tiny_patch16_224", img_size=32, num_classes=10)
+    assert "new: head" in finetune.load_into(model, "timm:vit_tiny_patch16_224")
+    name = "blocks.11.mlp.fc1.weight"
+    assert torch.equal(model.get_parameter(name), source.get_parameter(name))
+    with pytest.raises(CommandError, match="hf download facebook/absent"):
+        finetune.load_into(model, "hf:facebook/absent")
+
+
 def test_lora_is_for_models_of_other_libraries(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train("--lora", 2) == 2

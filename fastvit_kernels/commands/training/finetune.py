@@ -18,6 +18,7 @@ from ...weights.files import read_file
 from ...weights.load import load_weights
 from ..console import CommandError, require
 from ..zoo import define_torchvision_operators
+from .cached import snapshot, source_folder, weight_files
 from .settings import Settings
 
 # A classifier is trained anew; everything else must fit.
@@ -42,24 +43,29 @@ def tensors_in(content: Any, source: str) -> dict[str, Tensor]:
 
 
 def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
-    """What timm or transformers hold for a name of theirs, or for a folder on the disk."""
+    """What the disk holds of a name of timm or transformers, or of a folder; see cached.py."""
     host, _, name = source.partition(":")
     define_torchvision_operators()
+    if host == "timm":
+        library: Any = require("timm", "timm", "timm")
+        config = library.get_pretrained_cfg(name)
+        if config is None or not config.hf_hub_id:
+            raise CommandError(f"--weights {source}: timm knows no weights of that name")
+        found: dict[str, Tensor] = {}
+        for file in weight_files(snapshot(config.hf_hub_id)):
+            found |= tensors_in(read_file(file), source)
+        return found
+    library = require("transformers", "transformers", "transformers")
+    own: Any = model
     try:
-        if host == "timm":
-            library: Any = require("timm", "timm", "timm")
-            return library.create_model(name, pretrained=True).state_dict()
-        library = require("transformers", "transformers", "transformers")
-        config: Any = model.config
         loaded = library.AutoModelForImageClassification.from_pretrained(
-            name, num_labels=config.num_labels, ignore_mismatched_sizes=True
-        )
-        return loaded.state_dict()
-    except CommandError:
-        raise
-    except Exception as error:  # of the Hub's client, of a file's reader, of a name
+            source_folder(source), num_labels=own.config.num_labels, local_files_only=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except Exception as error:  # of its readers and checks
         first = str(error).strip().split("\n")[0]
         raise CommandError(f"--weights {source} cannot be read: {first}") from error
+    return loaded.state_dict()
 
 
 def load_into(model: nn.Module, source: str) -> str:
@@ -68,7 +74,8 @@ def load_into(model: nn.Module, source: str) -> str:
 
     Args:
         source: a file of any family that `load_weights` reads, for our models; a state dict of the
-            model's own names, for a host's; timm:NAME or hf:NAME, from the library's cache or Hub.
+            model's own names, for a host's; timm:NAME or hf:NAME, from the cache of
+            huggingface_hub; after hf: also a folder.
     Returns: one line that says what was loaded.
     Raises: CommandError naming what does not fit; the model then keeps its weights.
     """

@@ -11,6 +11,7 @@ import torch
 from ...runtime.backend import Backend
 from ..console import CommandError
 from ..models import build_model, input_shape
+from .cached import source_folder
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
@@ -108,7 +109,9 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     source = values.get("weights")
     if source is not None and source.startswith(("timm:", "hf:")):
         if "model" not in given:  # the model that the weights are of
-            values["model"] = source
+            values["model"] = (
+                source if source.startswith("timm:") else f"hf:{source_folder(source)}"
+            )
     elif source is not None:
         values["weights"] = str(Path(source).resolve())
     if values.get("lora") and values["compare"]:
