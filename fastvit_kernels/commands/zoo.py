@@ -190,6 +190,13 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     ),
     "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
+    "gemma4": (
+        "Gemma4VisionModel", "Gemma4VisionConfig",
+        dict(
+            num_key_value_heads=2, head_dim=32, patch_size=16, position_embedding_size=8,
+            **{k: v for k, v in _HF_WIDE.items() if k not in ("image_size", "patch_size")},
+        ),
+    ),
     "vjepa2": (
         "VJEPA2Model", "VJEPA2Config",
         dict(
@@ -214,6 +221,12 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
             "pixel_values": torch.randn(2, 9, 16 * 16 * 3, generator=generator),
             "pixel_attention_mask": torch.ones(2, 9, dtype=torch.long),
             "spatial_shapes": torch.tensor([[3, 3], [3, 3]]),
+        }
+    if name == "gemma4":
+        grid = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        return model, {
+            "pixel_values": torch.rand(2, 9, 16 * 16 * 3, generator=generator),
+            "pixel_position_ids": grid.expand(2, -1, -1),
         }
     if name == "vjepa2":
         return model, {"pixel_values_videos": torch.randn(2, 4, 3, 48, 48, generator=generator)}

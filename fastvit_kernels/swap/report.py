@@ -309,8 +309,9 @@ def _flops(
         return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
     if isinstance(module, nn.Conv2d):
         return 2 * module.weight.numel() * tokens, _runs_fused(module), 0
-    if isinstance(module, (nn.LayerNorm, Norm)):
-        return 0, _runs_fused(module), 2 * width_of(module) * (rows > 1)
+    if isinstance(module, nn.LayerNorm) or (mixin is not None and issubclass(mixin, Norm)):
+        known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
+        return 0, _runs_fused(module), 2 * width_of(module) * (rows > 1) if known else 0
     if mixin is None or mixin.fused_level != "attention":
         return 0, False, 0
     width = _attention_width(module)

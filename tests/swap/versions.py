@@ -31,17 +31,20 @@ HOSTS = {
 }  # fmt: skip
 # One name for each structure; a name that a version does not have is not in its list.
 TIMM = """
-beit_base_patch16_224 beitv2_base_patch16_224 deit3_base_patch16_224
+aimv2_large_patch14_224 beit_base_patch16_224 beitv2_base_patch16_224 deit3_base_patch16_224
 deit_tiny_distilled_patch16_224 eva02_base_patch16_clip_224 eva02_tiny_patch14_224
 eva_giant_patch14_224 swin_tiny_patch4_window7_224 vit_7b_patch16_dinov3 vit_base_patch14_dinov2
 vit_base_patch16_18x2_224 vit_base_patch16_clip_quickgelu_224 vit_base_patch16_rope_224
-vit_base_patch16_rope_reg1_gap_256 vit_base_patch16_rpn_224 vit_base_patch16_siglip_224
+vit_base_patch16_rope_mixed_224 vit_base_patch16_rope_reg1_gap_256
+vit_base_patch16_rpn_224 vit_base_patch16_siglip_224 vit_pe_core_tiny_patch16_384
+vit_small_patch16_dinov3
 vit_base_patch16_xp_224 vit_giant_patch14_reg4_dinov2 vit_pwee_patch16_reg1_gap_256
 vit_relpos_base_patch16_224 vit_srelpos_small_patch16_224 vit_tiny_patch16_224
 """
 TRANSFORMERS = """
-BeitModel CLIPVisionModel DINOv3ViTModel DeiTModel Dinov2Model Dinov2WithRegistersModel IJepaModel
-Siglip2VisionModel SiglipVisionModel ViTMAEModel ViTMSNModel ViTModel
+Aimv2VisionModel BeitModel CLIPVisionModel DINOv3ViTModel DeiTModel Dinov2Model
+Dinov2WithRegistersModel IJepaModel InternVLVisionModel PixtralVisionModel Siglip2VisionModel
+SiglipVisionModel VJEPA2Model ViTMAEModel ViTMSNModel ViTModel
 """
 MODELS = {
     "timm": TIMM.split(),

@@ -1,0 +1,206 @@
+"""The mixins of transformers' plain vision layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.plain import is_plain
+from .attend import attend, registered, together
+from .branch import PreNormBlock
+from .fused import (
+    Child,
+    DropPath,
+    Fused,
+    LayerScale,
+    example,
+    left_linears,
+    names,
+    project,
+    project_out,
+    width_of,
+)
+from .parts import Mlp, SwiGLU
+from .rotary import HeadNorms, Turn, attend_turned, turned
+
+ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
+# Keyword arguments that a layer hands on and that attention does not read.
+UNREAD = names(
+    "interpolate_pos_encoding num_items_in_batch output_hidden_states return_dict use_cache"
+)
+# transformers' own attention by torch's scaled_dot_product_attention, and ours
+SDPA = (
+    ("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
+    (f"{__package__}.transformers", "fastvit_attention"),
+)
+
+
+def _is_sdpa(function: Any) -> bool:
+    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
+
+
+class Attention(Fused):
+    """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
+
+    fused_level = "attention"
+    fused_children = names("q_proj k_proj v_proj o_proj")
+    fused_unread = UNREAD
+    fused_scaling, fused_dropout, fused_out = "scaling", "attention_dropout", "o_proj"
+    fused_attention_dropout = names("attention_dropout dropout dropout_prob")
+
+    def fused_facts(self: Any) -> Any:
+        chosen = self.config._attn_implementation
+        return chosen, registered(chosen)
+
+    def fused_blocked(self: Any) -> str | None:
+        chosen = self.config._attn_implementation
+        if chosen not in ("sdpa", ATTENTION):
+            return f"attn_implementation={chosen!r} is set"
+        if getattr(self, "is_causal", False):
+            return "is_causal is set"
+        if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
+            return "CLIP's text attention is causal"
+        if not _is_sdpa(registered(chosen)):
+            return f"another function is registered as {chosen!r}"
+        return None
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, "q_proj", "k_proj", "v_proj", self.fused_out)
+
+    def fused_projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def fused_reads_low(self: Any) -> bool:
+        return all(is_plain(m) for m in self.fused_projections())
+
+    def fused_inner(self, projection: Any) -> Any:
+        """The Linear of a projection."""
+        return projection
+
+    def fused_after(self) -> Any:
+        """The dropout behind the output projection."""
+        return None
+
+    def fused_dropout_p(self: Any) -> float:
+        return getattr(self, self.fused_dropout) if self.training else 0.0
+
+    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
+        return together(list(self.fused_projections())) if self.fused_reads_low() else None
+
+    def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, C) -> q, k, v, each (B, H, T, D)"""
+        return tuple(
+            project(m, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for m in self.fused_projections()
+        )
+
+    def fused_heads(
+        self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, H, D)"""
+        scale, dropout_p = getattr(self, self.fused_scaling), self.fused_dropout_p()
+        packed = self.fused_packed()
+        if packed is not None:
+            return attend_turned(
+                x, packed, packed[0].shape[0] // (3 * self.head_dim), turn, HeadNorms(),
+                mask=mask, dropout_p=dropout_p, scale=scale,
+            )  # fmt: skip
+        q, k, v = self.fused_qkv(x)
+        q, k = turned(q, k, turn, HeadNorms())
+        return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, **extras: Any,
+    ) -> Tensor:  # fmt: skip
+        out = self.fused_heads(x, **extras).flatten(2)
+        out_proj = self.fused_inner(getattr(self, self.fused_out))
+        return project_out(out_proj, self.fused_after(), out, residual, layer_scale, row_scale)
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
+        return self.fused_branch(x, **extras), None
+
+
+class ClipAttention(Attention):
+    """CLIP's and SigLIP's names for the same."""
+
+    fused_children = names("q_proj k_proj v_proj out_proj")
+    fused_scaling, fused_dropout, fused_out = "scale", "dropout", "out_proj"
+
+
+class BeitAttention(Attention):
+    """The mask that BEiT passes is its relative position bias."""
+
+    fused_extras = ("attention_mask",)
+
+    def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().fused_heads(x, attention_mask)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        heads = self.q_proj.out_features // self.head_dim
+        for batch, length in ((3, 5), (2, 4)):
+            x = example(generator, batch, length, width_of(self))
+            yield (x,), {}
+            yield (x,), {"attention_mask": example(generator, 1, heads, length, length)}
+
+
+class HfMlp(Mlp):
+    fused_fc1, fused_act, fused_fc2 = "fc1", "activation_fn", "fc2"
+    fused_children = names("fc1 activation_fn fc2")
+
+
+class UpDownMlp(Mlp):
+    fused_fc1, fused_act, fused_fc2 = "up_proj", "act_fn", "down_proj"
+    fused_children = names("up_proj act_fn down_proj")
+
+
+class HfSwiGLU(SwiGLU):
+    fused_gate, fused_fc1, fused_fc2, fused_act = "gate_proj", "up_proj", "down_proj", "act_fn"
+    fused_children = names("gate_proj up_proj down_proj act_fn")
+
+
+class HfLayerScale(LayerScale):
+    fused_gamma = "lambda1"
+
+
+class HfDropPath(DropPath):
+    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if self.drop_prob == 0.0 or not self.training:
+            return None
+        keep = 1 - self.drop_prob
+        drawn = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
+        return torch.floor(drawn + keep).flatten() / keep
+
+
+class ViTLayer(PreNormBlock):
+    """x = x + dropout(attention(layernorm_before(x)));  x = x + dropout(mlp(layernorm_after(x)))"""
+
+    fused_children = names("attention layernorm_before layernorm_after mlp dropout")
+    fused_names = (
+        "layernorm_before", "attention", ("dropout",), "layernorm_after", "mlp", ("dropout",)
+    )  # fmt: skip
+    fused_unread = UNREAD
+
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        return getattr(self, self.fused_names[1])(y, **extras)[0]
+
+
+class Dinov2Layer(ViTLayer):
+    """LayerScale and DropPath in each branch; one DropPath module serves both."""
+
+    fused_children = names("norm1 attention layer_scale1 drop_path norm2 mlp layer_scale2")
+    fused_names = (
+        "norm1", "attention", ("layer_scale1", "drop_path"),
+        "norm2", "mlp", ("layer_scale2", "drop_path"),
+    )  # fmt: skip
+
+
+class ClipLayer(ViTLayer):
+    """CLIP and SigLIP: the same with other names, and without dropout."""
+
+    fused_children = names("layer_norm1 self_attn layer_norm2 mlp")
+    fused_names = ("layer_norm1", "self_attn", (), "layer_norm2", "mlp", ())

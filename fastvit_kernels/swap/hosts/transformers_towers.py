@@ -1,0 +1,378 @@
+"""The mixins of transformers' vision towers with RMSNorm, qk-norm, RoPE or gated MLPs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.linear import linear
+from ...runtime.arguments import autocast_dtype
+from ...runtime.plain import is_plain
+from .attend import attend
+from .fused import (
+    Child,
+    RmsNorm,
+    Unfused,
+    bypassed,
+    example,
+    inert,
+    left_dropouts,
+    names,
+    norm_in_pytorch,
+    normed_for,
+    project,
+    width_of,
+)
+from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
+from .transformers_layers import Attention, Dinov2Layer, HfMlp, HfSwiGLU, ViTLayer
+
+
+class HfRmsNorm(RmsNorm):
+    """It reads fp32 and rounds to x.dtype before the product with its weight."""
+
+    fused_eps = "variance_epsilon"
+    fused_tolerance = 1e-5  # the host rounds to fp32
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return torch.promote_types(x.dtype, self.weight.dtype)
+
+
+class RopeAttention(Attention):
+    """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix. A
+    table with a gradient turns them by the host's function, in PyTorch."""
+
+    fused_dropout = "dropout"
+    fused_extras = ("position_embeddings", "attention_mask")
+    fused_rotation: ClassVar[dict[str, Any]] = {}  # keywords of the host's function
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for batch, patches in ((3, 4), (2, 6)):
+            tokens = patches + (not self.fused_rotation)
+            x = example(generator, batch, tokens, width_of(self))
+            for learnt in (False, True):
+                tables = [example(generator, patches, self.head_dim) for _ in "cs"]
+                tables = tuple(t if learnt else t.detach() for t in tables)
+                yield (x,), {"position_embeddings": tables}
+            mask = example(generator, batch, 1, tokens, tokens)
+            yield (x,), {"position_embeddings": tables, "attention_mask": mask}
+
+    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        tables = None if given is None else given[1].get("position_embeddings")
+        return given if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
+
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        cos, sin = position_embeddings
+        (B, T, _), projection = x.shape, self.fused_projections()[0]
+        shape = (B, projection.out_features // self.head_dim, T, self.head_dim)
+        turn = turn_of(cos, sin, shape) if cos.ndim == 2 else None
+        if turn is not None:
+            return super().fused_heads(x, attention_mask, turn)
+        q, k, v = self.fused_qkv(x)
+        rotate = sys.modules[self.fused_host.__module__].apply_rotary_pos_emb
+        q, k = rotate(q, k, cos, sin, **self.fused_rotation)
+        return attend(
+            q, k, v, mask=attention_mask, dropout_p=self.fused_dropout_p(),
+            scale=getattr(self, self.fused_scaling),
+        )  # fmt: skip
+
+
+class PixtralAttention(RopeAttention):
+    """Images one after the other in a sample, apart by a mask; tables for all tokens."""
+
+    fused_rotation: ClassVar[dict[str, Any]] = {"unsqueeze_dim": 0}
+
+
+class InternAttention(Attention):
+    """InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection."""
+
+    fused_children = names("q_proj k_proj v_proj projection_layer projection_dropout q_norm k_norm")
+    fused_scaling, fused_out = "scale", "projection_layer"
+
+    def fused_draws(self: Any) -> bool:
+        return not inert(self.projection_dropout)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from super().fused_left()
+        yield from left_dropouts(self, "projection_dropout")
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        for name in ("q_norm", "k_norm"):
+            yield from norm_in_pytorch(name, getattr(self, name))
+
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor
+    ) -> Tensor:
+        if inert(self.q_norm) and inert(self.k_norm):
+            return super().fused_heads(x)
+        packed = self.fused_packed()
+        if packed is None:
+            q, k, v = (project(m, x) for m in self.fused_projections())
+        else:
+            q, k, v = linear(x, *packed).chunk(3, dim=-1)
+        q, k = (normed_for(None, norm, t) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
+
+    def fused_after(self: Any) -> Any:
+        return self.projection_dropout
+
+
+class VJepaAttention(Attention):
+    """V-JEPA 2: three thirds of a head turn by frame, row and column of their token."""
+
+    fused_children = names("query key value proj dropout")
+    fused_dropout, fused_out = "dropout_prob", "proj"
+    fused_attention_dropout = names("dropout_prob")
+    fused_extras = ("position_mask",)
+
+    @property
+    def head_dim(self: Any) -> int:
+        return self.attention_head_size
+
+    @staticmethod
+    def fused_derived(copy: Any) -> dict[str, int]:
+        return dict.fromkeys(("d_dim", "h_dim", "w_dim"), 2 * (copy.attention_head_size // 3 // 2))
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        derived = cls.fused_derived(module)
+        same = all(getattr(module, name) == width for name, width in derived.items())
+        return None if same else "its thirds of a head have other widths"
+
+    def fused_projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.query, self.key, self.value
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        most = self.grid_depth * self.grid_size**2
+        for batch, length in ((3, 5), (2, 4)):
+            x = example(generator, batch, length, width_of(self))
+            yield (x,), {}
+            places = torch.randint(most, (batch, length), generator=generator)
+            yield (x,), {"position_mask": places}
+
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, position_mask: Tensor | None = None
+    ) -> Tensor:
+        places = position_mask
+        if places is None:
+            places = torch.arange(x.shape[1], device=x.device)
+        frame, place = places // self.grid_size**2, places % self.grid_size**2
+        axes = torch.stack((frame, place // self.grid_size, place % self.grid_size), -1)
+        # In the dtype of q, as the host's: bf16 under autocast.
+        dtype = autocast_dtype(x) or x.dtype
+        columns = self.d_dim
+        omega = torch.arange(columns // 2, dtype=dtype, device=x.device) / (columns / 2.0)
+        angles = axes.unsqueeze(-1) * (1.0 / 10000**omega)  # (..., T, 3, columns / 2)
+        angles = angles.repeat(*[1] * (angles.ndim - 1), 2).flatten(-2)
+        return super().fused_heads(x, None, Turn(angles.cos(), angles.sin(), True))
+
+
+class VJepaMlp(HfMlp):
+    fused_act = "activation"
+    fused_children = names("fc1 activation fc2")
+
+
+class Clippable(Unfused):
+    """Gemma 4's Linear inside a module, where that does not clip."""
+
+    fused_level = "epilogue"
+    fused_children = names("linear")
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return "it clips its values" if module.use_clipped_linears else None
+
+
+def _linear_of(module: Any) -> Any:
+    """The Linear of a module that only holds it; else the module, to be called."""
+    inner = getattr(module, "linear", None)
+    if isinstance(module, Clippable) and bypassed(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
+        return inner
+    return module
+
+
+def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
+    """Columns of heads of D, four quarters (a, b) of x and (a, b) of y, in the order in which
+    halves are pairs: the a's, then the b's. q and k may change places alike."""
+    x = x.unflatten(axis, (-1, 2, 2, D // 4)).movedim(axis + 1, axis + 2)
+    return x.flatten(axis, axis + 3)
+
+
+class GemmaAttention(Attention):
+    """Gemma 4's: RMSNorm of q, k and v by head; a half of each head turns by x, the other by y."""
+
+    fused_children = names("q_proj k_proj v_proj o_proj q_norm k_norm v_norm")
+    fused_extras = ("position_embeddings", "attention_mask", "position_ids")
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return "k and v have fewer heads" if module.num_key_value_groups > 1 else None
+
+    def fused_inner(self, projection: Any) -> Any:
+        return _linear_of(projection)
+
+    def fused_projections(self: Any) -> tuple[Any, Any, Any]:
+        q, k, v = map(_linear_of, (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            child = getattr(self, name)
+            if not is_plain(_linear_of(child)):
+                yield name, child, "its Linear cannot be read past it"
+
+    def fused_width(self: Any) -> int:
+        """H D"""
+        return getattr(self.q_proj, "linear", self.q_proj).out_features
+
+    def fused_norms(self: Any) -> HeadNorms | None:
+        return head_norms(self.q_norm, self.k_norm)
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        if self.fused_norms() is None or not self.fused_reads_low():
+            yield "RoPE", 2 * 9 * self.fused_width()
+        yield from norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for batch, tokens in ((3, 4), (2, 6)):
+            x = example(generator, batch, tokens, width_of(self))
+            tables = [example(generator, batch, tokens, self.head_dim).detach() for _ in "cs"]
+            given = {
+                "position_embeddings": tuple(tables),
+                "position_ids": torch.zeros(batch, tokens, 2, dtype=torch.long),
+            }
+            yield (x,), given
+            mask = example(generator, batch, 1, tokens, tokens)
+            yield (x,), given | {"attention_mask": mask}
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        if given is None:
+            return None
+        x, extras = given
+        places, tables = extras.get("position_ids"), extras.get("position_embeddings")
+        if not isinstance(places, Tensor) or places.shape[-1] != 2 or self.head_dim % 4:
+            return None
+        return given if self.fused_turn(x, tables) is not None else None
+
+    def fused_turn(self: Any, x: Tensor, tables: Any) -> Turn | None:
+        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+            return None
+        D, (B, T, _) = self.head_dim, x.shape
+        cos, sin = tables
+        if not isinstance(cos, Tensor) or tuple(cos.shape) != (B, T, D):
+            return None
+        return turn_of(cos, sin, (B, 1, T, D))
+
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        D, norms = self.head_dim, self.fused_norms()
+        q, k, v = self.fused_projections()
+        if norms is not None and is_plain(q) and is_plain(k):
+            cos, sin = (_by_pairs(t, 2, D) for t in position_embeddings)
+            weights = [None if w is None else _by_pairs(w, 0, D) for w in norms[1:5]]
+            both = linear(x, torch.cat([_by_pairs(m.weight, 0, D) for m in (q, k)]))
+            q, k = both.unflatten(-1, (2, -1, D)).transpose(1, 3).unbind(2)
+            norms = HeadNorms(norms.norm, *weights, eps=norms.eps)
+            q, k = turned(q, k, Turn(cos, sin), norms)
+        else:
+            rotate = sys.modules[self.fused_host.__module__].apply_multidimensional_rope
+            q, k = (
+                rotate(
+                    norm(project(m, x).unflatten(-1, (-1, D))), *position_embeddings, position_ids
+                )
+                for m, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        v = normed_for(None, self.v_norm, project(v, x).unflatten(-1, (-1, D))).transpose(1, 2)
+        return attend(
+            q, k, v, mask=attention_mask, dropout_p=self.fused_dropout_p(), scale=self.scaling
+        )
+
+
+class GemmaRmsNorm(RmsNorm):
+    """Gemma 4's: all in fp32, rounded once; that of v has no weight."""
+
+    fused_tolerance = 1e-5  # the host rounds to fp32
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return x.dtype
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        weight, _, _ = self.fused_parameters()
+        width = 8 if weight is None else len(weight)
+        for shape in ((3, 5, width), (2, 4, width)):
+            yield (example(generator, *shape),), {}
+
+
+class GemmaMlp(HfSwiGLU):
+    def fused_get(self: Any, name: str) -> Any:
+        return _linear_of(getattr(self, name, None))
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if not is_plain(self.fused_get(name)):
+                yield name, getattr(self, name), "its Linear cannot be read past it"
+
+
+class GemmaLayer(ViTLayer):
+    """Norms before and behind each branch; the sum stands alone."""
+
+    fused_children = names(
+        "input_layernorm self_attn post_attention_layernorm pre_feedforward_layernorm mlp "
+        "post_feedforward_layernorm"
+    )
+    fused_names = (
+        "input_layernorm", "self_attn", ("post_attention_layernorm",),
+        "pre_feedforward_layernorm", "mlp", ("post_feedforward_layernorm",),
+    )  # fmt: skip
+    fused_extras = GemmaAttention.fused_extras
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "sums behind a norm", 2 * 3 * width_of(self)
+
+
+class Dinov3Layer(Dinov2Layer):
+    fused_extras = ("position_embeddings", "attention_mask")
+
+
+class PixtralLayer(Dinov3Layer):
+    fused_children = names("attention_norm attention ffn_norm feed_forward")
+    fused_names = ("attention_norm", "attention", (), "ffn_norm", "feed_forward", ())
+
+
+class Aimv2Layer(ViTLayer):
+    fused_children = names("rms_norm1 attention rms_norm2 ffn")
+    fused_names = ("rms_norm1", "attention", (), "rms_norm2", "ffn", ())
+
+
+class InternLayer(ViTLayer):
+    """LayerScale as parameters of its own; a dropout before the second."""
+
+    fused_children = names(
+        "layernorm_before attention lambda_1 layernorm_after mlp dropout lambda_2"
+    )
+    fused_names = (
+        "layernorm_before", "attention", ("lambda_1",), "layernorm_after", "mlp",
+        ("dropout", "lambda_2"),
+    )  # fmt: skip
+
+
+class VJepaLayer(ViTLayer):
+    """Its result has a place for the probabilities."""
+
+    fused_children = names("norm1 attention drop_path norm2 mlp")
+    fused_names = ("norm1", "attention", ("drop_path",), "norm2", "mlp", ("drop_path",))
+    fused_extras = ("position_mask",)
+
+    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
+        return super().fused_forward(x, **extras), None
