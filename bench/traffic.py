@@ -191,12 +191,22 @@ def vit(size: str, depth: int) -> nn.Module:
         )  # fmt: skip
 
 
+def tower(name: str, depth: int) -> Any:
+    """A model of timm's by its name, on the meta device."""
+    define_torchvision_operators()
+    from timm import create_model
+
+    with torch.device("meta"):
+        return create_model(name, depth=depth, img_size=SIZE)
+
+
 def count_step(model: nn.Module, batch: int = BATCH) -> Step:
     """One training step under bf16 autocast, fp32 parameters."""
     with counting() as count:
         state: dict[str, Tensor] = {
             name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()
         }
+        state |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
         images = torch.empty(batch, 3, SIZE, SIZE)
         labels = torch.zeros(batch, dtype=torch.long)
         count.calls.clear()
@@ -262,11 +272,19 @@ def _triton_gemms() -> Iterator[None]:
         yield
 
 
-def block(size: str, provider: str) -> Step:
+# Of blocks with other parts than ViT's; all are of 224 pixels.
+TOWERS = {
+    "DINOv3 ViT-B (rope)": "vit_base_patch16_dinov3",
+    "EVA02-B (rope, gated MLP)": "eva02_base_patch14_224",
+    "AIMv2-L (RMSNorm, gated MLP)": "aimv2_large_patch14_224",
+}
+
+
+def block(size: str, provider: str, build: Callable[[str, int], nn.Module] = vit) -> Step:
     """What one block adds to a step."""
     prepare, context = PROVIDERS[provider]
     with context():
-        steps = [count_step(prepare(vit(size, depth))) for depth in (1, 2)]
+        steps = [count_step(prepare(build(size, depth))) for depth in (1, 2)]
     return steps[1].less(steps[0])
 
 
@@ -286,6 +304,16 @@ HEADER = (
 )  # fmt: skip
 
 
+def _row(name: str, provider: str, step: Step, unit: int, least: float | None) -> tuple[str, ...]:
+    """The line of a block; `unit` is C bytes a token of the whole batch."""
+    moved = [side[1] / unit for side in (step.forward, step.backward)]
+    share = "-" if least is None else f"{sum(moved) / least:.2f}"
+    return (
+        name, provider, str(step.forward[0]), str(step.backward[0]), *(f"{n:.1f}" for n in moved),
+        share, f"{step.kept / unit:.1f}",
+    )  # fmt: skip
+
+
 def rows() -> Iterator[tuple[str, ...]]:
     """A line for each model and provider: launches, and bytes a token in units of C."""
     for size in ("S", "B", "L"):
@@ -293,15 +321,15 @@ def rows() -> Iterator[tuple[str, ...]]:
         least = [_least(side, C) for side in MINIMUM]
         yield name, "minimum", "7", "11", *(f"{n:.1f}" for n in least), "1.00", f"{KEPT:.1f}"
         for provider in PROVIDERS:
-            step = block(size, provider)
-            moved = [side[1] / (TOKENS * C) for side in (step.forward, step.backward)]
-            yield (
-                name, provider, str(step.forward[0]), str(step.backward[0]),
-                *(f"{n:.1f}" for n in moved), f"{sum(moved) / sum(least):.2f}",
-                f"{step.kept / (TOKENS * C):.1f}",
-            )  # fmt: skip
+            yield _row(name, provider, block(size, provider), TOKENS * C, sum(least))
         kept = kept_by_partitioner(size, 2) - kept_by_partitioner(size, 1)
         yield name, "torch.compile's partition", *5 * "-", f"{kept * BATCH / (TOKENS * C):.1f}"
+    for name, model in TOWERS.items():
+        here = tower(model, 1)
+        tokens = BATCH * (here.patch_embed.num_patches + here.num_prefix_tokens)
+        for provider in ("timm", "swapped", 'swapped, memory="low"'):
+            step = block(model, provider, tower)
+            yield _row(name, provider, step, tokens * here.embed_dim, None)
 
 
 def table() -> str:

@@ -52,3 +52,11 @@ def test_traffic_of_a_swapped_block_is_what_is_promised():
 def test_traffic_minimum_is_the_sum_of_its_parts():
     forward, backward = (sum(traffic.MINIMUM[side].values()) for side in ("forward", "backward"))
     assert (forward, backward, traffic.KEPT) == (72, 128, 28)
+
+
+def test_traffic_of_a_tower_with_rope():
+    name = traffic.TOWERS["DINOv3 ViT-B (rope)"]
+    step, eager = (traffic.block(name, way, traffic.tower) for way in ("swapped", "timm"))
+    unit = traffic.BATCH * 201 * 768
+    assert 28.0 <= step.kept / unit < 28.3  # what a ViT's block keeps: q and k turn in place
+    assert sum(step.forward) + sum(step.backward) < 0.5 * (sum(eager.forward) + sum(eager.backward))
