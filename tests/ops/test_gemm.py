@@ -232,6 +232,7 @@ def test_gemm_defaults():
     assert choose(on["sm_90"], 32768, 768, 192, "fp16") == TMA_PAIR
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == PERSISTENT
     assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
     with forced_route("triton"):
