@@ -34,7 +34,7 @@ def snapshot(repository: str) -> Path:
 def source_folder(source: str) -> Path:
     """The folder of hf:NAME: one on the disk, or a repository in the cache."""
     name = source.partition(":")[2]
-    return Path(name) if Path(name).is_dir() else snapshot(name)
+    return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,68 @@
+"""Execute docs/quickstart.ipynb and keep its outputs: python tests/support/notebook.py [--check].
+
+With --check the file stays as it is: the cells must run, and print what is kept there but for the
+digits of losses, which differ between machines.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "quickstart.ipynb"
+# A torchvision that is built for another torch than this one can still be imported.
+PREPARE = """import warnings
+warnings.filterwarnings("ignore", "IProgress")  # tqdm, where ipywidgets is missing
+from fastvit_kernels.commands.zoo import define_torchvision_operators
+define_torchvision_operators()
+import torch
+torch.set_num_threads(1)"""
+
+
+def execute(path: Path) -> Any:
+    """The notebook with fresh outputs, and without what changes at every run.
+
+    Raises: nbclient's CellExecutionError where a cell raises.
+    """
+    nbclient, nbformat = import_module("nbclient"), import_module("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(PREPARE))
+    nbclient.NotebookClient(notebook, timeout=600).execute()
+    del notebook.cells[0]
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":  # counted from the reader's first cell
+            cell.execution_count -= 1
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output["execution_count"] -= 1
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+def printed(notebook: Any) -> list[str]:
+    """What each code cell prints, numbers left out; "image" for a figure."""
+    found = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            text = output.get("text", "")
+            text = "".join(text) if isinstance(text, list) else text
+            image = " image" if "image/png" in output.get("data", {}) else ""
+            found.append(re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "N", text) + image)
+    return found
+
+
+def main() -> None:
+    nbformat = import_module("nbformat")
+    kept, fresh = nbformat.read(PAGE, as_version=4), execute(PAGE)
+    if "--check" not in sys.argv:
+        nbformat.write(fresh, PAGE)
+    elif printed(kept) != printed(fresh):
+        sys.exit(f"{PAGE.name} prints something else; run this without --check\n{printed(fresh)}")
+
+
+if __name__ == "__main__":
+    main()

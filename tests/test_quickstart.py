@@ -1,0 +1,25 @@
+"""docs/quickstart.ipynb: its outputs are kept, and its cells run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from notebook import PAGE, execute, printed
+
+
+def test_outputs_are_kept_and_name_no_machine():
+    notebook = json.loads(PAGE.read_text())
+    text = "\n".join(printed(notebook))
+    assert "of the matmul FLOPs run fused" in text and "ViTLayer" in text
+    assert text.count("image") >= 2, "two figures"
+    assert "/site-packages/" not in PAGE.read_text()
+    counts = [c["execution_count"] for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_the_cells_run_and_print_what_is_kept():
+    for package in ("nbclient", "ipykernel", "timm", "transformers", "sklearn", "matplotlib"):
+        pytest.importorskip(package)
+    kept = json.loads(PAGE.read_text())
+    assert printed(execute(PAGE)) == printed(kept)
