@@ -184,8 +184,8 @@ RMS_NORM = [
     Fault(
         "rms-centred", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
         "variance in place of the mean square",
-        "x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)",
-        "x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)\n"
+        "x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)",
+        "x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)\n"
         "    x = tl.where(mask, x - tl.sum(x, axis=1)[:, None] / C, 0.0)",
     ),
     Fault(
