@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE
-from .hosts.structure import AttentionRoles, MlpRoles, part
+from .hosts.structure import AttentionRoles, MlpRoles
 from .observe import Event, Observation
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
@@ -122,7 +122,7 @@ def _attention_roles(
         raise Refused("it reads the weights of Linears without calling them")
     if roles.turn:
         turned = next(e for e in seen.events if e.part == roles.turn)
-        roles = roles._replace(prefix=T - seen.shape(turned.inputs[0])[-2], tokens=shape[1:-1])
+        roles = roles._replace(prefix=T - seen.shape(turned.inputs[0])[-2], tokens=T)
     if seen.others:
         scores = seen.shape(core.output)
         if is_sdpa or any(seen.shape(n) != scores for n in seen.others):
@@ -175,7 +175,8 @@ def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:
 def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, Any]:
     """What parameters that are in none of its parts may be for the scores, by their shapes."""
     known = [n for v in roles if isinstance(v, (str, tuple)) for n in _flat(v)]
-    shapes = {n: tuple(part(module, n).shape) for n in _unknown(module, known)}
+    unknown = _unknown(module, known)
+    shapes = {n: seen.shape(i) for i, n in seen.parameters.items() if n in unknown}
     shape = seen.shape(seen.first)
     T = shape[1] if len(shape) == 3 else 0
     if len(shapes) == 1 and [s[1:] for s in shapes.values()] == [(roles.heads,)]:
@@ -184,11 +185,11 @@ def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, An
             if tuple(b.shape) == (T, T) and not b.is_floating_point()
         ]  # fmt: skip
         if indices:
-            return {"table": next(iter(shapes)), "index": indices[0], "tokens": (T,)}
+            return {"table": next(iter(shapes)), "index": indices[0]}
     if len(shapes) == 2 and tuple(s[0] for s in shapes.values()) == tuple(
         2 * n - 1 for n in shape[1:-1]
     ):
-        return {"along": tuple(shapes), "tokens": shape[1:-1]}
+        return {"along": tuple(shapes)}
     return {}
 
 

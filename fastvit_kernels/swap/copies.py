@@ -172,7 +172,24 @@ def sizes_of(modules: list[nn.Module]) -> list[dict[int, int]]:
     """Maps of sizes to smaller sizes for copies of modules[0], the smallest first; the last one
     changes nothing, or as little as LARGEST asks for. None for what is large however narrow."""
     every = [*_narrower(modules), halved(modules, LARGEST)]
+    if tables := shorter_tables(modules):
+        every = [*(sizes | tables for sizes in every), *every]
     return [sizes for sizes in every if _values(modules[0], sizes) <= LARGEST]
+
+
+def shorter_tables(modules: list[nn.Module]) -> dict[int, int]:
+    """Lengths of two tables of relative positions, along height and width, to those of a small
+    grid; and the size of a window, which is a setting."""
+    found: dict[int, int] = {}
+    widths, heads = widths_of(modules)
+    for m in modules:
+        lengths = [len(p) for p in m._parameters.values() if p is not None and p.ndim == 2]
+        if len(lengths) == 2 and all(n % 2 for n in lengths):
+            found |= {n: 7 for n in lengths if n > 7}
+            found |= {
+                (n + 1) // 2: 4 for n in lengths if n > 7 and (n + 1) // 2 not in widths | heads
+            }
+    return found
 
 
 def _narrower(modules: list[nn.Module]) -> Iterator[dict[int, int]]:

@@ -46,6 +46,7 @@ class Observation:
     length: int = 0  # and how many there are
     extras: dict[str, Any] = field(default_factory=dict)  # arguments besides the first, by name
     others: list[int] = field(default_factory=list)  # and the numbers of its other tensors
+    settings: dict[str, int] = field(default_factory=dict)  # whole numbers that the copy holds
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.tensors[number].shape)
@@ -165,6 +166,7 @@ def observe(
     recorder = _Recorder(copy)
     for name in parts:
         recorder.watch(name, copy.get_submodule(name))
+    recorder.found.settings = {n: v for n, v in vars(copy).items() if type(v) is int}
     recorder.found.first = len(recorder.found.tensors)
     recorder.values(args)
     for name, argument in kwargs.items():

@@ -260,6 +260,12 @@ def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial
     """The same with the kinds of masks that its forward reads as ours does."""
     names = [n for n in arguments_of(type(module).forward).names[1:] if is_mask(n)]
     for name in names if found.mixin is not None and not found.roles.grid else ():
+        if "mask" not in name:
+            roles = found.roles._replace(mask=name, masks=tuple((k, "") for k in LEARNT))
+            wider = _try(module, class_of, structure.Attention, [roles], trials)
+            if wider.mixin is not None:
+                found = wider
+                break
         for kind in READINGS if "mask" in name else LEARNT:
             for reading in READINGS.get(kind, ("",)):
                 roles = found.roles._replace(mask=name)
@@ -321,7 +327,8 @@ def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Tria
     names, defaults, _ = arguments_of(type(module).forward)
     taken = structure.extras(found.roles)
     for name in names[1:]:
-        if name in defaults and defaults[name] is None and name not in taken:
+        known = name in taken or is_mask(name) or name == angle_argument(module)
+        if name in defaults and defaults[name] is None and not known:
             roles = found.roles._replace(unread=(*found.roles.unread, name))
             wider = _try(module, class_of, structure.Block, [roles], trials)
             found = wider if wider.mixin is not None else found

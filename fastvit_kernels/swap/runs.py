@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .candidates import Refused, Unlike
-from .copies import Copier, numbers_of_heads, sizes_of
+from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
 from .facts import ClassOf, host_of
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
@@ -98,6 +98,7 @@ def observed(
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
     """Batch and tokens that a module may be made for, by the sizes of tables that it has."""
     found: list[tuple[int, ...]] = []
+    shorter = shorter_tables(list(module.modules()))
     for m in module.modules():
         own = [b.shape for b in m._buffers.values() if b is not None and b.ndim == 2]
         square = [s[0] for s in own if s[0] == s[1]]
@@ -105,7 +106,7 @@ def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
         found += [(2, T) for T in (*square, *longer)]
         tables = [p.shape[0] for p in m._parameters.values() if p is not None and p.ndim == 2]
         if len(tables) == 2 and all(n % 2 for n in tables):
-            found.append((2, *((n + 1) // 2 for n in tables)))
+            found.append((2, *((shorter.get(n, n) + 1) // 2 for n in tables)))
     return [*dict.fromkeys(s for s in found if math.prod(s) <= TOKENS)]
 
 

@@ -171,7 +171,7 @@ def _sum(
                 )  # fmt: skip
                 path.append(end)
                 if moved:
-                    window = _window(module, seen, made, step.source, path)
+                    window = _window(seen, made, step.source, path)
                     if window is None:
                         break
                     step = step._replace(window=window[0], source=window[1])
@@ -201,11 +201,11 @@ def _sum(
 
 
 def _window(
-    module: nn.Module, seen: Observation, made: dict[int, Event], number: int, path: list[int]
+    seen: Observation, made: dict[int, Event], number: int, path: list[int]
 ) -> tuple[str, int] | None:
     """The setting with the size of the windows that a value is cut into, and what was cut."""
     shape = seen.shape(number)
-    sizes = [n for n, v in vars(module).items() if type(v) is int and (v, v) == shape[1:-1]]
+    sizes = [n for n, v in seen.settings.items() if (v, v) == shape[1:-1]]
     while number in made and not made[number].part and made[number].function in MOVES:
         path.append(number)
         number = made[number].inputs[0]

@@ -120,6 +120,11 @@ def test_a_grid_of_another_size_is_the_hosts(ran):  # noqa: F811
         assert len(ran) == fused
 
 
+def test_a_large_grid_is_proven_on_a_small_one():
+    module = made(partial(positions.GridBlock, 0, (64, 64)))
+    assert swap_in(module).level == "block"
+
+
 class Added(nn.Linear):
     """As an adapter: the host that reads its weight never calls it."""
 

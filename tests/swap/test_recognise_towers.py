@@ -17,6 +17,10 @@ SMALL = dict(
     image_size=32, patch_size=8,
 )  # fmt: skip
 PAIRS = dict(image_size=(32, 32), patch_size=(8, 8))
+GRID = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
+    window_size=3, use_relative_position_embeddings=True,
+)  # fmt: skip
 SOUND = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
 
 # name -> (model, config, settings)
@@ -34,6 +38,13 @@ TOWERS = {
     "chinese_clip": ("ChineseCLIPVisionModel", "ChineseCLIPVisionConfig", SMALL),
     "dpt": ("DPTModel", "DPTConfig", SMALL),
     "yolos": ("YolosModel", "YolosConfig", SMALL | dict(image_size=[32, 32])),
+    "data2vec": ("Data2VecVisionModel", "Data2VecVisionConfig", SMALL),
+    "data2vec_shared": (
+        "Data2VecVisionModel", "Data2VecVisionConfig",
+        SMALL | dict(use_shared_relative_position_bias=True),
+    ),
+    "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", SMALL),
+    "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip
 # the softmax of one and the norms of two are in fp32, whatever the dtype
@@ -107,3 +118,37 @@ def test_a_text_model_keeps_its_numbers(name):
         {"input_ids": tokens, "output_hidden_states": True},
     ):
         assert_same(step(model, inputs), step(host, inputs), 1e-9)
+
+
+CONVNETS = {
+    "resnet": (
+        "ResNetModel", "ResNetConfig",
+        dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
+    ),
+    "convnext": (
+        "ConvNextModel", "ConvNextConfig", dict(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVNETS)
+def test_a_convnet_keeps_its_numbers(name):
+    model = built(*CONVNETS[name])
+    host = copy.deepcopy(model)
+    swap_in(model)
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32).double()}
+    assert_same(step(model, inputs), step(host, inputs), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_an_adapted_text_model_keeps_its_numbers(name):
+    peft = pytest.importorskip("peft")
+    target = ["query", "value"] if name == "bert" else ["c_attn"]
+    config = peft.LoraConfig(
+        target_modules=target, r=2, init_lora_weights=False, fan_in_fan_out=name == "gpt2"
+    )
+    model = peft.get_peft_model(built(*TEXT[name]), config).double().eval()
+    host = copy.deepcopy(model)
+    swap_in(model)
+    inputs = {"input_ids": torch.arange(10).view(2, 5)}
+    assert_same(step(model, inputs), step(host, inputs), 1e-9)

@@ -62,7 +62,7 @@ class AttentionRoles(NamedTuple):
     index: str = ""  # by this buffer (T, T)
     along: tuple[str, ...] = ()  # decomposed relative positions: along height, along width
     turn: str = ""  # a child that turns q and k, all but `prefix` tokens
-    tokens: tuple[int, ...] = ()  # (T,) or (height, width), where it takes no other
+    tokens: int = 0  # as many as the child that turns them takes
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
 
 
@@ -159,9 +159,20 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     )
 
 
-def takes(roles: Any, x: Tensor) -> bool:
-    """Whether x has as many tokens as its positions are for."""
-    return not roles.tokens or tuple(x.shape[1:-1]) == roles.tokens
+def tokens_of(module: Any) -> tuple[int, ...]:
+    """(T,) or (height, width), where the positions of an attention are for no other; else ()."""
+    roles = module.fused_roles
+    if roles.along:
+        return tuple((len(part(module, n)) + 1) // 2 for n in roles.along)
+    if roles.table:
+        return (len(part(module, roles.index)),)
+    return (roles.tokens,) if roles.tokens else ()
+
+
+def takes(module: Any, x: Tensor) -> bool:
+    """Whether x has as many tokens as the positions of an attention are for."""
+    tokens = tokens_of(module)
+    return not tokens or tuple(x.shape[1:-1]) == tokens
 
 
 class Attention(Roles):
@@ -182,7 +193,7 @@ class Attention(Roles):
         return super().fused_blocked()
 
     def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim == 3 + self.fused_roles.grid and takes(self.fused_roles, x)
+        return x.ndim == 3 + self.fused_roles.grid and takes(self, x)
 
     def fused_facts(self: Any) -> Any:
         return attention_facts(self)
@@ -297,7 +308,7 @@ class Attention(Roles):
         if roles.along:
             along: Any = tuple(part(self, n) for n in roles.along)
             q, k, v = with_decomposed(
-                q, k, v, D**-0.5 if scale is None else scale, along, roles.tokens
+                q, k, v, D**-0.5 if scale is None else scale, along, tokens_of(self)
             )
             scale = 1.0
         out = scaled_dot_product_attention(
@@ -371,9 +382,9 @@ class Attention(Roles):
         shapes = [(3, 5, width), (2, 4, width)]
         if roles.grid:
             shapes = [(2, 3, 4, width), (3, 2, 2, width)]
-        if roles.tokens:
-            shapes = [(2, *roles.tokens, width), (1, *roles.tokens, width)]
-        for shape in shapes:
+        if tokens := tokens_of(self):  # perhaps many
+            shapes = [(2, *tokens, width), (1, *tokens, width)]
+        for place, shape in enumerate(shapes):
             x = example(generator, *shape)
             given = {}
             if roles.rope:
@@ -382,10 +393,10 @@ class Attention(Roles):
                     yield (x,), given
                 given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
                 yield (x,), given
-            if not roles.needs_rope:
+            if not (roles.needs_rope or (place and tokens and roles.masks)):
                 given = {}
                 yield (x,), given
-            for kind, reading in roles.masks:
+            for kind, reading in roles.masks if place or not tokens else ():
                 mask = example_of_mask(kind, "keys" in reading, x, generator, roles.heads)
                 yield (x,), given | {roles.mask: mask}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....runtime.plain import is_hooked
 from ..branch import fold, normed, pre_norm_branch
 from ..fused import Child, Inline, LayerNorm, bypassed, example, left_dropouts, part, width_of
-from .attention import Attention, AttentionRoles, attention_facts, fits, takes
+from .attention import Attention, AttentionRoles, attention_facts, fits, takes, tokens_of
 from .mlp import Mlp, MlpRoles
 from .positions import grid_of, windows_of
 from .roles import Roles, as_result
@@ -163,7 +163,7 @@ class Block(Roles):
             body = self.fused_body(step)
             if step.window:
                 size = part(self, step.window)
-                for shape in ((2, size + 1, 2 * size - 1), (1, 2 * size, size)):
+                for shape in ((2, size + 1, 2 * size - 1), (1, size, size + 1)):
                     yield (example(generator, *shape, width),), {}
                 return
             if isinstance(getattr(body, "fused_roles", None), AttentionRoles):
@@ -175,7 +175,8 @@ class Block(Roles):
                 if roles.sampled:  # batches of which a share is no whole number of samples
                     for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
                         yield (example(generator, batch, *x.shape[1:]),), more
-                yield from calls
+                # One kind of mask shows that the block hands it on.
+                yield from calls[:2] if tokens_of(body) else calls
                 if roles.lists:
                     for one, two in ((0, 2), (-1, 1)):
                         (a, e), (b, f) = calls[one % len(calls)], calls[two % len(calls)]
@@ -196,13 +197,14 @@ class Block(Roles):
                 if any(isinstance(t, Tensor) and t.ndim > 2 for t in tensors):
                     return False
         for step in self.fused_roles.steps:
-            roles = getattr(self.fused_body(step), "fused_roles", None)
+            body = self.fused_body(step)
+            roles = getattr(body, "fused_roles", None)
             if not isinstance(roles, AttentionRoles):
                 continue
             if step.window:
-                if roles.tokens and roles.tokens != (part(self, step.window),) * 2:
+                if tokens_of(body) not in ((), (part(self, step.window),) * 2):
                     return False
-            elif not takes(roles, x):
+            elif not takes(body, x):
                 return False
             own = dict(step.context)
             if roles.needs_rope and extras.get(own.get(roles.rope)) is None:
