@@ -43,7 +43,6 @@ TOWERS = {
         "Data2VecVisionModel", "Data2VecVisionConfig",
         SMALL | dict(use_shared_relative_position_bias=True),
     ),
-    "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", SMALL),
     "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip

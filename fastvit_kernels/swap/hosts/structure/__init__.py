@@ -15,9 +15,10 @@ from typing import Any
 from ... import hosts
 from ...prove import TOLERANCE
 from ..fused import part
-from .attention import Attention, AttentionRoles, example_of_mask, ways_of_rope
+from .attention import Attention, AttentionRoles, ways_of_rope
 from .block import Block, BlockRoles, Step
 from .leaves import Norm, NormRoles, Path, PathRoles, Scale, ScaleRoles
+from .masks import example_of_mask
 from .mlp import Mlp, MlpRoles
 from .roles import LinearRoles, MaskedLinear, Roles
 

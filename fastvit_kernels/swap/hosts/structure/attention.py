@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....ops.attention.functions import attention
 from ....ops.attention.sdpa import scaled_dot_product_attention
 from ....ops.linear import linear
-from ....runtime.plain import add_branch, is_plain, is_raw
+from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary
 from ..attend import (
@@ -24,6 +24,7 @@ from ..attend import (
 )
 from ..fused import Given, example, inert, part, project_out, width_of
 from ..rotary import Turn, attend_turned, turn_of
+from .masks import READINGS, example_of_mask, fits, reading_of
 from .positions import bias_of, grid_of, turned, windows_of, with_decomposed
 from .roles import Roles, as_result, entered, is_ours, weight_and_bias
 
@@ -94,69 +95,6 @@ def attention_facts(module: Any) -> Any:
     config = getattr(module, "config", None)
     chosen = getattr(config, "_attn_implementation", None)
     return None if chosen is None else (chosen, registered(chosen))
-
-
-def kind_of(mask: Tensor, x: Tensor) -> str:
-    """A mask for x (B, T, C): boolean, or added to the scores and perhaps learnt; of the keys
-    (B, T), of the scores (T, T), of each head (H, T, T), or with axes that broadcast to
-    (B, H, T, T)."""
-    B, T = x.shape[:2]
-    if mask.ndim == 4 and mask.shape[0] in (1, B) and mask.shape[2:] in ((1, T), (T, T)):
-        shape = "4 axes"
-    elif mask.ndim == 3 and mask.shape[1:] == (T, T):
-        shape = "3 axes"
-    elif mask.ndim == 2 and mask.shape in ((T, T), (B, T)):
-        shape = "2 axes"
-    else:
-        return "another"
-    what = "learnt" if mask.requires_grad else "added"
-    return f"{'boolean' if mask.dtype == torch.bool else what}, {shape}"
-
-
-def example_of_mask(
-    kind: str, keys: bool, x: Tensor, generator: torch.Generator, heads: int = 1
-) -> Tensor:
-    """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
-    B, T, _ = x.shape
-    shape = (B, T) if keys else (T, T) if kind.endswith("2 axes") else (B, 1, T, T)
-    if kind.startswith("learnt"):
-        shape = (heads, T, T) if kind.endswith("3 axes") else (1, heads, T, T)
-    mask = torch.randn(shape, generator=generator, dtype=x.dtype)
-    if kind.startswith("learnt"):
-        return mask.requires_grad_()
-    if kind.startswith("added"):
-        return mask
-    mask = mask > -0.5
-    rows = mask if keys else mask.movedim(-2, 0)
-    rows[0], rows[1] = False, True
-    return mask
-
-
-# How a host reads a boolean or added mask of two axes.
-READINGS = {
-    "": lambda mask: mask,
-    "keys": lambda mask: mask[:, None, None, :],
-    "not": lambda mask: ~mask,
-    "not keys": lambda mask: ~mask[:, None, None, :],
-}
-
-
-def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
-    """How a mask is read; None where its kind was not proven. What may be learnt may be given."""
-    kind, known = kind_of(mask, x), dict(roles.masks)
-    return known.get(kind, known.get(kind.replace("added", "learnt")))
-
-
-def fits(roles: Any, mask: Any, x: Tensor) -> bool:
-    """Whether a mask is of a kind that was proven."""
-    if mask is None:
-        return True
-    return (
-        isinstance(mask, Tensor)
-        and is_raw(mask)
-        and (mask.dtype == torch.bool or mask.dtype == x.dtype)
-        and reading_of(roles, mask, x) is not None
-    )
 
 
 def tokens_of(module: Any) -> tuple[int, ...]:

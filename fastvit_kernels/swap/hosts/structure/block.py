@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ....runtime.plain import is_hooked
 from ..branch import fold, normed, pre_norm_branch
 from ..fused import Child, Inline, LayerNorm, bypassed, example, left_dropouts, part, width_of
-from .attention import Attention, AttentionRoles, attention_facts, fits, takes, tokens_of
+from .attention import Attention, AttentionRoles, attention_facts, takes, tokens_of
+from .masks import fits
 from .mlp import Mlp, MlpRoles
 from .positions import grid_of, windows_of
 from .roles import Roles, as_result

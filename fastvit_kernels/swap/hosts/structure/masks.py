@@ -1,0 +1,73 @@
+"""Kinds of masks that a recognised attention takes, examples of them, and how a host reads each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....runtime.plain import is_raw
+
+
+def kind_of(mask: Tensor, x: Tensor) -> str:
+    """A mask for x (B, T, C): boolean, or added to the scores and perhaps learnt; of the keys
+    (B, T), of the scores (T, T), of each head (H, T, T), or with axes that broadcast to
+    (B, H, T, T)."""
+    B, T = x.shape[:2]
+    if mask.ndim == 4 and mask.shape[0] in (1, B) and mask.shape[2:] in ((1, T), (T, T)):
+        shape = "4 axes"
+    elif mask.ndim == 3 and mask.shape[1:] == (T, T):
+        shape = "3 axes"
+    elif mask.ndim == 2 and mask.shape in ((T, T), (B, T)):
+        shape = "2 axes"
+    else:
+        return "another"
+    what = "learnt" if mask.requires_grad else "added"
+    return f"{'boolean' if mask.dtype == torch.bool else what}, {shape}"
+
+
+def example_of_mask(
+    kind: str, keys: bool, x: Tensor, generator: torch.Generator, heads: int = 1
+) -> Tensor:
+    """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
+    B, T, _ = x.shape
+    shape = (B, T) if keys else (T, T) if kind.endswith("2 axes") else (B, 1, T, T)
+    if kind.startswith("learnt"):
+        shape = (heads, T, T) if kind.endswith("3 axes") else (1, heads, T, T)
+    mask = torch.randn(shape, generator=generator, dtype=x.dtype)
+    if kind.startswith("learnt"):
+        return mask.requires_grad_()
+    if kind.startswith("added"):
+        return mask
+    mask = mask > -0.5
+    rows = mask if keys else mask.movedim(-2, 0)
+    rows[0], rows[1] = False, True
+    return mask
+
+
+# How a host reads a boolean or added mask of two axes.
+READINGS = {
+    "": lambda mask: mask,
+    "keys": lambda mask: mask[:, None, None, :],
+    "not": lambda mask: ~mask,
+    "not keys": lambda mask: ~mask[:, None, None, :],
+}
+
+
+def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
+    """How a mask is read; None where its kind was not proven. What may be learnt may be given."""
+    kind, known = kind_of(mask, x), dict(roles.masks)
+    return known.get(kind, known.get(kind.replace("added", "learnt")))
+
+
+def fits(roles: Any, mask: Any, x: Tensor) -> bool:
+    """Whether a mask is of a kind that was proven."""
+    if mask is None:
+        return True
+    return (
+        isinstance(mask, Tensor)
+        and is_raw(mask)
+        and (mask.dtype == torch.bool or mask.dtype == x.dtype)
+        and reading_of(roles, mask, x) is not None
+    )
