@@ -8,11 +8,12 @@ import pytest
 import torch
 from outside import dinov3
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
-from fastvit_kernels.swap.hosts import rotary
+from fastvit_kernels.swap.hosts import fused, rotary
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")
@@ -207,3 +208,39 @@ def test_a_compiled_block_is_one_graph():
         wanted = block(x, rope=rope)
         compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x, rope=rope), wanted)
+
+
+class Passes(TorchDispatchMode):
+    """Operators of torch that read an activation, (B, T, ...), and write memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        large = [a for a in args if isinstance(a, torch.Tensor) and a.ndim > 2]
+        if func.namespace == "aten" and large and isinstance(result, torch.Tensor):
+            places = {a.untyped_storage()._cdata for a in large}
+            if result.untyped_storage()._cdata not in places and "empty" not in str(func):
+                self.seen.append(f"{func} {tuple(large[0].shape)}")
+        return result
+
+
+@pytest.mark.parametrize("family", ["eva02_norms", "dinov3", "aimv2", "internvl_6b"])
+def test_a_block_passes_over_no_activation_in_pytorch(family, monkeypatch):
+    """Forward and backward under autocast: no cast, no copy, no sum outside the kernels."""
+    model, inputs = small(family)
+    swap_in(model)
+    block = next(m for m in model.modules() if getattr(m, "fused_level", "") == "block")
+    calls = []
+    block.register_forward_pre_hook(lambda m, a, k: calls.append((a, k)), with_kwargs=True)
+    with torch.no_grad(), backend("torch"):
+        model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    (x, *rest), given = calls[0]
+    x = x.detach().clone().requires_grad_()
+    monkeypatch.setattr(fused, "is_traced", lambda: False)  # our mode knows our operators
+    dy = torch.randn_like(x)
+    with Passes() as passes, torch.autocast("cpu", torch.bfloat16):
+        block.forward(x, *rest, **given).backward(dy)
+    assert passes.seen == []

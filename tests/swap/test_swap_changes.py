@@ -448,10 +448,12 @@ def test_modules_as_selectors_and_names_that_match_nothing():
 
 
 def test_the_report_names_what_stays_pytorch():
-    report = swap_in(timm_small("vit_base_patch16_rope_224")[0])
-    assert "RoPE, by PyTorch" in str(report) and 0 < report.pytorch["RoPE"] < 1
-    report = swap_in(timm_small("vit_base_patch16_xp_224")[0])
-    assert any("RmsNorm" in what or "RMSNorm" in what for what in report.pytorch), str(report)
+    report = swap_in(timm_small("vit_base_patch16_rope_mixed_224")[0])
+    rope = "RoPE, its frequencies learnt"
+    assert f"{rope}, by PyTorch" in str(report) and 0 < report.pytorch[rope] < 1
+    simple = timm.layers.SimpleNorm
+    report = swap_in(timm_small("vit_base_patch16_xp_224", norm_layer=simple)[0])
+    assert any("SimpleNorm" in what for what in report.pytorch), str(report)
 
 
 def test_the_report_does_not_count_what_depends_on_the_caller():

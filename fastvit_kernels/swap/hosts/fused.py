@@ -375,13 +375,13 @@ class RmsNorm(Norm):
         return rms_norm(x, weight, eps, out_dtype=self.fused_dtype(x))
 
 
-def normed_for(reader: Any, norm: Any, x: Tensor) -> Tensor:
-    """norm(x), in the dtype that autocast asks for where `reader`, a Linear, is ours to compute."""
+def normed_inside(norm: Any, x: Tensor, low: bool) -> Tensor:
+    """norm(x), in the dtype that autocast asks for where `low`: an op of ours reads it."""
     if norm is None or inert(norm):
         return x
     if not (bypassed(norm) and isinstance(norm, Norm)):
         return norm(x)
-    return norm.fused_and_input(x, autocast_dtype(x) if is_plain(reader) else None)[0]
+    return norm.fused_and_input(x, autocast_dtype(x) if low else None)[0]
 
 
 class LayerScale(Unfused):

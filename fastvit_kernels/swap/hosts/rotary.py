@@ -51,8 +51,8 @@ def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = Fals
     return Turn(cos, sin, interleaved) if fits else None
 
 
-def head_norms(q_norm: Any, k_norm: Any) -> HeadNorms | None:
-    """What `rope` needs of two norms; None where it cannot stand for them."""
+def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
+    """What `rope` needs of two norms of heads of D; None where it cannot stand for them."""
     if all(norm is None or inert(norm) for norm in (q_norm, k_norm)):
         return HeadNorms()
     if not all(isinstance(norm, Norm) and bypassed(norm) for norm in (q_norm, k_norm)):
@@ -60,7 +60,7 @@ def head_norms(q_norm: Any, k_norm: Any) -> HeadNorms | None:
     (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
         norm.fused_parameters() for norm in (q_norm, k_norm)
     )
-    if q_norm.fused_kind != k_norm.fused_kind or eps != other:
+    if q_norm.fused_kind != k_norm.fused_kind or eps != other or D % 2:
         return None
     return HeadNorms(q_norm.fused_kind, q_weight, q_bias, k_weight, k_bias, eps)
 

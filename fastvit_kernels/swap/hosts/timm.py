@@ -33,7 +33,7 @@ from .fused import (
     left_linears,
     names,
     norm_in_pytorch,
-    normed_for,
+    normed_inside,
     project,
     project_out,
     width_of,
@@ -107,7 +107,8 @@ class Attention(Fused):
         return self.qkv.out_features // (3 * self.num_heads)
 
     def fused_norms(self) -> HeadNorms | None:
-        return head_norms(self.fused_part("q_norm"), self.fused_part("k_norm"))
+        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
+        return head_norms(q_norm, k_norm, self.fused_head_dim())
 
     def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         norms = self.fused_norms()
@@ -137,7 +138,7 @@ class Attention(Fused):
         gate = self.fused_part("gate")
         gate = None if gate is None else project(gate, x).sigmoid()
         out = self.fused_heads(x, **extras).flatten(2)
-        out = normed_for(self.proj, self.fused_part("norm"), out)
+        out = normed_inside(self.fused_part("norm"), out, is_plain(self.proj))
         out = out if gate is None else out * gate
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 

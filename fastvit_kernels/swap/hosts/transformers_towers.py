@@ -23,7 +23,7 @@ from .fused import (
     left_dropouts,
     names,
     norm_in_pytorch,
-    normed_for,
+    normed_inside,
     project,
     width_of,
 )
@@ -116,7 +116,7 @@ class InternAttention(Attention):
             q, k, v = (project(m, x) for m in self.fused_projections())
         else:
             q, k, v = linear(x, *packed).chunk(3, dim=-1)
-        q, k = (normed_for(None, norm, t) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (normed_inside(norm, t, True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
 
@@ -233,7 +233,7 @@ class GemmaAttention(Attention):
         return getattr(self.q_proj, "linear", self.q_proj).out_features
 
     def fused_norms(self: Any) -> HeadNorms | None:
-        return head_norms(self.q_norm, self.k_norm)
+        return head_norms(self.q_norm, self.k_norm, self.head_dim)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         if self.fused_norms() is None or not self.fused_reads_low():
@@ -293,9 +293,14 @@ class GemmaAttention(Attention):
                 for m, norm in ((q, self.q_norm), (k, self.k_norm))
             )
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        v = normed_for(None, self.v_norm, project(v, x).unflatten(-1, (-1, D))).transpose(1, 2)
+        v = normed_inside(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
-            q, k, v, mask=attention_mask, dropout_p=self.fused_dropout_p(), scale=self.scaling
+            q,
+            k,
+            v.transpose(1, 2),
+            mask=attention_mask,
+            dropout_p=self.fused_dropout_p(),
+            scale=self.scaling,
         )
 
 

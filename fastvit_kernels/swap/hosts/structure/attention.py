@@ -269,7 +269,8 @@ class Attention(Roles):
         return rotate(q, k, *angles, **keywords)
 
     def fused_norms(self: Any) -> rotary.HeadNorms | None:
-        return rotary.head_norms(self.fused_part("q_norm"), self.fused_part("k_norm"))
+        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
+        return rotary.head_norms(q_norm, k_norm, self.fused_width() // self.fused_roles.heads)
 
     def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
