@@ -43,11 +43,12 @@ TOWERS = {
         "Data2VecVisionModel", "Data2VecVisionConfig",
         SMALL | dict(use_shared_relative_position_bias=True),
     ),
+    "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", SMALL),
     "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip
 # the softmax of one and the norms of two are in fp32, whatever the dtype
-ROUNDED = ("git", "aimv2", "internvl_qk_norm")
+ROUNDED = ("git", "aimv2", "internvl_qk_norm", "pixtral")
 
 
 @pytest.fixture(autouse=True)
