@@ -47,7 +47,7 @@ TOWERS = {
     "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip
-# the softmax of one and the norms of two are in fp32, whatever the dtype
+# the softmax of one and the norms of three are in fp32, whatever the dtype
 ROUNDED = ("git", "aimv2", "internvl_qk_norm", "pixtral")
 
 
