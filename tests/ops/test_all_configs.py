@@ -58,7 +58,7 @@ def test_config_in_the_interpreter(table, config):
     index = SHIPPED.index((table, config))
     dtypes = ("fp32", "fp16") if index % 2 else ("fp16", "fp32")
     runs = next(filter(None, (_runs(table, config, dtype, False) for dtype in dtypes)), [])
-    assert runs, "no case forces this config: give verify/cases.py one"
+    assert runs, "no case forces this config: give its entry in verify/entries one"
     run = all_configs.run_config(runs[index % min(len(runs), 4)], config)
     assert run.fault is None, run.case
     assert 0 < run.share <= 1

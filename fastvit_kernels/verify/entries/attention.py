@@ -1,0 +1,209 @@
+"""attention, qkv_attention, rope_attention and scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.attention.functions import attention, attention_ref, qkv_attention, qkv_attention_ref
+from ...ops.attention.rotary import rope_attention, rope_attention_ref
+from ...ops.attention.sdpa import scaled_dot_product_attention
+from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, in_memory, sized
+from .arguments import FIRST, MATRIX, OPERAND, SCALE
+from .rope import ROPE, rope_at, rope_shapes
+
+
+def _without_dropout(function: Any) -> Any:
+    """Which bits dropout draws no specification says: cases leave it out."""
+    return lambda *args, dropout_p=0.0, **kwargs: function(*args, **kwargs)
+
+
+def _attention_check(v: Sizes) -> list[Example]:
+    rest = dict(B=v.B, T=v.T, H=v.H)
+    one = dict(B=1, H=2, D=64)
+    return [
+        *(Example({**rest, "D": D}, f"D={D}") for D in (32, 64, 72, 128)),
+        Example({**one, "T": 1}, "T=1"),
+        Example({**one, "T": 260}, "T=260"),  # past the one-pass backward
+    ]
+
+
+def _attention_configs(large: bool) -> list[Example]:
+    def packed(B: int, T: int, H: int, D: int, **example: Any) -> Example:
+        return sized(dict(B=B, T=T, H=H, D=D), **example)
+
+    def strided(B: int, T: int, H: int, D: int) -> Example:
+        sizes = dict(B=B, T=T, H=H, D=D)
+        return sized(sizes, "heads first", strided=in_memory(0, 2, 3, 1, 4))
+
+    if large:
+        return [
+            *(packed(3, T, 5, 64) for T in (1, 50, 197, 257, 577, 1025)),
+            *(packed(128, T, 17, D) for T, D in ((19, 32), (50, 64))),
+            *(strided(2, 197, 3, D) for D in (32, 64, 72, 80, 96, 128, 256)),
+        ]
+    return [
+        packed(1, 50, 2, 64),
+        packed(1, 1, 1, 64),
+        *(strided(1, 35, 1, D) for D in (32, 72, 128, 256)),
+        packed(8, 19, 4, 16),
+        packed(1, 197, 1, 64, slow=True),
+        packed(1, 300, 1, 16, slow=True),
+    ]
+
+
+def _heads(pick: Pick) -> dict[str, int]:
+    """Within the interpreter's patience: a long T has one head, and that is narrow."""
+    most = pick(*[24] * 5, *[70] * 6, *[130] * 2, 257, 600)
+    T = pick.up_to(most if pick.low else min(most, 257))
+    if T > 130:
+        return dict(B=1, H=1, T=T, D=pick(8, 32, 64, *(() if T > 260 else (72, 128))))
+    B, H = pick(1, 2, 0, 1, 2, 3, 5), pick(1, 2, 3)
+    if T > 33:
+        B, H = min(B, 1), min(H, 2)
+    D = pick(pick(8, 16, 32, 64, 72, 80, 96, 128), 8 * pick.integer(1, 32))
+    return dict(B=B, H=H, T=T, D=D)
+
+
+ATTENTION = Op(
+    attention, _without_dropout(attention_ref), eager=attention_ref,
+    args={"qkv": FIRST},
+    options={"scale": SCALE, "dropout_p": Option("probability below 1")},
+    shapes=lambda s: dict(qkv=(s.B, s.T, 3, s.H, s.D)),
+    tiny=dict(B=1, T=5, H=2, D=8),
+    at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H),
+    fuzz=_heads, check=_attention_check, configs=_attention_configs,
+)  # fmt: skip
+
+QKV_ATTENTION = Op(
+    qkv_attention, _without_dropout(qkv_attention_ref), eager=qkv_attention_ref,
+    args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
+    options={
+        "num_heads": Option("count"), "scale": SCALE, "dropout_p": Option("probability below 1"),
+    },
+    settings=lambda s: dict(num_heads=s.H),
+    shapes=lambda s: dict(
+        x=(s.B, s.T, s.C), weight=(3 * s.H * s.D, s.C), bias=(3 * s.H * s.D,)
+    ),
+    tiny=dict(B=1, T=5, H=2, D=8, C=16),
+    at=(_qkv_at := lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, C=v.C)),
+    fuzz=lambda pick: dict(**_heads(pick), C=pick.up_to(100)), fuzz_share=2,
+    check=lambda v: [Example(_qkv_at(v))],
+    configs=lambda large: [],  # the kernels of `attention`
+)  # fmt: skip
+
+
+def _rope_attention_shapes(s: Any) -> dict[str, Shape]:
+    shapes = rope_shapes(s)
+    del shapes["q"], shapes["k"]
+    return {
+        "x": (s.B, s.T, s.C),
+        "weight": (3 * s.H * s.D, s.C),
+        "bias": (3 * s.H * s.D,),
+        **shapes,
+    }
+
+
+def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
+    heads = _heads(pick)
+    D, T = heads["D"], heads["T"]
+    rest = dict(prefix=pick(0, pick.integer(0, T)), lead=(), C=pick.up_to(100))
+    return dict(
+        **heads,
+        **rest,
+        R=pick(D, 2 * pick.integer(1, D // 2)),
+        norm=pick(None, "layer_norm", "rms_norm"),
+    )
+
+
+ROPE_ATTENTION = Op(
+    rope_attention, _without_dropout(rope_attention_ref),
+    args={
+        "x": FIRST, "weight": MATRIX, "bias": OPERAND,
+        **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
+    },
+    options={
+        "num_heads": Option("count"), **ROPE.options, "scale": SCALE,
+        "dropout_p": Option("probability below 1"),
+    },
+    settings=lambda s: dict(num_heads=s.H, prefix_tokens=s.prefix, norm=s.norm),
+    shapes=_rope_attention_shapes,
+    tiny=dict(B=1, T=5, H=2, D=8, C=16, R=6, prefix=1, lead=(), norm="layer_norm"),
+    at=lambda v: dict(**rope_at(v), C=v.C),
+    fuzz=_rope_attention_fuzz, fuzz_share=2,
+    check=lambda v: [
+        Example({**rope_at(v), "C": v.C}),
+        Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm"),
+    ],
+    configs=lambda large: [],  # the kernels of `attention` and `rope`
+)  # fmt: skip
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    # torch's CPU kernel for 16 bits refuses rows that overlap
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, *args, **options)
+
+
+def _sdpa_shapes(s: Any) -> dict[str, Shape]:
+    keys = (s.B, s.H, s.S, s.D)
+    shapes = dict(query=(s.B, s.H, s.T, s.D), key=keys, value=keys)
+    return shapes if s.mask is None else {**shapes, "attn_mask": s.mask}
+
+
+def _sdpa_check(v: Sizes) -> list[Example]:
+    sizes = dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H)
+    return [
+        Example({**sizes, "S": v.T + 5, "mask": None}, "S=T+5"),
+        Example({**sizes, "mask": (v.B, 1, v.T, v.T)}, "boolean mask", boolean=True),
+        Example({**sizes, "mask": (v.H, v.T, v.T)}, "additive mask"),
+    ]
+
+
+def _sdpa_configs(large: bool) -> list[Example]:
+    def each(T: int, S: int, D: int) -> list[Example]:
+        sizes = dict(B=1, H=2, T=T, S=S, D=D)
+        mask = (1, 1, T, S)
+        return [
+            sized({**sizes, "mask": None}),
+            sized({**sizes, "mask": mask}, "boolean", boolean=True),
+            sized({**sizes, "mask": mask}, "additive"),
+            sized({**sizes, "mask": None}, "causal", options=dict(is_causal=True)),
+        ]
+
+    return [*each(197, 261, 64), each(130, 197, 128)[1]] if large else each(37, 42, 32)
+
+
+def _sdpa_fuzz(pick: Pick) -> Mapping[str, Any]:
+    sizes: dict[str, Any] = _heads(pick)
+    T = sizes["T"]
+    sizes["S"] = pick(T, pick.up_to(24 if T > 64 else 70))
+    sizes |= dict(is_causal=pick(False, True), mask=None)
+    if not sizes["is_causal"] and pick(False, True):
+        whole = (sizes["B"], sizes["H"], T, sizes["S"])
+        sizes["mask"] = tuple(pick(n, n, 1) for n in whole)[pick(0, 2) :]
+    return sizes
+
+
+_MASKS = ("nested", "jagged")
+SDPA = Op(
+    scaled_dot_product_attention, _without_dropout(_sdpa), eager=F.scaled_dot_product_attention,
+    args={
+        "query": Arg(required=True, operand=True, accepts=_MASKS),
+        "key": Arg(required=True, operand=True, accepts=_MASKS),
+        "value": Arg(required=True, operand=True, accepts=("wider", *_MASKS)),
+        "attn_mask": Arg("mask", grad=False, usual=False, accepts=("bool", "scalar", *_MASKS)),
+    },
+    options={
+        "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": SCALE,
+        "enable_gqa": Option("flag"),
+    },
+    settings=lambda s: dict(is_causal=getattr(s, "is_causal", False)),
+    shapes=_sdpa_shapes,
+    tiny=dict(B=1, H=2, T=5, S=6, D=8, mask=(5, 6)),
+    at=lambda v: dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H, mask=None),
+    fuzz=_sdpa_fuzz, fuzz_share=4, check=_sdpa_check, configs=_sdpa_configs,
+)  # fmt: skip

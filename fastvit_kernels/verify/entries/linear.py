@@ -1,0 +1,122 @@
+"""linear and mlp: products with an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.common.activation import ACTIVATIONS
+from ...ops.linear import linear, linear_ref
+from ...ops.mlp import mlp, mlp_ref
+from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
+from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, with_epilogue
+
+
+def _linear_check(v: Sizes) -> list[Example]:
+    wide = dict(rows=(v.B, v.T), K=v.C, N=v.F)
+    plain = ("x", "weight", "bias")
+    return [
+        Example(wide, only=plain),
+        *(Example(wide, name, dict(activation=name), only=plain) for name in ACTIVATIONS),
+        Example({**wide, "K": v.F, "N": v.C}, "LayerScale, DropPath, residual"),
+    ]
+
+
+def _linear_configs(large: bool) -> list[Example]:
+    def gelu(rows: Shape, K: int, N: int) -> Example:
+        only = ("x", "weight", "bias")
+        return sized(
+            dict(rows=rows, K=K, N=N), "gelu", options=dict(activation="gelu"), only=only
+        )  # fmt: skip
+
+    def residual(rows: Shape, K: int, N: int) -> Example:
+        return sized(dict(rows=rows, K=K, N=N), "residual")
+
+    if not large:
+        return [gelu((2, 37), 72, 136), residual((2, 37), 136, 72)]
+    return [
+        *(gelu((8, 197), K, N) for K, N in ((768, 3072), (200, 328))),
+        *(residual((8, 197), K, N) for K, N in ((768, 768), (328, 200))),
+        *(gelu((1, T), 192, 768) for T in (1, 50)),
+    ]
+
+
+def _linear_fuzz(pick: Pick) -> Mapping[str, Any]:
+    K, N = pick.up_to(260), pick.up_to(260)
+    return dict(rows=pick.rows(min(600, 2_000_000 // (K * N)), none=True), K=K, N=N)
+
+
+LINEAR = Op(
+    linear, linear_ref,
+    args={"x": FIRST, "weight": MATRIX, "bias": OPERAND, **EPILOGUE},
+    options={"activation": Option("activation or None", (None, *ACTIVATIONS))},
+    shapes=lambda s: with_epilogue(
+        dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s.rows, s.N
+    ),
+    tiny=dict(rows=(2, 3), K=8, N=4),
+    at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
+    fuzz=_linear_fuzz, fuzz_share=4, check=_linear_check, configs=_linear_configs,
+    eager=lambda x, weight, bias, residual: residual + F.linear(x, weight, bias),
+)  # fmt: skip
+
+
+def _mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
+    return mlp_ref(**inputs)
+
+
+def _eager_mlp(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor,
+    residual: Tensor,
+) -> Tensor:  # fmt: skip
+    hidden = F.gelu(F.linear(x, fc1_weight, fc1_bias))
+    return residual + F.linear(hidden, fc2_weight, fc2_bias)
+
+
+def _mlp_configs(large: bool) -> list[Example]:
+    def both(rows: Shape, C: int, hidden: int) -> list[Example]:
+        sizes = dict(rows=rows, C=C, F=hidden, N=C)
+        return [sized(sizes), sized(sizes, "stored", options=dict(recompute=False))]
+
+    def inference(rows: Shape, C: int, hidden: int) -> Example:
+        """Where the hidden activations need not be kept."""
+        return sized(dict(rows=rows, C=C, F=hidden, N=C), "inference", inference=True)
+
+    if not large:
+        return [*both((2, 19), 40, 72), inference((2, 19), 40, 72), inference((1, 50), 192, 80)]
+    trained = [example for C in (96, 192, 768) for example in both((8, 197), C, 4 * C)]
+    return [*trained, *(inference((3, 197), C, 4 * C) for C in (64, 100, 192, 256))]
+
+
+def _mlp_fuzz(pick: Pick) -> Mapping[str, Any]:
+    C, hidden, N = (pick.up_to(130) for _ in range(3))
+    rows = pick.rows(max(1, min(600, 1_500_000 // (hidden * (C + N)))))
+    return dict(rows=rows, C=C, F=hidden, N=N)
+
+
+MLP = Op(
+    mlp, _mlp,
+    args={
+        "x": FIRST, "fc1_weight": MATRIX, "fc1_bias": OPERAND, "fc2_weight": MATRIX,
+        "fc2_bias": OPERAND, **EPILOGUE,
+    },
+    options={
+        "activation": Option("activation", tuple(ACTIVATIONS)),
+        "recompute": Option("flag", (False, True)),
+    },
+    shapes=lambda s: with_epilogue(
+        dict(
+            x=(*s.rows, s.C), fc1_weight=(s.F, s.C), fc1_bias=(s.F,), fc2_weight=(s.N, s.F),
+            fc2_bias=(s.N,),
+        ), s.rows, s.N,
+    ),
+    tiny=dict(rows=(2, 3), C=8, F=6, N=4),
+    at=lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C),
+    fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs, eager=_eager_mlp,
+    check=lambda v: [
+        Example(sizes := dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
+        Example(sizes, "stored", dict(recompute=False)),
+    ],
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""layer_norm and rms_norm, and the variants that hand their input on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
+from ...ops.rms_norm import rms_norm, rms_norm_and_input, rms_norm_ref
+from ...runtime.arguments import autocast_dtype
+from ..op import Arg, Example, Op, Option, Pick, padded, sized
+
+
+def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
+    """What the specification of a norm is asked for."""
+    if x.dtype is torch.float64:
+        return None  # the oracle rounds nothing
+    widens = out_dtype is None and autocast_dtype(x) is not None
+    return torch.float32 if widens else out_dtype
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype))
+
+
+def _layer_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _layer_norm(x, *args, **options), x.view_as(x)
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype))
+
+
+def _rms_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _rms_norm(x, *args, **options), x.view_as(x)
+
+
+def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
+    C = pick(pick.up_to(600), pick.up_to(600), 768, 1000, 1025, 2049)
+    return dict(rows=pick.rows(60_000 // (C + 40), none=True), C=C)
+
+
+def _norm_configs(large: bool) -> list[Example]:
+    found = []
+    for C in (60, 96, 200, 384, 768, 1280, 3000, *((8192,) if large else ())):
+        sizes = dict(rows=(8 * 197 + 3 if large else 5,), C=C)
+        strided = C % 128 == 0
+        found.append(
+            sized(sizes, "strided", strided=padded(8)) if strided else sized(sizes)
+        )  # fmt: skip
+    return found
+
+
+_NORM: dict[str, Any] = dict(
+    args={"x": Arg(required=True), "weight": Arg(), "bias": Arg()},
+    options={
+        "eps": Option("eps", (1e-6, 1e-5, 1e-12)),
+        "out_dtype": Option("dtype", (torch.float32, torch.float16, torch.bfloat16)),
+    },
+    shapes=lambda s: dict(x=(*s.rows, s.C), weight=(s.C,), bias=(s.C,)),
+    tiny=dict(rows=(2, 3), C=8),
+    at=lambda v: dict(rows=(v.B, v.T), C=v.C),
+    fuzz=_norm_fuzz,
+    fuzz_autocast=(None, "bf16"),
+    check=lambda v: [Example(dict(rows=(v.B, v.T), C=v.C))],
+)  # fmt: skip
+LAYER_NORM = Op(
+    layer_norm, _layer_norm, configs=lambda large: [],
+    eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), **_NORM,
+)  # fmt: skip
+# The same kernels, and a second gradient: it reaches the configs of both.
+LAYER_NORM_AND_INPUT = Op(
+    layer_norm_and_input, _layer_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
+    **_NORM,
+)  # fmt: skip
+_RMS: dict[str, Any] = {
+    **_NORM,
+    "args": {"x": Arg(required=True), "weight": Arg()},
+    "shapes": lambda s: dict(x=(*s.rows, s.C), weight=(s.C,)),
+}
+RMS_NORM = Op(
+    rms_norm, _rms_norm, configs=lambda large: [],
+    eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), **_RMS,
+)  # fmt: skip
+RMS_NORM_AND_INPUT = Op(
+    rms_norm_and_input, _rms_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x), **_RMS,
+)  # fmt: skip
