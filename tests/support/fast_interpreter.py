@@ -65,7 +65,8 @@ def block_new(cls: Any, element_ty: Any, shape: Any) -> Any:
     """One block type for each element type and shape, named and checked once."""
     assert isinstance(shape, (list, core.tuple))
     sizes = tuple([x.value if x.__class__ is core.constexpr else x for x in shape])
-    key = element_ty.__class__, element_ty.name, getattr(element_ty, "address_space", 0), sizes
+    space = getattr(element_ty, "address_space", 0)
+    key = element_ty.__class__, element_ty.name, space, sizes, *map(type, sizes)
     known = _blocks.get(key)
     if known is None:
         known = object.__new__(cls)

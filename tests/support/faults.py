@@ -903,11 +903,6 @@ HOSTS = [
         "rope = rope[None]", "pass",
     ),
     Fault(
-        "rope-structure-order", "swap/hosts/structure/attention.py", "turn_by",
-        "sines taken for cosines", "cos, sin = (two, one) if", "sin, cos = (two, one) if",
-        only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
-    ),
-    Fault(
         "rope-structure-axes", "swap/hosts/structure/attention.py", "turn_by",
         "tables by head taken by sample", "one.ndim != 2", "one.ndim < 2",
         only=("swap/test_rope_hosts.py::test_other_tables_are_the_hosts_to_read",),

@@ -104,14 +104,27 @@ def test_learnt_tables_get_their_gradient_from_pytorch(monkeypatch):
         report = swap_in(copy.deepcopy(model))
         assert report.level == "block" and list(report.pytorch) == ["RoPE, its frequencies learnt"]
         assert difference(model, inputs) == ""
-        model.rope.requires_grad_(False)
-        swapped = copy.deepcopy(model)
+        learning, swapped = copy.deepcopy(model), copy.deepcopy(model)
+        swap_in(learning)
+        swapped.rope.requires_grad_(False)
         report = swap_in(swapped)
     assert report.pytorch == {}
     taken = rotations(monkeypatch)
+    learning(inputs)
+    assert taken == []
     host, ours = model(inputs), swapped(inputs)
     assert [tuple(t.shape) for t in taken] == [(1, 2, 9, 32)] * 2  # one of each head
     torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_of_heads_keep_their_eps():
+    model, inputs = small("qk_norm")
+    for block in model.blocks:
+        block.attn.q_norm.eps = block.attn.k_norm.eps = 0.1
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block" and report.pytorch == {}, str(report)
+        assert difference(model, inputs) == ""
 
 
 def test_tables_of_each_sample(monkeypatch):
