@@ -44,7 +44,7 @@ def best_of_autotuned(trace: Trace) -> Iterator[None]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
-        found, calls, refused = [], len(trace.library_calls), None
+        found, calls, refused = [], len(trace.torch_calls), None
         for config in self.prune_configs(kwargs):
             options = config.all_kwargs()
             if config.pre_hook is not None:
@@ -56,14 +56,14 @@ def best_of_autotuned(trace: Trace) -> Iterator[None]:
                 continue
             launch = trace.launches.pop()
             if launch.kernel.shared <= launch.kernel.shared_limit:
-                us, own = timed(launch).modelled.us, trace.library_calls[calls:]
+                us, own = timed(launch).modelled.us, trace.torch_calls[calls:]
                 found.append((us, len(found), launch, own))
-            del trace.library_calls[calls:]
+            del trace.torch_calls[calls:]
         if not found:
             raise refused or CompileError("no config fits")
         _, _, launch, own = min(found)
         trace.launches.append(launch)
-        trace.library_calls += own
+        trace.torch_calls += own
 
     with mock.patch.object(Autotuner, "run", run):
         yield

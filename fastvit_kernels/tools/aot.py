@@ -130,7 +130,7 @@ class Trace:
     """What a step would launch, in order."""
 
     launches: list[Launch] = field(default_factory=list)
-    library_calls: list[LibraryCall] = field(default_factory=list)
+    torch_calls: list[LibraryCall] = field(default_factory=list)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -188,7 +188,7 @@ class _RunLaunchers(TorchDispatchMode):
         if func.namespace != "fastvit_kernels":
             result = func(*args, **(kwargs or {}))
             if (call := _library_call(func, args, result)) is not None:
-                self.trace.library_calls.append(call)
+                self.trace.torch_calls.append(call)
             return result
         with self:  # launchers may call operators
             return LAUNCHERS[func._opname](*args, **(kwargs or {}))

@@ -82,7 +82,7 @@ def library_time(call: LibraryCall, roof: Roof) -> float:
 def trace_time(trace: Trace, arch: str) -> tuple[float, list[Timed]]:
     """Modelled microseconds of a whole trace, and its launches."""
     launches = [timed(launch) for launch in trace.launches]
-    library = sum(library_time(call, ROOFS[arch]) for call in trace.library_calls)
+    library = sum(library_time(call, ROOFS[arch]) for call in trace.torch_calls)
     return library + sum(one.modelled.us for one in launches), launches
 
 

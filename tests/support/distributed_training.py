@@ -25,11 +25,11 @@ import torch._dynamo  # the first step of an optimizer asks for it
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
+from small_training import shrink
 
-from fastvit_kernels.commands import cli, train
-from fastvit_kernels.commands.training import data, sharded
+from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.training import run as training
-from fastvit_kernels.commands.training.settings import DIGITS_VIT
+from fastvit_kernels.commands.training import sharded
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 START = ["--epochs", "2", "--batch", "64", "--no-check", "--device", "cpu", "--backend", "torch"]
@@ -128,16 +128,7 @@ def run(out: Path, world: int, words: list[str], dying: int | None, where: str) 
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    torch.set_num_threads(1)
-    DIGITS_VIT["depth"] = 2
-    full = data.load_digits(8, 0.2, 0)
-    few = data.Dataset(
-        data.Split(full.train.images[:203], full.train.labels[:203]),
-        data.Split(full.held_out.images[:41], full.held_out.labels[:41]),
-        full.classes,
-    )
-    data.load_digits = lambda *_: few
-    train.write_report = lambda *_: None  # the pictures take longer than the training
+    shrink(203, 41)
     for name in names:
         statuses = [run(folder / name, *start) for start in SCENARIOS[name]]
         print(name, statuses, flush=True)

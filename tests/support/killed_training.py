@@ -23,11 +23,11 @@ import rich.progress
 import rich.table
 import torch
 import torch._dynamo  # the first step of an optimizer asks for it
+from small_training import shrink
 
-from fastvit_kernels.commands import cli, train
-from fastvit_kernels.commands.training import checkpoint, data
+from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.training import checkpoint
 from fastvit_kernels.commands.training import run as training
-from fastvit_kernels.commands.training.settings import DIGITS_VIT
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 EPOCHS = 2
@@ -124,16 +124,7 @@ def run(folder: Path, moment: str, count: int) -> int:
 
 def main() -> None:
     folder, moments = Path(sys.argv[1]), sys.argv[2:]
-    torch.set_num_threads(1)
-    DIGITS_VIT["depth"] = 2
-    full = data.load_digits(8, 0.2, 0)
-    few = data.Dataset(
-        data.Split(full.train.images[:200], full.train.labels[:200]),
-        data.Split(full.held_out.images[:40], full.held_out.labels[:40]),
-        full.classes,
-    )
-    data.load_digits = lambda *_: few
-    train.write_report = lambda *_: None  # the pictures take longer than the training
+    shrink(200, 40)
     for moment in moments:
         statuses = []
         for count in range(20):

@@ -91,13 +91,16 @@ def ran(monkeypatch):
     return names
 
 
+def assert_block_level(report):
+    assert report.level == "block", str(report)
+    assert report.fused_flops >= 0.9 * report.flops > 0, str(report)
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_block_of_another_repository_runs_fused(name, ran):
     module = made(name).double()
     host = copy.deepcopy(module)
-    report = swap_in(module)
-    assert report.level == "block", str(report)
-    assert report.fused_flops >= 0.9 * report.flops > 0, str(report)
+    assert_block_level(swap_in(module))
     ran.clear()
     for training in (True, False):
         quiet(host)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numerics import DEVICE
 from outside import dino, positions
-from test_recognise import assert_same, ran  # noqa: F401
+from test_recognise import assert_block_level, assert_same, ran  # noqa: F401
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
@@ -60,9 +60,7 @@ def test_a_block_with_positions_runs_fused(name, ran):  # noqa: F811
     make, shape = HOSTS[name]
     module = made(make).double()
     host = copy.deepcopy(module)
-    report = swap_in(module)
-    assert report.level == "block", str(report)
-    assert report.fused_flops >= 0.9 * report.flops > 0, str(report)
+    assert_block_level(swap_in(module))
     ran.clear()
     for training in (True, False):
         assert_same(step(module, shape, training), step(host, shape, training), 1e-9)
