@@ -23,8 +23,16 @@ TESTS = {  # by file of the package
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
     "swap/facts.py": ("swap/test_prove.py", "swap/test_swap_changes.py"),
-    "swap/hosts/branch.py": ("swap/test_swap.py", "swap/test_prove.py"),
-    "swap/hosts/fused.py": ("swap/test_swap.py", "swap/test_prove.py"),
+    "swap/hosts/branch.py": (
+        "swap/test_swap.py",
+        "swap/test_swap_respects.py",
+        "swap/test_prove.py",
+    ),
+    "swap/hosts/fused.py": (
+        "swap/test_swap.py",
+        "swap/test_swap_respects.py",
+        "swap/test_prove.py",
+    ),
     "swap/hosts/attend.py": ROPE_HOSTS,
     "swap/hosts/parts.py": ROPE_HOSTS,
     "swap/hosts/rotary.py": ROPE_HOSTS,
@@ -996,7 +1004,7 @@ HOSTS = [
     Fault(
         "swap-arguments", "swap/hosts/fused.py", "fused_given", "arguments are not looked at",
         "if value is not defaults[name]:", "if False:",
-        only=("swap/test_swap.py::test_masks_and_causality_are_respected",),
+        only=("swap/test_swap_respects.py::test_masks_and_causality_are_respected",),
     ),
 ]  # fmt: skip
 
