@@ -310,6 +310,9 @@ def _rows() -> list[Bad]:
         "weight")  # fmt: skip
     for op in ("attention", "qkv_attention"):
         add(op, "scale", torch.tensor(1.0), TypeError, "must be a number, got Tensor")
+    for shape in ((4, 5), (3, 5, 5), (2, 2, 5, 5), (1, 1, 1, 5, 5)):
+        add("attention", "attn_mask", shape, ValueError,
+            r"must broadcast to \(1, 2, 5, 5\), or its first axis must divide 1, got")  # fmt: skip
     sdpa = "scaled_dot_product_attention"
     for argument in ("query", "key", "value"):
         add(sdpa, argument, (8,), ValueError, r"must have axes \(..., T, D\), got \(8,\)")

@@ -837,7 +837,7 @@ BACKWARD = [
         only=("ops/test_attention_configs.py::test_no_loop_is_empty",),
     ),
     Fault(
-        "attention-saved-rows", "ops/attention/launch.py", "_padded_rows",
+        "attention-saved-rows", "ops/attention/launch.py", "padded_rows",
         "rows of lse taken to be padded whatever unpacked them",
         "lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end", "True",
     ),

@@ -85,7 +85,7 @@ def _spec(draw: Draw, arg: Arg, shape: Shape, operand: Callable[[], str]) -> Spe
     if arg.kind == "mask":
         dtype = draw(st.sampled_from(["bool", operand()]))
     scale = fan_in(shape) ** -0.5 if arg.kind == "matrix" else 1.0
-    grad = arg.grad and draw(st.booleans())
+    grad = arg.grad and dtype != "bool" and draw(st.booleans())
     return Spec(shape, dtype, draw(_layout(len(shape))), grad, scale)
 
 

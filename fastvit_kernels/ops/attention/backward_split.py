@@ -109,7 +109,7 @@ def _attention_bwd_dq_kernel(
     H, T_q, T_kv, stride_dq_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
-    stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
+    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
@@ -123,7 +123,9 @@ def _attention_bwd_dq_kernel(
     FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
     mask, dropout = (), ()
     if MASK != "none":
-        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+        mask = Mask(
+            mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
+        )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
     scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)
@@ -210,7 +212,7 @@ def _attention_bwd_dkdv_kernel(
     H, T_q, T_kv, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
-    stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
+    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
@@ -224,7 +226,9 @@ def _attention_bwd_dkdv_kernel(
     FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
     mask, dropout = (), ()
     if MASK != "none":
-        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+        mask = Mask(
+            mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
+        )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
     scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)

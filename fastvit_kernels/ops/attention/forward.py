@@ -140,7 +140,7 @@ def _attention_fwd_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, num_heads, H, T_q, T_kv,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
-    stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
+    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
@@ -152,7 +152,9 @@ def _attention_fwd_kernel(
     v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)
     mask, dropout = (), ()
     if MASK != "none":
-        mask = Mask(mask_ptr, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv)
+        mask = Mask(
+            mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
+        )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
     scores = Scores(T_q, T_kv, scale, mask, dropout, 0)

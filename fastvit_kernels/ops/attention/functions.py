@@ -40,15 +40,27 @@ from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
 from .launch import bias_partials, empty_rows, launch_bwd, launch_fwd, readable
+from .masked import as_four_axes, check_mask, unsupported_mask
 
 # Torch's own: F's attribute of this name may be ours by now, as a drop-in.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def attention_ref(qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+def attention_ref(
+    qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0,
+    attn_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The specification of `attention`: torch's own, on the three views of qkv."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    out = torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale)
+    if attn_mask is None:
+        return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
+    mask = as_four_axes(attn_mask)
+    mask = mask if mask.dtype is torch.bool else mask.to(qkv.dtype)
+    if len(mask) in (1, len(q)):
+        out = torch_sdpa(q, k, v, mask, dropout_p, scale=scale)
+    else:
+        q, k, v = (x.unflatten(0, (-1, len(mask))) for x in (q, k, v))
+        out = torch_sdpa(q, k, v, mask, dropout_p, scale=scale).flatten(0, 1)
     return out.transpose(1, 2)
 
 
@@ -330,7 +342,9 @@ def unsupported_scale(scale: float) -> str | None:
 
 
 @decide_once
-def _decide(qkv: Tensor, scale: float | None, dropout_p: float, ops: Routed) -> AttentionDecision:
+def _decide(
+    qkv: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float, ops: Routed
+) -> AttentionDecision:
     """Check the arguments of `attention`; what runs, and how."""
     check_tensor("attention", "qkv", qkv, ndim=5)
     if qkv.shape[2] != 3:
@@ -339,9 +353,11 @@ def _decide(qkv: Tensor, scale: float | None, dropout_p: float, ops: Routed) -> 
     check_dropout("attention", dropout_p)
     scale = default_scale(qkv.shape[4]) if scale is None else scale
     check_number("attention", "scale", scale)
+    check_mask(attn_mask, qkv)
     dtype = autocast_dtype(qkv) or qkv.dtype
+    unsupported = unsupported_scale(scale) or unsupported_mask(attn_mask)
     return AttentionDecision(
-        route("attention", ops, unsupported_scale(scale), qkv), needs_gradient(qkv),
+        route("attention", ops, unsupported, qkv, attn_mask), needs_gradient(qkv, attn_mask),
         dtype, qkv.dtype != dtype, scale, dropout_p,
     )  # fmt: skip
 
@@ -375,31 +391,45 @@ def _decide_qkv(
     )  # fmt: skip
 
 
-def attention(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+def attention(
+    qkv: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
     """Bidirectional softmax attention on packed QKV.
 
-    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h].k[b,s,h]) v[b,s,h]
+    out[b,t,h] = sum_s softmax_s(scale * q[b,t,h].k[b,s,h] + attn_mask[b,h,t,s]) v[b,s,h]
 
     Args:
         qkv: (B, T, 3, H, D), fp16, bf16 or fp32, read by its strides (a last axis that is not
             contiguous is copied). D a multiple of 8 up to 256. Under autocast, autocast's dtype.
+        attn_mask: broadcasts to (B, H, T, T), boolean (True is seen) or added to the scores, of any
+            dtype, then perhaps with a gradient. Its first axis may also be a divisor W of B, as
+            for W windows of an image: sample b has attn_mask[b % W].
         scale: multiplies the scores, dimensionless. Default D**-0.5.
         dropout_p: probability of dropping a softmax probability; the rest is divided by
             1 - dropout_p. The mask comes from torch's generator on qkv's device.
     Returns:
         (B, T, H, D), contiguous, dtype of qkv.
     Precision: scores, softmax and accumulators fp32; P is cast to qkv.dtype before P V.
-    Saved: qkv, out, lse (B, H, T) fp32, log2 units.
+    Saved: qkv, attn_mask, out, lse (B, H, T) fp32, log2 units.
     Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """
-    decision = _decide(qkv, scale, dropout_p)
+    decision = _decide(qkv, attn_mask, scale, dropout_p)
     ops, needs_gradient, dtype, casts, scale_, _ = decision
     if ops is None:
-        return attention_ref(qkv, scale, dropout_p)
+        return attention_ref(qkv, scale, dropout_p, attn_mask)
     if casts:
         qkv = qkv.to(dtype)
     seed = draw_seed(qkv.device) if dropout_p > 0 else None
+    if attn_mask is not None:
+        attn_mask = as_four_axes(attn_mask)
+        if not needs_gradient:
+            return ops.masked_attention_fwd(qkv, attn_mask, seed, scale_, dropout_p)[0]
+        return ops.MaskedAttentionFunction(qkv, attn_mask, seed, decision)
     if not needs_gradient:
         return ops.attention_fwd(qkv, seed, scale_, dropout_p)[0]
     return ops.AttentionFunction(qkv, seed, decision)

@@ -154,19 +154,20 @@ def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
     return BwdLaunch(Launch(grid, (B * H, H, T_q, T_kv), options | problem.flags()), None)
 
 
-def _dropout_arguments(dropout_p: float) -> tuple[int, float]:
+def dropout_arguments(dropout_p: float) -> tuple[int, float]:
     """Keep where 31 random bits are at least the first number; then scale by the second."""
     return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
 
 
-def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
-    """(B, H, T_q, T_kv) in any strides -> pointer and strides."""
+def mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """(batch, H, T_q, T_kv) in any strides, or 1 of any -> pointer, batch and strides."""
     if mask is None:
-        return None, (0, 0, 0, 0)
-    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), mask.stride()
+        return None, (1, 0, 0, 0, 0)
+    strides = [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), (len(mask), *strides)
 
 
-def _problem(
+def problem_of(
     q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
 ) -> tuple[Any, ...]:
     """The fields of configs.Problem."""
@@ -192,7 +193,7 @@ def empty_rows(q: Tensor) -> Tensor:
     return rows if length == T else rows.narrow(2, 0, T)
 
 
-def _padded_rows(lse: Tensor) -> Tensor:
+def padded_rows(lse: Tensor) -> Tensor:
     """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
     B, H, T = lse.shape
     length = -(-T // ROW_PAD) * ROW_PAD
@@ -206,12 +207,12 @@ def launch_fwd(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
 ) -> None:  # fmt: skip
-    launch = fwd_launch(*_problem(q, k, mask, seed, is_causal))
-    mask, mask_strides = _mask_arguments(mask)
+    launch = fwd_launch(*problem_of(q, k, mask, seed, is_causal))
+    mask, mask_strides = mask_arguments(mask)
     with device_guard(q):
         _attention_fwd_kernel[launch.grid](
             out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
-            *mask_strides, scale, *_dropout_arguments(dropout_p), **launch.options,
+            *mask_strides, scale, *dropout_arguments(dropout_p), **launch.options,
         )  # fmt: skip
 
 
@@ -220,7 +221,7 @@ def bias_partials(q: Tensor, has_dropout: bool) -> int:
     each part of a sample's queries in one pass. In the dq kernel they would halve the warps."""
     if has_dropout:
         return 0
-    one_pass, _ = bwd_launch(*_problem(q, q, None, None, False))
+    one_pass, _ = bwd_launch(*problem_of(q, q, None, None, False))
     if one_pass is None:
         return 0
     return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
@@ -230,17 +231,19 @@ def launch_bwd(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     is_causal: bool, dbias: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
+
+    Returns delta (B, H, T_q) fp32 in padded rows, None in one pass, which no mask takes.
 
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
     """
-    one_pass, split = bwd_launch(*_problem(q, k, mask, seed, is_causal))
+    one_pass, split = bwd_launch(*problem_of(q, k, mask, seed, is_causal))
     assert dbias is None or (mask is None and seed is None and one_pass is not None)
-    lse = _padded_rows(lse)
+    lse = padded_rows(lse)
     strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
-    scalars = (scale, *_dropout_arguments(dropout_p))
+    scalars = (scale, *dropout_arguments(dropout_p))
     if one_pass is not None:
         with device_guard(q):
             _attention_bwd_one_pass_kernel[one_pass.grid](
@@ -248,10 +251,10 @@ def launch_bwd(
                 dq.stride(1), dk.stride(1), *strides, *scalars, HAS_DBIAS=dbias is not None,
                 **one_pass.options,
             )  # fmt: skip
-        return
+        return None
     assert split is not None
     for_dq, for_dkdv = split
-    mask, mask_strides = _mask_arguments(mask)
+    mask, mask_strides = mask_arguments(mask)
     delta = empty_rows(q)
     with device_guard(q):
         _attention_bwd_dq_kernel[for_dq.grid](
@@ -262,6 +265,7 @@ def launch_bwd(
             dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
             dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
         )  # fmt: skip
+    return delta
 
 
 @functools.lru_cache(maxsize=1024)

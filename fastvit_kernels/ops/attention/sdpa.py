@@ -24,9 +24,11 @@ from ...runtime.arguments import (
 )
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
+from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, torch_sdpa, unsupported_scale
 from .launch import empty_rows, launch_bwd, launch_fwd, readable
+from .masked import as_four_axes, unsupported_mask
 
 
 def _empty_fwd(
@@ -90,6 +92,39 @@ def sdpa_bwd(
     return dq, dk, dv
 
 
+def _empty_and_mask_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor,
+    seed: Tensor | None, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, False)
+    return *grads, mask.new_empty(mask.shape)
+
+
+def _flops_and_mask_bwd(dout, q, k, *_, **__):
+    return 14 * math.prod(q) * k[2]  # the scores and dp once more
+
+
+@operator(fake=_empty_and_mask_bwd, flops=_flops_and_mask_bwd)
+def sdpa_and_mask_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor,
+    seed: Tensor | None, scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
+    dq, dk, dv, dmask = _empty_and_mask_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p)
+    if out.numel():
+        dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        delta = launch_bwd(
+            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
+            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p, False,
+        )  # fmt: skip
+        assert delta is not None
+        launch_bias_grad(dmask, dout, q, k, v, lse, delta, mask, seed, scale, dropout_p)
+    else:
+        for grad in (dk, dv, dmask):
+            grad.zero_()
+    return dq, dk, dv, dmask
+
+
 class SdpaDecision(NamedTuple):
     """What `_decide` found for a kind of call."""
 
@@ -103,7 +138,7 @@ class SdpaDecision(NamedTuple):
 
 @differentiable
 class SdpaFunction(torch.autograd.Function):
-    """q, k, v -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
+    """q, k, v, mask -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, seed, decision):
@@ -115,11 +150,11 @@ class SdpaFunction(torch.autograd.Function):
     @staticmethod
     @first_order("sdpa")
     def backward(ctx, dout):
-        decision = ctx.decision
-        dq, dk, dv = ops_for(decision.ops, dout).sdpa_bwd(
-            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, decision.is_causal
-        )
-        return dq, dk, dv, None, None, None
+        decision, ops = ctx.decision, ops_for(ctx.decision.ops, dout)
+        arguments = dout, *ctx.saved_tensors, decision.scale, decision.dropout_p
+        if ctx.needs_input_grad[3]:
+            return *ops.sdpa_and_mask_bwd(*arguments), None, None
+        return *ops.sdpa_bwd(*arguments, decision.is_causal), None, None, None
 
 
 def _forward(
@@ -231,9 +266,7 @@ def _unsupported(
         return f"dropout_p must be in [0, 1), got {dropout_p}"
     if attn_mask is not None and is_causal:
         return "attn_mask and is_causal are both given"  # some of torch's backends add the two
-    if attn_mask is not None and attn_mask.requires_grad:
-        return "attn_mask needs a gradient"
-    return None
+    return unsupported_mask(attn_mask)
 
 
 @decide_once
@@ -250,7 +283,7 @@ def _decide(
         unsupported = unsupported_scale(scale_)
     return SdpaDecision(
         route(OP, ops, unsupported, query, key, value, attn_mask),
-        needs_gradient(query, key, value), autocast_dtype(query) or query.dtype,
+        needs_gradient(query, key, value, attn_mask), autocast_dtype(query) or query.dtype,
         scale_, dropout_p, is_causal,
     )  # fmt: skip
 
@@ -271,8 +304,8 @@ def scaled_dot_product_attention(
         query: (B, H, T_q, D), fp16, bf16 or fp32, any strides (a last axis that is not contiguous
             is copied).
         key, value: (B, H, T_kv, D).
-        attn_mask: broadcasts to (B, H, T_q, T_kv); boolean (True is seen) or added to the scores.
-            A query that sees no key gives zeros, as in torch.
+        attn_mask: broadcasts to (B, H, T_q, T_kv); boolean (True is seen) or added to the scores,
+            then perhaps with a gradient. A query that sees no key gives zeros, as in torch.
         dropout_p: as for `attention`. Note that, as in torch, it applies whatever the mode is.
         is_causal: query i sees keys 0..i.
         scale: multiplies the scores, dimensionless. Default D**-0.5.
@@ -282,9 +315,9 @@ def scaled_dot_product_attention(
     Precision: scores, softmax and accumulators fp32; P is cast to the input dtype before P V.
     Saved: query, key, value, attn_mask, out, lse (B, H, T_q) fp32, log2 units.
     Raises: ValueError, such as "scaled_dot_product_attention: key must have the D of query, 64, got
-        32"; TypeError. Whatever the kernels cannot do and torch can (a mask that needs a gradient
-        or comes with is_causal, fewer heads of key than of query, D not a multiple of 8, other
-        ranks, nested tensors) takes torch's path.
+        32"; TypeError. Whatever the kernels cannot do and torch can (a mask beside
+        is_causal, one alike for all keys that needs a gradient, fewer heads of key than of query,
+        D not a multiple of 8, other ranks, nested tensors) takes torch's path.
     Specification: torch.nn.functional.scaled_dot_product_attention.
     """
     if isinstance(scale, Tensor):
@@ -296,7 +329,7 @@ def scaled_dot_product_attention(
         )
     q, k, v = (as_dtype(x, decision.dtype) for x in (query, key, value))
     if attn_mask is not None:
-        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+        attn_mask = as_four_axes(attn_mask)
     seed = draw_seed(q.device) if dropout_p > 0 else None
     if not decision.needs_gradient:
         return _forward(q, k, v, attn_mask, seed, decision)[0]

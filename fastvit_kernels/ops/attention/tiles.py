@@ -52,9 +52,13 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A mask (B, H, T_q, T_kv), or with its first strides spent that of one head."""
+    """A mask (batch, H, T_q, T_kv), or with its first strides spent that of one head.
+
+    Sample b has entry b % batch: 1 for all samples alike, or the windows of an image, one by one.
+    """
 
     ptr: Any
+    batch: Any
     stride_b: Any
     stride_h: Any
     stride_q: Any
@@ -115,8 +119,8 @@ def head_scores(scores, b, h, head, FORM: tl.constexpr):
     """The scores of one head of a call."""
     mask = scores.mask
     if FORM.MASK != "none":
-        first = mask.ptr + (b * mask.stride_b + h * mask.stride_h)
-        mask = Mask(first, 0, 0, mask.stride_q, mask.stride_kv)
+        first = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)
+        mask = Mask(first, 1, 0, 0, mask.stride_q, mask.stride_kv)
     return Scores(scores.T_q, scores.T_kv, scores.scale, mask, scores.dropout, head)
 
 

@@ -21,6 +21,23 @@ def _without_dropout(function: Any) -> Any:
     return lambda *args, dropout_p=0.0, **kwargs: function(*args, **kwargs)
 
 
+def _attention_shapes(s: Any) -> dict[str, Shape]:
+    shapes = dict(qkv=(s.B, s.T, 3, s.H, s.D))
+    mask = getattr(s, "mask", None)
+    return shapes if mask is None else {**shapes, "attn_mask": mask}
+
+
+def _attention_fuzz(pick: Pick) -> Mapping[str, Any]:
+    sizes: dict[str, Any] = _heads(pick)
+    if pick(False, False, True):
+        B, H, T = sizes["B"], sizes["H"], sizes["T"]
+        windows = pick(*(n for n in range(1, B + 1) if B % n == 0)) if B else 0
+        sizes["mask"] = (windows, pick(H, 1), pick(T, T, 1), pick(T, T, T, 1))[pick(0, 0, 1) :]
+        if len(sizes["mask"]) == 3 and pick(False, True):
+            sizes["mask"] = sizes["mask"][1:]
+    return sizes
+
+
 def _attention_check(v: Sizes) -> list[Example]:
     rest = dict(B=v.B, T=v.T, H=v.H)
     one = dict(B=1, H=2, D=64)
@@ -28,6 +45,8 @@ def _attention_check(v: Sizes) -> list[Example]:
         *(Example({**rest, "D": D}, f"D={D}") for D in (32, 64, 72, 128)),
         Example({**one, "T": 1}, "T=1"),
         Example({**one, "T": 260}, "T=260"),  # past the one-pass backward
+        Example({**rest, "D": 32, "mask": (v.H, v.T, v.T)}, "learnt bias"),
+        Example({**rest, "D": 32, "mask": (v.B, 1, v.T, v.T)}, "mask of windows"),
     ]
 
 
@@ -70,12 +89,12 @@ def _heads(pick: Pick) -> dict[str, int]:
 
 ATTENTION = Op(
     attention, _without_dropout(attention_ref), eager=attention_ref,
-    args={"qkv": FIRST},
+    args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False, accepts=("wider", "bool", "scalar"))},
     options={"scale": SCALE, "dropout_p": Option("probability below 1")},
-    shapes=lambda s: dict(qkv=(s.B, s.T, 3, s.H, s.D)),
-    tiny=dict(B=1, T=5, H=2, D=8),
-    at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H),
-    fuzz=_heads, check=_attention_check, configs=_attention_configs,
+    shapes=_attention_shapes,
+    tiny=dict(B=1, T=5, H=2, D=8, mask=(2, 5, 5)),
+    at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, mask=None),
+    fuzz=_attention_fuzz, check=_attention_check, configs=_attention_configs,
 )  # fmt: skip
 
 QKV_ATTENTION = Op(
@@ -195,7 +214,7 @@ SDPA = Op(
         "query": Arg(required=True, operand=True, accepts=_MASKS),
         "key": Arg(required=True, operand=True, accepts=_MASKS),
         "value": Arg(required=True, operand=True, accepts=("wider", *_MASKS)),
-        "attn_mask": Arg("mask", grad=False, usual=False, accepts=("bool", "scalar", *_MASKS)),
+        "attn_mask": Arg("mask", usual=False, accepts=("bool", "scalar", *_MASKS)),
     },
     options={
         "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": SCALE,

@@ -1,0 +1,243 @@
+"""The gradient of an additive mask, such as a table of relative positions that is learnt.
+
+    dbias[q, kv] = sum of ds = p * (dp - delta)  over all samples and heads that share the bias
+
+A program owns one tile of (queries, keys) of one bias and walks the heads that share it: q, k, v
+and dout come by, p is rebuilt from lse, and the bias itself is read once. It sums in fp32 in a
+fixed order and nothing is atomic. Where there are fewer tiles than the GPU has room for, the heads
+are dealt to several programs, whose partials `column_sum` adds in order. Runs after the dq kernel,
+which makes delta. What it moves, beside the way through a ds in memory: docs/attention.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.backend import Gpu, device_guard
+from ...runtime.configs import ConfigTable, launch_plan
+from ...runtime.triton import tl, triton
+from ..common.reduction import column_sum
+from .configs import ITEMSIZE, MIN_TILE, split_head_dim
+from .launch import Problem, dropout_arguments, mask_arguments, padded_rows, problem_of
+from .tiles import (
+    HIDDEN,
+    Dropout,
+    Form,
+    Heads,
+    Scores,
+    dropout_keep,
+    fence_async,
+    head_rows,
+    keeps_invariants,
+    load_head,
+    padded,
+    probabilities,
+    product_over_d,
+    row_ptr,
+)
+
+PROGRAMS_PER_SM = 4  # tiles are dealt until there are as many
+MIN_SHARED = 4  # heads of a program, whose reads outweigh the partials that it leaves
+
+
+class BiasConfig(NamedTuple):
+    """Rows and columns of the bias that a program owns."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _added_tile(ptr, start_q, start_kv, stride_q, stride_kv, scores, shape: tl.constexpr):
+    """The bias in unscaled scores, as `mask_scores` adds it; -inf where there is no key."""
+    q_index = (start_q + tl.arange(0, shape[0]))[:, None]
+    kv_index = (start_kv + tl.arange(0, shape[1]))[None, :]
+    ptrs = ptr + (q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_kv)
+    seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
+    bias = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
+    finite = tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)
+    hidden = (bias == float("-inf")) | (kv_index >= scores.T_kv)
+    return tl.where(hidden, float("-inf"), finite)
+
+
+@triton.jit
+def _attention_bwd_bias_kernel(
+    dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
+    H, T_q, T_kv, bias_heads, num_shared, shared_heads, heads_per_program,
+    stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
+    stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
+    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
+    scale, threshold, keep_scale,
+    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
+):  # fmt: skip
+    # Tiles of a bias are neighbours: they walk the same heads, which stay in L2.
+    tiles_kv = tl.cdiv(T_kv, BLOCK_KV)
+    tiles = tl.cdiv(T_q, BLOCK_Q) * tiles_kv
+    tile = tl.program_id(0) % tiles
+    rest = tl.program_id(0) // tiles
+    bias = (rest % (mask_batch * bias_heads)).to(tl.int64)  # its number, b * bias_heads + h
+    part = rest // (mask_batch * bias_heads)
+    bias_b, bias_h = bias // bias_heads, bias % bias_heads
+    start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
+
+    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, "add", False, HAS_DROPOUT, FENCE)
+    dropout = ()
+    if HAS_DROPOUT:
+        dropout = Dropout(seed_ptr, threshold, keep_scale)
+    scores = Scores(T_q, T_kv, scale, (), dropout, 0)
+    mask_ptr += bias_b * stride_mask_b + bias_h * stride_mask_h
+    added = _added_tile(
+        mask_ptr, start_q, start_kv, stride_mask_q, stride_mask_kv, scores, (BLOCK_Q, BLOCK_KV)
+    )
+    offs_q = start_q + tl.arange(0, BLOCK_Q)
+    offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+    dbias = tl.zeros((BLOCK_Q, BLOCK_KV), dtype=tl.float32)
+
+    first = part * heads_per_program
+    last = tl.minimum(first + heads_per_program, num_shared)
+    tl.assume(first < last)
+    for i in tl.range(first, last, disable_licm=keeps_invariants()):
+        n = tl.cast(i, tl.int64)
+        b, h = bias_b + n // shared_heads * mask_batch, bias_h + n % shared_heads
+        head = b * H + h
+        do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
+        q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
+        k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
+        v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
+        q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
+        k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
+        do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
+        v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
+        rows, there = row_ptr(lse_ptr, head, T_q) + offs_q, offs_q < padded(T_q)
+        lse = tl.load(rows, mask=there, other=float("inf"))  # which makes p exactly 0
+        delta = tl.load(row_ptr(delta_ptr, head, T_q) + offs_q, mask=there, other=0.0)
+        fence_async(scores, FORM)
+        s = product_over_d(q, k, FORM) + added
+        dp = product_over_d(do, v, FORM)
+        p = probabilities(s, lse[:, None], scores, FORM)
+        if HAS_DROPOUT:
+            drawn = Scores(T_q, T_kv, scale, (), dropout, head)
+            keep = dropout_keep(drawn, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        dbias += p * (dp - delta[:, None])
+
+    # (parts, mask_batch, bias_heads, T_q, T_kv), contiguous
+    row = (part * (mask_batch * bias_heads) + bias) * T_q + start_q
+    offs = tl.arange(0, BLOCK_Q)[:, None] * T_kv + offs_kv[None, :]
+    inside = (offs_q[:, None] < T_q) & (offs_kv[None, :] < T_kv)
+    tl.store(dbias_ptr + row * T_kv + offs, dbias.to(dbias_ptr.dtype.element_ty), mask=inside)
+
+
+# By (bytes an element, largest padded D), first row that fits. Not yet measured: chosen by
+# compiling, so that nothing spills on sm_80 and sm_90.
+BIAS = {
+    (2, 64): BiasConfig(128, 64, 8, 2),
+    (2, 128): BiasConfig(64, 64, 8, 2),
+    (2, 256): BiasConfig(64, 32, 8, 1),
+    (4, 128): BiasConfig(32, 32, 4, 1),
+    (4, 256): BiasConfig(16, 16, 4, 1),
+}
+BIAS_SHORT = BiasConfig(64, 64, 4, 2)  # T <= 64: the tile is the whole head
+BIAS_CONFIGS = [*BIAS.values(), BIAS_SHORT]
+
+
+def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BiasConfig:
+    if ITEMSIZE[dtype] == 2 and tokens <= 64 and D <= 64:
+        return BIAS_SHORT
+    rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == ITEMSIZE[dtype] and most >= D]
+    return rows[0]
+
+
+def _fits(
+    gpu: Gpu, config: BiasConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    default = _default(gpu, dtype, D, tokens, mask, heads)
+    if gpu.arch.startswith("gfx"):
+        return config == default
+    tile = config.block_q * config.block_kv // config.num_warps
+    rows = config.block_q + config.block_kv
+    shared = 2 * config.num_stages * rows * D * ITEMSIZE[dtype]
+    if ITEMSIZE[dtype] == 4 and config.block_q > default.block_q:
+        return False
+    return shared <= gpu.shared_limit and tile <= 1024
+
+
+BIAS_TABLE = ConfigTable("attention_bwd_bias", BIAS_CONFIGS, _default, _fits)
+
+
+class BiasLaunch(NamedTuple):
+    """The grid, over how many programs the heads of a bias are dealt, sizes and constexprs."""
+
+    grid: tuple[int]
+    parts: int
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@launch_plan
+def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
+    """The launch for a bias (batch, heads, T_q, T_kv); fields: those of `Problem` but the GPU."""
+    problem = Problem(gpu, *fields)
+    config: BiasConfig = BIAS_TABLE.choose(gpu, *problem.key())
+    (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
+    blocks = [
+        min(block, max(MIN_TILE, triton.next_power_of_2(T)))
+        for block, T in ((config.block_q, T_q), (config.block_kv, T_kv))
+    ]
+    tiles = batch * heads * triton.cdiv(T_q, blocks[0]) * triton.cdiv(T_kv, blocks[1])
+    shared = (B // batch) * (H // heads)
+    wanted = min(shared, max(1, PROGRAMS_PER_SM * gpu.num_sms // tiles))
+    each = min(shared, max(MIN_SHARED, triton.cdiv(shared, wanted)))
+    parts = triton.cdiv(shared, each)
+    block_d0, block_d1 = split_head_dim(D)
+    flags = problem.flags()
+    del flags["IS_CAUSAL"]
+    options = dict(
+        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
+        BLOCK_Q=blocks[0], RAGGED_Q=T_q % blocks[0] != 0,
+        BLOCK_KV=blocks[1], RAGGED_KV=T_kv % blocks[1] != 0,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    sizes = H, T_q, T_kv, heads, shared, H // heads, each
+    return BiasLaunch((tiles * parts,), parts, sizes, options | flags)
+
+
+def launch_bias_grad(
+    dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    bias: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
+) -> None:  # fmt: skip
+    """Fill dbias, contiguous, of the shape of bias: (batch, H or 1, T_q or 1, T_kv).
+
+    Args:
+        q, k, v, dout: (B, T, H, D) views; sample b has bias b % batch.
+        lse, delta: (B, H, T_q) fp32 in padded rows, delta as the dq kernel left it.
+    """
+    whole = (*bias.shape[:2], q.shape[1], k.shape[1])
+    if bias.shape != whole:  # shared by all queries
+        each = torch.empty(whole, dtype=torch.float32, device=bias.device)
+        launch_bias_grad(
+            each, dout, q, k, v, lse, delta, bias.expand(whole), seed, scale, dropout_p
+        )
+        dbias.copy_(each.sum(2, keepdim=True))
+        return
+    fields = problem_of(q, k, bias, seed, False)
+    grid, parts, sizes, options = bias_launch(fields[0], *bias.shape[:2], *fields[1:])
+    partial = dbias
+    if parts > 1:
+        partial = torch.empty((parts, dbias.numel()), dtype=torch.float32, device=dbias.device)
+    _, strides = mask_arguments(bias)
+    heads = (stride for x in (dout, q, k, v) for stride in x.stride()[:3])
+    with device_guard(q):
+        _attention_bwd_bias_kernel[grid](
+            partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads, *strides,
+            scale, *dropout_arguments(dropout_p), **options,
+        )  # fmt: skip
+    if parts > 1:
+        column_sum(partial, dbias)

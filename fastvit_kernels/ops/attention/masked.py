@@ -1,0 +1,131 @@
+"""`attention` with a mask: packed qkv in, packed dqkv out, and the gradient of an additive mask.
+
+The same kernels as without (forward.py, backward_split.py); backward_bias.py for the mask's own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.arguments import check_device, check_tensor, empty, empty_strided
+from ...runtime.dispatch import first_order, ops_for
+from ...runtime.operator import differentiable, operator
+from .backward_bias import launch_bias_grad
+from .launch import empty_rows, launch_bwd, launch_fwd, readable
+
+
+def as_four_axes(mask: Tensor) -> Tensor:
+    """(batch, H, T, T), each perhaps 1."""
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def check_mask(mask: Any, qkv: Tensor) -> None:
+    """Raise unless a mask of `attention` is of a dtype and shape that its docstring has."""
+    if mask is None:
+        return
+    is_bool = isinstance(mask, Tensor) and mask.dtype is torch.bool and not mask.is_nested
+    if not (is_bool and mask.layout is torch.strided):
+        check_tensor("attention", "attn_mask", mask)
+    check_device("attention", "attn_mask", mask, qkv)
+    B, T, _, H, _ = qkv.shape
+    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    each = mask.ndim <= 4 and shape[1] in (1, H) and shape[2] in (1, T) and shape[3] in (1, T)
+    if not each or not (B % shape[0] == 0 if shape[0] else B == 0):
+        raise ValueError(
+            f"attention: attn_mask must broadcast to {(B, H, T, T)}, or its first axis must divide "
+            f"{B}, got shape {tuple(mask.shape)}"
+        )
+
+
+def unsupported_mask(mask: Tensor | None) -> str | None:
+    """What torch can do and the kernels cannot, or None."""
+    # Such a gradient is 0: what rounding leaves of it is more in the kernels than in torch.
+    if mask is not None and mask.requires_grad and (mask.ndim == 0 or mask.shape[-1] == 1):
+        return "attn_mask needs a gradient and is alike for all keys"
+    return None
+
+
+def _empty_masked_fwd(
+    qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    B, T, _, H, D = qkv.shape
+    C = H * D
+    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=qkv.device)
+    return out, empty_rows(out)
+
+
+def _flops_fwd(qkv, *_, **__):
+    B, T, _, H, D = qkv
+    return 4 * B * H * T * T * D
+
+
+@operator(fake=_empty_masked_fwd, flops=_flops_fwd)
+def masked_attention_fwd(
+    qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
+    out, lse = _empty_masked_fwd(qkv, mask, seed, scale, dropout_p)
+    if qkv.numel():
+        q, k, v = readable(qkv).unbind(2)
+        launch_fwd(out, lse, q, k, v, mask, seed, scale, dropout_p, False)
+    return out, lse
+
+
+def _empty_masked_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, mask: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, needs_dmask: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dqkv = empty(qkv.shape, qkv.dtype, qkv.device)
+    return dqkv, mask.new_empty(mask.shape if needs_dmask else (0,))
+
+
+def _flops_bwd(dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask, **__):
+    return (14 if needs_dmask else 10) * math.prod(dout) * dout[1]
+
+
+@operator(fake=_empty_masked_bwd, flops=_flops_bwd)
+def masked_attention_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, mask: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, needs_dmask: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D), contiguous; the mask's gradient, empty where none is needed."""
+    dqkv, dmask = _empty_masked_bwd(dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask)
+    if qkv.numel() == 0:
+        return dqkv, dmask.zero_()
+    q, k, v = readable(qkv).unbind(2)
+    dq, dk, dv = dqkv.unbind(2)
+    dout = readable(dout)
+    delta = launch_bwd(
+        dq, dk, dv, dout, q, k, v, out.contiguous(), lse, mask, seed, scale, dropout_p, False
+    )
+    if needs_dmask:
+        assert delta is not None
+        launch_bias_grad(dmask, dout, q, k, v, lse, delta, mask, seed, scale, dropout_p)
+    return dqkv, dmask
+
+
+@differentiable
+class MaskedAttentionFunction(torch.autograd.Function):
+    """qkv, mask -> out. Saves both, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, qkv, mask, seed, decision):
+        out, lse = decision.ops.masked_attention_fwd(
+            qkv, mask, seed, decision.scale, decision.dropout_p
+        )
+        ctx.save_for_backward(qkv, out, lse, mask, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order("attention")
+    def backward(ctx, dout):
+        decision, needs_dmask = ctx.decision, ctx.needs_input_grad[1]
+        dqkv, dmask = ops_for(decision.ops, dout).masked_attention_bwd(
+            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, needs_dmask
+        )
+        return dqkv, dmask if needs_dmask else None, None, None
