@@ -27,6 +27,7 @@ from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
 from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
+from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
 from ..ops.rms_norm import rms_norm, rms_norm_and_input
@@ -84,9 +85,18 @@ def _masked_attention() -> None:
 
 
 def _rms_norm() -> None:
-    """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries."""
+    """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries; and
+    where a linear layer gave its input, with DropPath and without."""
     for C, dtype in ((768, torch.float32), (1024, torch.bfloat16), (3200, torch.bfloat16)):
         x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
+        weight = torch.empty(C, requires_grad=True)
+        y, x = rms_norm_and_input(x, weight, out_dtype=torch.bfloat16)
+        torch.autograd.backward([y, x], [torch.empty_like(y), torch.empty_like(x)])
+    for C, row_scale in itertools.product((768, 1024), (None, torch.empty(64))):
+        x = torch.empty(64, 257, C, dtype=torch.bfloat16, requires_grad=True)
+        fc_weight, fc_bias = (x.new_empty(s).requires_grad_() for s in ((C, C), (C,)))
+        residual = torch.empty(64, 257, C)
+        x = linear(x, fc_weight, fc_bias, residual=residual, row_scale=row_scale)
         weight = torch.empty(C, requires_grad=True)
         y, x = rms_norm_and_input(x, weight, out_dtype=torch.bfloat16)
         torch.autograd.backward([y, x], [torch.empty_like(y), torch.empty_like(x)])

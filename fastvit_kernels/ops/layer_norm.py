@@ -44,9 +44,17 @@ from ..runtime.configs import launch_plan
 from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
-from .common.handover import hand, reader_of
+from .common.handover import dtype_of_sums, hand, reader_of
 from .common.reduction import column_sum
-from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, load_rows, norm_tables
+from .common.rows import (
+    MAX_C,
+    block_width,
+    bwd_programs,
+    bwd_stages,
+    load_rows,
+    norm_tables,
+    rows_to_hand_over,
+)
 
 _compiling = torch.compiler.is_compiling
 
@@ -144,12 +152,10 @@ def _layer_norm_bwd_kernel(
         dx = dx.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offs, dx, mask=mask)
         if WRITE_D or SUM_D:
-            d = dx.to(tl.float32)  # of the bits that autograd carries
-            if HAS_ROW_SCALE:
-                row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
-                d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
-            if WRITE_D:
-                tl.store(d_ptr + offs, d.to(d_ptr.dtype.element_ty), mask=mask)
+            d = rows_to_hand_over(
+                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample,
+                HAS_ROW_SCALE, WRITE_D,
+            )  # fmt: skip
             if SUM_D:
                 sum_d += d
         if NEEDS_DPARAMS:
@@ -409,14 +415,11 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
         dx, sums = ops.layer_norm_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
     else:
         d_dtype, g_dtype = reader.reads
-        # one dtype for all sums: one launch
-        dtype = param_dtype if g_dtype in (None, param_dtype) else torch.float32
         dx, sums, d = ops.layer_norm_rows_bwd(
-            dy, dresidual, x, weight, stats, dtype, needs_dparams, d_dtype, reader.row_scale,
-            g_dtype is not None,
+            dy, dresidual, x, weight, stats, dtype_of_sums(reader, param_dtype), needs_dparams,
+            d_dtype, reader.row_scale, g_dtype is not None,
         )  # fmt: skip
-        g = None if g_dtype is None else as_dtype(sums[-1], g_dtype)
-        hand(reader, dx, None if d_dtype is None else d, g)
+        hand(reader, dx, d, sums)
         sums = as_dtype(sums, param_dtype)
     if not needs_dparams:
         return dx, None, None, None

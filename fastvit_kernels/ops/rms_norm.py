@@ -11,6 +11,8 @@ Saved: x, and rstd (fp32, one a row).
 Precision: fp32 from the load to the store, weight included, and one rounding, as torch's rms_norm
 (transformers' classes round x * rstd to x.dtype before the weight: one rounding more). fp32
 partials for dweight, one row a program, summed in a fixed order by a second kernel. No atomics.
+Where a linear layer gave x, the backward leaves d and sum_rows d with it, as layer_norm's does:
+common/handover.py.
 Source: arXiv:1910.07467. Derivation: docs/rms_norm.md.
 """
 
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from ..runtime.arguments import (
     Layout,
+    as_dtype,
     autocast_dtype,
     check_dtype,
     check_eps,
@@ -42,8 +45,19 @@ from ..runtime.configs import launch_plan
 from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
+from .common.handover import dtype_of_sums, hand, reader_of
 from .common.reduction import column_sum
-from .common.rows import MAX_C, block_width, bwd_programs, bwd_stages, load_rows, norm_tables
+from .common.rows import (
+    MAX_C,
+    block_width,
+    bwd_programs,
+    bwd_stages,
+    load_rows,
+    norm_tables,
+    rows_to_hand_over,
+)
+
+_compiling = torch.compiler.is_compiling
 
 
 def rms_norm_ref(
@@ -89,16 +103,18 @@ def _rms_norm_fwd_kernel(
 
 @triton.jit
 def _rms_norm_bwd_kernel(
-    dx_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, rstd_ptr,
-    num_rows, C, stride_dy_row, stride_dresidual_row, stride_x_row,
+    dx_ptr, d_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, rstd_ptr, row_scale_ptr,
+    num_rows, C, rows_per_sample, stride_dy_row, stride_dresidual_row, stride_x_row,
     HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr, SUM_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of dweight.
+    # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
     pid = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
+    sum_d = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
 
@@ -119,13 +135,27 @@ def _rms_norm_bwd_kernel(
         dx = rstd[:, None] * (g - xhat * mean_g_xhat[:, None])
         if HAS_DRESIDUAL:
             dx += dresidual
-        dx_ptrs = dx_ptr + offs_row[:, None] * C + offs_c[None, :]
-        tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        offs = offs_row[:, None] * C + offs_c[None, :]
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + offs, dx, mask=mask)
+        if WRITE_D or SUM_D:
+            d = rows_to_hand_over(
+                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample,
+                HAS_ROW_SCALE, WRITE_D,
+            )  # fmt: skip
+            if SUM_D:
+                sum_d += d
         if NEEDS_DWEIGHT:
             dweight += dy * xhat
 
-    if NEEDS_DWEIGHT:
-        tl.store(partial_ptr + pid * C + offs_c, tl.sum(dweight, axis=0), mask=mask_c)
+    if NEEDS_DWEIGHT or SUM_D:  # partial[p] = [dweight (C)] [sum d (C)]
+        SUMS: tl.constexpr = NEEDS_DWEIGHT + SUM_D
+        partial_ptrs = partial_ptr + pid * SUMS * C + offs_c
+        if NEEDS_DWEIGHT:
+            tl.store(partial_ptrs, tl.sum(dweight, axis=0), mask=mask_c)
+            partial_ptrs += C
+        if SUM_D:
+            tl.store(partial_ptrs, tl.sum(sum_d, axis=0), mask=mask_c)
 
 
 class FwdPlan(NamedTuple):
@@ -192,45 +222,79 @@ class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, ...]  # rows, C, row strides of dy, dresidual and x
+    sizes: tuple[int, ...]  # rows, C, rows a sample, row strides of dy, dresidual and x
     copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
     options: dict[str, Any]
     dx: Layout
-    dweight: Layout
+    sums: Layout
     partial: Layout
 
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dweight: bool,
-    *strides: tuple[int, ...] | None,
+    gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dweight: bool, has_row_scale: bool,
+    writes_d: bool, sums_d: bool, *strides: tuple[int, ...] | None,
 ) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
     config = BWD_TABLE.choose(gpu, block_c)
-    programs = bwd_programs(gpu, config, num_rows)
+    programs = bwd_programs(gpu, config, num_rows, writes_d or sums_d, has_row_scale)
     row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
+    rows_per_sample = num_rows // max(1, shape[0])
+    sums = needs_dweight + sums_d
     return BwdPlan(
         launch=_rms_norm_bwd_kernel[(programs,)] if num_rows * C else None,
-        sizes=(num_rows, C, *(C if stride is None else stride for stride in row_strides)),
+        sizes=(num_rows, C, rows_per_sample, *(C if s is None else s for s in row_strides)),
         copies=tuple(stride is None for stride in row_strides),
         options=dict(
             HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
-            NEEDS_DWEIGHT=needs_dweight, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            NEEDS_DWEIGHT=needs_dweight, HAS_ROW_SCALE=has_row_scale, WRITE_D=writes_d,
+            SUM_D=sums_d, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
             STAGES=bwd_stages(config, block_c), num_warps=config.num_warps,
         ),
         dx=layout(shape),
-        dweight=layout((C if needs_dweight else 0,)),
-        partial=layout((programs, C)),
+        sums=layout((sums, C)),
+        partial=layout((programs, sums * C)),
     )  # fmt: skip
+
+
+def _launch_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    sum_dtype: torch.dtype, needs_dweight: bool, d: Tensor | None = None,
+    row_scale: Tensor | None = None, needs_g: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx and sums; d is written where it is not None."""
+    device = x.device
+    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout = _bwd_plan(
+        gpu(device), x.shape, weight is not None, needs_dweight, row_scale is not None,
+        d is not None, needs_g,
+        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    )  # fmt: skip
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
+    if launch is None:
+        return dx, sums.zero_()
+    rows = (dy, dresidual, x)
+    if any(copies):
+        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
+    partial = None
+    if needs_dweight or needs_g:
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    with device_guard(x):
+        launch(
+            dx, d, partial, *rows, contiguous(weight), contiguous(rstd), contiguous(row_scale),
+            *sizes, **options,
+        )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, sums)
+    return dx, sums
 
 
 def _empty_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     weight_dtype: torch.dtype, needs_dweight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dweight_shape = (x.shape[-1] if needs_dweight else 0,)
-    return x.new_empty(x.shape), x.new_empty(dweight_shape, dtype=weight_dtype)
+    return x.new_empty(x.shape), x.new_empty((int(needs_dweight), x.shape[-1]), dtype=weight_dtype)
 
 
 @operator(fake=_empty_bwd)
@@ -238,27 +302,39 @@ def rms_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     weight_dtype: torch.dtype, needs_dweight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients: dx (..., C) in x.dtype; dweight (C,) in weight_dtype."""
-    device = x.device
-    launch, sizes, copies, options, dx_layout, dweight_layout, partial_layout = _bwd_plan(
-        gpu(device), x.shape, weight is not None, needs_dweight,
-        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    """Gradients: dx (..., C) in x.dtype; dweight (1, C) in weight_dtype, or (0, C)."""
+    return _launch_bwd(dy, dresidual, x, weight, rstd, weight_dtype, needs_dweight)
+
+
+def _empty_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    sum_dtype: torch.dtype, needs_dweight: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sums_shape = (needs_dweight + needs_g, x.shape[-1])
+    return (
+        x.new_empty(x.shape), x.new_empty(sums_shape, dtype=sum_dtype),
+        x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype),
     )  # fmt: skip
-    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
-    dweight = empty_strided(*dweight_layout, dtype=weight_dtype, device=device)
-    if launch is None:
-        return dx, dweight.zero_()
-    rows = (dy, dresidual, x)
-    if any(copies):
-        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
-    partial = None
-    if needs_dweight:
-        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    with device_guard(x):
-        launch(dx, partial, *rows, contiguous(weight), contiguous(rstd), *sizes, **options)
-    if partial is not None:
-        column_sum(partial, dweight)
-    return dx, dweight
+
+
+@operator(fake=_empty_rows_bwd)
+def rms_norm_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    sum_dtype: torch.dtype, needs_dweight: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`rms_norm_bwd`, and what the linear layer reads that gave x.
+
+    Returns: dx; sums in sum_dtype, of the rows dweight, sum_rows d those that are needed;
+        d = row_scale * dx (..., C) in d_dtype, empty where that is None.
+    """
+    d = x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype)
+    dx, sums = _launch_bwd(
+        dy, dresidual, x, weight, rstd, sum_dtype, needs_dweight,
+        None if d_dtype is None else d, row_scale, needs_g,
+    )  # fmt: skip
+    return dx, sums, d
 
 
 class RmsNormDecision(NamedTuple):
@@ -280,6 +356,7 @@ class RmsNormFunction(torch.autograd.Function):
         y, rstd = decision.ops.rms_norm_fwd(x, weight, decision.eps, decision.out_dtype, True)
         ctx.save_for_backward(x, weight, rstd)
         ctx.decision = decision
+        ctx.reader = reader_of(x)
         return y
 
     @staticmethod
@@ -310,11 +387,18 @@ class RmsNormAndInputFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, rstd = ctx.saved_tensors
-    needs_dweight, decision = ctx.needs_input_grad[1], ctx.decision
-    dx, dweight = ops_for(decision.ops, dy, dresidual).rms_norm_bwd(
-        dy, dresidual, x, weight, rstd, decision.weight_dtype, needs_dweight
-    )
-    return dx, dweight if needs_dweight else None, None
+    needs_dweight, weight_dtype = ctx.needs_input_grad[1], ctx.decision.weight_dtype
+    ops, reader = ops_for(ctx.decision.ops, dy, dresidual), ctx.reader
+    if reader is None or _compiling():
+        dx, sums = ops.rms_norm_bwd(dy, dresidual, x, weight, rstd, weight_dtype, needs_dweight)
+    else:
+        d_dtype, g_dtype = reader.reads
+        dx, sums, d = ops.rms_norm_rows_bwd(
+            dy, dresidual, x, weight, rstd, dtype_of_sums(reader, weight_dtype), needs_dweight,
+            d_dtype, reader.row_scale, g_dtype is not None,
+        )  # fmt: skip
+        hand(reader, dx, d, sums)
+    return dx, as_dtype(sums[0], weight_dtype) if needs_dweight else None, None
 
 
 @decide_once

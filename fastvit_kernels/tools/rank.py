@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.attention.functions import attention
+from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.layer_norm import layer_norm_and_input
 from ..ops.linear import linear
 from ..ops.mlp import mlp
+from ..ops.narrow_mlp import is_narrow
 from ..ops.patch_embed.functions import patch_embed
+from ..ops.rms_norm import rms_norm_and_input
+from ..ops.rope import Norm, rope
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
 from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
 from .examine import Timed, timed
@@ -28,6 +32,11 @@ from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
 
 Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
+# Tables whose kernel has another name.
+KERNELS = {
+    "rope_bwd": "rope_norm_bwd", "gated_norm_fwd": "gate_norm_fwd",
+    "gated_norm_bwd": "gate_norm_bwd",
+}  # fmt: skip
 
 
 def steps(size: str, T: int, batch: int) -> dict[str, Step]:
@@ -36,13 +45,14 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
     half = torch.bfloat16
 
     def run(function: Callable[..., Any], *inputs: Any, **others: Any) -> None:
-        for x in (*inputs, *others.values()):
-            if isinstance(x, torch.Tensor):
-                x.requires_grad_()
+        given = [x for x in (*inputs, *others.values()) if isinstance(x, torch.Tensor)]
+        for x in given:
+            x.requires_grad_()
         with torch.autocast("cpu", half):
             result = function(*inputs, **others)
         outputs = result if isinstance(result, tuple) else (result,)
-        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+        # `backward` would copy what it puts into `grad`
+        torch.autograd.grad(outputs, given, [torch.empty_like(y) for y in outputs])
 
     def x() -> torch.Tensor:
         return torch.empty(batch, T, C, dtype=half)
@@ -50,8 +60,19 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
     def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
         return [torch.empty(shape) for shape in shapes]
 
-    side = math.isqrt(T - 1)
-    return {
+    def turned(norm: Norm | None, *weights: torch.Tensor) -> None:
+        q, k, _ = torch.empty(batch, T, 3, H, C // H, dtype=half).unbind(2)
+        tables = torch.empty(T - 1, 2 * (C // H)).split(C // H, 1)
+        turn = functools.partial(rope, cos=tables[0], sin=tables[1], prefix_tokens=1, norm=norm)
+        run(turn, q, k, **dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False)))
+
+    def infer() -> None:
+        weights = parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,))
+        with torch.no_grad(), torch.autocast("cpu", half):
+            mlp(x(), *weights, residual=x().float())
+
+    side, F = math.isqrt(T - 1), 8 * C // 3
+    cases: dict[str, Step] = {
         "attention": lambda: run(attention, torch.empty(batch, T, 3, H, C // H, dtype=half)),
         "mlp": lambda: run(
             mlp, x(), *parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,)), residual=x().float()
@@ -66,7 +87,25 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
             *parameters((C, 3, 16, 16), (C,)), prefix_tokens=torch.empty(1, T - side**2, C),
             pos_embed=torch.empty(1, T, C),
         ),
+        "rms_norm": lambda: run(
+            functools.partial(rms_norm_and_input, out_dtype=half), x().float(), *parameters((C,))
+        ),
+        "rope": lambda: turned(None),
+        "rope, normed heads": lambda: turned(
+            "rms_norm", *parameters((C // H,), (C // H,))
+        ),
+        "gated_mlp, LayerNorm inside": lambda: run(
+            gated_mlp, x(), *parameters((F, C), (F,), (C, F), (C,)),
+            **dict(zip(
+                ("gate_weight", "gate_bias", "norm_weight", "norm_bias"),
+                parameters((F, C), (F,), (F,), (F,)), strict=True,
+            )),
+            residual=x().float(),
+        ),
     }  # fmt: skip
+    if is_narrow(half, C, C):
+        cases["mlp, inference"] = infer
+    return cases
 
 
 def library_time(call: LibraryCall, roof: Roof) -> float:
@@ -152,4 +191,4 @@ def _belongs(launch: Launch, choice: Choice) -> bool:
     given, (kernel, key) = launch.arguments, (choice.table, choice.key)
     if kernel == "linear_fwd" and launch.kernel.kernel == kernel:
         return (given["N"], given["K"]) == key[1:3]
-    return launch.kernel.kernel.startswith(kernel)
+    return launch.kernel.kernel.startswith(KERNELS.get(kernel, kernel))

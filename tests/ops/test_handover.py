@@ -1,4 +1,4 @@
-"""A LayerNorm's backward leaves d and g with the layer before it, which takes them if it may."""
+"""A norm's backward leaves d and g with the layer before it, which takes them if it may."""
 
 import functools
 import itertools
@@ -9,23 +9,28 @@ from numerics import DEVICE, assert_accurate, rand
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels.ops.common import handover
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
 from fastvit_kernels.ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
 from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.ops.rms_norm import rms_norm_and_input, rms_norm_ref
 from fastvit_kernels.runtime.operator import DIRECT
 
 B, T, K, C, F = 3, 7, 24, 40, 48
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
 SCALES = ("layer_scale", "row_scale")
+OPS = {"linear": linear, "mlp": mlp, "gated_mlp": gated_mlp}
+SPECIFICATIONS = {"linear": linear_ref, "mlp": mlp_ref, "gated_mlp": gated_mlp_ref}
 
 
 def _inputs(op, low, *scales, bias=True, norm_dtype=fp32):
     """Of op and of the norm after it; the residual is fp32 and what is multiplied has `low`."""
-    k = C if op == "mlp" else K
+    k = K if op == "linear" else C
+    fc1 = 2 * F if op == "gated_mlp" else F
     inputs = {"x": rand(B, T, k, dtype=low)}
-    if op == "mlp":
-        inputs["fc1_weight"] = rand(F, k, dtype=low, seed=1, scale=k**-0.5)
-        inputs["fc1_bias"] = rand(F, dtype=low, seed=2) if bias else None
+    if op != "linear":
+        inputs["fc1_weight"] = rand(fc1, k, dtype=low, seed=1, scale=k**-0.5)
+        inputs["fc1_bias"] = rand(fc1, dtype=low, seed=2) if bias else None
         inputs["fc2_weight"] = rand(C, F, dtype=low, seed=3, scale=F**-0.5)
         inputs["fc2_bias"] = rand(C, dtype=low, seed=4) if bias else None
     else:
@@ -48,12 +53,11 @@ def _run(first, norm, between, norm_weight, norm_bias, **inputs):
 
 
 def _fused(op, between=lambda x: x, norm=layer_norm_and_input):
-    return functools.partial(_run, {"linear": linear, "mlp": mlp}[op], norm, between)
+    return functools.partial(_run, OPS[op], norm, between)
 
 
-def _reference(op, between=lambda x: x):
-    first = {"linear": linear_ref, "mlp": mlp_ref}[op]
-    return functools.partial(_run, first, lambda *a: (layer_norm_ref(*a), a[0]), between)
+def _reference(op, between=lambda x: x, norm=layer_norm_ref):
+    return functools.partial(_run, SPECIFICATIONS[op], lambda *a: (norm(*a), a[0]), between)
 
 
 @pytest.fixture
@@ -70,13 +74,16 @@ def seen(monkeypatch):
 
         return call
 
-    places = {"linear_bwd": (6, 13), "mlp_bwd": (8, 17), "linear_by_library_bwd": (0, 3)}
+    places = {
+        "linear_bwd": (6, 13), "mlp_bwd": (8, 17), "gated_mlp_bwd": (9, 28),
+        "linear_by_library_bwd": (0, 3),
+    }  # fmt: skip
     for name, (row_scale, g) in places.items():
         monkeypatch.setattr(DIRECT, name, spied(name, getattr(DIRECT, name), row_scale, g))
     return calls
 
 
-@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("scales", [(), ("layer_scale",), ("row_scale",), SCALES], ids="-".join)
 @pytest.mark.parametrize("low", [fp16, bf16, fp32], ids=str)
 def test_handover_gradients(op, scales, low, seen):
@@ -86,6 +93,33 @@ def test_handover_gradients(op, scales, low, seen):
         assert seen == [("linear_by_library_bwd", fp32, False)]  # no sum of its own
     else:
         assert seen == [(f"{op}_bwd", low, (False, "layer_scale" in scales))]
+
+
+def _rms_norm_and_input(x, weight, bias):
+    return rms_norm_and_input(x, weight)
+
+
+def _rms_norm_ref(x, weight, bias):
+    return rms_norm_ref(x, weight)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("scales", [(), SCALES], ids=["plain", "scales"])
+def test_handover_from_rms_norm(op, scales, seen):
+    inputs = _inputs(op, fp16, *scales) | {"norm_bias": None}
+    reference = _reference(op, norm=_rms_norm_ref)
+    assert_accurate(_fused(op, norm=_rms_norm_and_input), reference, inputs)
+    inputs["norm_weight"].requires_grad_(False)
+    assert_accurate(_fused(op, norm=_rms_norm_and_input), reference, inputs)
+    assert seen == 2 * [(f"{op}_bwd", fp16, (False, bool(scales)))]
+
+
+@pytest.mark.parametrize("frozen", ["fc2_weight", "fc2_bias", "fc1_weight", "layer_scale", "x"])
+def test_handover_to_a_gated_mlp_with_frozen_parts(frozen, seen):
+    inputs = _inputs("gated_mlp", fp16, *SCALES)
+    inputs[frozen].requires_grad_(False)
+    assert_accurate(_fused("gated_mlp"), _reference("gated_mlp"), inputs)
+    assert seen == [("gated_mlp_bwd", fp16, (False, True))]
 
 
 @pytest.mark.parametrize("op", ["linear", "mlp"])
@@ -245,7 +279,7 @@ def test_handover_keeps_nothing_after_the_backward():
     assert between.handed is None
 
 
-@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("op", OPS)
 def test_handover_bits_of_d(op, monkeypatch):
     """d is rounded as the layer would round dx itself: weight gradients keep their bits."""
     inputs = _inputs(op, fp16, *SCALES)
@@ -262,3 +296,13 @@ def test_handover_bits_of_d(op, monkeypatch):
     for name in fused:
         if name not in sums:
             assert torch.equal(fused[name], alone[name]), name
+
+
+def test_handover_operators_pass_opcheck():
+    x, dy, dresidual = (rand(B, T, C, seed=i, grad=False) for i in range(3))
+    weight, row_scale = rand(C, seed=3, grad=False), torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
+    for norm, shape in (("layer_norm", (2, B, T)), ("rms_norm", (B, T))):
+        operator = getattr(torch.ops.fastvit_kernels, f"{norm}_rows_bwd").default
+        given = (dy, dresidual, x, weight, rand(*shape, seed=4, grad=False), fp32)
+        torch.library.opcheck(operator, (*given, True, fp16, row_scale, True))
+        torch.library.opcheck(operator, (*given, False, None, None, True))

@@ -148,7 +148,7 @@ LAYER_NORM = [
         only=("ops/test_fuzz.py::test_fuzz",),
     ),
     Fault(
-        "norm-d-row-scale", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
+        "norm-d-row-scale", "ops/common/rows.py", "rows_to_hand_over",
         "d scaled by the row scale of the batch's first sample",
         "row_scale_ptr + offs_row // rows_per_sample", "row_scale_ptr + offs_row * 0",
         only=("ops/test_handover.py",),
@@ -162,7 +162,7 @@ LAYER_NORM = [
     Fault(
         "norm-d-before-residual", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
         "d of the norm alone, the residual's gradient left out",
-        "d = dx.to(tl.float32)", "d = dx.to(tl.float32) - (dresidual if HAS_DRESIDUAL else 0.0)",
+        "d_ptr, dx, offs,", "d_ptr, dx - (dresidual if HAS_DRESIDUAL else 0.0), offs,",
         only=("ops/test_handover.py",),
     ),
     Fault(
@@ -237,6 +237,18 @@ RMS_NORM = [
         "rms-dresidual-stride", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
         "the residual's gradient read by the row stride of dy",
         "offs_row, stride_dresidual_row, offs_c", "offs_row, stride_dy_row, offs_c",
+    ),
+    Fault(
+        "rms-sum-of-dweight", "ops/rms_norm.py", "_rms_norm_bwd_kernel",
+        "g written where dweight lies",
+        "partial_ptrs += C", "partial_ptrs += 0",
+        only=("ops/test_handover.py",),
+    ),
+    Fault(
+        "rms-handover-sum", "ops/rms_norm.py", "_backward",
+        "dweight from the row of g",
+        "as_dtype(sums[0],", "as_dtype(sums[-1],",
+        only=("ops/test_handover.py",),
     ),
     Fault(
         "rms-int32-offsets", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
@@ -634,6 +646,12 @@ GATED_MLP = [
         "gated-norm-params", "ops/gated_mlp/launch.py", "gated_mlp_bwd",
         "the gradients of the LayerNorm's weight and bias confused",
         "((0, dnorm_weight), (F, dnorm_bias))", "((F, dnorm_weight), (0, dnorm_bias))",
+    ),
+    Fault(
+        "gated-row-scale-twice", "ops/gated_mlp/functions.py", "backward",
+        "a d that a norm has scaled scaled again",
+        "d, saved[ROW_SCALE], g, known", "d, _, g, known",
+        only=("ops/test_handover.py",),
     ),
     Fault(
         "gated-saved-hidden", "ops/gated_mlp/functions.py", "_decide",

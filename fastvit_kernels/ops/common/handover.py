@@ -1,7 +1,7 @@
-"""What a LayerNorm's backward leaves for the linear layer before it, besides the gradient.
+"""What a norm's backward leaves for the linear layer before it, besides the gradient.
 
     x = linear(...)       its backward reads d = row_scale * dx in its dtype, and g = sum_rows d
-    y = layer_norm(x)     its backward writes dx, and has d and g in registers
+    y = norm(x)           its backward writes dx, and has d and g in registers
 
 Autograd carries dx alone, so the norm's node leaves d and g with the linear's, beside dx. The
 linear takes them where the gradient that autograd brings is that very tensor, in the version that
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from ...runtime.arguments import as_dtype
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
@@ -63,7 +65,7 @@ def takes_rows(function: Any) -> Any:
 
 
 def offer(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
-    """In the forward: a LayerNorm that reads the output may leave what `reads` says."""
+    """In the forward: a norm that reads the output may leave what `reads` says."""
     ctx.reads, ctx.row_scale, ctx.handed = reads, row_scale, None
 
 
@@ -80,11 +82,18 @@ def _stream(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
 
 
-def hand(reader: Any, gradient: Tensor, d: Tensor | None, g: Tensor | None) -> None:
-    """Leave d (None: the gradient itself) and g with the node that made the norm's input."""
+def dtype_of_sums(reader: Any, param_dtype: torch.dtype) -> torch.dtype:
+    """Of the sums of a norm's backward, the gradients of its parameters and g: one launch."""
+    return param_dtype if reader.reads.g_dtype in (None, param_dtype) else torch.float32
+
+
+def hand(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
+    """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
+    d_dtype, g_dtype = reader.reads
     reader.handed = Handed(
-        gradient, gradient._version, _stream(gradient), gradient if d is None else d, g
-    )
+        gradient, gradient._version, _stream(gradient), gradient if d_dtype is None else d,
+        None if g_dtype is None else as_dtype(sums[-1], g_dtype),
+    )  # fmt: skip
 
 
 def taken(

@@ -88,3 +88,18 @@ def load_rows(ptr, offs_row, stride_row, offs_c, mask):
     """(rows, BLOCK_C) in fp32; 0 outside the mask."""
     ptrs = ptr + offs_row[:, None] * stride_row + offs_c[None, :]
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rows_to_hand_over(
+    d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample,
+    HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr,
+):  # fmt: skip
+    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries. handover.py."""
+    d = dx.to(tl.float32)
+    if HAS_ROW_SCALE:
+        row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
+        d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
+    if WRITE_D:
+        tl.store(d_ptr + offs, d.to(d_ptr.dtype.element_ty), mask=mask)
+    return d

@@ -42,9 +42,12 @@ from ...runtime.arguments import (
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
+from ..common.handover import Reads, offer, reads_of, taken, takes_rows
 from ..linear import linear_ref
 from . import launch as launch  # registers the operators
 from .kernels import MAX_NORM_F
+
+LAYER_SCALE, ROW_SCALE = 7, 8  # their places among what is saved
 
 # Names that `mlp` has for an MLP with packed weights -> the activation of its gate.
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -102,8 +105,10 @@ class GatedMlpDecision(NamedTuple):
     saves_fc2_bias: bool
     saves_z: bool  # value, stats and the norm's parameters too
     saves_hidden: bool
+    reads: Reads | None
 
 
+@takes_rows
 @differentiable
 class GatedMlpFunction(torch.autograd.Function):
     """`gated_hidden_fwd` and `linear_fwd` forward, one `gated_mlp_bwd` backward."""
@@ -137,6 +142,7 @@ class GatedMlpFunction(torch.autograd.Function):
             stats if saves_z and norm_weight is not None else None,
         )
         ctx.decision = decision
+        offer(ctx, decision.reads, row_scale)
         return y
 
     @staticmethod
@@ -151,13 +157,18 @@ class GatedMlpFunction(torch.autograd.Function):
         dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
         if not any(wanted):
             return (*[None] * 9, dresidual, None, None, None)
-        grads = ops_for(decision.ops, dy).gated_mlp_bwd(
-            dy, *ctx.saved_tensors, decision.activation, decision.gate_last, decision.norm_eps,
-            decision.dtype, *wanted,
+        saved = list(ctx.saved_tensors)
+        d, saved[ROW_SCALE], g, known = taken(ctx, dy, saved[LAYER_SCALE], saved[ROW_SCALE])
+        asked = wanted if known is None else (*wanted[:4], None, *wanted[5:])  # all but dfc2_bias
+        grads = ops_for(decision.ops, d).gated_mlp_bwd(
+            d, *saved, decision.activation, decision.gate_last, decision.norm_eps, decision.dtype,
+            *asked, g,
         )  # fmt: skip
         *grads, dlayer_scale = (
-            grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)
+            grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
         )
+        if known is not None:
+            grads[4] = known
         return (*grads, dresidual, dlayer_scale, None, None)
 
 
@@ -245,12 +256,18 @@ def _decide(
     )  # fmt: skip
     operands = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias)
     inputs = (*operands, norm_weight, norm_bias, residual, layer_scale)
-    needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, _, needs_dgate_weight, *_ = map(
-        needs_gradient, inputs
-    )
+    (
+        needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, needs_dfc2_bias, needs_dgate_weight, *_
+    ) = map(needs_gradient, inputs)  # fmt: skip
     needs_dlayer_scale = needs_gradient(layer_scale)
     needs_dhidden = needs_gradient(*operands[:3], *operands[5:], norm_weight, norm_bias)
     needs_hidden = needs_dfc2_weight or needs_dlayer_scale
+    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+    reads = reads_of(
+        dtype, out_dtype, fc2_bias, layer_scale, row_scale,
+        needs_d=(needs_dhidden or needs_hidden or needs_dfc2_bias) and x.numel() > 0,
+        needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
+    )  # fmt: skip
     return GatedMlpDecision(
         ops=route(op, ops, next(filter(None, reasons), None), *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
@@ -259,7 +276,7 @@ def _decide(
         norm_eps=norm_eps,
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in operands),
-        out_dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype),
+        out_dtype=out_dtype,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dfc1_weight or needs_dgate_weight,
         saves_fc1_weight=needs_dx,
@@ -267,6 +284,7 @@ def _decide(
         saves_fc2_bias=needs_dlayer_scale,
         saves_z=needs_dhidden,
         saves_hidden=needs_hidden and not (recompute and needs_dhidden),
+        reads=reads,
     )
 
 

@@ -80,6 +80,7 @@ def _empty_bwd(
     dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
     dgate_bias_dtype: torch.dtype | None, dnorm_weight_dtype: torch.dtype | None,
     dnorm_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
@@ -137,6 +138,7 @@ def gated_mlp_bwd(
     dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
     dgate_bias_dtype: torch.dtype | None, dnorm_weight_dtype: torch.dtype | None,
     dnorm_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
@@ -145,6 +147,7 @@ def gated_mlp_bwd(
 
     Each in its dtype, empty where that is None. The operands are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, hidden also where z can rebuild it.
+    g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     grads = _empty_bwd(
         dy, x, fc1_weight, fc2_weight, fc2_bias, gate_weight, norm_weight, norm_bias, layer_scale,
@@ -166,7 +169,8 @@ def gated_mlp_bwd(
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g)
+    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g and g is None)
+    sums = sums if g is None else g.view(1, N)
     # A hook on saved tensors may have brought them back in other strides.
     z, value, stats = contiguous(z), contiguous(value), contiguous(stats)
     hidden_rows = None if hidden is None else hidden.contiguous().view(M, F)
