@@ -20,6 +20,7 @@ from .facts import PRIVATE, ClassOf, host_of, is_rate, is_recognised, keeps_rate
 
 LARGEST = 2**24  # values in a copy
 REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
+PLACES = 61_797  # from the place where one begins to that of the next
 RATE = 0.4  # every probability between 0 and 1 in a copy
 
 
@@ -38,14 +39,17 @@ class Copier:
     quick: bool = False  # large weights repeat their values
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    drawn: Tensor | None = (
+        None  # the values that large weights repeat, each from a place of its own
+    )
 
     def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
         if id(original) not in self.tensors:
             shape = [self.sizes.get(n, n) for n in original.shape]
             if original.is_floating_point() or of_parameters:
-                made = self.random(shape)
                 fan_in = shape[-1] if len(shape) > 1 else 4
-                made = made / math.sqrt(max(fan_in, 1)) + (len(shape) == 1) * 0.5
+                made = self.random(shape).div_(math.sqrt(max(fan_in, 1)))
+                made = made.add_(0.5) if len(shape) == 1 else made
             elif original.is_meta or tuple(original.shape) != tuple(shape):
                 made = torch.zeros(shape, dtype=original.dtype, device="cpu")
             else:
@@ -55,9 +59,14 @@ class Copier:
 
     def random(self, shape: list[int]) -> Tensor:
         n = math.prod(shape)
-        drawn = min(n, REPEATED) if self.quick else n
-        values = torch.randn(drawn, generator=self.generator, dtype=self.dtype, device="cpu")
-        return (values if drawn == n else values.repeat(n // drawn + 1)[:n]).view(shape)
+        if not self.quick or n < REPEATED:
+            return torch.randn(shape, generator=self.generator, dtype=self.dtype, device="cpu")
+        if self.drawn is None:
+            self.drawn = torch.randn(
+                REPEATED, generator=self.generator, dtype=self.dtype, device="cpu"
+            )
+        first = len(self.tensors) * PLACES % REPEATED
+        return self.drawn.roll(-first).repeat(n // REPEATED + 1)[:n].view(shape)
 
     def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
         if isinstance(value, Tensor):
@@ -136,6 +145,7 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
                 widths.update(values)
     numbers = [getattr(m, "num_heads", None) for m in modules]
     wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
+    widths.update(3 * w for w in wide)  # its packed projection is no Linear
     heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
     if not heads:  # by the number of heads, under whatever name
         parts = [w // n for n in {n for m in modules for n in numbers_of_heads(m)} for w in widths

@@ -182,6 +182,25 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
 
 
+def _drops(known: Any) -> bool:
+    """Whether a leaf that is described so is a DropPath, a dropout, or nothing in their place."""
+    host, _, settings, tensors, *_ = known
+    return not tensors and (
+        host is nn.Identity or any("drop" in n or n == "p" for n, _ in settings)
+    )
+
+
+def _with_any_rate(known: Any) -> Any:
+    if not isinstance(known, tuple):
+        return known
+    host, fused, settings, *more = known
+    alike = tuple(
+        (n, "a rate" if isinstance(v, tuple) and len(v) == 2 and is_rate(n, v[1]) else v)
+        for n, v in settings
+    )
+    return host, fused, alike, *more
+
+
 class Objects:
     """Settings of one module that are no simple values, and what configuration objects hold."""
 
@@ -248,12 +267,34 @@ class Facts:
         self.functions = [get(cls) for cls, get in self.classes]
         unread = dict.fromkeys(host_of(class_of(modules[p])) for p in self.known if wholes[p])
         self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]
+        self.readers = [c for c in unread for _ in _globals_of(c)]
         self.read: list[Any] = [get(home) for home, get in self.globals]
         self.asking = [
             place for place in self.known if hasattr(class_of(modules[place]), "fused_facts")
         ]
         self.answers = [class_of(modules[p]).fused_facts(modules[p]) for p in self.asking]  # type: ignore[attr-defined]
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
+
+    def at_rest(self) -> Any:
+        """The key with all probabilities alike, and all leaves alike that only drop: what those do,
+        a smaller proof has shown."""
+        described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
+        above = {name.rpartition(".")[0] for name, _ in described}
+        drops = {name: known[0] for name, known in described if name not in above and _drops(known)}
+
+        def without(classes: list[type], values: list[Any]) -> list[Any]:
+            pairs = zip(classes, values, strict=True)
+            return [v for c, v in pairs if c not in drops.values()]
+
+        return (
+            tuple(
+                (name, "drops" if name in drops else _with_any_rate(known), *more)
+                for name, known, *more in self.key[0]
+            ),
+            tuple(without([cls for cls, _ in self.classes], self.functions)),
+            tuple(a for a in self.answers if a is not None),
+            tuple(without(self.readers, self.read)),
+        )
 
     def hold(self, root: nn.Module) -> bool:
         """Whether `root` is still as it was described."""

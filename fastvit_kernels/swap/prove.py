@@ -40,16 +40,20 @@ TRUSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # copies, whose fused f
 ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those of them that a proof is about
 
 _proofs: dict[Any, str | None] = {}
+_at_sizes: dict[Any, str | None] = {}  # the last proof of each, for all rates
 _count: dict[type, int] = {}
 _lock = threading.RLock()
 
 
-def prove(module: nn.Module, facts: Facts, class_of: ClassOf = type) -> str | None:
+def prove(
+    module: nn.Module, facts: Facts, class_of: ClassOf = type, at_size: bool = True
+) -> str | None:
     """Why the fused forward of `class_of(module)` must not stand for the host's; None: it may.
 
     Args:
         facts: Facts(module, class_of).
         class_of: the class that a module is to have; by default the one that it has.
+        at_size: at full size, too, where the module is recognised.
     """
     cls: Any = class_of(module)
     key = (facts.key, cls.__mro__[1], getattr(cls, "fused_roles", None))
@@ -59,7 +63,7 @@ def prove(module: nn.Module, facts: Facts, class_of: ClassOf = type) -> str | No
             _count[host] = _count.get(host, 0) + 1
             if _count[host] > MOST:
                 return f"more than {MOST} configurations of {host.__name__} were met"
-            _proofs[key] = _in_a_thread(lambda: _prove(module, facts, class_of))
+            _proofs[key] = _in_a_thread(lambda: _prove(module, facts, class_of, at_size))
         return _proofs[key]
 
 
@@ -196,7 +200,7 @@ class _NotTried(Exception):
     """The host's own forward does not run on a copy of this size."""
 
 
-def _prove(module: nn.Module, facts: Facts, class_of: ClassOf) -> str | None:
+def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) -> str | None:
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
     reason: Exception | None = None
@@ -208,25 +212,29 @@ def _prove(module: nn.Module, facts: Facts, class_of: ClassOf) -> str | None:
             except _NotTried as error:
                 reason = reason or error
                 continue
-            if found is None and recognised and sizes:
-                with backend("torch") if dtype == torch.float32 else nullcontext():
-                    return _at_size(module, class_of, modules, dtype)
+            if found is None and recognised and sizes and at_size:
+                return _at_size(module, facts, class_of, dtype)
             return found
         if not recognised:
             break
     return f"it could not be tried: {_first_line(reason) if reason else 'it is too large'}"
 
 
-def _at_size(
-    module: nn.Module, class_of: ClassOf, modules: list[nn.Module], dtype: torch.dtype
-) -> str | None:
+def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dtype) -> str | None:
     """What differs at full size, of the outputs and the gradients of arguments. A host that nobody
-    read may count its heads by its width; one that is too large is tried at a fraction."""
-    sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)
-    try:
-        return _compare(module, class_of, sizes, dtype, briefly=True)
-    except _NotTried as error:
-        return f"it could not be tried at its size: {_first_line(error)}"
+    read may count its heads by its width; one that is too large is tried at a fraction. Once for
+    all rates of DropPath and dropout: those do not depend on it."""
+    cls: Any = class_of(module)
+    key = facts.at_rest(), cls.__mro__[1], cls.fused_roles
+    if key not in _at_sizes:
+        modules = facts.modules(module)
+        sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)
+        try:
+            with backend("torch") if dtype == torch.float32 else nullcontext():
+                _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
+        except _NotTried as error:
+            return f"it could not be tried at its size: {_first_line(error)}"
+    return _at_sizes[key]
 
 
 def _calls(ours: Any, generator: torch.Generator) -> Iterator[Call]:

@@ -61,6 +61,7 @@ class Found(NamedTuple):
 
 
 _found: dict[Any, Found] = {}
+_last: dict[Any, Found] = {}  # the last of those that differ by rates alone
 
 
 def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
@@ -73,15 +74,26 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
     if search is None:
         return None, Found(unlike=True)
     try:
-        key = (type(module), Facts(module, class_of, whole=True).key)
+        facts = Facts(module, class_of, whole=True)
+        key, alike = (type(module), facts.key), (type(module), facts.at_rest())
         if key not in _found:
-            _found[key] = aside(lambda: search(module, class_of))
-        found = _found[key]
+            _found[key] = _as_one_like_it(module, class_of, _last.get(alike)) or aside(
+                lambda: search(module, class_of)
+            )
+        found = _last[alike] = _found[key]
         if found.mixin is None:
             return None, found
         return structure.recognised_class(found.mixin, type(module), found.roles), found
     except Exception as error:  # a state that we cannot read is the host's business
         return None, Found(reason=f"it could not be read: {error}")
+
+
+def _as_one_like_it(module: nn.Module, class_of: ClassOf, last: Found | None) -> Found | None:
+    """What is found with the roles of a module that differs by rates alone; None for nothing."""
+    if last is None or last.mixin is None or last.absorbed:
+        return None
+    found = _try(module, class_of, last.mixin, [last.roles], [])
+    return found if found.mixin is not None else None
 
 
 def is_partial(cls: Any) -> bool:
@@ -163,9 +175,14 @@ def _whole(module: nn.Module, class_of: ClassOf) -> Found:
 
 
 def _try(
-    module: nn.Module, class_of: ClassOf, mixin: Any, candidates: Any, trials: list[Trial]
-) -> Found:
-    """The first candidate that is proven."""
+    module: nn.Module, class_of: ClassOf, mixin: Any, candidates: Any, trials: list[Trial],
+    at_size: bool = True,
+) -> Found:  # fmt: skip
+    """The first candidate that is proven.
+
+    Args:
+        at_size: at full size, too.
+    """
     begin, reason = time.process_time(), ""
     for roles in candidates:
         cls = structure.recognised_class(mixin, type(module), roles)
@@ -173,7 +190,7 @@ def _try(
         def planned(m: nn.Module, cls: type = cls) -> type:
             return cls if m is module else class_of(m)
 
-        outcome = prove(module, Facts(module, planned), planned)
+        outcome = prove(module, Facts(module, planned), planned, at_size)
         trials.append((describe(mixin, roles), outcome or PROVEN))
         if outcome is None:
             return Found(mixin, roles, "", False, tuple(trials))
@@ -182,6 +199,15 @@ def _try(
             reason += f"; the search ended after {SECONDS:.0f} s"
             break
     return Found(None, None, reason, False, tuple(trials))
+
+
+def _widened(
+    module: nn.Module, class_of: ClassOf, found: Found, roles: Any, trials: list[Trial]
+) -> Found:
+    """The same with roles for more calls, where those are proven. Its own proof was at full size;
+    what its caller may hand on besides does not depend on that."""
+    wider = _try(module, class_of, found.mixin, [roles], trials, at_size=False)
+    return found if wider.mixin is None else wider
 
 
 def describe(mixin: Any, roles: Any) -> str:
@@ -261,19 +287,17 @@ def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial
     names = [n for n in arguments_of(type(module).forward).names[1:] if is_mask(n)]
     for name in names if found.mixin is not None and not found.roles.grid else ():
         if "mask" not in name:
-            roles = found.roles._replace(mask=name, masks=tuple((k, "") for k in LEARNT))
-            wider = _try(module, class_of, structure.Attention, [roles], trials)
-            if wider.mixin is not None:
-                found = wider
-                break
-        for kind in READINGS if "mask" in name else LEARNT:
-            for reading in READINGS.get(kind, ("",)):
-                roles = found.roles._replace(mask=name)
-                roles = roles._replace(masks=(*found.roles.masks, (kind, reading)))
-                wider = _try(module, class_of, structure.Attention, [roles], trials)
-                if wider.mixin is not None:
-                    found = wider
-                    break
+            both = found.roles._replace(mask=name, masks=tuple((k, "") for k in LEARNT))
+            found = _widened(module, class_of, found, both, trials)
+        if not found.roles.mask:
+            for kind in READINGS if "mask" in name else LEARNT:
+                former = found
+                for reading in READINGS.get(kind, ("",)):
+                    masks = (*former.roles.masks, (kind, reading))
+                    more = former.roles._replace(mask=name, masks=masks)
+                    found = _widened(module, class_of, former, more, trials)
+                    if found is not former:
+                        break
         if found.roles.mask:
             break
     return found._replace(trials=tuple(trials))
@@ -295,31 +319,40 @@ def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
 
 def _block(module: nn.Module, class_of: ClassOf) -> Found:
     trials: list[Trial] = []
-    candidates: dict[Any, None] = {}
-    resting: list[Any] = []  # of evaluation
     why: list[Refused] = []
-    for more in extras_of_block(module, class_of):
-        for training in (True, False):
-            try:
-                seen = observed(module, class_of, training, more)
-                every = [*block_roles(module, class_of, seen)]
-                candidates |= dict.fromkeys(every)
-                resting = resting if training else every
-            except Refused as refused:
-                why.append(refused)
-    if not candidates:
+    found = _try(module, class_of, structure.Block, _blocks(module, class_of, why), trials)
+    if not trials:
         return Found(None, None, str(why[0]), any(isinstance(r, Unlike) for r in why))
-    for name in (n for n, v in vars(module).items() if is_rate(n, v)):
-        candidates |= {roles._replace(sampled=name): None for roles in resting}
-    candidates |= {roles._replace(evaluation=True): None for roles in [*candidates]}
-    found = _try(module, class_of, structure.Block, candidates, trials)
     if found.mixin is not None:
         found = _with_unread(module, class_of, found, trials)
     if found.mixin is not None and "list" in type(module).forward.__code__.co_names:
-        wider = found.roles._replace(lists=True)
-        both = _try(module, class_of, structure.Block, [wider], trials)
-        found = both if both.mixin is not None else found
+        found = _widened(module, class_of, found, found.roles._replace(lists=True), trials)
     return found._replace(trials=tuple(trials))
+
+
+def _blocks(module: nn.Module, class_of: ClassOf, why: list[Refused]) -> Iterator[Any]:
+    """Candidates of a residual block, by runs in training, then in evaluation.
+
+    Args:
+        why: takes the reasons of runs that give none.
+    """
+    known: dict[Any, None] = {}
+    resting: list[Any] = []  # of evaluation
+    for training in (True, False):
+        for more in extras_of_block(module, class_of):
+            try:
+                every = [*block_roles(module, class_of, observed(module, class_of, training, more))]
+            except Refused as refused:
+                why.append(refused)
+                continue
+            yield from (roles for roles in every if roles not in known)
+            known |= dict.fromkeys(every)
+            resting = resting if training else every
+    for name in (n for n, v in vars(module).items() if is_rate(n, v)):
+        sampled = [roles._replace(sampled=name) for roles in resting]
+        yield from sampled
+        known |= dict.fromkeys(sampled)
+    yield from (roles._replace(evaluation=True) for roles in known)
 
 
 def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
@@ -330,8 +363,7 @@ def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Tria
         known = name in taken or is_mask(name) or name == angle_argument(module)
         if name in defaults and defaults[name] is None and not known:
             roles = found.roles._replace(unread=(*found.roles.unread, name))
-            wider = _try(module, class_of, structure.Block, [roles], trials)
-            found = wider if wider.mixin is not None else found
+            found = _widened(module, class_of, found, roles, trials)
     return found
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.swap import hosts
+from fastvit_kernels.swap import facts, hosts, prove, recognise
 from fastvit_kernels.swap.hosts import structure
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused
@@ -374,3 +374,53 @@ def test_a_version_that_a_table_does_not_describe_is_found_by_structure(name, mo
     patched = copy.deepcopy(host)
     patched.forward = host.forward  # somebody's own
     assert swap_in(patched).level != "block"
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Names of the classes that were observed, and that were compared at full size."""
+    observed, at_size = [], []
+    for known in (recognise._found, recognise._last, prove._proofs, prove._at_sizes):
+        known.clear()
+    own_observed, own_compare = recognise.observed, prove._compare
+    monkeypatch.setattr(
+        recognise, "observed",
+        lambda m, *a, **k: observed.append(type(m).__name__) or own_observed(m, *a, **k),
+    )  # fmt: skip
+
+    def compare(module, *args, briefly=False):
+        at_size.extend([type(module).__name__] * briefly)
+        return own_compare(module, *args, briefly=briefly)
+
+    monkeypatch.setattr(prove, "_compare", compare)
+    return observed, at_size
+
+
+def test_layers_with_rates_of_their_own_share_what_does_not_depend_on_them(searches):
+    observed, at_size = searches
+    rates = (0.02, 0.04, 0.06, 0.3)  # DINOv2 leaves samples out above 0.1
+    stack = nn.Sequential(*(dino.Block(drop_path=rate) for rate in rates)).double()
+    host = copy.deepcopy(stack)
+    assert_block_level(swap_in(stack))
+    # in training, then in evaluation for the rate that leaves samples out
+    assert observed.count("Block") == 3, observed
+    assert at_size.count("Block") == 2 and len(at_size) == 4, at_size
+    assert_same(step(stack, True), step(host, True), 1e-9)
+
+
+def test_layers_that_differ_by_more_than_rates_share_nothing():
+    def known(change):
+        module = dino.Block(drop_path=0.05)
+        change(module)
+        return facts.Facts(module, whole=True).at_rest()
+
+    usual = known(lambda m: None)
+    assert known(lambda m: setattr(m.drop_path1, "drop_prob", 0.07)) == usual
+    assert known(lambda m: setattr(m, "sample_drop_ratio", 0.07)) == usual
+    for name, value in (
+        ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("sample_drop_ratio", 0.0),
+        ("mlp.drop", nn.Tanh()), ("mlp.fc1", nn.Linear(32, 8)), ("ls1.gamma", None),
+    ):  # fmt: skip
+        owner, _, attribute = name.rpartition(".")
+        changed = known(lambda m, o=owner, a=attribute, v=value: setattr(m.get_submodule(o), a, v))
+        assert changed != usual, name

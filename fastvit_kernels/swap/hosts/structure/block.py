@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -169,15 +170,16 @@ class Block(Roles):
                 return
             if isinstance(getattr(body, "fused_roles", None), AttentionRoles):
                 given = dict(step.context)
+                # One kind of mask shows that the block hands it on.
+                most = 2 if tokens_of(body) else None
                 calls = [
                     (args, {given[n]: v for n, v in kwargs.items() if n in given})
-                    for args, kwargs in Attention.fused_examples(body, generator)
+                    for args, kwargs in islice(Attention.fused_examples(body, generator), most)
                 ]
                 if roles.sampled:  # batches of which a share is no whole number of samples
                     for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
                         yield (example(generator, batch, *x.shape[1:]),), more
-                # One kind of mask shows that the block hands it on.
-                yield from calls[:2] if tokens_of(body) else calls
+                yield from calls
                 if roles.lists:
                     for one, two in ((0, 2), (-1, 1)):
                         (a, e), (b, f) = calls[one % len(calls)], calls[two % len(calls)]

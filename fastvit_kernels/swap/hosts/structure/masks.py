@@ -32,12 +32,12 @@ def example_of_mask(
 ) -> Tensor:
     """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
     B, T, _ = x.shape
+    if kind.startswith("learnt"):  # large: products of few numbers
+        row, column = torch.randn(2, heads, T, generator=generator, dtype=x.dtype)
+        mask = row.unsqueeze(-1) * column.unsqueeze(-2)
+        return (mask if kind.endswith("3 axes") else mask[None]).requires_grad_()
     shape = (B, T) if keys else (T, T) if kind.endswith("2 axes") else (B, 1, T, T)
-    if kind.startswith("learnt"):
-        shape = (heads, T, T) if kind.endswith("3 axes") else (1, heads, T, T)
     mask = torch.randn(shape, generator=generator, dtype=x.dtype)
-    if kind.startswith("learnt"):
-        return mask.requires_grad_()
     if kind.startswith("added"):
         return mask
     mask = mask > -0.5
