@@ -3,7 +3,7 @@
 Each model is built at its own size without memory, swapped, and given a row: its level and, where
 that is not the block level, why. `--verify` also makes each small and compares the swapped model
 with the host's in a training step in float64; plain ViTs are compared by the 2x rule too, through
-the kernels and through PyTorch.
+the kernels and through PyTorch. `--forms` takes one model of those that differ in sizes alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from ..runtime.backend import Backend, backend
 from ..swap.apply import swap_in
-from ..swap.facts import CONTAINERS, host_of
+from ..swap.facts import CONTAINERS, host_of, is_rate
 from ..swap.hosts import host_path
 from ..swap.hosts.fused import Fused
 from ..swap.report import SwapReport, ancestors
@@ -61,6 +61,28 @@ def swapped_parts(model: nn.Module) -> frozenset[Any]:
             host = host_path(type(module).fused_host)
             parts = host_path(host_of(type(parent))), place, host, tuple(sorted(flags.items()))
             found.add((*parts, tuple(n for n, p in module._parameters.items() if p is None)))
+    return frozenset(found)
+
+
+def form_of(model: nn.Module) -> frozenset[Any]:
+    """The modules of a model but for their sizes and number: class, place, settings, the ranks of
+    their tensors. Of a module's numbers above 1 it has which are equal."""
+    found = set()
+    for name, module in model.named_modules():
+        order: dict[int, int] = {}
+
+        def form(key: str, value: Any, order: dict[int, int] = order) -> Any:
+            if isinstance(value, (tuple, list)):
+                return tuple(form(key, v) for v in value)
+            if type(value) is int and value > 1:
+                return "size", order.setdefault(value, len(order))
+            simple = value is None or isinstance(value, (bool, str, int))
+            return value if simple else "a rate" if is_rate(key, value) else type(value)
+
+        own = [(k, form(k, v)) for k, v in vars(module).items() if not k.startswith("_")]
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        ranks = tuple((k, None if t is None else t.ndim) for k, t in tensors)
+        found.add((re.sub(r"\d+", "i", name), type(module), tuple(own), ranks))
     return frozenset(found)
 
 
@@ -148,7 +170,8 @@ class Verifier:
 
 def _run_as(row: Row) -> str:
     """How a row was verified, in a word or two."""
-    return row.verified.partition(":")[0].partition(" (")[0] or "not run"
+    word = row.verified.partition(":")[0].partition(" (")[0] or "not run"
+    return "as another" if word.startswith("as ") else word
 
 
 def _reason(report: SwapReport) -> str:
@@ -174,31 +197,46 @@ def _models(hosts: Sequence[str]) -> Iterator[tuple[str, str, Callable[[], nn.Mo
             yield host, name, partial(build, name)
 
 
-def _row(host: str, name: str, build: Callable[[], nn.Module], verify: Verifier | None) -> Row:
+def _row(
+    host: str, name: str, build: Callable[[], nn.Module], verify: Verifier | None,
+    forms: dict[Any, Row] | None,
+) -> Row:  # fmt: skip
     try:
         model = build()
     except Exception as error:  # a host's model that does not build is the host's business
         model, first = None, (str(error) or type(error).__name__).splitlines()[0]
         row = Row(host, name, "not built", first[:80])
     else:
+        form = None if forms is None else form_of(model)
+        other = (forms or {}).get(form)
+        if other is not None and (verify is None or other.verified):
+            return Row(host, name, other.level, other.reason, f"as {other.model}")
         try:
             report = swap_in(model)
         except Exception as error:
             wrong = f"WRONG: swap_in raises {type(error).__name__}: {error}"
             return Row(host, name, "none", "", wrong)
         row = Row(host, name, report.level, _reason(report))
+        if forms is not None:
+            forms[form] = row
     if verify is not None:
         row.verified = verify(host, name, model)
     return row
 
 
 def rows(
-    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = zoo.HOSTS
-) -> Iterator[Row]:
-    """A row for each model of these hosts whose name begins with one of the prefixes."""
+    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = zoo.HOSTS,
+    one_of_each: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each model of these hosts whose name begins with one of the prefixes.
+
+    Args:
+        one_of_each: swap and run one of the models that differ in sizes alone.
+    """
+    forms: dict[Any, Row] | None = {} if one_of_each else None
     for host, name, build in _models(hosts):
         if name.startswith(prefixes):
-            yield _row(host, name, build, verify)
+            yield _row(host, name, build, verify, forms)
 
 
 def write_table(found: Sequence[Row], out: Path) -> None:
@@ -227,7 +265,8 @@ def write_table(found: Sequence[Row], out: Path) -> None:
             "`yes`: narrow besides, and output and gradients in fp32 by the 2x rule, through",
             "Triton kernels and through PyTorch.",
             "`same parts`: its swapped modules, their settings and their places are in models",
-            "here that ran. A name without a word was not run: the host refuses the step.",
+            "here that ran. `as` another: from that one it differs in sizes alone. A name without",
+            "a word was not run: the host refuses the step.",
             f"{runs}.",
         ]
     for host in hosts:
@@ -252,6 +291,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts", nargs="*", choices=zoo.HOSTS, default=zoo.HOSTS, help="only models of these"
     )
     parser.add_argument(
+        "--forms", action="store_true", help="run one of the models that differ in sizes alone"
+    )
+    parser.add_argument(
         "--backends", nargs="*", choices=("auto", "torch"), default=["auto", "torch"],
         help="what --verify runs the 2x rule through; none: float64 alone",
     )  # fmt: skip
@@ -265,7 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore")
     verify = Verifier(arguments.backends) if arguments.verify else None
     found, start = [], time.monotonic()
-    for row in rows(tuple(arguments.models), verify, arguments.hosts):
+    for row in rows(tuple(arguments.models), verify, arguments.hosts, arguments.forms):
         found.append(row)
         seconds = time.monotonic() - start
         why = row.verified or (verify.not_run.get(row.model, "") if verify else "")

@@ -35,6 +35,7 @@ from .runs import (
 )
 from .steps import block_roles
 
+BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
 
 # How a mask of a kind may be read, by names that hosts/structure/attention.py has.
@@ -129,10 +130,12 @@ def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] |
         rates = [n for n, v in vars(module).items() if "drop" in n or n in ("p", "prob")]
         return _path if not own and not module._buffers and rates else None
     parts = list(open_parts(module, class_of))
-    levels = {level_of(class_of(m)) for _, m in parts}
+    levels = [level_of(class_of(m)) for _, m in parts]
+    if levels.count("attention") + levels.count("mlp") > BRANCHES:
+        return None
     if any(level_of(class_of(m)) == "block" and not is_partial(class_of(m)) for _, m in parts):
         return None
-    if levels & {"attention", "mlp", "block"}:
+    if {"attention", "mlp", "block"} & set(levels):
         return _wider
     linears = sum(isinstance(m, nn.Linear) for _, m in parts)
     if linears > 6:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import partial
 
@@ -87,6 +88,21 @@ def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
     monkeypatch.setattr(coverage, "difference", lambda model, inputs: "something")
     (row, *_) = coverage.rows(("pit_ti_",), coverage.Verifier([]), ["timm"])
     assert row.verified == "WRONG: something"
+
+
+def test_models_that_differ_in_sizes_alone_have_one_form():
+    def block(width, heads, **flags):
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, **flags)
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(heads)))
+
+    form = coverage.form_of(block(32, 2))
+    assert form == coverage.form_of(block(64, 4))
+    assert form != coverage.form_of(block(32, 2, norm_first=True))
+    assert form != coverage.form_of(block(32, 2, bias=False))
+    assert form != coverage.form_of(block(32, 1))  # one head is another case
+    names = ("deit_small_patch", "deit_tiny_patch")
+    words = [r.verified for r in coverage.rows(names, None, ["timm"], one_of_each=True)]
+    assert words == ["", "as deit_small_patch16_224"]
 
 
 def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
