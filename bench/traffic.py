@@ -32,6 +32,7 @@ from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.apply import Memory
@@ -104,10 +105,36 @@ class _Counting(TorchDispatchMode):
             self.add(name, (args, kwargs, result))
         return result
 
-    def add(self, name: str, tree: Any) -> None:
-        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
+    def add(self, name: str, tree: Any, less: int = 0) -> None:
+        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor)) - less
         if moved:
             self.count.calls.append(Call(name, moved))
+
+
+# Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
+ROWS_OF_KEPT = {
+    "layer_norm_fwd": ("x_ptr",), "rms_norm_fwd": ("x_ptr",), "layer_norm_bwd": ("x_ptr",),
+    "rms_norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
+    "linear_fwd": ("y_ptr", "residual_ptr"), "epilogue_bwd": ("dy_ptr",),
+}  # fmt: skip
+
+
+def left_out(name: str, given: dict[str, Any]) -> int:
+    """Bytes of a launch's tensors that it does not move, for they are of other samples."""
+    if name == "pass_dropped":
+        B = given["y_ptr"].shape[0]
+        names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
+    elif given.get("SOME"):
+        names = ROWS_OF_KEPT[name]
+        if name.endswith("norm_fwd"):
+            share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
+        elif name.endswith("norm_bwd"):
+            share = 1 - given["dy_ptr"].numel() / given["x_ptr"].numel()
+        else:
+            share = 1 - 1 / given["keep_scale"]
+    else:
+        return 0
+    return round(sum(tensor_bytes(given[n]) * share for n in names))
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
@@ -126,7 +153,9 @@ def counting() -> Iterator[Count]:
     mode = _Counting(count)
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        mode.add(self.fn.__name__.removeprefix("_").removesuffix("_kernel"), (args, kwargs))
+        name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        mode.add(name, (args, kwargs), left_out(name, named))
 
     def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
@@ -178,8 +207,8 @@ class Step(NamedTuple):
         )
 
 
-def vit(size: str, depth: int) -> nn.Module:
-    """timm's ViT of this width, on the meta device."""
+def vit(size: str, depth: int, drop_path: float = 0.0) -> nn.Module:
+    """timm's ViT of this width, on the meta device; its last block with this DropPath."""
     define_torchvision_operators()
     from timm.models.vision_transformer import VisionTransformer
 
@@ -187,7 +216,7 @@ def vit(size: str, depth: int) -> nn.Module:
     with torch.device("meta"):
         return VisionTransformer(
             img_size=SIZE, patch_size=PATCH, embed_dim=C, depth=depth, num_heads=heads,
-            mlp_ratio=hidden / C,
+            mlp_ratio=hidden / C, drop_path_rate=drop_path,
         )  # fmt: skip
 
 
@@ -253,8 +282,10 @@ def kept_by_partitioner(size: str, depth: int) -> int:
     return kept
 
 
-def swapped(model: nn.Module, memory: Memory = "default") -> nn.Module:
-    swap_in(model, memory=memory)
+def swapped(
+    model: nn.Module, memory: Memory = "default", drop_path: DropPathMode = "mask"
+) -> nn.Module:
+    swap_in(model, memory=memory, drop_path=drop_path)
     return model
 
 
@@ -264,6 +295,11 @@ PROVIDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], Any]]]
     'swapped, memory="low"': (partial(swapped, memory="low"), lambda: backend("triton")),
     "swapped, Triton GEMMs": (swapped, lambda: _triton_gemms()),
 }
+DROPPED = (0.3, 0.4)  # rates at which a block masks, and skips
+SKIPPING = {"swapped, masks": "swapped", 'swapped, drop_path="skip"': "skip"}
+PROVIDERS_OF_DROPPED = {
+    "skip": (partial(swapped, drop_path="skip"), lambda: backend("triton")), **PROVIDERS
+}  # fmt: skip
 
 
 @contextmanager
@@ -282,7 +318,7 @@ TOWERS = {
 
 def block(size: str, provider: str, build: Callable[[str, int], nn.Module] = vit) -> Step:
     """What one block adds to a step."""
-    prepare, context = PROVIDERS[provider]
+    prepare, context = PROVIDERS_OF_DROPPED[provider]
     with context():
         steps = [count_step(prepare(build(size, depth))) for depth in (1, 2)]
     return steps[1].less(steps[0])
@@ -324,6 +360,10 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield _row(name, provider, block(size, provider), TOKENS * C, sum(least))
         kept = kept_by_partitioner(size, 2) - kept_by_partitioner(size, 1)
         yield name, "torch.compile's partition", *5 * "-", f"{kept * BATCH / (TOKENS * C):.1f}"
+    for rate in DROPPED:
+        for name, provider in (("timm", "timm"), *SKIPPING.items()):
+            step = block("L", provider, partial(vit, drop_path=rate))
+            yield _row(f"ViT-L/{PATCH}, drop_path {rate}", name, step, TOKENS * VITS["L"][0], None)
     for name, model in TOWERS.items():
         here = tower(model, 1)
         tokens = BATCH * (here.patch_embed.num_patches + here.num_prefix_tokens)

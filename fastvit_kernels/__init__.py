@@ -14,6 +14,7 @@ from .models.vit import Block, VisionTransformer
 from .ops.attention.functions import attention, qkv_attention
 from .ops.attention.rotary import rope_attention
 from .ops.attention.sdpa import scaled_dot_product_attention
+from .ops.common.samples import keep_samples
 from .ops.gated_mlp.functions import gated_mlp
 from .ops.layer_norm import layer_norm, layer_norm_and_input
 from .ops.linear import linear
@@ -45,6 +46,7 @@ __all__ = [
     "create_vit",
     "gated_mlp",
     "get_backend",
+    "keep_samples",
     "layer_norm",
     "layer_norm_and_input",
     "linear",

@@ -271,6 +271,12 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
     "ViT-B/14, T=257": _blocks("vit_base_patch14_224", init_values=1e-5, drop_path_rate=0.2),
+    "ViT-B/16, drop_path skipped": _blocks(
+        "vit_base_patch16_224", init_values=1e-5, drop_path_rate=0.4, drop_path="skip"
+    ),
+    "RMSNorm, drop_path skipped": _blocks(
+        "vit_small_patch16_224", norm_layer="RmsNorm", drop_path_rate=0.4, drop_path="skip"
+    ),
     "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
     "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),

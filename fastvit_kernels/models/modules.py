@@ -17,6 +17,7 @@ from ..ops.attention.functions import attention, check_head_dim, qkv_attention
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS, check_activation
+from ..ops.common.samples import DropPathMode, check_drop_path, keep_samples
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.patch_embed.functions import patch_embed
@@ -332,12 +333,25 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: drops a branch for whole samples; arXiv:1603.09382."""
+    """Stochastic depth: drops a branch for whole samples; arXiv:1603.09382.
 
-    def __init__(self, drop_prob: float = 0.0):
+    mode="skip" drops as DINOv2 does, a fixed count of samples, for which the branch computes
+    nothing; "mask" drops each by chance.
+    """
+
+    mode: DropPathMode = "mask"
+
+    def __init__(self, drop_prob: float = 0.0, mode: DropPathMode = "mask"):
         super().__init__()
         check_probability("DropPath", "drop_prob", drop_prob)
-        self.drop_prob = drop_prob
+        check_drop_path("DropPath", "mode", mode)
+        self.drop_prob, self.mode = drop_prob, mode
+
+    def samples(self, x: Tensor) -> Tensor | None:
+        """What `keep_samples` gives, or None if nothing is skipped."""
+        if self.mode != "skip" or not self.training or self.drop_prob == 0 or x.shape[0] == 0:
+            return None
+        return keep_samples(x.shape[0], self.drop_prob, x.device)
 
     def row_scale(self, x: Tensor) -> Tensor | None:
         """(B,) of 0 or 1 / keep, or None if nothing is dropped."""

@@ -30,7 +30,8 @@ def _check_last_axis(op: str, x: Tensor, width: tuple[int, ...]) -> None:
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch."""
+    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch; y is that
+    of the samples that `samples` keeps, where it is given."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
@@ -41,14 +42,16 @@ class LayerNorm(nn.LayerNorm):
         check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
-    def forward(self, x: Tensor, and_input: bool = False):
+    def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):
         if self.weight is None:
             _check_last_axis("LayerNorm", x, self.normalized_shape)
         if not and_input:
             return layer_norm(x, self.weight, self.bias, self.eps)
         # A branch begins with a matmul, which under autocast reads the low-precision dtype.
         out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
-        return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
+        return layer_norm_and_input(
+            x, self.weight, self.bias, self.eps, out_dtype=out_dtype, samples=samples
+        )
 
 
 class RmsNorm(nn.RMSNorm):
@@ -65,13 +68,13 @@ class RmsNorm(nn.RMSNorm):
         check_flags("RmsNorm", elementwise_affine=elementwise_affine)
         super().__init__(width, eps, elementwise_affine, device, dtype)
 
-    def forward(self, x: Tensor, and_input: bool = False):
+    def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):
         if self.weight is None:
             _check_last_axis("RmsNorm", x, self.normalized_shape)
         if not and_input:
             return rms_norm(x, self.weight, self.eps)
         out_dtype = autocast_dtype(x) if isinstance(x, Tensor) else None
-        return rms_norm_and_input(x, self.weight, self.eps, out_dtype=out_dtype)
+        return rms_norm_and_input(x, self.weight, self.eps, out_dtype=out_dtype, samples=samples)
 
 
 # By the names of timm's classes, as Block and VisionTransformer take them.

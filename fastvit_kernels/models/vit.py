@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.samples import DropPathMode, check_drop_path
 from ..ops.rebuilt_norm import rebuilt_norm
 from ..ops.rebuilt_sum import rebuilt_sum
 from ..runtime.arguments import check_flags
@@ -50,6 +51,7 @@ class Block(nn.Module):
         memory: Memory = "default", mlp_layer: str = "Mlp", scale_mlp_norm: bool = False,
         norm_layer: str = "LayerNorm", qk_norm: bool = False, key_bias: bool = True,
         rotate_half: bool = False, num_prefix_tokens: int = 0,
+        drop_path_mode: DropPathMode = "mask",
     ):  # fmt: skip
         super().__init__()
         check_block(
@@ -64,37 +66,42 @@ class Block(nn.Module):
             key_bias, rotate_half, num_prefix_tokens,
         )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values) if init_values else None
-        self.drop_path1 = DropPath(drop_path)
+        self.drop_path1 = DropPath(drop_path, drop_path_mode)
         self.norm2 = norm(dim)
         self.mlp = create_mlp(
             mlp_layer, dim, int(dim * mlp_ratio), act_layer, norm if scale_mlp_norm else None,
             proj_bias, proj_drop,
         )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values) if init_values else None
-        self.drop_path2 = DropPath(drop_path)
+        self.drop_path2 = DropPath(drop_path, drop_path_mode)
         self.memory = memory
 
     def forward(self, x: Tensor, rope: Tables | None = None) -> Tensor:
         gamma1 = None if self.ls1 is None else self.ls1.gamma
         gamma2 = None if self.ls2 is None else self.ls2.gamma
-        y, x = self.norm1(x, and_input=True)
-        with self._kept(self.norm1, y, x):
-            x = self.attn(y, x, gamma1, self.drop_path1.row_scale(x), rope=rope)
+        some = self.drop_path1.samples(x)
+        y, x = self.norm1(x, and_input=True, **_of(some))
+        with self._kept(self.norm1, y, x, samples=some):
+            rows = self.drop_path1.row_scale(x) if some is None else some
+            x = self.attn(y, x, gamma1, rows, rope=rope)
+        some = self.drop_path2.samples(x)
         with self._kept_sum(x) as again:
-            y, x = self.norm2(x, and_input=True)
-        with self._kept(self.norm2, y, x, again):
-            return self.mlp(y, x, gamma2, self.drop_path2.row_scale(x))
+            y, x = self.norm2(x, and_input=True, **_of(some))
+        with self._kept(self.norm2, y, x, again, some):
+            rows = self.drop_path2.row_scale(x) if some is None else some
+            return self.mlp(y, x, gamma2, rows)
 
     def _kept(
-        self, norm: nn.Module, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None = None
-    ) -> AbstractContextManager[None]:
+        self, norm: nn.Module, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None = None,
+        samples: Tensor | None = None,
+    ) -> AbstractContextManager[None]:  # fmt: skip
         """Where a branch keeps y = norm(x) for its backward: as it is, or to be rebuilt from x."""
         if not self._rebuilds(norm):
             return nullcontext()
         if isinstance(norm, RmsNorm):
-            return rebuilt_norm(y, x, norm.weight, None, norm.eps, again, "rms_norm")
+            return rebuilt_norm(y, x, norm.weight, None, norm.eps, again, "rms_norm", samples)
         assert isinstance(norm, LayerNorm)
-        return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)
+        return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again, samples=samples)
 
     def _kept_sum(self, x: Tensor) -> AbstractContextManager[Callable[[], Tensor] | None]:
         """The same where norm2 keeps its input x, the sum of the first branch."""
@@ -102,6 +109,11 @@ class Block(nn.Module):
 
     def _rebuilds(self, norm: nn.Module) -> bool:
         return self.memory == "low" and type(norm) in (LayerNorm, RmsNorm) and not is_hooked(norm)
+
+
+def _of(samples: Tensor | None) -> dict[str, Tensor]:
+    """The argument of a norm, where some samples are skipped: one that stands in may lack it."""
+    return {} if samples is None else {"samples": samples}
 
 
 class Blocks(nn.Sequential):
@@ -130,6 +142,8 @@ class VisionTransformer(nn.Module):
     as EVA02, Perception Encoder and RoPE-ViT do, "dinov3", or "" for none; the other `rope_` names
     and `ref_feat_shape` are those of timm's Eva. `qk_norm` norms each head's queries and keys by
     norm_layer; key_bias=False biases queries and values alone, as EVA and DINOv3 do.
+    drop_path="skip": in training a block's branches compute nothing for samples that they drop, of
+    which there are as many at every step, as DINOv2 does; docs/drop_path.md.
     dynamic_img_size=True takes images of any size: learned positions are resampled to their grid,
     rotary ones computed for it.
     """
@@ -151,6 +165,7 @@ class VisionTransformer(nn.Module):
         rope_temperature: float = 10000.0, rope_rotate_half: bool = False,
         rope_grid_indexing: GridIndexing = "ij", rope_grid_offset: float = 0.0,
         ref_feat_shape: Size | None = None, dynamic_img_size: bool = False,
+        drop_path: DropPathMode = "mask",
     ):  # fmt: skip
         super().__init__()
         op = "VisionTransformer"
@@ -172,6 +187,7 @@ class VisionTransformer(nn.Module):
         )  # fmt: skip
         check_pool(op, global_pool, class_token)
         check_pos_embed(op, pos_embed)
+        check_drop_path(op, "drop_path", drop_path)
         check_rope_type(op, rope_type)
         if embed_norm_layer is not None:
             check_norm_layer(op, "embed_norm_layer", embed_norm_layer)
@@ -198,11 +214,11 @@ class VisionTransformer(nn.Module):
         self.blocks = Blocks(*(
             Block(
                 embed_dim, num_heads, mlp_ratio, qkv_bias, proj_bias, proj_drop_rate,
-                attn_drop_rate, init_values, drop_path, act_layer, norm_eps, attn_head_dim, memory,
+                attn_drop_rate, init_values, rate, act_layer, norm_eps, attn_head_dim, memory,
                 mlp_layer, scale_mlp_norm, norm_layer, qk_norm, key_bias, rope_rotate_half,
-                self.num_prefix_tokens,
+                self.num_prefix_tokens, drop_path,
             )
-            for drop_path in drop_paths
+            for rate in drop_paths
         ))  # fmt: skip
         self.rope = None
         if rope_type:

@@ -10,6 +10,8 @@ With xhat = (x - mean) * rstd and g = dy * weight:
 Saved: x, and mean and rstd in one fp32 tensor (2, ...).
 Precision: fp32 statistics, the variance about the mean, never E[x^2] - mean^2; fp32 partials for
 dweight and dbias, one row a program, summed in a fixed order by a second kernel. No atomics.
+`layer_norm_and_input` norms some samples alone where it is told which (common/samples.py): y and dy
+have their rows, x and dx those of all.
 Where a linear layer gave x, the backward kernel also writes what that one's backward reads of dx,
 d = row_scale * dx in its dtype, and the partials of sum_rows d: common/handover.py.
 Source: arXiv:1607.06450. Derivation: docs/layer_norm.md.
@@ -32,6 +34,7 @@ from ..runtime.arguments import (
     check_dtype,
     check_eps,
     check_input,
+    check_samples,
     check_shape,
     contiguous,
     empty_strided,
@@ -55,6 +58,7 @@ from .common.rows import (
     norm_tables,
     rows_to_hand_over,
 )
+from .common.samples import compact_rows, keeps_some, kept_rows, kept_shape, shape_of_d, stream_rows
 
 _compiling = torch.compiler.is_compiling
 
@@ -77,10 +81,10 @@ FWD_TABLE, BWD_TABLE = norm_tables("layer_norm")
 
 @triton.jit
 def _layer_norm_fwd_kernel(
-    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr,
-    num_rows, C, stride_x_row, eps,
+    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr,
+    num_rows, C, rows_per_sample, stride_x_row, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_STATS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    SOME: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid_rows = tl.program_id(0).to(tl.int64)
     offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -88,7 +92,10 @@ def _layer_norm_fwd_kernel(
     mask_row, mask_c = offs_row < num_rows, offs_c < C
     mask = mask_row[:, None] & mask_c[None, :]
 
-    x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)
+    rows_x = offs_row
+    if SOME:
+        rows_x = stream_rows(samples_ptr, offs_row, mask_row, rows_per_sample)
+    x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)
     if HAS_WEIGHT:  # on their way during the sums
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     if HAS_BIAS:
@@ -114,9 +121,11 @@ def _layer_norm_fwd_kernel(
 @triton.jit
 def _layer_norm_bwd_kernel(
     dx_ptr, d_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr, row_scale_ptr,
-    num_rows, C, rows_per_sample, stride_dy_row, stride_dresidual_row, stride_x_row,
+    samples_ptr, num_rows, C, rows_per_sample, num_kept, num_kept_of_d,
+    stride_dy_row, stride_dresidual_row, stride_x_row, keep_scale,
     HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, NEEDS_DPARAMS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr, SUM_D: tl.constexpr,
+    SOME: tl.constexpr, SOME_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
@@ -134,14 +143,21 @@ def _layer_norm_bwd_kernel(
         offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         mask_row = offs_row < num_rows
         mask = mask_row[:, None] & mask_c[None, :]
-        x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)
-        dy = load_rows(dy_ptr, offs_row, stride_dy_row, offs_c, mask)
+        rows_dy, mask_dy, num_stats = offs_row, mask_row, num_rows
+        if SOME:  # other samples load zeros, which leave dresidual
+            num_stats = num_kept * rows_per_sample
+            rows_dy, mask_dy = compact_rows(
+                samples_ptr, num_kept, offs_row, mask_row, rows_per_sample
+            )  # fmt: skip
+        mask_x = mask_dy[:, None] & mask_c[None, :]
+        x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask_x)
+        dy = load_rows(dy_ptr, rows_dy, stride_dy_row, offs_c, mask_x)
         if HAS_DRESIDUAL:
             dresidual = load_rows(dresidual_ptr, offs_row, stride_dresidual_row, offs_c, mask)
-        mean = tl.load(stats_ptr + offs_row, mask=mask_row, other=0.0)
-        rstd = tl.load(stats_ptr + num_rows + offs_row, mask=mask_row, other=0.0)
+        mean = tl.load(stats_ptr + rows_dy, mask=mask_dy, other=0.0)
+        rstd = tl.load(stats_ptr + num_stats + rows_dy, mask=mask_dy, other=0.0)
 
-        xhat = tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)
+        xhat = tl.where(mask_x, (x - mean[:, None]) * rstd[:, None], 0.0)
         g = dy * weight if HAS_WEIGHT else dy
         mean_g = tl.sum(g, axis=1) / C
         mean_g_xhat = tl.sum(g * xhat, axis=1) / C
@@ -153,8 +169,8 @@ def _layer_norm_bwd_kernel(
         tl.store(dx_ptr + offs, dx, mask=mask)
         if WRITE_D or SUM_D:
             d = rows_to_hand_over(
-                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample,
-                HAS_ROW_SCALE, WRITE_D,
+                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
+                num_kept_of_d, keep_scale, HAS_ROW_SCALE, SOME_D, WRITE_D,
             )  # fmt: skip
             if SUM_D:
                 sum_d += d
@@ -177,7 +193,7 @@ class FwdPlan(NamedTuple):
     """All that a forward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, int, int, float]  # rows, C, row stride of x, eps
+    sizes: tuple[int, int, int, int, float]  # rows of y, C, rows a sample, row stride of x, eps
     options: dict[str, Any]
     y: Layout
     stats: Layout
@@ -187,18 +203,22 @@ class FwdPlan(NamedTuple):
 @launch_plan
 def _fwd_plan(
     gpu: Gpu, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool, has_bias: bool,
-    eps: float, save_stats: bool,
+    eps: float, save_stats: bool, num_samples: int,
 ) -> FwdPlan:  # fmt: skip
-    C, num_rows = shape[-1], math.prod(shape[:-1])
     stride = row_stride(shape, strides)
+    some = num_samples > 0
+    shape = (num_samples - shape[0], *shape[1:]) if some else shape
+    C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
     config = FWD_TABLE.choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
     return FwdPlan(
         launch=_layer_norm_fwd_kernel[grid] if num_rows * C else None,
-        sizes=(num_rows, C, C if stride is None else stride, eps),
+        sizes=(
+            num_rows, C, math.prod(shape[1:-1]) if some else 0, C if stride is None else stride, eps
+        ),
         options=dict(
-            HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats,
+            HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats, SOME=some,
             BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
         ),
         y=layout(shape),
@@ -209,29 +229,37 @@ def _fwd_plan(
 
 def _empty_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool,
+    save_stats: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    stats_shape = (2, *x.shape[:-1]) if save_stats else (0,)
-    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
+    shape = kept_shape(x, samples)
+    stats_shape = (2, *shape[:-1]) if save_stats else (0,)
+    return x.new_empty(shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
 
 
 @operator(fake=_empty_fwd)
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool,
+    save_stats: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved."""
+    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved.
+
+    Both of the samples of x that `samples` keeps, where it is given.
+    """
     device = x.device
     launch, sizes, options, y_layout, stats_layout, copies_x = _fwd_plan(
-        gpu(device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats
-    )
+        gpu(device), x.shape, x.stride(), weight is not None, bias is not None, eps, save_stats,
+        0 if samples is None else samples.shape[0],
+    )  # fmt: skip
     y = empty_strided(*y_layout, dtype=out_dtype, device=device)
     stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
     if launch is not None:
         if copies_x:
             x = x.contiguous()
         with device_guard(x):
-            launch(y, stats, x, contiguous(weight), contiguous(bias), *sizes, **options)
+            launch(
+                y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), *sizes,
+                **options,
+            )  # fmt: skip
     return y, stats
 
 
@@ -239,7 +267,9 @@ class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, ...]  # rows, C, rows a sample, row strides of dy, dresidual and x
+    # rows of x, C, rows a sample, samples kept of dy and d, row strides of dy, dresidual and x,
+    # factor of kept samples in d
+    sizes: tuple[float, ...]
     copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
     options: dict[str, Any]
     dx: Layout
@@ -250,24 +280,34 @@ class BwdPlan(NamedTuple):
 @launch_plan
 def _bwd_plan(
     gpu: Gpu, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool, has_row_scale: bool,
-    writes_d: bool, sums_d: bool, *strides: tuple[int, ...] | None,
+    writes_d: bool, sums_d: bool, num_samples: int, num_samples_of_d: int,
+    *strides: tuple[int, ...] | None,
 ) -> BwdPlan:  # fmt: skip
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
     config = BWD_TABLE.choose(gpu, block_c)
     programs = bwd_programs(gpu, config, num_rows, writes_d or sums_d, has_row_scale)
-    row_strides = [0 if s is None else row_stride(shape, s) for s in strides]
-    rows_per_sample = num_rows // max(1, shape[0])
+    B = max(1, shape[0])
+    kept, kept_of_d = (max(0, n - B) for n in (num_samples, num_samples_of_d))
+    shape_of_dy = (kept, *shape[1:]) if kept else shape
+    row_strides = [
+        0 if s is None else row_stride(shape_of_dy if i == 0 else shape, s)
+        for i, s in enumerate(strides)
+    ]
     sums = 2 * needs_dparams + sums_d
     return BwdPlan(
         launch=_layer_norm_bwd_kernel[(programs,)] if num_rows * C else None,
-        sizes=(num_rows, C, rows_per_sample, *(C if s is None else s for s in row_strides)),
+        sizes=(
+            num_rows, C, num_rows // B, kept, kept_of_d,
+            *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
+        ),
         copies=tuple(stride is None for stride in row_strides),
         options=dict(
             HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
-            NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale, WRITE_D=writes_d,
-            SUM_D=sums_d, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
-            STAGES=bwd_stages(config, block_c), num_warps=config.num_warps,
+            NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
+            WRITE_D=writes_d, SUM_D=sums_d, SOME=kept > 0, SOME_D=kept_of_d > 0,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, STAGES=bwd_stages(config, block_c),
+            num_warps=config.num_warps,
         ),
         dx=layout(shape),
         sums=layout((sums, C)),
@@ -278,13 +318,14 @@ def _bwd_plan(
 def _launch_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     sum_dtype: torch.dtype, needs_dparams: bool, d: Tensor | None = None,
-    row_scale: Tensor | None = None, needs_g: bool = False,
+    row_scale: Tensor | None = None, needs_g: bool = False, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx and sums; d is written where it is not None."""
     device = x.device
     launch, sizes, copies, options, dx_layout, sums_layout, partial_layout = _bwd_plan(
         gpu(device), x.shape, weight is not None, needs_dparams, row_scale is not None,
-        d is not None, needs_g,
+        d is not None, needs_g, 0 if samples is None else samples.shape[0],
+        row_scale.shape[0] if keeps_some(row_scale) else 0,
         dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
     )  # fmt: skip
     dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
@@ -300,7 +341,7 @@ def _launch_bwd(
     with device_guard(x):
         launch(
             dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
-            *sizes, **options,
+            contiguous(samples), *sizes, **options,
         )  # fmt: skip
     if partial is not None:
         column_sum(partial, sums)
@@ -309,7 +350,7 @@ def _launch_bwd(
 
 def _empty_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    param_dtype: torch.dtype, needs_dparams: bool,
+    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), x.new_empty((2 * needs_dparams, x.shape[-1]), dtype=param_dtype)
 
@@ -317,21 +358,21 @@ def _empty_bwd(
 @operator(fake=_empty_bwd)
 def layer_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    param_dtype: torch.dtype, needs_dparams: bool,
+    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients: dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, or (0, C)."""
-    return _launch_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
+    return _launch_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples=samples)
 
 
 def _empty_rows_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums_shape = (2 * needs_dparams + needs_g, x.shape[-1])
     return (
         x.new_empty(x.shape), x.new_empty(sums_shape, dtype=sum_dtype),
-        x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype),
+        x.new_empty((0,) if d_dtype is None else shape_of_d(x, row_scale), dtype=d_dtype),
     )  # fmt: skip
 
 
@@ -339,17 +380,17 @@ def _empty_rows_bwd(
 def layer_norm_rows_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`layer_norm_bwd`, and what the linear layer reads that gave x.
 
     Returns: dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
         d = row_scale * dx (..., C) in d_dtype, empty where that is None.
     """
-    d = x.new_empty((0,) if d_dtype is None else x.shape, dtype=d_dtype)
+    d = x.new_empty((0,) if d_dtype is None else shape_of_d(x, row_scale), dtype=d_dtype)
     dx, sums = _launch_bwd(
         dy, dresidual, x, weight, stats, sum_dtype, needs_dparams,
-        None if d_dtype is None else d, row_scale, needs_g,
+        None if d_dtype is None else d, row_scale, needs_g, samples,
     )  # fmt: skip
     return dx, sums, d
 
@@ -369,11 +410,11 @@ class LayerNormFunction(torch.autograd.Function):
     """(x, weight, bias) -> y."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, decision):
+    def forward(ctx, x, weight, bias, decision, samples=None):
         y, stats = decision.ops.layer_norm_fwd(
-            x, weight, bias, decision.eps, decision.out_dtype, True
+            x, weight, bias, decision.eps, decision.out_dtype, True, samples
         )
-        ctx.save_for_backward(x, weight, stats)
+        ctx.save_for_backward(x, weight, stats, samples)
         ctx.decision = decision
         ctx.reader = reader_of(x)
         return y
@@ -381,59 +422,63 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     @first_order("layer_norm")
     def backward(ctx, dy):
-        return _backward(ctx, dy, None)
+        return _backward(ctx, dy, None)[:4]
 
 
 @differentiable
 class LayerNormAndInputFunction(torch.autograd.Function):
-    """(x, weight, bias) -> (y, x): the second output is x itself, handed on to the residual.
+    """(x, weight, bias, samples) -> (y, x): the second output is x, handed on to the residual.
 
     Its gradient arrives beside dy and is added inside the backward kernel, where autograd would
     launch an add over (rows, C) of its own.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, decision):
+    def forward(ctx, x, weight, bias, decision, samples):
         ctx.set_materialize_grads(False)
-        return LayerNormFunction.forward(ctx, x, weight, bias, decision), x.view_as(x)
+        return LayerNormFunction.forward(ctx, x, weight, bias, decision, samples), x.view_as(x)
 
     @staticmethod
     @first_order("layer_norm_and_input")
     def backward(ctx, dy, dresidual):
         if dy is None:
-            return dresidual, None, None, None
+            return dresidual, None, None, None, None
         return _backward(ctx, dy, dresidual)
 
 
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, stats = ctx.saved_tensors
-    _, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+    x, weight, stats, samples = ctx.saved_tensors
+    _, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
     needs_dparams = needs_dweight or needs_dbias
     ops, param_dtype = ops_for(ctx.decision.ops, dy, dresidual), ctx.decision.param_dtype
     reader = ctx.reader
     if reader is None or _compiling():
-        dx, sums = ops.layer_norm_bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams)
+        dx, sums = ops.layer_norm_bwd(
+            dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
+        )
     else:
         d_dtype, g_dtype = reader.reads
         dx, sums, d = ops.layer_norm_rows_bwd(
             dy, dresidual, x, weight, stats, dtype_of_sums(reader, param_dtype), needs_dparams,
-            d_dtype, reader.row_scale, g_dtype is not None,
+            d_dtype, reader.row_scale, g_dtype is not None, samples,
         )  # fmt: skip
         hand(reader, dx, d, sums)
         sums = as_dtype(sums, param_dtype)
     if not needs_dparams:
-        return dx, None, None, None
+        return dx, None, None, None, None
     dweight, dbias = sums.unbind(0)[:2]
-    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None
+    return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None
 
 
 @decide_once
 def _decide(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype | None, op: str, ops: Routed,
+    out_dtype: torch.dtype | None, op: str, samples: Tensor | None, ops: Routed,
 ) -> LayerNormDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     check_input(op, x)
+    if samples is not None:
+        check_samples(op, x, samples)
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
@@ -445,8 +490,9 @@ def _decide(
         out_dtype = torch.float32 if widens else x.dtype
     param = weight if weight is not None else bias
     return LayerNormDecision(
-        route("layer_norm", ops, unsupported, x, weight, bias), needs_gradient(x, weight, bias),
-        eps, out_dtype, torch.float32 if param is None else param.dtype,
+        route("layer_norm", ops, unsupported, x, weight, bias, samples),
+        needs_gradient(x, weight, bias), eps, out_dtype,
+        torch.float32 if param is None else param.dtype,
     )  # fmt: skip
 
 
@@ -457,19 +503,23 @@ def layer_norm_and_input(
     eps: float = 1e-6,
     *,
     out_dtype: torch.dtype | None = None,
+    samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm that hands its input on: returns (`layer_norm(x, ...)`, x).
 
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
-    gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`.
+    gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`;
+    and samples, what `keep_samples(B, rate)` gave: y is then that of the S samples that it keeps of
+    x (B, ..., C), which alone are read.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input")
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples)
     ops, needs_gradient, _, out_dtype, _ = decision
     if ops is None:
-        return layer_norm_ref(x, weight, bias, eps, out_dtype), x
+        some = x if samples is None else kept_rows(x, samples)
+        return layer_norm_ref(some, weight, bias, eps, out_dtype), x
     if not needs_gradient:
-        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, False)[0], x
-    return ops.LayerNormAndInputFunction(x, weight, bias, decision)
+        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, False, samples)[0], x
+    return ops.LayerNormAndInputFunction(x, weight, bias, decision, samples)
 
 
 def layer_norm(
@@ -497,7 +547,7 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm")
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None)
     ops, needs_gradient, _, out_dtype, _ = decision
     if ops is None:
         return layer_norm_ref(x, weight, bias, eps, out_dtype)

@@ -50,9 +50,12 @@ from .common.activation import ACTIVATIONS, check_activation
 from .common.epilogue import (
     apply_epilogue,
     backward_epilogue,
+    copy_dropped,
+    count_rows,
     epilogue_arguments,
     finish_tile,
     input_gradient_operands,
+    rows_shape,
     scaled_rows,
     weight_gradients,
 )
@@ -67,6 +70,7 @@ from .common.gemm import (
 from .common.gemm_configs import FWD_TABLE, gemm_key
 from .common.handover import Reads, offer, reads_of, taken, takes_rows
 from .common.reduction import column_sum
+from .common.samples import add_kept, keeps_some
 
 
 def linear_ref(
@@ -85,6 +89,9 @@ def linear_ref(
         y = ACTIVATIONS[activation](y)
     if layer_scale is not None:
         y = y * layer_scale
+    if keeps_some(row_scale):
+        assert residual is not None
+        return add_kept(residual, y, row_scale).to(out_dtype)
     if row_scale is not None:
         y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
     if residual is not None:
@@ -95,24 +102,24 @@ def linear_ref(
 @triton.jit
 def _linear_epilogue(
     y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    first_m, first_n, M, N, rows_per_sample, stride_residual_m,
+    first_m, first_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOME: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
     if SUBTILES > 1:
         left, right = column_halves(z, BLOCK_M, BLOCK_N)
         _linear_epilogue(
             y_ptr, z_ptr, left, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            first_m, first_n, M, N, rows_per_sample, stride_residual_m,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            first_m, first_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
             SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
         _linear_epilogue(
             y_ptr, z_ptr, right, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            first_m, first_n + BLOCK_N // 2, M, N, rows_per_sample, stride_residual_m,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            first_m, first_n + BLOCK_N // 2, M, N, rows_per_sample, stride_residual_m, keep_scale,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
             SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
     else:
@@ -127,8 +134,8 @@ def _linear_epilogue(
             z = z_low.to(tl.float32)  # act reads the bits that are saved
         finish_tile(
             y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
-            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
+            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
         )  # fmt: skip
 
 
@@ -136,10 +143,10 @@ def _linear_epilogue(
 def _linear_fwd_kernel(
     y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, K, rows_per_sample,
-    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m,
+    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
+    SOME: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -161,8 +168,8 @@ def _linear_fwd_kernel(
         _linear_epilogue(
             y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
             pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N,
-            M, N, rows_per_sample, stride_residual_m,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+            M, N, rows_per_sample, stride_residual_m, keep_scale,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
             SUBTILES, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
@@ -173,7 +180,8 @@ def _empty_fwd(
     out_dtype: torch.dtype, save_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (*x.shape[:-1], weight.shape[0])
-    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
+    y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
     z_shape = shape if save_z and activation else (0,)
     return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
 
@@ -191,13 +199,16 @@ def linear_fwd(
     """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
 
     x and weight share one dtype; activation "" is none. Without z the second result is empty.
+    Where row_scale keeps some samples, x and z have their rows, the residual and y those of all.
     """
     scaled = layer_scale is not None or row_scale is not None
     save_z = save_z and activation != ""
     no_z = empty((0,), x.dtype, x.device)
+    shape = (*x.shape[:-1], weight.shape[0])
+    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
     if x.numel() == 0:
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-        return y, x.new_empty(y.shape) if save_z else no_z
+        y = x.new_empty(y_shape, dtype=out_dtype)
+        return y, x.new_empty(shape) if save_z else no_z
     if not (activation or scaled or residual is not None):
         return gemm.product_with_bias(x, weight, bias), no_z
     N, K = weight.shape
@@ -213,20 +224,21 @@ def linear_fwd(
         z = gemm.product_with_bias(x, weight, bias)
         if plain and residual is not None:
             return z.add_(residual), no_z
-        y = torch.empty_like(z, dtype=out_dtype)
+        y = empty(y_shape, out_dtype, x.device)
         apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
         return y, z if save_z else no_z
-    y = empty((*x.shape[:-1], N), out_dtype, x.device)
-    z = torch.empty_like(y, dtype=x.dtype) if save_z else no_z
+    y = empty(y_shape, out_dtype, x.device)
+    z = empty(shape, x.dtype, x.device) if save_z else no_z
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(x):
         tile_launch(
             plan, _linear_fwd_kernel, y, z if save_z else None, rows, weight, contiguous(bias),
-            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), sizes[1],
+            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
             ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
         )  # fmt: skip
+    copy_dropped(y, pointers, sizes, flags)
     return y, z
 
 
@@ -240,7 +252,7 @@ def _empty_bwd(
     N = dy.shape[-1]
     return empty_gradients(
         dy.device,
-        ((*dy.shape[:-1], 0 if weight is None else weight.shape[1]), dx_dtype),
+        ((*rows_shape(dy, row_scale), 0 if weight is None else weight.shape[1]), dx_dtype),
         ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
         ((N,), dbias_dtype),
         ((N,), dlayer_scale_dtype),
@@ -251,9 +263,8 @@ def _flops_bwd(
     dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype, dx_dtype, dweight_dtype,
     *_, **__,
 ):  # fmt: skip
-    return 2 * math.prod(dy) * (
-        (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
-    )  # fmt: skip
+    wide = (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
+    return 2 * count_rows(dy, row_scale) * dy[-1] * wide
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
@@ -278,14 +289,14 @@ def linear_bwd(
             grad.zero_()
         return grads
     N = dy.shape[-1]
-    M = dy.numel() // N
-    dy_rows = dy.reshape(M, N)
+    M = math.prod(rows_shape(dy, row_scale))
     x_rows = None if x is None else x.reshape(M, x.shape[-1])
     if activation:
         assert z is not None
         dz, partial = backward_epilogue(
-            dy_rows, z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
+            dy.reshape(-1, N), z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
             sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
+            batch=dy.shape[0],
         )  # fmt: skip
         if dbias_dtype is not None:
             column_sum(partial[:, :N], dbias)
@@ -297,7 +308,7 @@ def linear_bwd(
             gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
     else:
         needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
-        d, sums = scaled_rows(dy_rows, row_scale, dtype, needs_g and g is None)
+        d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
         sums = sums if g is None else g.view(1, N)
         weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
         if dx_dtype is not None and weight is not None:
@@ -552,7 +563,9 @@ def linear(
         residual: (B, ..., N), any floating dtype, added last.
         layer_scale: (N,), any floating dtype.
         row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
-            requires a gradient takes the PyTorch path.
+            requires a gradient takes the PyTorch path. Or what `keep_samples(B, rate)` gave: x then
+            has the S samples that it keeps, (S, ..., K), which are multiplied by B / S, and the
+            others of the residual (B, ..., N) pass as they are.
     Returns:
         (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
     Precision: fp32 accumulators and epilogue; act reads x weight^T + bias rounded to the compute

@@ -44,7 +44,9 @@ from .common.activation import activate_and_derivative, check_activation
 from .common.epilogue import (
     apply_epilogue,
     backward_epilogue,
+    count_rows,
     input_gradient_operands,
+    rows_shape,
     scaled_rows,
     weight_gradients,
 )
@@ -59,6 +61,7 @@ from .common.gemm import (
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
 from .common.handover import Reads, offer, reads_of, taken, takes_rows
 from .common.reduction import column_sum
+from .common.samples import keeps_some
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from .linear import linear_ref
 from .narrow_mlp import is_narrow
@@ -191,7 +194,7 @@ def _empty_bwd(
     F = 0 if hidden is None else hidden.shape[-1]
     return empty_gradients(
         dy.device,
-        ((*dy.shape[:-1], 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((*rows_shape(dy, row_scale), 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
         ((F, 0 if x is None else x.shape[-1]), dfc1_weight_dtype),
         ((F,), dfc1_bias_dtype),
         ((N, F), dfc2_weight_dtype),
@@ -204,7 +207,7 @@ def _flops_bwd(
     dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
     dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, *_, **__,
 ):  # fmt: skip
-    M, N = math.prod(dy[:-1]), dy[-1]
+    M, N = count_rows(dy, row_scale), dy[-1]
     F = (z or act or (0,))[-1]
     needs_dz = dx_dtype or dfc1_weight_dtype or dfc1_bias_dtype
     wide = N * (bool(needs_dz) + bool(dfc2_weight_dtype))
@@ -238,13 +241,12 @@ def mlp_bwd(
             grad.zero_()
         return grads
     dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
-    N = dy.shape[-1]
-    M = dy.numel() // N
+    M = math.prod(rows_shape(dy, row_scale))
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g and g is None)
-    sums = sums if g is None else g.view(1, N)
+    d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+    sums = sums if g is None else g.view(1, -1)
     # A hook on saved tensors may have brought them back in other strides.
     z_rows = None if z is None else z.contiguous().view(M, -1)
     act_rows = None if act is None else act.contiguous().view(M, -1)
@@ -423,7 +425,7 @@ def _decide(
     return MlpDecision(
         ops=route("mlp", ops, unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
-        narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]),
+        narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]) and not keeps_some(row_scale),
         activation=activation,
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
@@ -466,7 +468,7 @@ def mlp(
         residual: (B, ..., N), any floating dtype, added last.
         layer_scale: (N,), any floating dtype.
         row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
-            requires a gradient takes the PyTorch path.
+            requires a gradient takes the PyTorch path. Or what `keep_samples` gave, as in `linear`.
         recompute: save the pre-activation alone and rebuild the activation in the backward, at the
             cost of one write of (B, ..., F). False saves both; the gradients have the same bits.
             Without effect on the PyTorch path.

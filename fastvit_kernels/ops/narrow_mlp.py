@@ -301,7 +301,7 @@ def narrow_mlp_fwd(
     M = rows.shape[0]
     fc1_weight = _weight_rows(fc1_weight, F + 64)
     fc2_weight = _weight_rows(fc2_weight, MAX_WIDTH)
-    pointers, sizes, flags = epilogue_arguments(
+    pointers, sizes, _ = epilogue_arguments(
         M, layer_scale, row_scale, None if residual is None else _rows(residual, 128)
     )
     (c0, c1), (n0, n1) = _parts(C), _parts(N)
@@ -316,7 +316,8 @@ def narrow_mlp_fwd(
             fc2_weight, None if fc2_bias is None else fc2_bias.contiguous(), *pointers,
             M, C, F, N, sizes[0], rows.stride(0), fc1_weight.stride(0), fc2_weight.stride(0),
             sizes[1], ACTIVATION=activation, HAS_FC1_BIAS=fc1_bias is not None,
-            HAS_FC2_BIAS=fc2_bias is not None, **flags,
+            HAS_FC2_BIAS=fc2_bias is not None, HAS_LAYER_SCALE=layer_scale is not None,
+            HAS_ROW_SCALE=row_scale is not None, HAS_RESIDUAL=residual is not None,
             EVEN_C=c0 + c1 == C, EVEN_F=F % tiles.block_f == 0, EVEN_N=n0 + n1 == N,
             BLOCK_M=tiles.block_m, BLOCK_F=tiles.block_f, C0=c0, C1=c1, N0=n0, N1=n1,
             INPUT_PRECISION=input_precision(),

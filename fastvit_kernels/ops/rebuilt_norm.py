@@ -39,14 +39,14 @@ def place_of(x: Tensor) -> int:
 def rebuilt_norm(
     y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-6, again: Callable[[], Tensor] | None = None,
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm", samples: Tensor | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside, what would be saved of y is rebuilt from x in the backward.
 
     Args:
         y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it; where `norm`
             is "rms_norm", `rms_norm(x, weight, eps, out_dtype=y.dtype)`.
-        x, weight, bias, eps: its arguments; none may change in place before the backward.
+        x, weight, bias, eps, samples: its arguments; none may change in place before the backward.
         again: what `rebuilt_sum(x)` gave: gives x in the backward, so that nobody keeps it.
 
     Without effect where the Triton kernels do not run, where no gradient is wanted, inside other
@@ -79,8 +79,8 @@ def rebuilt_norm(
         source, *params = inputs
         source = source if again is None else again()
         if norm == "rms_norm":
-            return rms_norm_fwd(source, params[0], eps, dtype, False)[0].view(packed)
-        return layer_norm_fwd(source, *params, eps, dtype, False)[0].view(packed)
+            return rms_norm_fwd(source, params[0], eps, dtype, False, samples)[0].view(packed)
+        return layer_norm_fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -52,14 +52,63 @@ def check_epilogue(
     row_scale: Tensor | None,
 ) -> str | None:  # fmt: skip
     """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
-    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
     check_shape(op, "layer_scale", layer_scale, (N,), like=x)
+    kept = isinstance(row_scale, Tensor) and row_scale.dtype is torch.int64
+    if row_scale is not None and kept and row_scale.shape != x.shape[:1]:
+        _check_kept(op, x, N, residual, row_scale)
+        return None
+    if row_scale is not None:
+        check_tensor(op, "row_scale", row_scale)
+    check_shape(op, "residual", residual, (*x.shape[:-1], N), like=x)
     if row_scale is None:
         return None
     if x.ndim < 2:
         raise ValueError(f"{op}: row_scale needs x of shape (B, ..., K), got {tuple(x.shape)}")
     check_shape(op, "row_scale", row_scale, (x.shape[0],), like=x)
     return "row_scale requires a gradient" if row_scale.requires_grad else None
+
+
+def _check_kept(op: str, x: Tensor, N: int, residual: Tensor | None, samples: Tensor) -> None:
+    """Raise unless x has the samples that `samples` keeps of those of the residual."""
+    if x.ndim < 2 or residual is None or residual.ndim == 0:
+        raise TypeError(
+            f"{op}: row_scale must be floating point, got torch.int64: what keep_samples gave "
+            "needs x of shape (S, ..., K) and a residual of shape (B, ..., N)"
+        )
+    B = residual.shape[0]
+    S = _check_samples(op, "row_scale", samples, B, x)
+    if x.shape[0] != S:
+        raise ValueError(
+            f"{op}: row_scale keeps {S} samples of {B}, so x must have as many, got {x.shape[0]}"
+        )
+    check_shape(op, "residual", residual, (B, *x.shape[1:-1], N), like=x)
+
+
+def check_samples(op: str, x: Tensor, samples: Any) -> None:
+    """Raise unless `samples` can be what keep_samples gave for x (B, ..., C)."""
+    if x.ndim < 2:
+        raise ValueError(f"{op}: samples needs x of shape (B, ..., C), got {tuple(x.shape)}")
+    _check_samples(op, "samples", samples, x.shape[0], x)
+
+
+def _check_samples(op: str, name: str, samples: Any, B: int, like: Tensor) -> int:
+    """How many of B samples it keeps; raise unless keep_samples(B, ...) can have given it."""
+    if not isinstance(samples, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(samples).__name__}")
+    if samples.layout is not torch.strided or samples.is_nested:
+        kind = "a nested tensor" if samples.is_nested else f"layout {samples.layout}"
+        raise TypeError(f"{op}: {name} must be a dense strided tensor, got {kind}")
+    if samples.dtype is not torch.int64:
+        raise TypeError(
+            f"{op}: {name} must be int64, as keep_samples gives it, got {samples.dtype}"
+        )
+    if samples.ndim != 1 or not B < samples.shape[0] <= 2 * B:
+        raise ValueError(
+            f"{op}: {name} must be what keep_samples gave for {B} samples, at least {B + 1} and "
+            f"at most {2 * B} numbers, got shape {tuple(samples.shape)}"
+        )
+    check_device(op, name, samples, like)
+    return samples.shape[0] - B
 
 
 def check_input(op: str, x: Tensor) -> None:

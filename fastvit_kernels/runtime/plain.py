@@ -95,10 +95,15 @@ def add_branch(
 ) -> Tensor:
     """residual + row_scale * layer_scale * y, for a branch that did not end in a fused epilogue.
 
-    Shapes: y and residual (B, ..., C), layer_scale (C,), row_scale (B,).
+    Shapes: y and residual (B, ..., C), layer_scale (C,), row_scale (B,); where row_scale is what
+    `keep_samples` gave, y (S, ..., C).
     """
     if layer_scale is not None:
         y = y * layer_scale
+    if residual is not None and row_scale is not None and not row_scale.is_floating_point():
+        S, B = y.shape[0], residual.shape[0]
+        dtype = torch.promote_types(residual.dtype, y.dtype)
+        return residual.to(dtype).index_add(0, row_scale[:S], y.to(dtype), alpha=B / S)
     if row_scale is not None:
         y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
     return y if residual is None else residual + y

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
 from .hosts.fused import Fused, Unfused
 from .recognise import PROVEN, Trial, recognise, unused
@@ -54,7 +55,7 @@ def _selected(argument: str, selectors: Any, modules: dict[str, nn.Module]) -> s
 
 def swap_in(
     model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False,
-    memory: Memory = "default",
+    memory: Memory = "default", drop_path: DropPathMode = "mask",
 ) -> SwapReport:  # fmt: skip
     """Make a model run on the fused kernels, in place.
 
@@ -76,9 +77,14 @@ def swap_in(
             branches read, with the same bits, instead of keeping them. Under bf16 autocast 24 C
             bytes a token and block instead of 28 C, for one more LayerNorm forward each. A later
             call sets it anew for the blocks that it selects.
+        drop_path: "skip": in training the branches of pre-norm blocks compute nothing for the
+            samples that DropPath drops, of which there are as many at every step, drawn as DINOv2
+            draws them: max(int(B (1 - rate)), 1) are kept. Where a branch cannot, it masks as its
+            host does, and the report says so. "mask", the host's own, drops each by chance. A
+            later call sets it anew, as memory.
     Returns: a SwapReport: what was swapped at which level, what was left and why.
     Raises: TypeError for another model, selector or type of memory; ValueError for a name or module
-        that the model does not have, and for another memory. Nothing is changed then.
+        that the model does not have, and for another memory or drop_path. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_in: model must be an nn.Module, got {type(model).__name__}")
@@ -86,6 +92,7 @@ def swap_in(
         raise TypeError(f"swap_in: memory must be a str, got {type(memory).__name__}")
     if memory not in get_args(Memory):
         raise ValueError(f"swap_in: memory must be one of {get_args(Memory)}, got {memory!r}")
+    check_drop_path("swap_in", "drop_path", drop_path)
     modules = dict(model.named_modules())
     wanted = set(modules) if only is None else _selected("only", only, modules)
     unwanted = set() if skip is None else _selected("skip", skip, modules)
@@ -136,8 +143,9 @@ def swap_in(
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
         if hasattr(type(module), "fused_memory") and name in wanted and name not in unwanted:
-            _remember(module, memory)
-    report = make_report(modules, {n: refused[n] for n in modules if n in refused}, guesses)
+            _remember(module, fused_memory=memory, fused_drop_path=drop_path)
+    left = {n: refused[n] for n in modules if n in refused}
+    report = make_report(modules, left, guesses, drop_path)
     if explain:
         report.explanation = explanation(modules, tried)
     return report
@@ -157,11 +165,12 @@ def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...
     return lines
 
 
-def _remember(block: Any, memory: Memory) -> None:
+def _remember(block: Any, **chosen: str) -> None:
     """The default is an attribute of the class: a block that has it is as its host made it."""
-    vars(block).pop("fused_memory", None)
-    if memory != "default":
-        block.fused_memory = memory
+    for name, value in chosen.items():
+        vars(block).pop(name, None)
+        if value != getattr(type(block), name):
+            setattr(block, name, value)
 
 
 def swap_out(model: nn.Module) -> None:
@@ -180,5 +189,6 @@ def swap_out(model: nn.Module) -> None:
                 raise ValueError(f"swap_out: {name} has become a {hosts.host_path(type(module))}")
             classes[module] = host
     for module, host in classes.items():
-        vars(module).pop("fused_memory", None)
+        for name in ("fused_memory", "fused_drop_path"):
+            vars(module).pop(name, None)
         module.__class__ = host

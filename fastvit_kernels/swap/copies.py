@@ -109,7 +109,8 @@ class Copier:
         # Dropout of attention draws numbers of its own, by its layout.
         quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
         for name, value in vars(original).items():
-            if name not in PRIVATE and name != "forward":
+            # A proof compares with the host, which masks.
+            if name not in PRIVATE and name not in ("forward", "fused_drop_path"):
                 made.__dict__[name] = self.setting(name, value, off | quiet, exact)
         derived = getattr(self.planned(original), "fused_derived", None)
         if derived is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
 from .hosts.fused import Fused, Norm, bypassed, inert, part, width_of
@@ -54,6 +55,8 @@ class SwapReport:
         explanation: with explain=True, for each kind of module the candidates that were tried and
             how each fared.
         rebuilt: names of the LayerNorms whose output the backward rebuilds, by memory="low".
+        skipping: names of the norms of branches that compute nothing for the samples that they
+            drop, by drop_path="skip". A DropPath of no such branch is among `left`.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -66,6 +69,7 @@ class SwapReport:
     uncounted: list[str] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
     rebuilt: list[str] = field(default_factory=list)
+    skipping: list[str] = field(default_factory=list)
 
     @property
     def level(self) -> str:
@@ -101,6 +105,8 @@ class SwapReport:
         ]
         if rebuilt := getattr(self, "rebuilt", []):
             lines.append(f"{len(rebuilt)} LayerNorm outputs are rebuilt in the backward")
+        if skipping := getattr(self, "skipping", []):
+            lines.append(f"{len(skipping)} branches compute no sample that they drop")
         uncounted = getattr(self, "uncounted", [])
         if uncounted:
             lines.append(f"not counted: {', '.join(uncounted[:3])}" + " ..." * (len(uncounted) > 3))
@@ -144,13 +150,15 @@ def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def make_report(
-    modules: dict[str, nn.Module], refused: dict[str, str], guesses: dict[str, str]
-) -> SwapReport:
+    modules: dict[str, nn.Module], refused: dict[str, str], guesses: dict[str, str],
+    drop_path: DropPathMode = "mask",
+) -> SwapReport:  # fmt: skip
     """The report on a model whose modules are these. It never raises.
 
     Args:
         refused: why a module of a known class was not swapped, by name; "" goes unsaid.
         guesses: the same of modules of unknown classes; a module around may know better.
+        drop_path: what was asked for.
     """
     report = SwapReport()
     left: dict[str, Left] = {}
@@ -161,6 +169,8 @@ def make_report(
 
     for name, reason in refused.items():
         leave(name, modules[name], reason)
+    if drop_path == "skip":
+        _note_skipping(report, modules, leave)
     learnt = any(_makes_learnt_tables(m) for m in modules.values())
     covered: set[str] = set()  # names whose module a wider one bypasses
     moved: Counter[str] = Counter()
@@ -185,6 +195,20 @@ def make_report(
     total = _count_flops(report, modules)
     report.pytorch = {what: n / (total + sum(moved.values())) for what, n in moved.items()}
     return report
+
+
+def _note_skipping(report: SwapReport, modules: dict[str, nn.Module], leave: Any) -> None:
+    """The branches that skip what they drop, and each DropPath whose branch does not."""
+    reached = set()
+    for name, module in modules.items():
+        if hasattr(module, "fused_skips") and _runs_fused(module):
+            for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
+                report.skipping.append(f"{name}.{norm}" if name else norm)
+                reached.add(id(path))
+    for name, module in modules.items():
+        rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
+        if id(module) not in reached and rate and "Path" in _host_name(module):
+            leave(name, module, 'drop_path="skip" does not reach it: its branch computes all')
 
 
 def _makes_learnt_tables(module: nn.Module) -> bool:

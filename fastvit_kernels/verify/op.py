@@ -19,6 +19,23 @@ from torch import Tensor
 from .accuracy import Reference
 
 Shape = tuple[int, ...]
+
+
+class SampleShape(tuple[int, ...]):
+    """(S + B,), of what `keep_samples` gives for B samples of which it keeps S."""
+
+    kept: int
+
+    def __new__(cls, kept: int, batch: int) -> SampleShape:
+        shape = super().__new__(cls, (kept + batch,))
+        shape.kept = kept
+        return shape
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        order = torch.randperm(self[0] - self.kept, generator=generator)
+        return torch.cat((order[: self.kept], order.argsort()))
+
+
 Inputs = dict[str, Tensor | None]
 Function = Callable[..., Any]
 
@@ -48,7 +65,7 @@ class Arg:
 
     normal   normal numbers
     matrix   normal numbers that keep the scale of what they multiply
-    keep     DropPath's factors: 0 for a dropped sample, else 1 / keep
+    keep     DropPath's factors: 0 for a dropped sample, else 1 / keep; or the kept samples alone
     mask     normal numbers to add to scores, or booleans
     """
 
@@ -105,6 +122,8 @@ class Draw:
 
     def kind(self, arg: Arg, shape: Shape, boolean: bool = False) -> Tensor:
         """Numbers as the argument holds them."""
+        if isinstance(shape, SampleShape):
+            return shape.draw(self.generator).to(self.device)
         if arg.kind == "keep":
             x = torch.full(shape, 1.25, device=self.device, dtype=self.dtype)
             x[: len(x) - 1][:1] = 0  # the first of several

@@ -92,14 +92,26 @@ def _mlp(mlp: nn.Module, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tenso
 def _block(
     block: Block, x: Tensor, p: Mapping[str, Tensor], name: str, rope: Tables | None
 ) -> Tensor:
-    row_scale = block.drop_path1.row_scale(x)
-    y = _norm(x, p, f"{name}.norm1", block.norm1)
-    y = _attention(block.attn, y, p, f"{name}.attn", rope)
-    x = x + _branch(y, p.get(f"{name}.ls1.gamma"), row_scale)
+    def attend(x: Tensor) -> Tensor:
+        y = _norm(x, p, f"{name}.norm1", block.norm1)
+        return _attention(block.attn, y, p, f"{name}.attn", rope)
 
-    row_scale = block.drop_path2.row_scale(x)
-    y = _mlp(block.mlp, _norm(x, p, f"{name}.norm2", block.norm2), p, f"{name}.mlp")
-    return x + _branch(y, p.get(f"{name}.ls2.gamma"), row_scale)
+    def feed(x: Tensor) -> Tensor:
+        return _mlp(block.mlp, _norm(x, p, f"{name}.norm2", block.norm2), p, f"{name}.mlp")
+
+    for branch, drop_path, scale in (
+        (attend, block.drop_path1, "ls1"), (feed, block.drop_path2, "ls2")
+    ):  # fmt: skip
+        gamma, samples = p.get(f"{name}.{scale}.gamma"), drop_path.samples(x)
+        if samples is not None:
+            kept = samples[: len(samples) - len(x)]
+            y = _branch(branch(x[kept]), gamma, None)
+            dtype = torch.promote_types(x.dtype, y.dtype)
+            x = x.to(dtype).index_add(0, kept, y.to(dtype), alpha=len(x) / len(kept))
+        else:
+            row_scale = drop_path.row_scale(x)
+            x = x + _branch(branch(x), gamma, row_scale)
+    return x
 
 
 def plain_vit(model: VisionTransformer, p: Mapping[str, Tensor], images: Tensor) -> Tensor:

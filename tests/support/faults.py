@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION = ("ops/test_attention.py", "ops/test_sdpa.py")
+SAMPLES_TESTS = ("ops/test_samples.py",)
 ROPE_HOSTS = ("swap/test_rope_hosts.py",)
 TESTS = {  # by file of the package
     "ops/common/activation.py": ("ops/test_activation.py", "ops/test_linear.py"),
@@ -21,6 +22,7 @@ TESTS = {  # by file of the package
     "ops/attention/rotary.py": ("ops/test_rope_attention.py",),
     "ops/common/handover.py": ("ops/test_handover.py",),
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "ops/common/samples.py": SAMPLES_TESTS,
     "ops/common/gemm.py": ("ops/test_gemm.py", "ops/test_linear.py", "ops/test_mlp.py"),
     "swap/facts.py": ("swap/test_prove.py", "swap/test_swap_changes.py"),
     "swap/hosts/branch.py": (
@@ -71,6 +73,155 @@ class Fault:
         return self.only or TESTS[self.file]
 
 
+SAMPLES = [
+    Fault(
+        "samples-index-ignored",
+        "ops/common/samples.py",
+        "stream_rows",
+        "kept rows are taken for the first ones of the stream",
+        "return index * rows_per_sample",
+        "return index * 0 + offs_row // rows_per_sample * rows_per_sample",
+    ),
+    Fault(
+        "samples-row-of-sample",
+        "ops/common/samples.py",
+        "stream_rows",
+        "every row of a kept sample is its first",
+        "+ offs_row % rows_per_sample",
+        "+ offs_row % 1",
+    ),
+    Fault(
+        "samples-place-ignored",
+        "ops/common/samples.py",
+        "compact_rows",
+        "gradients of kept samples in the order of the stream",
+        "rows = place * rows_per_sample",
+        "rows = tl.minimum(place, offs_row // rows_per_sample) * rows_per_sample",
+    ),
+    Fault(
+        "samples-dropped-read",
+        "ops/common/samples.py",
+        "compact_rows",
+        "a dropped sample has a gradient of the branch",
+        "place < num_kept)",
+        "place < num_kept + 1)",
+    ),
+    Fault(
+        "samples-dropped-zeroed",
+        "ops/common/samples.py",
+        "_pass_dropped_kernel",
+        "dropped samples leave the stream",
+        "residual.to(y_ptr.dtype.element_ty)",
+        "(residual * 0).to(y_ptr.dtype.element_ty)",
+    ),
+    Fault(
+        "samples-dropped-last",
+        "ops/common/samples.py",
+        "_pass_dropped_kernel",
+        "the first dropped sample is not copied",
+        ">= num_kept:",
+        "> num_kept:",
+    ),
+    Fault(
+        "samples-residual-stride",
+        "ops/common/samples.py",
+        "_pass_dropped_kernel",
+        "a residual with gaps is read as if it had none",
+        "* stride_residual_m +",
+        "* N +",
+    ),
+    Fault(
+        "samples-scale-forward",
+        "ops/common/epilogue.py",
+        "finish_tile",
+        "kept samples are not scaled",
+        "y *= keep_scale",
+        "y *= 1.0",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-scale-backward",
+        "ops/common/epilogue.py",
+        "_epilogue_bwd_kernel",
+        "the gradient of kept samples is not scaled",
+        "dz *= keep_scale",
+        "dz *= 1.0",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-scale-handed",
+        "ops/common/rows.py",
+        "rows_to_hand_over",
+        "what the norm leaves for kept samples is not scaled",
+        "d * keep_scale, 0.0)",
+        "d, 0.0)",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-sum-of-all",
+        "ops/common/rows.py",
+        "rows_to_hand_over",
+        "the bias of the layer before has a gradient from dropped samples",
+        "tl.where(mask, d * keep_scale, 0.0)",
+        "d * keep_scale",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-stats-of-all",
+        "ops/layer_norm.py",
+        "_layer_norm_bwd_kernel",
+        "rstd is looked for behind as many means as x has rows",
+        "num_stats = num_kept * rows_per_sample",
+        "num_stats = num_rows",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-rms-order",
+        "ops/rms_norm.py",
+        "_rms_norm_bwd_kernel",
+        "rstd by the row of the stream",
+        "rstd_ptr + rows_dy",
+        "rstd_ptr + offs_row",
+        SAMPLES_TESTS,
+    ),
+    Fault(
+        "samples-count",
+        "ops/common/samples.py",
+        "num_kept",
+        "rounds the count of kept samples",
+        "int(B * (1 - rate))",
+        "round(B * (1 - rate))",
+        (*SAMPLES_TESTS, "swap/test_swap_skip.py"),
+    ),
+    Fault(
+        "samples-rebuilt-of-all",
+        "ops/rebuilt_norm.py",
+        "unpack",
+        "a rebuilt norm is that of the first samples",
+        "layer_norm_fwd(source, *params, eps, dtype, False, samples)[0]",
+        "layer_norm_fwd(source, *params, eps, dtype, False)[0][: packed[0]]",
+        ("models/test_skipped_samples.py",),
+    ),
+    Fault(
+        "samples-of-each",
+        "swap/hosts/branch.py",
+        "_of_each_sample",
+        "a mask of each sample goes with other samples",
+        "return value.ndim > 2 or",
+        "return value.ndim > 9 or",
+        ("swap/test_swap_skip.py",),
+    ),
+    Fault(
+        "samples-in-evaluation",
+        "swap/hosts/branch.py",
+        "kept_of",
+        "evaluation drops samples",
+        "not path.training or",
+        "",
+        ("swap/test_swap_skip.py",),
+    ),
+]
+
 LAYER_NORM = [
     Fault(
         "norm-mean-mask", "ops/layer_norm.py", "_layer_norm_fwd_kernel",
@@ -114,12 +265,12 @@ LAYER_NORM = [
     Fault(
         "norm-stale-mean", "ops/layer_norm.py", "_layer_norm_bwd_kernel",
         "backward reads the mean of the block's first row for all its rows",
-        "mean = tl.load(stats_ptr + offs_row,", "mean = tl.load(stats_ptr + row + offs_row * 0,",
+        "mean = tl.load(stats_ptr + rows_dy,", "mean = tl.load(stats_ptr + row + offs_row * 0,",
     ),
     Fault(
         "norm-rebuilt-eps", "ops/rebuilt_norm.py", "unpack",
         "the rebuilt norm takes another eps",
-        "*params, eps, dtype, False)", "*params, 2 * eps + 1e-3, dtype, False)",
+        "*params, eps, dtype,", "*params, 2 * eps + 1e-3, dtype,",
     ),
     Fault(
         "sum-rebuilt-rows", "ops/rebuilt_sum.py", "_make",
@@ -192,8 +343,8 @@ RMS_NORM = [
     Fault(
         "rms-centred", "ops/rms_norm.py", "_rms_norm_fwd_kernel",
         "variance in place of the mean square",
-        "x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)",
-        "x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask)\n"
+        "x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)",
+        "x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)\n"
         "    x = tl.where(mask, x - tl.sum(x, axis=1)[:, None] / C, 0.0)",
     ),
     Fault(
@@ -949,7 +1100,7 @@ HOSTS = [
     Fault(
         "rms-host-eps", "swap/hosts/fused.py", "RmsNorm.fused_and_input",
         "eps of the host's RMSNorm ignored",
-        "weight, eps, out_dtype=out_dtype or", "weight, out_dtype=out_dtype or", only=ROPE_HOSTS,
+        "weight, eps, out_dtype=dtype", "weight, out_dtype=dtype", only=ROPE_HOSTS,
     ),
     Fault(
         "gemma-quarters", "swap/hosts/transformers_towers.py", "_by_pairs",
@@ -1097,6 +1248,6 @@ MODELS = [
 ]  # fmt: skip
 
 FAULTS: list[Fault] = [
-    *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE, *GEMM,
-    *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS, *MODELS,
+    *SAMPLES, *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE,
+    *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS, *MODELS,
 ]  # fmt: skip

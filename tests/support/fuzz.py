@@ -21,7 +21,7 @@ from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.dtypes import DTYPES as FLOATS
 from fastvit_kernels.verify.accuracy import Error, Reference
 from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import in_precision
+from fastvit_kernels.verify.op import SampleShape, in_precision
 
 DTYPES = {**FLOATS, "bool": torch.bool}
 
@@ -76,7 +76,8 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor: its layout is a key of LAYOUTS, its numbers are normal times scale."""
+    """One tensor: its layout is a key of LAYOUTS, its numbers are normal times scale. Of dtype
+    "samples", what keep_samples gives; its shape has how many it keeps, and of how many."""
 
     shape: tuple[int, ...]
     dtype: str = "fp32"
@@ -86,6 +87,9 @@ class Spec:
 
     def make(self, seed: int, keep: bool = False) -> Tensor:
         """Normal numbers times scale; 0 or 1 / 0.7 where `keep`; for a bool mostly True."""
+        if self.dtype == "samples":
+            drawn = SampleShape(*self.shape).draw(torch.Generator().manual_seed(seed))
+            return drawn.to(DEVICE)
         layout = LAYOUTS[self.layout]
         strides = layout.strides(self.shape)
         size = layout.offset + 1

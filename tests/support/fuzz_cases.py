@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import Arg, Op, Shape, fan_in
+from fastvit_kernels.verify.op import Arg, Op, SampleShape, Shape, fan_in
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -81,6 +81,8 @@ def _layout(ndim: int) -> st.SearchStrategy[str]:
 
 def _spec(draw: Draw, arg: Arg, shape: Shape, operand: Callable[[], str]) -> Spec:
     """A tensor; of any floating dtype where it is no operand of a product."""
+    if isinstance(shape, SampleShape):
+        return Spec((shape.kept, shape[0] - shape.kept), "samples", grad=False)
     dtype = operand() if arg.operand else draw(st.sampled_from(FLOATS))
     if arg.kind == "mask":
         dtype = draw(st.sampled_from(["bool", operand()]))

@@ -4,6 +4,8 @@
 
     d = row_scale * dy,   dz = layer_scale * d * act'(z),   dlayer_scale = sum_m d * act(z)
 
+A row_scale that `keep_samples` gave stands for B / S in the samples that it keeps and 0 in others:
+z, d and dz have the rows of those alone, y, the residual and dy those of all (samples.py).
 `finish_tile` ends a Triton GEMM; the kernels here end a library's product. Both do the same
 arithmetic, in fp32. Column sums leave a kernel as fp32 partials, one row a split of M, and are
 finished by `column_sum` in a fixed order. No atomics. Derivation: docs/linear.md.
@@ -12,6 +14,8 @@ finished by `column_sum` in a fixed order. No atomics. Derivation: docs/linear.m
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +35,7 @@ from ...runtime.triton import tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
+from .samples import keeps_some, pass_dropped, stream_rows
 
 # Tile of (rows, columns), warps. Not yet measured. With four warps the forward spills on sm_90.
 BLOCK_R, BLOCK_N, NUM_WARPS = 16, 128, 4
@@ -44,11 +49,12 @@ MIN_ROWS_PER_SPLIT = 64
 @triton.jit
 def finish_tile(
     y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
+    offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored."""
+    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored; where SOME, of the
+    samples that row_scale_ptr keeps."""
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
     y = activate(z, ACTIVATION)
@@ -57,6 +63,9 @@ def finish_tile(
     if HAS_ROW_SCALE:
         row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
         y *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+    if SOME:
+        offs_m = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample)
+        y *= keep_scale
     if HAS_RESIDUAL:
         residual_ptrs = residual_ptr + offs_m[:, None] * stride_residual_m + offs_n[None, :]
         y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -67,10 +76,10 @@ def finish_tile(
 @triton.jit
 def _epilogue_fwd_kernel(
     y_ptr, z_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    M, N, rows_per_sample, stride_residual_m,
+    M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SOME: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -81,18 +90,18 @@ def _epilogue_fwd_kernel(
         z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     finish_tile(
         y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m,
-        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL,
+        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
+        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
     )  # fmt: skip
 
 
 @triton.jit
 def _epilogue_bwd_kernel(
     dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
-    M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n,
+    M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n, keep_scale,
     ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr, SUM_DLAYER_SCALE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOME: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    SUM_DLAYER_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Program (n, s) walks the rows of split s; partial[s] = [sum dz (N)] [sum d * act(z) (N)].
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -107,12 +116,15 @@ def _epilogue_bwd_kernel(
         offs_m = row + tl.arange(0, BLOCK_R).to(tl.int64)
         mask_m = offs_m < last
         mask = mask_m[:, None] & mask_n[None, :]
-        dy_ptrs = dy_ptr + offs_m[:, None] * stride_dy_m + offs_n[None, :] * stride_dy_n
+        offs_dy = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample) if SOME else offs_m
+        dy_ptrs = dy_ptr + offs_dy[:, None] * stride_dy_m + offs_n[None, :] * stride_dy_n
         dz = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
         offs = offs_m[:, None] * N + offs_n[None, :]
         if HAS_ROW_SCALE:
             row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
             dz *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+        if SOME:
+            dz *= keep_scale
         if ACTIVATION != "":
             z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
             act, derivative = activate_and_derivative(z, ACTIVATION)
@@ -174,23 +186,36 @@ def _weight_bwd_kernel(
 
 def epilogue_arguments(
     M: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, bool]]:
-    """What finish_tile wants: (pointers), (rows_per_sample, stride_residual_m), flags."""
-    rows_per_sample, stride_residual_m = 1, 0
-    if row_scale is not None:
+) -> tuple[tuple[Tensor | None, ...], tuple[int, int, float], dict[str, bool]]:
+    """What finish_tile wants of M rows of z: (pointers), (rows_per_sample, stride_residual_m,
+    keep_scale), flags."""
+    rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
+    if keeps_some(row_scale):
+        assert residual is not None
+        rows_per_sample, keep_scale, some = *_of_kept(row_scale, residual.shape[0], M), True
+    elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     if residual is not None:
         residual, stride_residual_m = rows_and_stride(residual)
-    flags = _flags(layer_scale is not None, row_scale is not None, residual is not None)
+    flags = _flags(layer_scale is not None, row_scale is not None, residual is not None, some)
     pointers = contiguous(layer_scale), contiguous(row_scale), residual
-    return pointers, (rows_per_sample, stride_residual_m), flags
+    return pointers, (rows_per_sample, stride_residual_m, keep_scale), flags
+
+
+def _of_kept(samples: Tensor, B: int, M: int) -> tuple[int, float]:
+    """(rows of a sample, B / S) of M rows of kept samples."""
+    S = samples.shape[0] - B
+    return M // S, B / S
 
 
 @functools.cache
-def _flags(has_layer_scale: bool, has_row_scale: bool, has_residual: bool) -> dict[str, bool]:
+def _flags(
+    has_layer_scale: bool, has_row_scale: bool, has_residual: bool, some: bool
+) -> dict[str, bool]:
     return dict(
-        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale, HAS_RESIDUAL=has_residual
-    )
+        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some,
+        HAS_RESIDUAL=has_residual, SOME=some,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,7 +228,10 @@ def apply_epilogue(
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
     residual: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write residual + row_scale * layer_scale * act(z + bias) into y; y, z (..., N) contiguous."""
+    """Write residual + row_scale * layer_scale * act(z + bias) into y; y, z (..., N) contiguous.
+
+    Where row_scale keeps some samples, z has their rows, and those of others are copied.
+    """
     N = z.shape[-1]
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
@@ -212,7 +240,19 @@ def apply_epilogue(
             y, z, contiguous(bias), *pointers, M, N, *sizes,
             ACTIVATION=activation, HAS_BIAS=bias is not None, **flags, **_FWD_TILE,
         )  # fmt: skip
+    copy_dropped(y, pointers, sizes, flags)
     return y
+
+
+def copy_dropped(
+    y: Tensor, pointers: tuple[Tensor | None, ...], sizes: tuple[int, int, float],
+    flags: dict[str, bool],
+) -> None:  # fmt: skip
+    """The rows of y that a kernel leaves out whose epilogue had these arguments."""
+    if flags["SOME"]:
+        _, samples, residual = pointers
+        assert samples is not None and residual is not None
+        pass_dropped(y, residual, samples, sizes[1])
 
 
 class _BwdPlan(NamedTuple):
@@ -238,12 +278,14 @@ def _bwd_plan(gpu: Gpu, M: int, N: int, sums: int) -> _BwdPlan:
 def backward_epilogue(
     dy: Tensor, z: Tensor | None, activation: str, dtype: torch.dtype,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, *,
-    act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False,
+    act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False, batch: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The pass over (M, N) that leads from dy to dz.
 
     Args:
-        dy: (M, N), any strides. z: (M, N) contiguous; None without an activation.
+        dy: (M, N), any strides; where row_scale keeps S of the `batch` samples, M is that of dz
+            and z, and dy has batch / S as many rows.
+        z: (M, N) contiguous; None without an activation.
         dtype: of dz.
         act: (M, N) contiguous; act(z) is written into it where it is not None.
         sum_dz, sum_dlayer_scale: which column sums are wanted.
@@ -251,20 +293,27 @@ def backward_epilogue(
         sum_m row_scale * dy * act(z), side by side, of those that are wanted.
     """
     M, N = dy.shape
-    device = dy.device
+    device, some = dy.device, keeps_some(row_scale)
+    rows_per_sample, keep_scale = 1, 1.0
+    if keeps_some(row_scale):
+        rows_per_sample = M // batch
+        M = rows_per_sample * (row_scale.shape[0] - batch)
+        _, keep_scale = _of_kept(row_scale, batch, M)
+    elif row_scale is not None:
+        rows_per_sample = M // row_scale.numel()
     launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
         gpu(device), M, N, sum_dz + sum_dlayer_scale
     )
     dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    rows_per_sample = 1 if row_scale is None else M // row_scale.numel()
     with device_guard(dy):
         launch(
             dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
-            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(),
+            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
             ACTIVATION=activation, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_ROW_SCALE=row_scale is not None, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
-            SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
+            HAS_ROW_SCALE=row_scale is not None and not some, SOME=some,
+            WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
+            **_BWD_TILE,
         )  # fmt: skip
     return dz, partial
 
@@ -272,11 +321,32 @@ def backward_epilogue(
 def scaled_rows(
     dy: Tensor, row_scale: Tensor | None, dtype: torch.dtype, needs_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can."""
+    """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can.
+
+    dy: (B, ..., N). d: (M, N), the rows of kept samples where row_scale keeps some.
+    """
+    rows = dy.reshape(-1, dy.shape[-1])
     if row_scale is None and dy.dtype == dtype:
-        rows = as_rows(dy)
+        rows = as_rows(rows)
         return rows, rows
-    return backward_epilogue(dy, None, "", dtype, None, row_scale, sum_dz=needs_sum)
+    return backward_epilogue(
+        rows, None, "", dtype, None, row_scale, sum_dz=needs_sum, batch=dy.shape[0]
+    )
+
+
+def rows_shape(dy: Tensor, row_scale: Tensor | None) -> tuple[int, ...]:
+    """Leading axes of x, of dy (B, ..., N): those of kept samples where row_scale keeps some."""
+    if not keeps_some(row_scale):
+        return tuple(dy.shape[:-1])
+    return row_scale.shape[0] - dy.shape[0], *dy.shape[1:-1]
+
+
+def count_rows(dy: Sequence[int], row_scale: Sequence[int] | None) -> int:
+    """M of shapes: the rows of x."""
+    if len(dy) < 2:
+        return 1
+    samples = dy[0] if row_scale is None or row_scale[0] == dy[0] else row_scale[0] - dy[0]
+    return math.prod(dy[1:-1]) * samples
 
 
 def input_gradient_operands(

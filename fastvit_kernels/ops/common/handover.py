@@ -10,6 +10,8 @@ and a change in place is another version. In every other case it reads the gradi
 
 The norm finds the linear's node as the grad_fn of its input, so nothing computes between the two.
 torch.compile sees neither: its graphs have no nodes to look at.
+
+A row_scale may be what `keep_samples` gave (samples.py): d then has the rows of kept samples.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.triton import tl, triton
+from .samples import compact_rows
 
 MAX_C = 65536  # one row is held in the registers of one program
 
@@ -92,14 +93,20 @@ def load_rows(ptr, offs_row, stride_row, offs_c, mask):
 
 @triton.jit
 def rows_to_hand_over(
-    d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample,
-    HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr,
+    d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
+    num_kept, keep_scale, HAS_ROW_SCALE: tl.constexpr, SOME: tl.constexpr, WRITE_D: tl.constexpr,
 ):  # fmt: skip
-    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries. handover.py."""
+    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries. handover.py. Where
+    SOME, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
     d = dx.to(tl.float32)
     if HAS_ROW_SCALE:
         row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
         d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
+    if SOME:
+        rows_d, kept = compact_rows(row_scale_ptr, num_kept, offs_row, mask_row, rows_per_sample)
+        offs += (rows_d - offs_row)[:, None] * C
+        mask = mask & kept[:, None]
+        d = tl.where(mask, d * keep_scale, 0.0)
     if WRITE_D:
         tl.store(d_ptr + offs, d.to(d_ptr.dtype.element_ty), mask=mask)
     return d

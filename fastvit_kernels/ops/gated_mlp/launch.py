@@ -10,7 +10,13 @@ from torch import Tensor
 from ...runtime.arguments import contiguous, empty, empty_gradients
 from ...runtime.operator import operator
 from ..common import gemm
-from ..common.epilogue import input_gradient_operands, scaled_rows, weight_gradients
+from ..common.epilogue import (
+    count_rows,
+    input_gradient_operands,
+    rows_shape,
+    scaled_rows,
+    weight_gradients,
+)
 from ..common.reduction import column_sum
 from .kernels import gate_bwd, gate_fwd
 
@@ -89,7 +95,7 @@ def _empty_bwd(
     rows = F if value is not None else 2 * F
     return empty_gradients(
         dy.device,
-        ((*dy.shape[:-1], 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((*rows_shape(dy, row_scale), 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
         ((rows, C), dfc1_weight_dtype),
         ((rows,), dfc1_bias_dtype),
         ((N, F), dfc2_weight_dtype),
@@ -108,7 +114,7 @@ def _flops_bwd(
     dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
     dgate_weight_dtype, *_, **__,
 ):  # fmt: skip
-    M, N = math.prod(dy[:-1]), dy[-1]
+    M, N = count_rows(dy, row_scale), dy[-1]
     F = value[1] if value else z[1] // 2 if z else hidden[-1] if hidden else 0
     rows = F if value else 2 * F
     wide = N * F * (bool(z) + bool(dfc2_weight_dtype))
@@ -164,13 +170,12 @@ def gated_mlp_bwd(
         dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dgate_weight, dgate_bias,
         dnorm_weight, dnorm_bias, dlayer_scale,
     ) = grads  # fmt: skip
-    N = dy.shape[-1]
-    M, F = dy.numel() // N, _width(z, value, hidden)
+    M, F = math.prod(rows_shape(dy, row_scale)), _width(z, value, hidden)
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy.reshape(M, N), row_scale, dtype, needs_g and g is None)
-    sums = sums if g is None else g.view(1, N)
+    d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+    sums = sums if g is None else g.view(1, -1)
     # A hook on saved tensors may have brought them back in other strides.
     z, value, stats = contiguous(z), contiguous(value), contiguous(stats)
     hidden_rows = None if hidden is None else hidden.contiguous().view(M, F)

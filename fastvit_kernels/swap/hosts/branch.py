@@ -6,13 +6,14 @@ epilogue that applies the tail (LayerScale, DropPath) and the residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ...ops.common.samples import DropPathMode, keep_samples
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
@@ -39,8 +40,11 @@ def _foldable(item: Tail) -> bool:
     return inert(item) or (bypassed(item) and isinstance(item, (LayerScale, DropPath)))
 
 
-def fold(tail: tuple[Tail, ...], x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
-    """(layer_scale, row_scale) that stand for the tail, or None where it must be called."""
+def fold(
+    tail: tuple[Tail, ...], x: Tensor, samples: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """(layer_scale, row_scale) that stand for the tail, or None where it must be called; samples
+    stand for its DropPath where they are given."""
     if not all(_foldable(item) for item in tail):
         return None
     dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host: the body's output
@@ -51,9 +55,43 @@ def fold(tail: tuple[Tail, ...], x: Tensor) -> tuple[Tensor | None, Tensor | Non
         if isinstance(item, Tensor):
             gamma = item
             dtype = torch.promote_types(dtype, gamma.dtype)
-        elif isinstance(item, DropPath):
+        elif isinstance(item, DropPath) and samples is None:
             rows = item.fused_row_scale(x, dtype)
-    return gamma, rows
+    return gamma, rows if samples is None else samples
+
+
+def takes_samples(norm: Any, body: Any, tail: Iterable[Tail]) -> bool:
+    """Whether `pre_norm_branch` computes the samples that it is told alone, without copies."""
+    fused = bypassed(norm) and isinstance(norm, Norm) and bypassed(body)
+    return fused and all(map(_foldable, tail))
+
+
+def skips(norm: Any, body: Any, tail: Iterable[Tail]) -> DropPath | None:
+    """The DropPath of a branch that can leave out what it drops, None where none can."""
+    items = tuple(tail)
+    paths = [m for m in items if isinstance(m, DropPath) and m.fused_rate()]
+    return paths[0] if len(paths) == 1 and takes_samples(norm, body, items) else None
+
+
+def _of_each_sample(value: Any, x: Tensor) -> bool:
+    """Whether an argument of the body has something for each sample of x (B, T, ...), or may."""
+    if isinstance(value, (tuple, list)):
+        return any(_of_each_sample(v, x) for v in value)
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] == 1:
+        return False
+    return value.ndim > 2 or value.shape[0] == x.shape[0]
+
+
+def kept_of(
+    x: Tensor, norm: Any, body: Any, tail: Iterable[Tail], context: dict[str, Any]
+) -> Tensor | None:
+    """What `keep_samples` draws for a branch on x, None where it computes all samples."""
+    path: Any = skips(norm, body, tail)
+    if path is None or not path.training or x.shape[0] == 0:
+        return None
+    if any(_of_each_sample(value, x) for value in context.values()):
+        return None
+    return keep_samples(x.shape[0], path.fused_rate(), x.device)
 
 
 def _apply(item: Tail, y: Tensor) -> Tensor:
@@ -65,9 +103,11 @@ def _apply(item: Tail, y: Tensor) -> Tensor:
 def add_body(
     x: Tensor, y: Tensor, body: Any, tail: tuple[Tail, ...],
     call: Callable[[Tensor], Tensor], bypass: bool, context: dict[str, Any],
+    samples: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x + tail(body(y))."""
-    epilogue = fold(tail, x) if bypass and not body.fused_draws() else None
+    """x + tail(body(y)); y has the samples that `samples` keeps, where it is given."""
+    folds = samples is not None or (bypass and not body.fused_draws())
+    epilogue = fold(tail, x, samples) if folds else None
     if epilogue is None:
         y = call(y)
         for item in tail:
@@ -92,7 +132,8 @@ def _low(x: Tensor, reader: Any) -> torch.dtype | None:
 
 def pre_norm_branch(
     x: Tensor, norm: Any, body: Any, *tail: Tail, residual: Tensor | None = None,
-    call: Callable[[Tensor], Tensor] | None = None, rebuild: bool = False, **context: Any,
+    call: Callable[[Tensor], Tensor] | None = None, rebuild: bool = False,
+    drop_path: DropPathMode = "mask", samples: Tensor | None = None, **context: Any,
 ) -> Tensor:  # fmt: skip
     """residual + tail(body(norm(x))), where the residual is x by default.
 
@@ -103,24 +144,33 @@ def pre_norm_branch(
         call: how the host calls the body; `body` by default.
         rebuild: a fused body keeps the norm's input for its backward, not its output; nor does the
             norm keep that, where it is a sum that can be made again.
+        drop_path: "skip": computes nothing for the samples that DropPath drops, where it can.
+        samples: those that the branch keeps, where they are drawn already.
         context: what the body's `fused_branch` needs besides.
     """
+    if drop_path == "skip":
+        samples = kept_of(x, norm, body, tail, context)
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
     if bypassed(norm) and isinstance(norm, Norm):
         rebuild = rebuild and bypass and isinstance(norm, LayerNorm)
         with rebuilt_sum(x) if rebuild else nullcontext() as again:
-            y, same = norm.fused_and_input(x, _low(x, body if bypass else None))
+            low = _low(x, body if bypass else None)
+            some = () if samples is None else (samples,)
+            y, same = norm.fused_and_input(x, low, *some)
         residual = same if residual is None or residual is x else residual
         if rebuild:
-            kept = rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again)  # type: ignore[attr-defined]
+            parameters: Any = norm
+            kept = rebuilt_norm(
+                y, x, parameters.weight, parameters.bias, parameters.eps, again, samples=samples
+            )
     else:
         y = x if norm is None else norm(x)
     residual = x if residual is None else residual
     # Dynamo of torch 2.11 does not take the truth of a function.
     called: Callable[[Tensor], Tensor] = body if call is None else call
     with kept:
-        return add_body(residual, y, body, tail, called, bypass, context)
+        return add_body(residual, y, body, tail, called, bypass, context, samples)
 
 
 class PreNormBlock(Fused):
@@ -131,6 +181,7 @@ class PreNormBlock(Fused):
 
     fused_level = "block"
     fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
+    fused_drop_path: DropPathMode = "mask"  # "skip": branches leave out what they drop
     fused_names: ClassVar[tuple[str, str, tuple[str, ...], str, str, tuple[str, ...]]]
 
     @property
@@ -173,11 +224,12 @@ class PreNormBlock(Fused):
         rebuild = self.fused_memory == "low"
         x = pre_norm_branch(
             x, getattr(self, norm1), getattr(self, attention), *(getattr(self, t) for t in tail1),
-            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild, **extras,
+            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild,
+            drop_path=self.fused_drop_path, **extras,
         )  # fmt: skip
         return pre_norm_branch(
             x, getattr(self, norm2), getattr(self, mlp), *(getattr(self, t) for t in tail2),
-            rebuild=rebuild,
+            rebuild=rebuild, drop_path=self.fused_drop_path,
         )  # fmt: skip
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
@@ -188,3 +240,12 @@ class PreNormBlock(Fused):
             fused = isinstance(child, LayerNorm) and bypassed(child)
             if self.fused_memory == "low" and fused and bypassed(getattr(self, body)):
                 yield norm
+
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        """The norms of branches that leave out what their DropPath drops, with that DropPath."""
+        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
+        for norm, body, tail in ((norm1, attention, tail1), (norm2, mlp, tail2)):
+            items = [getattr(self, name) for name in tail]
+            path = skips(getattr(self, norm), getattr(self, body), items)
+            if self.fused_drop_path == "skip" and path is not None:
+                yield norm, path

@@ -309,9 +309,10 @@ class Norm(Fused):
         return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
 
     def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm in `out_dtype`, by default in the host's own, and x for the residual."""
+        """The norm in `out_dtype`, by default in the host's own, and x for the residual. The norm
+        of the samples that `samples` keeps, where it is given."""
         raise NotImplementedError
 
 
@@ -330,9 +331,11 @@ class LayerNorm(Norm):
         return x.ndim in self.fused_axes and x.shape[-1:] == self.normalized_shape
 
     def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return layer_norm_and_input(x, self.weight, self.bias, self.eps, out_dtype=out_dtype)
+        return layer_norm_and_input(
+            x, self.weight, self.bias, self.eps, out_dtype=out_dtype, samples=samples
+        )
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -365,10 +368,11 @@ class RmsNorm(Norm):
         return None
 
     def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         weight, _, eps = self.fused_parameters()
-        return rms_norm_and_input(x, weight, eps, out_dtype=out_dtype or self.fused_dtype(x))
+        dtype = out_dtype or self.fused_dtype(x)
+        return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         weight, _, eps = self.fused_parameters()
@@ -398,6 +402,10 @@ class DropPath(Unfused):
     """Stochastic depth. Its forward stays the host's; an epilogue takes the row factors instead."""
 
     fused_level = "epilogue"
+
+    def fused_rate(self: Any) -> float | None:
+        """The share that is dropped in training; None where what is kept is not scaled."""
+        return self.drop_prob if getattr(self, "scale_by_keep", True) else None
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """(B,) of 0 or 1 / keep, drawn as timm draws it, None where nothing is dropped."""

@@ -51,9 +51,9 @@ class LayerNormFp32(LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=x.dtype)
 
     def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return super().fused_and_input(x, out_dtype or x.dtype)
+        return super().fused_and_input(x, out_dtype or x.dtype, samples)
 
 
 class RmsNormFp32(RmsNorm):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..op import Arg, Option, Shape
+from typing import Any
+
+from ..op import Arg, Option, Pick, SampleShape, Shape
 
 FIRST = Arg(required=True, operand=True)
 MATRIX = Arg("matrix", required=True, operand=True)
@@ -14,6 +16,19 @@ EPILOGUE = {
 SCALE = Option("scale", (None, 0.3, 1.0))
 
 
-def with_epilogue(shapes: dict[str, Shape], rows: Shape, N: int) -> dict[str, Shape]:
-    row_scale = {"row_scale": rows[:1]} if rows else {}
-    return {**shapes, "residual": (*rows, N), "layer_scale": (N,), **row_scale}
+def with_epilogue(shapes: dict[str, Shape], s: Any) -> dict[str, Shape]:
+    """With the epilogue's tensors, of sizes with `rows` and N. Where they say how many samples are
+    `kept`, row_scale is what `keep_samples` gives, and x has those alone."""
+    rows, kept = s.rows, getattr(s, "kept", 0)
+    row_scale: dict[str, Shape] = {"row_scale": rows[:1]} if rows else {}
+    if kept:
+        row_scale = {"row_scale": SampleShape(kept, rows[0])}
+        shapes = {**shapes, "x": (kept, *shapes["x"][1:])}
+    return {**shapes, "residual": (*rows, s.N), "layer_scale": (s.N,), **row_scale}
+
+
+def some_kept(pick: Pick, rows: Shape, *given: str) -> dict[str, Any]:
+    """Sizes of the fuzz test: now and then a share of the samples alone, with what that needs."""
+    if len(rows) < 2 or not rows[0] or pick.integer(0, 2):
+        return {}
+    return dict(kept=pick.integer(1, rows[0]), given=given)

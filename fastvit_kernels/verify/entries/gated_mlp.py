@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.common.activation import ACTIVATIONS
 from ...ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
 from ..op import Arg, Example, Op, Option, Pick, Shape, sized
-from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, with_epilogue
+from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue
 
 
 def _gated_mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
@@ -40,7 +40,7 @@ def _gated_shapes(s: Any) -> dict[str, Shape]:
         shapes |= dict(gate_weight=(s.F, s.C), gate_bias=(s.F,))
     if s.norm:
         shapes |= dict(norm_weight=(s.F,), norm_bias=(s.F,))
-    return with_epilogue(shapes, s.rows, s.N)
+    return with_epilogue(shapes, s)
 
 
 def _gated_configs(large: bool) -> list[Example]:
@@ -58,9 +58,9 @@ def _gated_fuzz(pick: Pick) -> Mapping[str, Any]:
     separate, norm = pick(False, True), pick(False, True)
     given = (*("gate_weight",) * separate, *("norm_weight",) * norm)
     last = not separate and pick(False, True)
-    return _gated(rows, C, hidden, N, separate=separate, norm=norm) | dict(
-        given=given, gate_last=last
-    )  # fmt: skip
+    sizes = _gated(rows, C, hidden, N, separate=separate, norm=norm)
+    sizes |= dict(given=given, gate_last=last)
+    return sizes | some_kept(pick, rows, *given, "residual", "row_scale")
 
 
 GATED_MLP = Op(

@@ -12,7 +12,7 @@ from ...ops.common.activation import ACTIVATIONS
 from ...ops.linear import linear, linear_ref
 from ...ops.mlp import mlp, mlp_ref
 from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
-from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, with_epilogue
+from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue
 
 
 def _linear_check(v: Sizes) -> list[Example]:
@@ -22,6 +22,7 @@ def _linear_check(v: Sizes) -> list[Example]:
         Example(wide, only=plain),
         *(Example(wide, name, dict(activation=name), only=plain) for name in ACTIVATIONS),
         Example({**wide, "K": v.F, "N": v.C}, "LayerScale, DropPath, residual"),
+        Example({**wide, "K": v.F, "N": v.C, "kept": (v.B + 1) // 2}, "kept samples"),
     ]
 
 
@@ -46,7 +47,8 @@ def _linear_configs(large: bool) -> list[Example]:
 
 def _linear_fuzz(pick: Pick) -> Mapping[str, Any]:
     K, N = pick.up_to(260), pick.up_to(260)
-    return dict(rows=pick.rows(min(600, 2_000_000 // (K * N)), none=True), K=K, N=N)
+    rows = pick.rows(min(600, 2_000_000 // (K * N)), none=True)
+    return dict(rows=rows, K=K, N=N) | some_kept(pick, rows, "residual", "row_scale")
 
 
 LINEAR = Op(
@@ -54,7 +56,7 @@ LINEAR = Op(
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND, **EPILOGUE},
     options={"activation": Option("activation or None", (None, *ACTIVATIONS))},
     shapes=lambda s: with_epilogue(
-        dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s.rows, s.N
+        dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s
     ),
     tiny=dict(rows=(2, 3), K=8, N=4),
     at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
@@ -93,7 +95,8 @@ def _mlp_configs(large: bool) -> list[Example]:
 def _mlp_fuzz(pick: Pick) -> Mapping[str, Any]:
     C, hidden, N = (pick.up_to(130) for _ in range(3))
     rows = pick.rows(max(1, min(600, 1_500_000 // (hidden * (C + N)))))
-    return dict(rows=rows, C=C, F=hidden, N=N)
+    sizes = dict(rows=rows, C=C, F=hidden, N=N)
+    return sizes | some_kept(pick, rows, "residual", "row_scale")
 
 
 MLP = Op(
@@ -110,7 +113,7 @@ MLP = Op(
         dict(
             x=(*s.rows, s.C), fc1_weight=(s.F, s.C), fc1_bias=(s.F,), fc2_weight=(s.N, s.F),
             fc2_bias=(s.N,),
-        ), s.rows, s.N,
+        ), s,
     ),
     tiny=dict(rows=(2, 3), C=8, F=6, N=4),
     at=lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C),

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
 from ...ops.rms_norm import rms_norm, rms_norm_and_input, rms_norm_ref
 from ...runtime.arguments import autocast_dtype
-from ..op import Arg, Example, Op, Option, Pick, padded, sized
+from ..op import Arg, Example, Op, Option, Pick, SampleShape, Shape, padded, sized
+from .arguments import some_kept
 
 
 def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -30,8 +31,14 @@ def _layer_norm(
     return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype))
 
 
-def _layer_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return _layer_norm(x, *args, **options), x.view_as(x)
+def _some(x: Tensor, samples: Tensor | None) -> Tensor:
+    return x if samples is None else x[samples[: len(samples) - len(x)]]
+
+
+def _layer_norm_and_input(
+    x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return _layer_norm(_some(x, samples), *args, **options), x.view_as(x)
 
 
 def _rms_norm(
@@ -41,13 +48,40 @@ def _rms_norm(
     return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype))
 
 
-def _rms_norm_and_input(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return _rms_norm(x, *args, **options), x.view_as(x)
+def _rms_norm_and_input(
+    x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return _rms_norm(_some(x, samples), *args, **options), x.view_as(x)
 
 
 def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
     C = pick(pick.up_to(600), pick.up_to(600), 768, 1000, 1025, 2049)
     return dict(rows=pick.rows(60_000 // (C + 40), none=True), C=C)
+
+
+def _fuzz_and_input(pick: Pick) -> Mapping[str, Any]:
+    sizes = _norm_fuzz(pick)
+    return {**sizes, **some_kept(pick, sizes["rows"], "samples")}
+
+
+def _with_samples(norm: Mapping[str, Any]) -> dict[str, Any]:
+    """What the variant that hands its input on says besides."""
+    shapes = norm["shapes"]
+
+    def of(s: Any) -> dict[str, Shape]:
+        kept = getattr(s, "kept", 0)
+        return shapes(s) | ({"samples": SampleShape(kept, s.rows[0])} if kept else {})
+
+    return {
+        **norm,
+        "args": {**norm["args"], "samples": Arg("keep", grad=False, trained=False, usual=False)},
+        "shapes": of,
+        "fuzz": _fuzz_and_input,
+        "check": lambda v: [
+            Example(sizes := dict(rows=(v.B, v.T), C=v.C)),
+            Example(sizes | dict(kept=(v.B + 1) // 2), "kept samples"),
+        ],
+    }
 
 
 def _norm_configs(large: bool) -> list[Example]:
@@ -82,7 +116,7 @@ LAYER_NORM = Op(
 LAYER_NORM_AND_INPUT = Op(
     layer_norm_and_input, _layer_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
     eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
-    **_NORM,
+    **_with_samples(_NORM),
 )  # fmt: skip
 _RMS: dict[str, Any] = {
     **_NORM,
@@ -95,5 +129,6 @@ RMS_NORM = Op(
 )  # fmt: skip
 RMS_NORM_AND_INPUT = Op(
     rms_norm_and_input, _rms_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
-    eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x), **_RMS,
+    eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x),
+    **_with_samples(_RMS),
 )  # fmt: skip

@@ -10,9 +10,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ....ops.common.samples import DropPathMode, keep_samples, num_kept
 from ....runtime.plain import is_hooked
-from ..branch import fold, normed, pre_norm_branch
-from ..fused import Child, Inline, LayerNorm, bypassed, example, left_dropouts, part, width_of
+from ..branch import fold, normed, pre_norm_branch, skips, takes_samples
+from ..fused import (
+    Child,
+    DropPath,
+    Inline,
+    LayerNorm,
+    bypassed,
+    example,
+    left_dropouts,
+    part,
+    width_of,
+)
 from .attention import Attention, AttentionRoles, attention_facts, takes, tokens_of
 from .masks import fits
 from .mlp import Mlp, MlpRoles
@@ -106,6 +117,7 @@ class Block(Roles):
     fused_level = "block"
     fused_axes = (3, 4)
     fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
+    fused_drop_path: DropPathMode = "mask"  # "skip": branches leave out what they drop
     fused_roles: ClassVar[BlockRoles]
 
     def fused_body(self: Any, step: Step) -> Any:
@@ -286,7 +298,8 @@ class Block(Roles):
             return self.fused_on_some(ratio, source, residual, norm, body, tail, call, context)
         return pre_norm_branch(
             source, norm, body, *tail, call=call, residual=residual,
-            rebuild=self.fused_memory == "low" and not step.window, **context,
+            rebuild=self.fused_memory == "low" and not step.window,
+            drop_path=self.fused_drop_path, **context,
         )  # fmt: skip
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
@@ -297,6 +310,18 @@ class Block(Roles):
             if fused and not step.window and bypassed(self.fused_body(step)):
                 yield step.norm
 
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        """The norms of branches that leave out what their DropPath drops, with that DropPath; None
+        where the host itself leaves samples out."""
+        for step in self.fused_roles.steps if self.fused_drop_path == "skip" else ():
+            norm, body = part(self, step.norm), self.fused_body(step)
+            tail = [part(self, n) for n in step.tail]
+            if step.residual < 0 or not takes_samples(norm, body, tail):
+                continue
+            path = skips(norm, body, tail)
+            if path is not None or self.fused_roles.sampled:
+                yield step.norm, path
+
     def fused_on_some(
         self: Any, ratio: float, source: Tensor, residual: Tensor, norm: Any, body: Any, tail: Any,
         call: Any, context: dict[str, Any],
@@ -304,8 +329,13 @@ class Block(Roles):
         """residual + tail(body(norm(source))) of all samples but this share, and those scaled: the
         stochastic depth of DINOv2 and DINOv3."""
         B = len(residual)
-        kept = max(int(B * (1 - ratio)), 1)
-        index = torch.randperm(B, device=residual.device)[:kept]
+        samples, kept = keep_samples(B, ratio, residual.device), num_kept(B, ratio)
+        if takes_samples(norm, body, tail) and not any(isinstance(m, DropPath) for m in tail):
+            return pre_norm_branch(
+                source, norm, body, *tail, call=call, residual=residual, samples=samples,
+                rebuild=self.fused_memory == "low", **context,
+            ).to(residual.dtype)  # fmt: skip
+        index = samples[:kept]
         some = source[index]
         bypass = bypassed(body)
         y = some if norm is None else normed(norm, some, body if bypass else None)

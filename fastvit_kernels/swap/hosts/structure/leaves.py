@@ -28,10 +28,10 @@ class Norm(LayerNorm, Roles):
         return None
 
     def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         low = out_dtype or (x.dtype if self.fused_roles.fp32 else None)
-        return super().fused_and_input(x, low)
+        return super().fused_and_input(x, low, samples)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return self.fused_and_input(x, None)[0]
@@ -76,6 +76,9 @@ class Path(DropPath, Roles):
     fused_roles: ClassVar[PathRoles]
     fused_axes = (2, 3, 4)
     fused_verdict = Fused.fused_verdict
+
+    def fused_rate(self: Any) -> float | None:
+        return self.fused_part("rate") if self.fused_roles.scaled else None
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         rate = self.fused_part("rate")

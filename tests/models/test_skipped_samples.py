@@ -1,0 +1,196 @@
+"""VisionTransformer(drop_path="skip"): branches that compute nothing for the samples they drop."""
+
+import copy
+
+import pytest
+import torch
+from model_parity import randomise
+from numerics import DEVICE, rand
+
+from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
+from fastvit_kernels.models.modules import DropPath
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels.verify.plain_vit import plain_vit
+
+bf16, fp32 = torch.bfloat16, torch.float32
+
+# Blocks with all that a branch may have around its products.
+BLOCKS = (
+    dict(init_values=0.5),
+    dict(
+        norm_layer="RmsNorm", rope_type="cat", qk_norm=True, mlp_layer="SwiGLU", act_layer="silu",
+        init_values=0.5,
+    ),
+    dict(mlp_layer="GluMlp", act_layer="silu", scale_mlp_norm=True, proj_bias=False),
+)  # fmt: skip
+
+
+def _vit(drop_path="skip", **arguments):
+    given = dict(
+        img_size=16, patch_size=8, num_classes=5, embed_dim=32, depth=2, num_heads=2,
+        mlp_ratio=2.0, drop_path_rate=0.5, **arguments,
+    )  # fmt: skip
+    return randomise(VisionTransformer(drop_path=drop_path, **given)).train()  # pyright: ignore
+
+
+def _images(batch=5):
+    return rand(batch, 3, 16, 16, grad=False)
+
+
+def _upstream(batch=5):
+    return torch.randn(batch, 5, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+
+
+def _step(forward, parameters, images, upstream, autocast=None):
+    """Logits and every gradient, by name; the same samples are drawn each time."""
+    images = images.detach().clone().requires_grad_()
+    torch.manual_seed(11)
+    with torch.autocast(DEVICE.type, bf16, enabled=autocast is not None):
+        logits = forward(images)
+    grads = torch.autograd.grad(logits, [images, *parameters.values()], upstream.to(logits.dtype))
+    return {"logits": logits.detach(), **dict(zip(["images", *parameters], grads, strict=True))}
+
+
+def _own_step(model, images, upstream, autocast=None):
+    return _step(model, dict(model.named_parameters()), images, upstream, autocast)
+
+
+def _plain_step(model, images, upstream, dtype, autocast=None):
+    p = {n: x.detach().to(dtype).requires_grad_() for n, x in model.named_parameters()}
+    return _step(lambda x: plain_vit(model, p, x), p, images.to(dtype), upstream, autocast)
+
+
+@pytest.mark.parametrize(
+    ("what", "autocast"), [(0, None), (0, bf16), (1, bf16), (2, None)], ids=str
+)
+def test_forward_and_every_gradient(what, autocast):
+    model = _vit(**BLOCKS[what])
+    images, upstream = _images(), _upstream()
+    oracle = _plain_step(model, images, upstream, torch.float64)
+    yardstick = _plain_step(model, images, upstream, fp32, autocast)
+    with backend("triton"):
+        found = _own_step(model, images, upstream, autocast)
+    dropped_none = _own_step(model.eval(), images, upstream)
+    assert not torch.allclose(dropped_none["logits"], found["logits"].float(), atol=0.1)
+    dtype = autocast or fp32
+    errors = [measure(n, found[n], yardstick[n], oracle[n], dtype) for n in oracle]
+    # Key biases have no gradient but rounding's.
+    broken = [str(e) for e in errors if not e.passed and e.max > 1e-5]
+    assert not broken, "\n".join(broken)
+
+
+def _dense(samples, images):
+    """The row_scale that stands for the same samples."""
+    batch = len(images)
+    kept = len(samples) - batch
+    rows = torch.zeros(batch, device=samples.device)
+    rows[samples[:kept]] = batch / kept
+    return rows
+
+
+def test_equals_the_mask_of_the_same_samples_bit_for_bit(monkeypatch):
+    """Forward, and the gradient of every sample; sums over samples have another order."""
+    model = _vit(init_values=0.5)
+    masked = copy.deepcopy(model)
+    images, upstream = _images(), _upstream()
+    with backend("triton"), forced_route("triton"):
+        skipped = _own_step(model, images, upstream)
+        monkeypatch.setattr(DropPath, "row_scale", lambda self, x: (
+            _dense(keep_samples(len(x), self.drop_prob, x.device), x)
+            if self.drop_prob and self.training else None
+        ))  # fmt: skip
+        for module in masked.modules():
+            if isinstance(module, DropPath):
+                module.mode = "mask"
+        plain = _own_step(masked, images, upstream)
+    for name in ("logits", "images"):
+        assert torch.equal(skipped[name], plain[name]), name
+    for name, dense in plain.items():
+        torch.testing.assert_close(skipped[name], dense, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("norm_layer", ["LayerNorm", "RmsNorm"])
+def test_low_memory_keeps_every_bit(norm_layer):
+    model = _vit(norm_layer=norm_layer)
+    images, upstream = _images(), _upstream()
+    with backend("triton"):
+        wanted = _own_step(model, images, upstream, bf16)
+        for block in model.blocks:
+            block.memory = "low"
+        found = _own_step(model, images, upstream, bf16)
+    for name, expected in wanted.items():
+        assert torch.equal(found[name], expected), name
+
+
+def test_compiled_model_equals_eager():
+    model, images, upstream = _vit(init_values=0.5), _images(), _upstream()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with backend("triton"):
+        eager = _own_step(model, images, upstream)
+        found = _step(compiled, dict(model.named_parameters()), images, upstream)
+    for name, expected in eager.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(1, 0.9), (0, 0.5), (2, 0.0), (2, 1.0)])
+def test_batches_and_rates_at_the_edge(batch, rate):
+    """One sample is always kept, as it is without DropPath."""
+    model = create_vit("vit_mnist", drop_path_rate=rate, drop_path="skip", img_size=8, patch_size=4)
+    plain = copy.deepcopy(randomise(model))
+    images = rand(batch, 1, 8, 8, grad=False)
+    with backend("triton"):
+        y = model.train()(images)
+        assert y.shape == (batch, 10) and y.isfinite().all()
+        y.sum().backward()
+        if batch == 1 or rate == 0.0:
+            assert torch.equal(y, plain.eval()(images))
+        assert torch.equal(model.eval()(images), plain.eval()(images))
+
+
+def test_a_changed_projection_adds_rows_by_index_too():
+    model = _vit()
+    images, upstream = _images(), _upstream()
+    expected = _own_step(model, images, upstream)
+    for layer in (model.blocks[1].attn.proj, model.blocks[1].mlp.fc2):
+        layer.register_forward_hook(lambda module, given, y: y + 0.0)
+    found = _own_step(model, images, upstream)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_block_moves_no_row_that_it_drops():
+    """NaN in what is dropped reaches no other sample, nor any gradient of a weight."""
+    model = _vit(init_values=0.5).blocks[1]
+    torch.manual_seed(3)
+    samples = [keep_samples(5, 0.5), keep_samples(5, 0.5)]
+    kept = set(samples[0][:2].tolist()) | set(samples[1][:2].tolist())
+    x = rand(5, 5, 32)
+    with torch.no_grad():
+        for b in set(range(5)) - kept:
+            x[b] = float("nan")
+    torch.manual_seed(3)
+    with backend("triton"):
+        y = model(x)
+        y.backward(rand(*y.shape, seed=1, grad=False))
+    assert kept != set(range(5))
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert x.grad.isfinite().all()
+    assert all(y[b].isfinite().all() == (b in kept) for b in range(5))
+
+
+@pytest.mark.parametrize(
+    ("error", "mode"),
+    [(ValueError, "drop"), (ValueError, ""), (TypeError, None), (TypeError, True)],
+)
+def test_rejects(error, mode):
+    with pytest.raises(error, match=r"^VisionTransformer: drop_path must be"):
+        VisionTransformer(drop_path=mode)
+    with pytest.raises(error, match=r"^DropPath: mode must be"):
+        DropPath(0.1, mode)
+
+
+def test_a_drop_path_of_an_older_pickle_masks():
+    path = DropPath(0.5)
+    del path.__dict__["mode"]
+    assert path.mode == "mask" and path.samples(torch.zeros(4, 2)) is None

@@ -1,0 +1,249 @@
+"""Ops on the samples that `keep_samples` drew, beside index_select and index_add of PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, assert_accurate, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
+from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.mlp import mlp_ref
+
+bf16, fp32 = torch.bfloat16, torch.float32
+B, T, C = 5, 7, 24
+
+
+def _samples(batch=B, rate=0.4):
+    torch.manual_seed(2)
+    return keep_samples(batch, rate, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rate", "kept"), [(5, 0.4, 3), (10, 0.3, 7), (1, 0.9, 1), (4, 1.0, 1), (3, 0.0, 3)]
+)
+def test_as_many_and_the_same_samples_as_dinov2(batch, rate, kept):
+    torch.manual_seed(2)
+    index = torch.randperm(batch, device=DEVICE)[: max(int(batch * (1 - rate)), 1)]
+    after = torch.rand(3, device=DEVICE)
+    samples = _samples(batch, rate)
+    assert torch.equal(torch.rand(3, device=DEVICE), after)
+    assert len(index) == kept and torch.equal(samples[:kept], index)
+    place = samples[kept:]
+    assert torch.equal(place[index], torch.arange(kept, device=DEVICE))
+    assert place.shape == (batch,) and (place >= kept).sum() == batch - kept
+
+
+def _norm_ref(norm, x, samples, weight, bias=None):
+    S = len(samples) - len(x)
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6) if norm == "layer_norm" else None
+    y = F.rms_norm(x, x.shape[-1:], weight, 1e-6) if y is None else y
+    return y[samples[:S]], x.view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norm_forward_backward(norm, dtype):
+    inputs = dict(
+        x=rand(T, B, C + 8, dtype=dtype)[..., :C].transpose(0, 1).detach().requires_grad_(),
+        samples=_samples(), weight=rand(C, seed=1),
+    )  # fmt: skip
+    if norm == "layer_norm":
+        inputs["bias"] = rand(C, seed=2)
+    inputs = {n: x if n == "samples" else x.to(dtype).detach().requires_grad_()
+              for n, x in inputs.items()}  # fmt: skip
+    function = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
+
+    def run(x, samples, **params):
+        return function(x, **params, samples=samples)
+
+    with fk.backend("triton"):
+        assert_accurate(run, partial(_norm_ref, norm), inputs)
+        y, _ = run(**inputs)
+        whole = function(inputs["x"], **{n: inputs[n] for n in params(inputs)})[0]
+    assert torch.equal(y, whole[inputs["samples"][:3]])  # each row as if all were there
+
+
+def params(inputs):
+    return [n for n in inputs if n in ("weight", "bias")]
+
+
+def _epilogue(N, dtype=fp32, samples=None):
+    return dict(
+        residual=rand(T, B, N, seed=7).transpose(0, 1).detach().requires_grad_(),
+        layer_scale=rand(N, seed=8, dtype=dtype), row_scale=_samples(),
+    )  # fmt: skip
+
+
+def _linear(N=20, dtype=fp32):
+    weight = (rand(N, C, seed=4, grad=False) / 5).to(dtype).requires_grad_()
+    x = rand(3, T, C, seed=3, dtype=dtype)
+    return dict(x=x, weight=weight, bias=rand(N, seed=5, dtype=dtype), **_epilogue(N, dtype))
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("route", ["library", "triton"])
+def test_linear_forward_backward(route, activation, dtype):
+    with fk.backend("triton"), forced_route(route):
+        assert_accurate(
+            partial(linear, activation=activation), partial(linear_ref, activation=activation),
+            _linear(dtype=dtype),
+        )  # fmt: skip
+
+
+def _mlp(gated=False, F=40):
+    matrix = {"fc1_weight": (2 * F if gated else F, C), "fc2_weight": (C, F)}
+    inputs = {n: (rand(*s, seed=i, grad=False) / 5).requires_grad_()
+              for i, (n, s) in enumerate(matrix.items())}  # fmt: skip
+    biases = {"fc1_bias": matrix["fc1_weight"][:1], "fc2_bias": (C,)}
+    inputs |= {n: rand(*s, seed=i + 2) for i, (n, s) in enumerate(biases.items())}
+    return dict(x=rand(3, T, C, seed=9), **inputs, **_epilogue(C))
+
+
+@pytest.mark.parametrize("route", ["library", "triton"])
+def test_mlp_forward_backward(route):
+    with fk.backend("triton"), forced_route(route):
+        assert_accurate(mlp, mlp_ref, _mlp())
+
+
+def test_gated_mlp_forward_backward():
+    with fk.backend("triton"):
+        assert_accurate(fk.gated_mlp, gated_mlp_ref, _mlp(gated=True))
+
+
+@pytest.mark.parametrize("route", ["library", "triton"])
+def test_dropped_samples_pass_bit_for_bit(route):
+    """Zeros keep their signs, infinities do not spread."""
+    inputs = {n: x.detach() for n, x in _linear(N=C).items()}
+    index = inputs["row_scale"][:3]
+    dropped = [b for b in range(B) if b not in index.tolist()]
+    inputs["residual"][dropped[0]] = -0.0
+    inputs["residual"][dropped[1], 2] = float("inf")
+    inputs["bias"][1] = float("inf")
+    with fk.backend("triton"), forced_route(route):
+        y = linear(**inputs)
+    for b in dropped:
+        expected, found = inputs["residual"][b].contiguous(), y[b].contiguous()
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_the_next_norm_leaves_d_of_kept_samples():
+    """Two branches, each with samples of its own: what the first linear reads comes from the second
+    norm's backward."""
+    torch.manual_seed(4)
+    draws = [keep_samples(B, 0.4, DEVICE), keep_samples(B, 0.6, DEVICE)]
+    inputs = dict(
+        x=rand(B, T, C), weight=rand(C, C, seed=1), bias=rand(C, seed=2),
+        layer_scale=rand(C, seed=3), norm=rand(C, seed=4), shift=rand(C, seed=5),
+    )  # fmt: skip
+
+    def chain(norm, product, x, weight, bias, layer_scale, norm_weight, shift):
+        for samples in draws:
+            y, x = norm(x, norm_weight, shift, samples=samples)
+            x = product(
+                y, weight, bias, residual=x, layer_scale=layer_scale, row_scale=samples
+            )  # fmt: skip
+        return x
+
+    def norm_ref(x, weight, bias, samples):
+        return _norm_ref("layer_norm", x, samples, weight, bias)
+
+    def run(norm, product, norm_weight, **inputs):
+        return chain(norm, product, norm_weight=norm_weight, **inputs)
+
+    inputs["norm_weight"] = inputs.pop("norm")
+    with fk.backend("triton"):
+        assert_accurate(
+            partial(run, layer_norm_and_input, linear), partial(run, norm_ref, linear_ref), inputs
+        )
+
+
+def test_operators_have_schemas_and_fakes():
+    from fastvit_kernels.ops import layer_norm as ln
+    from fastvit_kernels.ops import linear as lin
+    from fastvit_kernels.ops import rms_norm as rms
+
+    samples, x = _samples(), rand(B, T, C, grad=False)
+    w, b = rand(C, seed=1, grad=False), rand(C, seed=2, grad=False)
+    tests = ("test_schema", "test_faketensor")
+    y, stats = ln.layer_norm_fwd(x, w, b, 1e-6, fp32, True, samples)
+    _, rstd = rms.rms_norm_fwd(x, w, 1e-6, fp32, True, samples)
+    weight = rand(C, C, seed=3, grad=False)
+    calls = [
+        (ln.layer_norm_fwd, (x, w, b, 1e-6, bf16, True, samples)),
+        (ln.layer_norm_bwd, (y, x, x, w, stats, fp32, True, samples)),
+        (
+            ln.layer_norm_rows_bwd,
+            (y, x, x, w, stats, fp32, True, bf16, keep_samples(B, 0.6, DEVICE), True, samples),
+        ),
+        (rms.rms_norm_fwd, (x, w, 1e-6, bf16, True, samples)),
+        (rms.rms_norm_bwd, (y, x, x, w, rstd, fp32, True, samples)),
+        (lin.linear_fwd, (y, weight, b, x, w, samples, "gelu", fp32, True)),
+        (
+            lin.linear_bwd,
+            (x, y, weight, b, None, w, samples, "", fp32, fp32, fp32, fp32, fp32),
+        ),
+    ]  # fmt: skip
+    for op, args in calls:
+        torch.library.opcheck(op, args, test_utils=tests)
+
+
+def _bad(name, value, error, message):
+    return pytest.param(name, value, error, message, id=f"{name}: {message[:40]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        _bad("row_scale", torch.arange(5), ValueError, "must be what keep_samples gave for 5 samp"),
+        _bad("row_scale", torch.arange(11), ValueError, "must be what keep_samples gave for"),
+        _bad("row_scale", torch.zeros(4, 2).long(), ValueError, "must be what keep_samples"),
+        _bad("row_scale", torch.arange(7), ValueError, "keeps 2 samples of 5, so x must have"),
+        _bad("row_scale", torch.arange(8, dtype=torch.int32), TypeError, "must be floating point"),
+        _bad("row_scale", torch.arange(8, device="meta"), ValueError, "must be on"),
+        _bad("residual", None, TypeError, "row_scale must be floating point, got torch.int64"),
+        _bad("residual", torch.zeros(5, 6, 20), ValueError, r"must have shape \(5, 7, 20\)"),
+    ],
+)
+def test_linear_rejects(name, value, error, message):
+    value = value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
+    with pytest.raises(error, match=f"linear: .*{message}"):
+        linear(**{**_linear(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        (3, TypeError, "must be a Tensor, got int"),
+        (torch.zeros(8), TypeError, "must be int64, as keep_samples gives it, got torch.float32"),
+        (torch.arange(5), ValueError, "must be what keep_samples gave for 5 samples, at least 6 a"),
+        (torch.arange(8, device="meta"), ValueError, "must be on"),
+    ],
+)
+@pytest.mark.parametrize("norm", [layer_norm_and_input, rms_norm_and_input])
+def test_norm_rejects(norm, samples, error, message):
+    if isinstance(samples, torch.Tensor) and not samples.is_meta:
+        samples = samples.to(DEVICE)
+    with pytest.raises(error, match=f"{norm.__name__}: samples {message}"):
+        norm(rand(B, T, C), samples=samples)
+    with pytest.raises(ValueError, match="samples needs x of shape"):
+        norm(rand(C), samples=_samples())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 0.1), ValueError),
+        ((2.0, 0.1), TypeError),
+        ((2, 1.5), ValueError),
+        ((2, "a"), TypeError),
+    ],
+)
+def test_keep_samples_rejects(arguments, error):
+    with pytest.raises(error, match=r"^keep_samples: (B|rate) must"):
+        keep_samples(*arguments)
