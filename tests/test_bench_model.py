@@ -153,8 +153,8 @@ def test_a_graph_is_judged_by_what_its_replay_writes():
 def test_dropped_samples_are_measured_without_the_gate():
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, "bf16", drop_path=0.4)
-    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
-    assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 2
+    rows = list(bench_vit.measure_vit(case, ("swapped", "swapped-skip"), bench()))
+    assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 3
     assert all(r.ms == 1.0 and r.speedup is None for r in rows)
     assert all("dropped samples are random" in r.note for r in rows)
 

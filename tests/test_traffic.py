@@ -1,5 +1,7 @@
 """`python -m bench traffic`: what it counts, and that our blocks keep to what is promised."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,22 @@ def test_traffic_of_a_swapped_block_is_what_is_promised():
     moved = step.forward[1] + step.backward[1]
     assert moved < 0.7 * (eager.forward[1] + eager.backward[1])
     assert _units(moved) < 1.04 * traffic.minimum(C)
+
+
+def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():
+    """What a block moves but the stream of the residual: 4 + 4 C bytes forward for each sum, and 4
+    + 4 backward in each norm, of all samples."""
+    kept = int(traffic.BATCH * 0.6) / traffic.BATCH
+    masks, skips = (
+        traffic.block("S", way, partial(traffic.vit, drop_path=0.4)) for way in ("swapped", "skip")
+    )
+    sums = {"forward": 2 * 8, "backward": 2 * 8}
+    for side, of_all in sums.items():
+        whole, some = (_units(getattr(step, side)[1]) for step in (masks, skips))
+        weights = 12 * C * traffic.WEIGHTS[side] / traffic.TOKENS
+        wanted = kept * (whole - of_all - weights) + of_all + weights
+        assert some == pytest.approx(wanted, rel=0.02), side
+    assert _units(skips.kept) == pytest.approx(8 + kept * (_units(masks.kept) - 8), rel=0.01)
 
 
 def test_traffic_minimum_is_the_sum_of_its_parts():

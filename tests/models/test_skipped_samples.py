@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_parity import randomise
 from numerics import DEVICE, rand
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
 from fastvit_kernels.models.modules import DropPath
@@ -108,6 +109,22 @@ def test_equals_the_mask_of_the_same_samples_bit_for_bit(monkeypatch):
         assert torch.equal(skipped[name], plain[name]), name
     for name, dense in plain.items():
         torch.testing.assert_close(skipped[name], dense, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _flops(depth, drop_path):
+    model = randomise(VisionTransformer(
+        img_size=16, patch_size=8, num_classes=5, embed_dim=32, depth=depth, num_heads=2,
+        drop_path_rate=0.5, drop_path=drop_path,
+    )).train()  # fmt: skip
+    with backend("triton"), FlopCounterMode(display=False) as counter:
+        model(_images()).backward(_upstream())
+    return counter.get_total_flops()
+
+
+def test_flops_are_those_of_kept_samples():
+    """The first block drops nothing, the second three of five samples."""
+    first = _flops(1, "skip")
+    assert 5 * (_flops(2, "skip") - first) == 2 * (_flops(2, "mask") - first)
 
 
 @pytest.mark.parametrize("norm_layer", ["LayerNorm", "RmsNorm"])

@@ -9,6 +9,7 @@ from numerics import DEVICE, assert_accurate, rand
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
+from fastvit_kernels.ops.common import epilogue
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear import linear_ref
@@ -132,35 +133,34 @@ def test_dropped_samples_pass_bit_for_bit(route):
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-def test_the_next_norm_leaves_d_of_kept_samples():
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
     """Two branches, each with samples of its own: what the first linear reads comes from the second
-    norm's backward."""
+    norm's backward, and the first pass of its own goes away."""
     torch.manual_seed(4)
     draws = [keep_samples(B, 0.4, DEVICE), keep_samples(B, 0.6, DEVICE)]
+    own = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
+    passes, first_pass = [], epilogue.backward_epilogue
+    monkeypatch.setattr(
+        epilogue, "backward_epilogue", lambda *a, **k: passes.append(1) or first_pass(*a, **k)
+    )
     inputs = dict(
         x=rand(B, T, C), weight=rand(C, C, seed=1), bias=rand(C, seed=2),
-        layer_scale=rand(C, seed=3), norm=rand(C, seed=4), shift=rand(C, seed=5),
+        layer_scale=rand(C, seed=3), norm_weight=rand(C, seed=4),
     )  # fmt: skip
 
-    def chain(norm, product, x, weight, bias, layer_scale, norm_weight, shift):
+    def run(normed, product, x, weight, bias, layer_scale, norm_weight):
         for samples in draws:
-            y, x = norm(x, norm_weight, shift, samples=samples)
-            x = product(
-                y, weight, bias, residual=x, layer_scale=layer_scale, row_scale=samples
-            )  # fmt: skip
+            y, x = normed(x, norm_weight, samples=samples)
+            x = product(y, weight, bias, residual=x, layer_scale=layer_scale, row_scale=samples)
         return x
 
-    def norm_ref(x, weight, bias, samples):
-        return _norm_ref("layer_norm", x, samples, weight, bias)
+    def norm_ref(x, weight, samples):
+        return _norm_ref(norm, x, samples, weight)
 
-    def run(norm, product, norm_weight, **inputs):
-        return chain(norm, product, norm_weight=norm_weight, **inputs)
-
-    inputs["norm_weight"] = inputs.pop("norm")
     with fk.backend("triton"):
-        assert_accurate(
-            partial(run, layer_norm_and_input, linear), partial(run, norm_ref, linear_ref), inputs
-        )
+        assert_accurate(partial(run, own, linear), partial(run, norm_ref, linear_ref), inputs)
+    assert passes == [1]  # that of the last linear, which no norm reads
 
 
 def test_operators_have_schemas_and_fakes():
