@@ -56,7 +56,8 @@ class SwapReport:
             how each fared.
         rebuilt: names of the LayerNorms whose output the backward rebuilds, by memory="low".
         skipping: names of the norms of branches that compute nothing for the samples that they
-            drop, by drop_path="skip". A DropPath of no such branch is among `left`.
+            drop, by drop_path="skip" or because the host does not either (DINOv2). With "skip" a
+            DropPath of no such branch is among `left`.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -169,8 +170,9 @@ def make_report(
 
     for name, reason in refused.items():
         leave(name, modules[name], reason)
+    reached = _note_skipping(report, modules)
     if drop_path == "skip":
-        _note_skipping(report, modules, leave)
+        _leave_masks(modules, reached, leave)
     learnt = any(_makes_learnt_tables(m) for m in modules.values())
     covered: set[str] = set()  # names whose module a wider one bypasses
     moved: Counter[str] = Counter()
@@ -197,14 +199,19 @@ def make_report(
     return report
 
 
-def _note_skipping(report: SwapReport, modules: dict[str, nn.Module], leave: Any) -> None:
-    """The branches that skip what they drop, and each DropPath whose branch does not."""
-    reached = set()
+def _note_skipping(report: SwapReport, modules: dict[str, nn.Module]) -> set[int]:
+    """The branches that skip what they drop; the ids of their DropPaths."""
+    reached: set[int] = set()
     for name, module in modules.items():
         if hasattr(module, "fused_skips") and _runs_fused(module):
             for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
                 report.skipping.append(f"{name}.{norm}" if name else norm)
                 reached.add(id(path))
+    return reached
+
+
+def _leave_masks(modules: dict[str, nn.Module], reached: set[int], leave: Any) -> None:
+    """Each DropPath whose branch computes what it drops."""
     for name, module in modules.items():
         rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
         if id(module) not in reached and rate and "Path" in _host_name(module):

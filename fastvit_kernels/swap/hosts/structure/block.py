@@ -313,12 +313,12 @@ class Block(Roles):
     def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
         """The norms of branches that leave out what their DropPath drops, with that DropPath; None
         where the host itself leaves samples out."""
-        for step in self.fused_roles.steps if self.fused_drop_path == "skip" else ():
+        for step in self.fused_roles.steps:
             norm, body = part(self, step.norm), self.fused_body(step)
             tail = [part(self, n) for n in step.tail]
             if step.residual < 0 or not takes_samples(norm, body, tail):
                 continue
-            path = skips(norm, body, tail)
+            path = skips(norm, body, tail) if self.fused_drop_path == "skip" else None
             if path is not None or self.fused_roles.sampled:
                 yield step.norm, path
 
