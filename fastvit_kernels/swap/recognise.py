@@ -20,6 +20,7 @@ from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
 from .candidates import Refused, Unlike, attention_roles, mlp_roles
+from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, methods
 from .hosts import structure
 from .hosts.fused import arguments_of
@@ -385,9 +386,29 @@ def _linear(module: nn.Module, class_of: ClassOf) -> Found:
 
 
 def _scale(module: nn.Module, class_of: ClassOf) -> Found:
+    """LayerScale, else RMSNorm: a weight for each column."""
     name = next(n for n, p in module._parameters.items() if p is not None)
+    small = [n for n, v in vars(module).items() if isinstance(v, float) and 0 < v < 0.1]
+    if small:
+        kept = _keeps_dtype(module)
+        candidates = (
+            structure.RmsRoles(name, eps, kept, rounded)
+            for rounded in (False, True) for eps in small
+        )  # fmt: skip
+        found = _try(module, class_of, structure.Rms, candidates, [])
+        if found.mixin is not None:
+            return found
     found = _try(module, class_of, structure.Scale, [structure.ScaleRoles(name)], [])
     return found._replace(unlike=True)
+
+
+def _keeps_dtype(module: nn.Module) -> bool:
+    """Whether its result has the dtype of its input, where its weights have a wider one."""
+    copy: Any = Copier({}, dtype=torch.float32).module(
+        module, lambda m: host_of(type(m)), False, {}
+    )
+    x = torch.ones(2, 2, len(next(copy.parameters())), dtype=torch.bfloat16)
+    return copy.forward(x).dtype == x.dtype
 
 
 def _path(module: nn.Module, class_of: ClassOf) -> Found:

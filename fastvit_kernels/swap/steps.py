@@ -216,7 +216,7 @@ def _is_norm(module: nn.Module, class_of: ClassOf, event: Event | None) -> bool:
     if event is None or not event.part:
         return False
     cls = class_of(module.get_submodule(event.part))
-    return getattr(cls, "fused_level", "") == "layer_norm"
+    return getattr(cls, "fused_level", "") in ("layer_norm", "rms_norm")
 
 
 def _with_norm(

@@ -89,6 +89,18 @@ def test_an_error_in_a_fused_forward_is_noticed(error, monkeypatch, no_proofs):
     torch.testing.assert_close(module(x), host(x))
 
 
+@pytest.mark.parametrize("name", ["LayerNormFp32", "RmsNormFp32"])
+def test_an_error_smaller_than_the_rounding_of_its_host_is_noticed(name, monkeypatch, no_proofs):
+    where, op = (timm_host, "layer_norm") if name == "LayerNormFp32" else (fused, "rms_norm")
+    make = getattr(timm.layers, name)
+    assert swap_in(make(16)).level == "parts"
+    prove._proofs.clear()
+    own = getattr(where, op)
+    monkeypatch.setattr(where, op, lambda *a, **k: own(*a, **k) * (1 + 1e-7))
+    module = make(16)
+    assert "computes something else: output 0" in reasons(swap_in(module))[""]
+
+
 def test_a_fused_forward_that_raises_is_noticed(monkeypatch, no_proofs):
     def broken(*args, **kwargs):
         raise RuntimeError("not this one")

@@ -21,7 +21,7 @@ from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import facts, hosts, prove, recognise
 from fastvit_kernels.swap.hosts import structure
 from fastvit_kernels.swap.hosts import timm as table
-from fastvit_kernels.swap.hosts.fused import Fused
+from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ HOSTS = {
     "open_clip": partial(others.ClipBlock, batch_first=True),
     "clip": others.ClipBlock,
     "inline": by_hand.Inline,
+    "rms_norm": lambda: with_rms_norms("plain"),
     "inline_dropout": partial(by_hand.Inline, order="HD3", dropout=0.1),
     "post_norm": partial(by_hand.Inline, post_norm=True),
     "wrapped": by_hand.wrapped,
@@ -128,7 +129,33 @@ def test_a_norm_in_fp32_whatever_comes():
     assert_same(step(module, False), step(host, False), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip", "inline"])
+def with_rms_norms(manner):
+    module = by_hand.Inline()
+    module.ln1, module.ln2 = by_hand.RmsNorm(32, manner), by_hand.RmsNorm(32, manner)
+    return module
+
+
+@pytest.mark.parametrize("manner", ["plain", "early", "late"])
+def test_an_rms_norm_by_hand(manner):
+    module = randomize(with_rms_norms(manner))
+    host = copy.deepcopy(module).double()
+    report = swap_in(module)
+    assert report.level == "block" and not report.left, str(report)
+    assert isinstance(module.ln1, RmsNorm) and {"ln1", "ln2"} <= {*module.fused_pieces}
+    x = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    theirs = by_hand.RmsNorm(32, manner)
+    assert module.ln1(x).dtype == theirs(x).dtype
+    tolerance = 1e-9 if manner == "plain" else 1e-5
+    assert_same(step(module.double(), True), step(host, True), tolerance)
+
+
+def test_an_rms_norm_with_another_weight_is_left_alone():
+    module = with_rms_norms("shifted")
+    assert swap_in(module).level == "block"  # which calls it
+    assert not isinstance(module.ln1, Fused)
+
+
+@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip", "inline", "rms_norm"])
 def test_through_the_kernels(name):
     module = made(name).to(DEVICE)
     host = copy.deepcopy(module).double()

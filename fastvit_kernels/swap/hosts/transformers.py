@@ -96,16 +96,15 @@ TABLE: dict[str, type[Fused]] = {
     **_family("clip", "CLIP", *_CLIP),
     **_family(
         "aimv2", "Aimv2", ("EncoderLayer", towers.Aimv2Layer), ("Attention", layers.ClipAttention),
-        ("MLP", layers.HfSwiGLU), ("RMSNorm", towers.HfRmsNorm),
+        ("MLP", layers.HfSwiGLU),
     ),
     **_family(
         "internvl", "InternVLVision", ("Layer", towers.InternLayer),
-        ("Attention", towers.InternAttention), ("MLP", layers.HfMlp), ("RMSNorm", towers.HfRmsNorm),
+        ("Attention", towers.InternAttention), ("MLP", layers.HfMlp),
     ),
     **_family(
         "pixtral", "Pixtral", ("AttentionLayer", towers.PixtralLayer),
         ("Attention", towers.PixtralAttention), ("MLP", layers.HfSwiGLU),
-        ("RMSNorm", towers.HfRmsNorm),
     ),
     **_family(
         "vjepa2", "VJEPA2", ("Layer", towers.VJepaLayer), ("RopeAttention", towers.VJepaAttention),

@@ -31,16 +31,6 @@ from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
 from .transformers_layers import Attention, Dinov2Layer, HfMlp, HfSwiGLU, ViTLayer
 
 
-class HfRmsNorm(RmsNorm):
-    """It reads fp32 and rounds to x.dtype before the product with its weight."""
-
-    fused_eps = "variance_epsilon"
-    fused_tolerance = 1e-5  # the host rounds to fp32
-
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        return torch.promote_types(x.dtype, self.weight.dtype)
-
-
 class RopeAttention(Attention):
     """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix. A
     table with a gradient turns them by the host's function, in PyTorch."""

@@ -40,6 +40,23 @@ class Inline(nn.Module):
         return x + self.feed(self.ln2(x))
 
 
+class RmsNorm(nn.Module):
+    """Llama's, DINOv3's and Gemma's manner: in the dtype that comes, or in fp32 with one rounding
+    before the weight or behind it."""
+
+    def __init__(self, dim=32, manner="plain", eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.manner, self.eps = manner, eps
+
+    def forward(self, x):
+        wide = x if self.manner == "plain" else x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.manner == "shifted":
+            return (y * (1 + self.weight)).type_as(x)
+        return (y * self.weight).type_as(x) if self.manner == "late" else y.type_as(x) * self.weight
+
+
 class Separate(nn.Module):
     """Three projections without a scale of D**-0.5, heads unstated but by their width."""
 

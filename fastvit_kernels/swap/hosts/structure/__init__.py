@@ -17,18 +17,18 @@ from ...prove import TOLERANCE
 from ..fused import part
 from .attention import Attention, AttentionRoles, ways_of_rope
 from .block import Block, BlockRoles, Step
-from .leaves import Norm, NormRoles, Path, PathRoles, Scale, ScaleRoles
+from .leaves import Norm, NormRoles, Path, PathRoles, Rms, RmsRoles, Scale, ScaleRoles
 from .masks import example_of_mask
 from .mlp import Mlp, MlpRoles
 from .roles import LinearRoles, MaskedLinear, Roles
 
 __all__ = [
     "Attention", "AttentionRoles", "Block", "BlockRoles", "LinearRoles", "MaskedLinear", "Mlp",
-    "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Scale", "ScaleRoles", "Step",
-    "example_of_mask", "extras", "part", "recognised_class", "ways_of_rope",
+    "MlpRoles", "Norm", "NormRoles", "Path", "PathRoles", "Rms", "RmsRoles", "Scale", "ScaleRoles",
+    "Step", "example_of_mask", "extras", "part", "recognised_class", "ways_of_rope",
 ]  # fmt: skip
 
-KINDS = (Attention, MaskedLinear, Mlp, Norm, Scale, Path, Block)
+KINDS = (Attention, MaskedLinear, Mlp, Norm, Rms, Scale, Path, Block)
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
 _made: dict[tuple[type, type, Any], type] = {}

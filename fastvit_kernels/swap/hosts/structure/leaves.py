@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fused import DropPath, Fused, LayerNorm, LayerScale, example
+from ..fused import DropPath, Fused, LayerNorm, LayerScale, RmsNorm, example
 from .roles import Roles
 
 
@@ -35,6 +35,43 @@ class Norm(LayerNorm, Roles):
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return self.fused_and_input(x, None)[0]
+
+
+class RmsRoles(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight; kept: the result has x.dtype, whatever the weight's."""
+
+    weight: str
+    eps: str
+    kept: bool
+    rounded: bool
+
+
+class Rms(RmsNorm, Roles):
+    """A host's own RMSNorm."""
+
+    fused_roles: ClassVar[RmsRoles]
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return None
+
+    def fused_blocked(self) -> str | None:
+        return None
+
+    def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
+        return self.fused_part("weight"), None, self.fused_part("eps")
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim in self.fused_axes and x.shape[-1:] == self.fused_part("weight").shape
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        weight = self.fused_part("weight")
+        return x.dtype if self.fused_roles.kept else torch.promote_types(x.dtype, weight.dtype)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width = len(self.fused_part("weight"))
+        for shape in ((3, 5, width), (2, 4, width)):
+            yield (example(generator, *shape),), {}
 
 
 class ScaleRoles(NamedTuple):
