@@ -262,7 +262,8 @@ def _count_swapped(
 def _tokens(modules: dict[str, nn.Module]) -> int:
     for name, p in modules[""].named_parameters():
         if name.endswith(POSITIONS) and p.ndim >= 2:
-            return p.shape[-2]
+            grid = p.ndim == 4 and p.shape[1] == p.shape[2]  # segment-anything: (1, h, w, C)
+            return p.shape[1] * p.shape[2] if grid else p.shape[-2]
     return DEFAULT_TOKENS
 
 
@@ -290,6 +291,7 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
     moved = 0
     ours: list[Any] = [m for m in modules.values() if _runs_fused(m)]
     inside = {id(m) for f in ours for m in f.fused_products()}
+    windows = {id(m): size for f in ours for m, size in f.fused_windows()}
     for module in ours:
         more = sum(4 * report.tokens**2 * width for width in module.fused_widths())
         report.flops += more
@@ -298,8 +300,9 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
         parent = modules.get(name.rpartition(".")[0]) if name else None
         try:
             flops, fused, elements = _flops(
-                name, module, parent, id(module) in inside, report.tokens
-            )
+                name, module, parent, id(module) in inside, report.tokens,
+                windows.get(id(module), report.tokens),
+            )  # fmt: skip
         except Exception:
             report.uncounted.append(name)
             continue
@@ -323,12 +326,13 @@ def _is_covered(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def _flops(
-    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int
+    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int, keys: int
 ) -> tuple[int, bool, int]:
     """(FLOPs, whether they run fused, elements that are read and written for each token)
 
     Args:
         inside: a module further up computes this one, where it is plain.
+        keys: how many tokens a token attends to.
     """
     rows = tokens if _in_stack(name) else 1
     mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
@@ -346,7 +350,7 @@ def _flops(
     if mixin is None or mixin.fused_level != "attention":
         return 0, False, 0
     width = _attention_width(module)
-    flops = 4 * tokens * tokens * width
+    flops = 4 * tokens * keys * width
     if isinstance(module, nn.MultiheadAttention):
         flops += 2 * 3 * module.embed_dim**2 * rows
     return flops, _runs_fused(module), 4 * width

@@ -118,6 +118,19 @@ def test_a_grid_of_another_size_is_the_hosts(ran):  # noqa: F811
         assert len(ran) == fused
 
 
+def test_the_report_counts_the_tokens_of_a_grid_and_of_its_windows():
+    blocks = [positions.GridBlock(3, (3, 3)), positions.GridBlock(0, (9, 9))]
+    model = nn.Module()
+    model.pos_embed = nn.Parameter(torch.zeros(1, 9, 9, 32))
+    model.blocks = nn.ModuleList(blocks)
+    report = swap_in(model)
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    products = sum(2 * 81 * m.in_features * m.out_features for m in linears)
+    attention = 4 * 81 * 9 * 32 + 4 * 81 * 81 * 32
+    assert report.tokens == 81 and report.level == "block", str(report)
+    assert report.flops == report.fused_flops == products + attention
+
+
 def test_a_large_grid_is_proven_on_a_small_one():
     module = made(partial(positions.GridBlock, 0, (64, 64)))
     assert swap_in(module).level == "block"

@@ -113,6 +113,10 @@ class Fused:
         """H D of each attention that this module has no module for."""
         yield from ()
 
+    def fused_windows(self) -> Iterator[tuple[nn.Module, int]]:
+        """The attentions inside that see windows, and how many tokens each has."""
+        yield from ()
+
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False

@@ -135,6 +135,11 @@ class Block(Roles):
             if isinstance(body, InlineAttention):
                 yield body.fused_width()
 
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        for step in self.fused_roles.steps:
+            if step.window and step.body:
+                yield part(self, step.body), part(self, step.window) ** 2
+
     @property
     def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
         names = [n for s in self.fused_roles.steps for n in (s.norm, s.body, *s.tail)]
