@@ -15,6 +15,7 @@ from . import hosts
 from .hosts.fused import Fused, Norm, bypassed, inert, part, width_of
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
+MASKED = "fused where it is called without a mask"
 DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
 
 
@@ -250,6 +251,8 @@ def _count_swapped(
         report.rebuilt += [prefix + norm for norm in rebuilt]
         whole = not any(prefix + body in called for body in module.fused_bodies)
         report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
+        if name and _gets_masks(name, module, modules):
+            leave(name, module, MASKED)
         covered |= {
             n for n in modules
             if n.startswith(prefix) and not any(a in called for a in ancestors(n))
@@ -257,6 +260,21 @@ def _count_swapped(
     elif name not in covered:
         report.swapped.append(Swapped(name, _host_name(module), module.fused_level))
         leave(name, module, module.fused_caveat)
+
+
+def _gets_masks(name: str, block: Any, modules: dict[str, nn.Module]) -> bool:
+    """Whether what calls a fused block holds a mask for it, as open_clip's text tower does, and the
+    host's forward runs with one."""
+    names = block.fused_arguments.names[1:]
+    if not any("mask" in n and n not in block.fused_extras for n in names):
+        return False
+    for above in ancestors(name.rpartition(".")[0]):
+        own = modules[above]
+        if any("mask" in n and b is not None and b.ndim > 1 for n, b in own._buffers.items()):
+            return True
+        if any("pos" in n for n in own._parameters):
+            return False  # a tower of its own
+    return False
 
 
 def _tokens(modules: dict[str, nn.Module]) -> int:
@@ -292,6 +310,7 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
     ours: list[Any] = [m for m in modules.values() if _runs_fused(m)]
     inside = {id(m) for f in ours for m in f.fused_products()}
     windows = {id(m): size for f in ours for m, size in f.fused_windows()}
+    masked = {row.name for row in report.left if row.reason == MASKED}
     for module in ours:
         more = sum(4 * report.tokens**2 * width for width in module.fused_widths())
         report.flops += more
@@ -308,7 +327,7 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
             continue
         report.flops += flops
         moved += elements
-        depends = any(
+        depends = not masked.isdisjoint(ancestors(name)) or any(
             isinstance(m, Fused) and m.fused_caveat and not _is_covered(n, modules)
             for n, m in ((name, module), (name.rpartition(".")[0], parent))
         )

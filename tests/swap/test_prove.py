@@ -10,12 +10,14 @@ import weakref
 
 import pytest
 import torch
+from outside import dino
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
-from fastvit_kernels.swap import apply, copies, facts, prove, verdicts
+from fastvit_kernels.runtime.plain import is_plain
+from fastvit_kernels.swap import apply, copies, facts, prove, recognise, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
 from fastvit_kernels.swap.hosts import timm as timm_host
 from fastvit_kernels.swap.hosts.fused import Fused
@@ -187,6 +189,37 @@ def test_a_proof_copes_with_weights_that_are_not_there_or_not_plain(no_proofs):
         prove._proofs.clear()
         report = swap_in(change(block()))
         assert report.level == "block" and not reasons(report), str(report)
+
+
+@pytest.mark.parametrize("make", [block, dino.Block], ids=["by its table", "by structure"])
+def test_a_proof_of_a_sharded_module(make, monkeypatch):
+    """As FSDP2 leaves it: weights are DTensors until a forward gathers them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    for known in (prove._proofs, prove._at_sizes, recognise._found, recognise._last):
+        known.clear()
+    model = nn.Sequential(randomize(make()))
+    host, x = copy.deepcopy(model).double(), torch.randn(3, 5, 32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert isinstance(model[0].mlp.fc1.weight, DTensor)
+        assert swap_in(model).level == "block" and len(prove._proofs) >= 4
+        ran, own = [], type(model[0]).fused_forward
+        monkeypatch.setattr(
+            type(model[0]), "fused_forward",
+            lambda self, x: ran.append(is_plain(self.mlp.fc1)) or own(self, x),
+        )  # fmt: skip
+        for m, given in ((model, x), (host, x.double())):
+            m.eval()(given).square().sum().backward()
+        assert ran == [True]
+        for p, q in zip(model.parameters(), host.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().double(), q.grad, rtol=1e-3, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

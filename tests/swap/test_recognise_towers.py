@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from outside import others
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
@@ -118,6 +119,73 @@ def test_a_text_model_keeps_its_numbers(name):
         {"input_ids": tokens, "output_hidden_states": True},
     ):
         assert_same(step(model, inputs), step(host, inputs), 1e-9)
+
+
+@pytest.mark.parametrize("tower", ["visual", "text"])
+def test_open_clips_own_towers(tower):
+    """Its text tower is causal, by a mask that it gives its blocks: those run the host's forward,
+    and the report does not count them."""
+    towers = pytest.importorskip("open_clip.transformer")
+    torch.manual_seed(0)
+    sizes = dict(width=32, layers=1, heads=2, output_dim=16)
+    if tower == "visual":
+        model, x = (
+            towers.VisionTransformer(32, 8, mlp_ratio=4.0, **sizes),
+            torch.randn(2, 3, 32, 32),
+        )
+    else:
+        model = towers.TextTransformer(context_length=9, vocab_size=30, **sizes)
+        x = torch.arange(18).view(2, 9)
+    model = randomize(model).double().eval()
+    x = x.double() if x.is_floating_point() else x
+    assert_counted(model, x, tower == "visual")
+
+
+class Text(torch.nn.Module):
+    """As open_clip's text tower calls its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.positional_embedding = torch.nn.Parameter(torch.zeros(6, 32))
+        self.resblocks = torch.nn.ModuleList([others.CallersMaskBlock()])
+        mask = torch.full((6, 6), float("-inf")).triu(1)
+        self.register_buffer("attn_mask", mask, persistent=False)
+
+    def forward(self, x):
+        return self.resblocks[0](x + self.positional_embedding, attn_mask=self.attn_mask)
+
+
+class Both(torch.nn.Module):
+    """As open_clip's CLIP: the mask of its text tower stands above both."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.visual = Text(), Text()
+        self.visual.attn_mask = None
+        self.register_buffer("attn_mask", self.text.attn_mask)
+
+    def forward(self, x):
+        return self.text(x) + self.visual(x)
+
+
+def test_a_block_whose_caller_has_a_mask_is_counted_apart():
+    x = torch.randn(2, 6, 32).double()
+    assert_counted(randomize(Text()).double(), x, False)
+    model = randomize(Both()).double()
+    report = assert_counted(model, x, None)
+    assert report.fused_flops == report.depending_flops == report.flops // 2
+
+
+def assert_counted(model, x, fused):
+    host = copy.deepcopy(model)
+    report = swap_in(model)
+    assert report.level == "block", str(report)
+    if fused is not None:
+        assert (report.fused_flops == 0) == (not fused) and bool(report.depending_flops) != fused
+        named = "fused where it is called without a mask" in {row.reason for row in report.left}
+        assert named != fused, str(report)
+    torch.testing.assert_close(model(x), host(x), rtol=1e-9, atol=1e-9)
+    return report
 
 
 CONVNETS = {

@@ -97,3 +97,15 @@ class ClipBlock(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
+
+
+class CallersMaskBlock(ClipBlock):
+    """open_clip's: the caller has the mask."""
+
+    def __init__(self, dim=32, heads=2):
+        super().__init__(dim, heads, batch_first=True)
+
+    def forward(self, x, attn_mask=None):
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, need_weights=False, attn_mask=attn_mask)[0]
+        return x + self.mlp(self.ln_2(x))
