@@ -174,7 +174,9 @@ def test_arguments_of_each_sample_keep_the_masks(counted):
     x = rand(3, 4, 8)
     each = branch._of_each_sample
     assert each(torch.zeros(3, 1, 1, 4), x) and each([None, torch.zeros(3, 4)], x)
+    assert each(torch.zeros(3, 8), rand(3, 2, 4, 8)) and each(torch.zeros(3), x)
     assert not each(torch.zeros(1, 2, 4, 4), x) and not each(torch.zeros(6, 8), x)
+    assert not each(torch.zeros(3, 8), x)  # angles, with as many places as there are samples
     assert not each(None, x)
 
 

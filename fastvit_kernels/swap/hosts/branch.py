@@ -79,7 +79,9 @@ def _of_each_sample(value: Any, x: Tensor) -> bool:
         return any(_of_each_sample(v, x) for v in value)
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] == 1:
         return False
-    return value.ndim > 2 or value.shape[0] == x.shape[0]
+    if value.ndim == 2:  # (B, T); tables of angles are (T, D)
+        return value.shape == (x.shape[0], x.shape[1:-1].numel())
+    return True
 
 
 def kept_of(
