@@ -191,7 +191,6 @@ SAMPLES = [
         "rounds the count of kept samples",
         "int(B * (1 - rate))",
         "round(B * (1 - rate))",
-        (*SAMPLES_TESTS, "swap/test_swap_skip.py"),
     ),
     Fault(
         "samples-rebuilt-of-all",
