@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
+from ..ops.patch_embed.functions import patch_embed
 from ..ops.rms_norm import rms_norm, rms_norm_and_input
 from ..ops.rope import rope
 from ..runtime.backend import gpu
@@ -189,6 +191,37 @@ def _gated_mlp() -> None:
                     run(768, F, torch.bfloat16, "gelu", norm=True, packed=False)
 
 
+def _patches() -> None:
+    """Patches of bytes, of a list to keep and of videos, under bf16 autocast: positions that learn,
+    and an image's gradient where it has one."""
+
+    def run(images: torch.Tensor, patch: tuple[int, ...], kept: int = 0) -> None:
+        grid = [n // p for n, p in zip(images.shape[2:], patch, strict=True)]
+        num_patches, C = math.prod(grid), 768
+        options: dict[str, Any] = {}
+        if images.dtype is torch.uint8:
+            options |= dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+        if kept:
+            options |= dict(keep=torch.zeros(images.shape[0], kept, dtype=torch.int64))
+        tensors = [
+            torch.empty(shape, requires_grad=True)
+            for shape in ((C, 3, *patch), (C,), (1, 1, C), (1, num_patches + 1, C))
+        ]
+        weight, bias, prefix, pos = tensors
+        with torch.autocast("cpu", torch.bfloat16):
+            y = patch_embed(images, weight, bias, prefix_tokens=prefix, pos_embed=pos, **options)
+        y.backward(torch.empty_like(y))
+
+    image, video = (64, 3, 224, 224), (8, 3, 16, 224, 224)
+    for patch, kept in ((16, 0), (14, 0), (16, 49)):
+        run(torch.empty(image, dtype=torch.uint8), (patch, patch), kept)
+    run(torch.empty(image, dtype=torch.bfloat16, requires_grad=True), (16, 16), 49)
+    run(torch.empty(image), (16, 16), 49)
+    run(torch.empty(video), (2, 16, 16), 160)
+    run(torch.empty(video, dtype=torch.bfloat16, requires_grad=True), (2, 16, 16))
+    run(torch.empty(video, dtype=torch.uint8), (2, 14, 14))
+
+
 def _gemm_configs() -> None:
     """An MLP, forward and backward, with each GEMM config that ships and fits: few are defaults."""
     here = gpu(torch.device("cpu"))  # the target
@@ -288,6 +321,7 @@ CASES: dict[str, Callable[[], None]] = {
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
     "gated MLP": _gated_mlp,
+    "patches": _patches,
     "GEMM configs": _gemm_configs,
     "attention configs": _attention_configs,
     **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},

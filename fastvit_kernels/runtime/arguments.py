@@ -16,13 +16,19 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what t
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
-def check_tensor(op: str, name: str, x: object, *, ndim: int | None = None) -> None:
-    """Raise TypeError unless x is a dense tensor of FLOATS, ValueError unless of rank ndim."""
+def check_dense(op: str, name: str, x: object) -> None:
+    """Raise TypeError unless x is a dense tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{op}: {name} must be a dense strided tensor, got {kind}")
+
+
+def check_tensor(op: str, name: str, x: object, *, ndim: int | None = None) -> None:
+    """Raise TypeError unless x is a dense tensor of FLOATS, ValueError unless of rank ndim."""
+    check_dense(op, name, x)
+    assert isinstance(x, Tensor)
     if not x.is_floating_point():
         raise TypeError(f"{op}: {name} must be floating point, got {x.dtype}")
     if x.dtype not in FLOATS:

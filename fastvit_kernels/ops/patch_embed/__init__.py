@@ -1,1 +1,2 @@
-"""Patch embedding as an implicit matrix product: functions.py calls, kernels.py runs."""
+"""Patch embedding as an implicit matrix product: functions.py calls, launch.py launches, kernels.py
+runs."""

@@ -1,0 +1,70 @@
+"""Launch configs of patch_embed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.configs import ConfigTable
+from ...runtime.triton import tl
+
+
+# Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
+# right in every product: on Hopper the left one would then reach the tensor cores from registers,
+# where pipelining it is a race (triton #9433), the right one always from shared memory.
+class PatchConfig(NamedTuple):
+    """Largest tile, warps and pipeline stages; small problems shrink the tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        """Of the launch."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> ConfigTable[PatchConfig]:
+    """Key: the compute dtype. The default: the first config."""
+    by_dtype = {"fp16": half, "bf16": half, "fp32": fp32}
+    return ConfigTable(
+        name, [*half, *fp32], lambda gpu, dtype: by_dtype[dtype][0],
+        lambda gpu, config, dtype: config in by_dtype[dtype],
+    )  # fmt: skip
+
+
+# 128 rows by 8 warps: with 64 rows all of them cast the same pixels (model of docs/compile.md on
+# sm_90: 193 us instead of 122 for ViT-S). Not yet measured.
+FWD_TABLE = _table(
+    "patch_embed_fwd",
+    [
+        PatchConfig(128, 128, 64, 8, 3),
+        PatchConfig(64, 128, 64, 8, 3),
+        PatchConfig(64, 128, 64, 4, 3),
+    ],
+    [PatchConfig(64, 64, 32, 4, 3)],
+)
+BWD_WEIGHT_TABLE = _table(
+    "patch_embed_bwd_weight",
+    [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
+    [PatchConfig(32, 64, 64, 4, 3)],
+)
+BWD_IMAGES_TABLE = _table(
+    "patch_embed_bwd_images",
+    [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
+    [PatchConfig(64, 32, 64, 4, 3)],
+)
+STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
+TL_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+BWD_WEIGHT_PROGRAMS_PER_SM = 2
+MIN_ROWS_PER_SPLIT = 512
+# Of the gradient of positions under a list of kept patches. Not yet measured.
+SLOTS_TILE = dict(BLOCK_P=64, BLOCK_J=64, num_warps=4)
+KEPT_TILE = dict(BLOCK_B=32, BLOCK_C=128, num_warps=4)

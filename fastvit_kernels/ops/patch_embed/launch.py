@@ -1,0 +1,332 @@
+"""The operators of patch_embed: each allocates, chooses tiles and launches its kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.backend import device_guard, gpu
+from ...runtime.dtypes import DTYPE_NAMES
+from ...runtime.operator import operator
+from ...runtime.triton import triton
+from ..common.gemm import input_precision, needs_fence
+from ..common.reduction import column_sum
+from .configs import (
+    BWD_IMAGES_TABLE,
+    BWD_WEIGHT_PROGRAMS_PER_SM,
+    BWD_WEIGHT_TABLE,
+    FWD_TABLE,
+    KEPT_TILE,
+    MIN_ROWS_PER_SPLIT,
+    SLOTS_TILE,
+    STAGE_BYTES,
+    TL_DTYPES,
+)
+from .kernels import (
+    _patch_embed_bwd_images_kernel,
+    _patch_embed_bwd_kept_kernel,
+    _patch_embed_bwd_weight_kernel,
+    _patch_embed_fwd_kernel,
+    _patch_embed_slots_kernel,
+)
+
+
+def grid_of(images: Sequence[int], patch: Sequence[int]) -> tuple[int, ...]:
+    """Patches along each axis past the channels: rows and columns, for a video frames before."""
+    return tuple(n // p for n, p in zip(images[2:], patch, strict=True))
+
+
+def _strides(images: Tensor) -> tuple[int, int, int, int, int]:
+    """Of batch, channels, frames, rows and columns; an image has one frame."""
+    b, c, *t, h, w = images.stride()
+    return b, c, t[0] if t else 0, h, w
+
+
+def _patch_constants(patch: Sequence[int]) -> dict[str, int | None]:
+    *t, h, w = patch
+    return dict(PATCH_T=t[0] if t else None, PATCH_H=h, PATCH_W=w)
+
+
+def _alignment(images: Tensor, patch_w: int) -> int:
+    """A power of two that divides the offset of every run of pixels; 1 where there are no runs."""
+    if images.stride(-1) != 1:
+        return 1
+    return math.gcd(16, patch_w, *images.stride()[:-1])
+
+
+def _block(largest: int, size: int) -> int:
+    """The tile side for an axis: a power of two, at least the 16 that tl.dot needs."""
+    return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+def _depth(largest: int, size: int, bytes_per_step: int) -> int:
+    """The tile side along the summed axis: a stage of both operands within STAGE_BYTES."""
+    while largest * bytes_per_step > STAGE_BYTES:
+        largest //= 2
+    return _block(largest, size)
+
+
+def _rows(x: Tensor | None, C: int) -> Tensor | None:
+    return None if x is None else x.reshape(-1, C).contiguous()
+
+
+def _pixel_constants(
+    scales: Sequence[float] | None, offsets: Sequence[float] | None
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    if scales is None or offsets is None:
+        return None, None
+    return tuple(scales), tuple(offsets)
+
+
+def _empty_fwd(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, keep: Tensor | None, scales: Sequence[float] | None,
+    offsets: Sequence[float] | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    C, _, *patch = weight.shape
+    num_prefix = 0 if prefix_tokens is None else prefix_tokens.shape[-2]
+    rows = math.prod(grid_of(images.shape, patch)) if keep is None else keep.shape[1]
+    shape = (images.shape[0], num_prefix + rows, C)
+    return torch.empty(shape, dtype=out_dtype, device=images.device)
+
+
+def _flops_fwd(images, weight, bias=None, prefix=None, pos=None, keep=None, *_, **__):
+    if keep is not None:
+        return 2 * math.prod(keep) * math.prod(weight)
+    return 2 * math.prod(images) * weight[0]  # a pixel lies in one patch only
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
+def patch_embed_fwd(
+    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None, keep: Tensor | None, scales: Sequence[float] | None,
+    offsets: Sequence[float] | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """images by any strides -> tokens (B, T, C) in out_dtype, computed in weight's dtype.
+
+    keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
+    """
+    out = _empty_fwd(
+        images, weight, bias, prefix_tokens, pos_embed, keep, scales, offsets, out_dtype
+    )
+    if out.numel() == 0:
+        return out
+    B, T, C = out.shape
+    _, channels, *patch = weight.shape
+    grid = grid_of(images.shape, patch)
+    weight = weight.reshape(C, -1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
+    num_prefix, num_patches = 0 if prefix is None else prefix.shape[0], math.prod(grid)
+    config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype])
+    block_m, block_n, block_k = config[:3]
+    block_m, block_n = _block(block_m, B * T), _block(block_n, C)
+    K = weight.shape[1]
+    largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
+    bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
+    block_k = _depth(largest_k, K, bytes_per_step)
+    precision = input_precision()
+    with device_guard(images):
+        _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
+            out, images, weight, bias, prefix, pos, None if keep is None else keep.contiguous(),
+            B * T, T, C, num_prefix,
+            0 if pos is None else num_prefix + num_patches - pos.shape[0], num_patches,
+            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
+            CHANNELS=channels, **_patch_constants(patch),
+            ALIGN=_alignment(images, patch[-1]), HAS_BIAS=bias is not None,
+            HAS_PREFIX=prefix is not None, HAS_POS=pos is not None, HAS_KEEP=keep is not None,
+            FENCE=images.dtype == weight.dtype
+            and needs_fence(gpu(images.device), weight.dtype, precision),
+            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, **config.options(),
+        )  # fmt: skip
+    return out
+
+
+def _empty_bwd_weight(
+    dout: Tensor, images: Tensor, patch: Sequence[int], keep: Tensor | None,
+    scales: Sequence[float] | None, offsets: Sequence[float] | None, compute_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    shape = (dout.shape[2], images.shape[1], *patch)
+    return torch.empty(shape, dtype=weight_dtype, device=dout.device)
+
+
+def _flops_bwd_weight(dout, images, patch, keep=None, *_, **__):
+    if keep is not None:
+        return 2 * math.prod(keep) * dout[2] * images[1] * math.prod(patch)
+    return 2 * math.prod(images) * dout[2]
+
+
+@operator(fake=_empty_bwd_weight, flops=_flops_bwd_weight)
+def patch_embed_bwd_weight(
+    dout: Tensor, images: Tensor, patch: Sequence[int], keep: Tensor | None,
+    scales: Sequence[float] | None, offsets: Sequence[float] | None, compute_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dout (B, T, C) -> dweight (C, Cin, *patch) in weight_dtype."""
+    dweight = _empty_bwd_weight(
+        dout, images, patch, keep, scales, offsets, compute_dtype, weight_dtype
+    )
+    if dout.numel() == 0:
+        return dweight.zero_()
+    dout = dout.contiguous()
+    B, T, C = dout.shape
+    grid = grid_of(images.shape, patch)
+    num_patches, K = math.prod(grid), dweight[0].numel()
+    rows_per_image = num_patches if keep is None else keep.shape[1]
+    num_rows = B * rows_per_image
+    config = BWD_WEIGHT_TABLE.choose(gpu(dout.device), DTYPE_NAMES[compute_dtype])
+    block_m, block_n, block_k = config[:3]
+    block_n, block_k = _block(block_n, C), _block(block_k, K)
+    bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
+    block_m = _depth(block_m, num_rows, bytes_per_step)
+    tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
+    wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * gpu(dout.device).num_sms // tiles)
+    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
+    splits = triton.cdiv(num_rows, rows_per_split)
+    partial = dweight
+    if splits > 1:
+        partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
+    precision = input_precision()
+    with device_guard(dout):
+        _patch_embed_bwd_weight_kernel[(tiles, splits)](
+            partial, dout, images, None if keep is None else keep.contiguous(),
+            num_rows, rows_per_split, C, T - rows_per_image, rows_per_image, num_patches,
+            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
+            CHANNELS=images.shape[1], **_patch_constants(patch),
+            ALIGN=_alignment(images, patch[-1]), HAS_KEEP=keep is not None,
+            PIXELS_LEFT=images.dtype == compute_dtype,
+            FENCE=images.dtype == dout.dtype == compute_dtype
+            and needs_fence(gpu(dout.device), compute_dtype, precision),
+            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            **config.options(),
+        )  # fmt: skip
+    if splits > 1:
+        column_sum(partial, dweight.view(-1))
+    return dweight
+
+
+def _empty_bwd_tokens(
+    dout: Tensor, num_prefix: int, num_patches: int, num_pos: int, keep: Tensor | None,
+    bias_dtype: torch.dtype | None, prefix_dtype: torch.dtype | None,
+    pos_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    C, device = dout.shape[2], dout.device
+    return (
+        torch.empty(0 if bias_dtype is None else C, dtype=bias_dtype, device=device),
+        torch.empty(
+            (0 if prefix_dtype is None else num_prefix, C), dtype=prefix_dtype, device=device
+        ),
+        torch.empty((0 if pos_dtype is None else num_pos, C), dtype=pos_dtype, device=device),
+    )
+
+
+@operator(fake=_empty_bwd_tokens)
+def patch_embed_bwd_tokens(
+    dout: Tensor, num_prefix: int, num_patches: int, num_pos: int, keep: Tensor | None,
+    bias_dtype: torch.dtype | None, prefix_dtype: torch.dtype | None,
+    pos_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; empty where that is None."""
+    grads = _empty_bwd_tokens(
+        dout, num_prefix, num_patches, num_pos, keep, bias_dtype, prefix_dtype, pos_dtype
+    )
+    dbias, dprefix, dpos = grads
+    B, T, C = dout.shape
+    dout = dout.contiguous()
+    if keep is not None and pos_dtype is not None:
+        dtoken = _kept_tokens(dout, num_prefix, num_patches, keep)
+    else:
+        dtoken = torch.empty((T, C), dtype=torch.float32, device=dout.device)
+        column_sum(dout.view(B, T * C), dtoken.view(-1))
+    if bias_dtype is not None:
+        column_sum(dtoken[num_prefix:], dbias)
+    # Copies, never views: two parameters' .grad must not share memory.
+    if prefix_dtype is not None:
+        dprefix.copy_(dtoken[:num_prefix])
+    if pos_dtype is not None:
+        dpos.copy_(dtoken[len(dtoken) - num_pos :])
+    return grads
+
+
+def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) -> Tensor:
+    """(n + patches, C) fp32: the sum over the images that keep it, for each token of an image."""
+    B, T, C = dout.shape
+    empty: Any = dict(device=dout.device)
+    dtoken = torch.empty((num_prefix + num_patches, C), dtype=torch.float32, **empty)
+    if B == 0:
+        return dtoken.zero_()
+    if num_prefix:
+        column_sum(dout.view(B, T * C)[:, : num_prefix * C], dtoken[:num_prefix].view(-1))
+    slots = torch.empty((num_patches, B), dtype=torch.int32, **empty)
+    with device_guard(dout):
+        blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
+        _patch_embed_slots_kernel[B, blocks](
+            slots, keep.contiguous(), B, keep.shape[1], num_patches, **SLOTS_TILE
+        )
+        blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
+        _patch_embed_bwd_kept_kernel[num_patches, blocks](
+            dtoken[num_prefix:], dout, slots, B, T, C, num_prefix, **KEPT_TILE
+        )
+    return dtoken
+
+
+def _empty_bwd_images(
+    dout: Tensor, weight: Tensor, images_shape: Sequence[int], keep: Tensor | None,
+    images_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return torch.empty(tuple(images_shape), dtype=images_dtype, device=dout.device)
+
+
+def _flops_bwd_images(dout, weight, images_shape, keep=None, *_, **__):
+    if keep is not None:
+        return 2 * math.prod(keep) * math.prod(weight)
+    return 2 * math.prod(images_shape) * dout[2]
+
+
+@operator(fake=_empty_bwd_images, flops=_flops_bwd_images)
+def patch_embed_bwd_images(
+    dout: Tensor, weight: Tensor, images_shape: Sequence[int], keep: Tensor | None,
+    images_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dout (B, T, C) -> dimages of images_shape, computed in weight's dtype."""
+    dimages = _empty_bwd_images(dout, weight, images_shape, keep, images_dtype)
+    if keep is not None or dout.numel() == 0:
+        dimages.zero_()  # dropped patches
+    if dout.numel() == 0:
+        return dimages
+    dout = dout.contiguous()
+    B, T, C = dout.shape
+    _, channels, *patch = weight.shape
+    weight = weight.reshape(C, -1).contiguous()
+    grid = grid_of(images_shape, patch)
+    num_patches, K = math.prod(grid), weight.shape[1]
+    rows_per_image = num_patches if keep is None else keep.shape[1]
+    num_rows = B * rows_per_image
+    config = BWD_IMAGES_TABLE.choose(gpu(dout.device), DTYPE_NAMES[weight.dtype])
+    block_m, block_n, block_k = config[:3]
+    block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
+    block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
+    precision = input_precision()
+    with device_guard(dout):
+        _patch_embed_bwd_images_kernel[
+            (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),)
+        ](
+            dimages, dout, weight, None if keep is None else keep.contiguous(),
+            num_rows, rows_per_image, C, T - rows_per_image, num_patches, *grid[-2:],
+            *_strides(dimages)[:4],
+            CHANNELS=channels, **_patch_constants(patch),
+            ALIGN=_alignment(dimages, patch[-1]), HAS_KEEP=keep is not None,
+            FENCE=dout.dtype == weight.dtype
+            and needs_fence(gpu(dout.device), weight.dtype, precision),
+            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            **config.options(),
+        )  # fmt: skip
+    return dimages

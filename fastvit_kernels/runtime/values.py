@@ -1,0 +1,30 @@
+"""A debug switch for checks that read a tensor's values, such as indices: each waits for the GPU.
+
+Off, an op looks at shapes, dtypes and devices alone, and its kernels read no memory that is not
+theirs whatever the values say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_checked = False
+
+
+def values_are_checked() -> bool:
+    """Whether to look at values now: inside `checked_values`, and not while a compiler traces."""
+    return _checked and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def checked_values() -> Iterator[None]:
+    """Inside, an index that is out of range or listed twice raises ValueError."""
+    global _checked
+    former, _checked = _checked, True
+    try:
+        yield
+    finally:
+        _checked = former

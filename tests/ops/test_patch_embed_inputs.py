@@ -1,0 +1,305 @@
+"""patch_embed on bytes, on a list of patches to keep, on videos: alone and together."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
+from fastvit_kernels.ops.patch_embed.launch import (
+    patch_embed_bwd_images,
+    patch_embed_bwd_tokens,
+    patch_embed_bwd_weight,
+    patch_embed_fwd,
+)
+from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.values import checked_values
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+IMAGENET: dict[str, Any] = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+BOTH = (patch_embed, patch_embed_ref)
+
+# images (B, Cin, ..., height, width), C, patch, prefix tokens, what pos_embed covers, kept
+CASES: dict[str, Any] = {
+    "p16": ((2, 3, 32, 48), 40, (16, 16), 1, "all", 2),
+    "p14": ((2, 3, 28, 42), 24, (14, 14), 0, "all", 4),
+    "p4x3": ((3, 3, 8, 18), 130, (4, 3), 5, "patches", 7),
+    "p1": ((3, 3, 4, 4), 17, (1, 1), 0, "patches", 1),
+    "all-kept": ((1, 3, 8, 8), 16, (4, 4), 2, None, 4),
+    "video-p2x4x4": ((2, 3, 4, 8, 12), 24, (2, 4, 4), 1, "all", 5),
+    "video-p3x2x5": ((1, 3, 6, 6, 5), 33, (3, 2, 5), 0, "patches", 3),
+    "video-p1x4x4": ((2, 3, 3, 8, 4), 16, (1, 4, 4), 1, "patches", 2),
+}
+VIDEOS = [name for name in CASES if name.startswith("video")]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    with backend("triton"):
+        yield
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=_generator(0), dtype=torch.uint8).to(DEVICE)
+
+
+def _lists(B: int, K: int, num_patches: int, dtype=torch.int64) -> torch.Tensor:
+    """K patches of each image, in no order, another list for each image."""
+    rows = torch.rand(B, num_patches, generator=_generator(1)).argsort(1)
+    return rows[:, :K].to(DEVICE, dtype)
+
+
+def _inputs(
+    images, C, patch, num_prefix, pos, kept, dtype=fp32, *, uint8=False, keep=False
+) -> dict[str, Any]:
+    num_patches = 1
+    for size, side in zip(images[2:], patch, strict=True):
+        num_patches *= size // side
+    rows = {"all": num_patches + num_prefix, "patches": num_patches, None: None}[pos]
+    fan_in = images[1] * torch.Size(patch).numel()
+    return {
+        "images": _bytes(*images) if uint8 else rand(*images, dtype=dtype),
+        "weight": rand(C, images[1], *patch, dtype=dtype, seed=1, scale=fan_in**-0.5),
+        "bias": rand(C, dtype=dtype, seed=2),
+        "prefix_tokens": rand(1, num_prefix, C, dtype=dtype, seed=3) if num_prefix else None,
+        "pos_embed": rand(1, rows, C, dtype=dtype, seed=4) if rows else None,
+        "keep": _lists(images[0], kept, num_patches) if keep else None,
+    }
+
+
+def _pair(**options: Any) -> tuple[Any, Any]:
+    return partial(patch_embed, **options), partial(patch_embed_ref, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", [name for name in CASES if name != "all-kept"])
+def test_uint8(case, dtype):
+    assert_accurate(*_pair(**IMAGENET), _inputs(*CASES[case], dtype=dtype, uint8=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", CASES)
+def test_kept_patches(case, dtype):
+    assert_accurate(*BOTH, _inputs(*CASES[case], dtype=dtype, keep=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", VIDEOS)
+def test_videos(case, dtype):
+    assert_accurate(*BOTH, _inputs(*CASES[case], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16], ids=dtype_id)
+@pytest.mark.parametrize("case", ["p16", "video-p2x4x4"])
+def test_kept_patches_of_uint8_images(case, dtype):
+    assert_accurate(*_pair(**IMAGENET), _inputs(*CASES[case], dtype=dtype, uint8=True, keep=True))
+
+
+@pytest.mark.parametrize(
+    "statistics", [((0.1307,), (0.3081,)), ((0.0,), (1.0,)), ((0.9,), (0.02,))]
+)
+def test_uint8_statistics(statistics):
+    """A mean far from 0 beside std is where a folded weight would lose digits."""
+    mean, std = statistics
+    inputs = _inputs((2, 1, 8, 12), 20, (4, 4), 1, "all", 0, bf16, uint8=True)
+    assert_accurate(*_pair(mean=mean, std=std), inputs)
+    inputs["images"] = torch.full_like(inputs["images"], 230)  # white paper: all digits cancel
+    assert_accurate(*_pair(mean=mean, std=std), inputs)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_uint8_channels(channels):
+    numbers = [0.1 * (i + 1) for i in range(channels)]
+    inputs = _inputs((2, channels, 8, 8), 20, (4, 4), 1, "all", 0, uint8=True)
+    assert_accurate(*_pair(mean=numbers, std=numbers[::-1]), inputs)
+
+
+@pytest.mark.parametrize("weight_dtype", [fp32, bf16], ids=dtype_id)
+def test_uint8_autocast(weight_dtype):
+    def under_autocast(function):
+        def call(**inputs):
+            with torch.autocast(DEVICE.type, dtype=bf16):
+                return function(**inputs, **IMAGENET)
+
+        return call
+
+    inputs = _inputs(*CASES["p16"], dtype=weight_dtype, uint8=True, keep=True)
+    out = under_autocast(patch_embed)(**inputs)
+    assert out.dtype == weight_dtype  # the positions'
+    ours, theirs = map(under_autocast, BOTH)
+    assert_accurate(ours, theirs, inputs, dtype=bf16)
+
+
+def test_uint8_equals_the_normalised_images():
+    """To the rounding of one product: the images that a data loader would have normalised."""
+    inputs = _inputs(*CASES["p16"], uint8=True)
+    images = inputs.pop("images")
+    shape = (1, 3, 1, 1)
+    mean, std = (torch.tensor(IMAGENET[n], device=DEVICE).view(shape) for n in ("mean", "std"))
+    out = patch_embed(images, **inputs, **IMAGENET)
+    expected = patch_embed((images / 255 - mean) / std, **inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layouts():
+    shape, *rest = CASES["p16"]
+    inputs = _inputs(shape, *rest, uint8=True, keep=True)
+    keep = inputs["keep"]
+    expected = None
+    for images, listed in (
+        (inputs["images"], keep),
+        (inputs["images"].contiguous(memory_format=torch.channels_last), keep.int()),
+        (F.pad(inputs["images"], (3, 2, 1, 1))[:, :, 1:-1, 3:-2], keep.t().contiguous().t()),
+    ):
+        inputs |= dict(images=images, keep=listed)
+        out = patch_embed(**inputs, **IMAGENET)
+        expected = out if expected is None else expected
+        assert torch.equal(out, expected)
+        assert_accurate(*_pair(**IMAGENET), inputs)
+    video, *rest = CASES["video-p2x4x4"]
+    inputs = _inputs(video, *rest)
+    frames_first = inputs["images"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+    assert_accurate(*BOTH, inputs | dict(images=frames_first.requires_grad_()))
+
+
+def test_kept_patches_of_a_shared_list_and_a_strided_gradient():
+    inputs = _inputs(*CASES["p4x3"], keep=True)
+    inputs["keep"] = inputs["keep"][:1].expand(3, -1)
+    out = patch_embed(**inputs)
+    whole = torch.randn(*out.shape[:2], 2 * out.shape[2], device=DEVICE)
+    assert_accurate(*BOTH, inputs, upstream=[whole[..., ::2]])
+
+
+def test_kept_rows_are_those_of_all_patches():
+    """Bit for bit: a row's product does not depend on its neighbours."""
+    inputs = _inputs(*CASES["video-p2x4x4"], keep=True)
+    keep = inputs.pop("keep")
+    whole = patch_embed(**inputs)
+    patches = whole[:, 1:].gather(1, keep[..., None].expand(-1, -1, whole.shape[2]))
+    out = patch_embed(**inputs, keep=keep)
+    assert torch.equal(out, torch.cat([whole[:, :1], patches], 1))
+
+
+def test_dropped_patches_are_not_read():
+    """NaN in them reaches nothing, neither the tokens nor a gradient; their own gradient is 0."""
+    inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all", 2, keep=True)
+    dropped = torch.ones(2, 6, dtype=torch.bool, device=DEVICE).scatter_(1, inputs["keep"], False)
+    pixels = dropped.view(2, 1, 2, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    images = inputs["images"].detach().masked_fill(pixels, float("nan")).requires_grad_()
+    inputs["images"] = images
+    out = patch_embed(**inputs)
+    grads = torch.autograd.grad(
+        out, [x for n, x in inputs.items() if n != "keep"], torch.randn_like(out)
+    )
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert grads[0][pixels.expand_as(images)].eq(0).all() and grads[0].ne(0).any()
+    dpos = grads[4][0, 1:]
+    seen = ~dropped.all(0)
+    assert dpos[~seen].eq(0).all() and dpos[seen].ne(0).any(1).all()
+
+
+def test_many_images_and_many_rows():
+    """More images than a program sums at once, more patches than a tile of the slots, and row
+    ranges for dweight."""
+    inputs = _inputs((41, 1, 18, 18), 8, (2, 2), 1, "all", 70, bf16, keep=True)
+    inputs["images"] = inputs["images"].detach()
+    assert_accurate(*BOTH, inputs)
+
+
+def test_the_gradients_are_deterministic():
+    def gradients():
+        inputs = _inputs(*CASES["p4x3"], keep=True)
+        trained = [x for n, x in inputs.items() if n != "keep"]
+        out = patch_embed(**inputs)
+        return out, *torch.autograd.grad(out, trained, torch.ones_like(out))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+def test_what_is_saved():
+    inputs = _inputs(*CASES["p4x3"], uint8=True, keep=True)
+    node: Any = patch_embed(**inputs, **IMAGENET).grad_fn
+    images, weight, keep = node.saved_tensors
+    assert images.dtype is torch.uint8 and images.data_ptr() == inputs["images"].data_ptr()
+    assert weight is None and keep.data_ptr() == inputs["keep"].data_ptr()
+
+
+def test_empty_batch():
+    inputs = _inputs((0, 3, 8, 12), 20, (4, 4), 1, "all", 2, keep=True)
+    out = patch_embed(**inputs)
+    assert out.shape == (0, 3, 20)
+    out.sum().backward()
+    for name, x in inputs.items():
+        assert name == "keep" or x.grad.eq(0).all()
+
+
+def test_an_index_out_of_range_reads_nothing():
+    inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all", 3, keep=True)
+    good = inputs["keep"].clone()
+    for bad in (6, -1, 2**40):
+        inputs["keep"] = good.clone()
+        inputs["keep"][1, 0] = bad
+        trained = [x for n, x in inputs.items() if n != "keep"]
+        out = patch_embed(**inputs)
+        grads = torch.autograd.grad(out, trained, torch.randn_like(out))
+        assert out[1, 1].isnan().all()
+        out = out.clone()
+        out[1, 1] = 0
+        assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
+        message = r"patch_embed: keep must list patches from 0 to 5, got "
+        with checked_values(), pytest.raises(ValueError, match=message):
+            patch_embed(**inputs)
+    inputs["keep"] = good.clone()
+    inputs["keep"][1, 0] = inputs["keep"][1, 2]
+    with checked_values(), pytest.raises(ValueError, match="must list a patch of an image once"):
+        patch_embed(**inputs)
+    with checked_values():
+        patch_embed(**inputs | dict(keep=good))
+
+
+def test_operators_pass_opcheck():
+    inputs = _inputs((2, 3, 4, 8, 4), 20, (2, 4, 4), 1, "all", 3, bf16, uint8=True, keep=True)
+    values = {n: x.detach() for n, x in inputs.items()}
+    images, weight, keep = values["images"], values["weight"], values["keep"]
+    numbers = ([0.1, 0.2, 0.3], [-0.5, 0.0, 0.5])
+    dout = rand(2, 4, 20, grad=False)
+    for calls in (
+        (patch_embed_fwd, (*values.values(), *numbers, fp32)),
+        (patch_embed_bwd_weight, (dout, images, [2, 4, 4], keep, *numbers, bf16, fp32)),
+        (patch_embed_bwd_tokens, (dout, 1, 4, 5, keep, fp32, bf16, fp32)),
+        (patch_embed_bwd_tokens, (dout, 1, 4, 4, keep, None, None, fp32)),
+        (patch_embed_bwd_images, (dout, weight, images.shape, keep, bf16)),
+    ):
+        torch.library.opcheck(*calls)
+
+
+def test_compiles_without_graph_breaks():
+    inputs = _inputs(*CASES["p4x3"], uint8=True, keep=True)
+    trained = [x for x in inputs.values() if x.requires_grad]
+
+    def call(kw):
+        return patch_embed(**kw, **IMAGENET)
+
+    results = []
+    for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        out = function(inputs)
+        upstream = rand(*out.shape, seed=9, grad=False)
+        results.append((out, *torch.autograd.grad(out, trained, upstream)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_float64_takes_the_torch_path():
+    inputs = _inputs(*CASES["p16"], uint8=True, keep=True)
+    double = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+    with backend("auto"):
+        out = patch_embed(**double, **IMAGENET)
+    assert torch.equal(out, patch_embed_ref(**double, **IMAGENET))
+    with pytest.raises(RuntimeError, match=r"no kernel for torch\.float64"):
+        patch_embed(**double, **IMAGENET)
