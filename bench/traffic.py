@@ -27,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.shapes import VITS
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, patch_embed, swap_in
 from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
+from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.apply import Memory
@@ -334,6 +335,62 @@ def minimum(C: int) -> float:
     return sum(_least(side, C) for side in MINIMUM)
 
 
+# Of patch_embed: what stands in a data loader or after it, counted with it.
+NORMALISE = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+PATCHES = (SIZE // PATCH) ** 2
+KEPT_PATCHES = PATCHES // 4
+
+
+def patches(size: str, way: str, ours: bool) -> Step:
+    """Patch embedding under bf16 autocast: fp32 images, uint8 ones, or a quarter of the patches.
+
+    A launch counts its tensors whole, but ours reads the pixels of kept patches alone.
+    """
+    C, tokens = VITS[size][0], TOKENS // BATCH
+    function = patch_embed if ours else patch_embed_ref
+    shapes = {
+        "weight": (C, 3, PATCH, PATCH), "bias": (C,), "prefix_tokens": (1, 1, C),
+        "pos_embed": (1, tokens, C),
+    }  # fmt: skip
+    given: dict[str, Any] = {}
+    with backend("triton"), counting() as count:
+        parameters = {n: torch.empty(s, requires_grad=True) for n, s in shapes.items()}
+        images = torch.empty(BATCH, 3, SIZE, SIZE)
+        if "uint8" in way:
+            images, given = images.to(torch.uint8), {**NORMALISE}
+        if "kept" in way:
+            given["keep"] = torch.zeros(BATCH, KEPT_PATCHES, dtype=torch.int64)
+        count.calls.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = function(images, **parameters, **given)
+        forward = len(count.calls), count.bytes
+        out.backward(torch.empty_like(out))
+        backward = len(count.calls) - forward[0], count.bytes - forward[1]
+        kept = sum(x.untyped_storage().nbytes() for x in count.kept.values())
+    unread = 0
+    if ours and "keep" in given:
+        unread = tensor_bytes(images) * (PATCHES - KEPT_PATCHES) // PATCHES
+    return Step((forward[0], forward[1] - unread), (backward[0], backward[1] - unread), kept)
+
+
+IMAGES = ("fp32 images", "uint8 images", "fp32, 25 % kept", "uint8, 25 % kept")
+
+
+def patch_rows() -> Iterator[tuple[str, ...]]:
+    """A line for each kind of images: launches and MB of patch_embed, a step of ViT-B/16."""
+    for way in IMAGES:
+        for provider, ours in (("torch", False), ("ours", True)):
+            step = patches("B", way, ours)
+            moved = [*(side[1] for side in (step.forward, step.backward)), step.kept]
+            yield (
+                way, provider, str(step.forward[0]), str(step.backward[0]),
+                *(f"{n / 1e6:.0f}" for n in moved),
+            )  # fmt: skip
+
+
+PATCH_HEADER = (
+    "images", "patch_embed", "launches forward", "backward", "MB forward", "backward", "MB kept"
+)  # fmt: skip
 HEADER = (
     "model", "provider", "launches forward", "backward", "C bytes forward", "backward",
     "of minimum", "C bytes kept",
@@ -372,7 +429,10 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield _row(name, provider, step, tokens * here.embed_dim, None)
 
 
+def _marked(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    marked = ["| " + " | ".join(line) + " |" for line in (header, *lines)]
+    return "\n".join([marked[0], "|" + " --- |" * len(header), *marked[1:]])
+
+
 def table() -> str:
-    lines = [HEADER, *rows()]
-    marked = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([marked[0], "|" + " --- |" * len(HEADER), *marked[1:]])
+    return _marked(HEADER, rows()) + "\n\n" + _marked(PATCH_HEADER, patch_rows())

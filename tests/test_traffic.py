@@ -78,3 +78,16 @@ def test_traffic_of_a_tower_with_rope():
     unit = traffic.BATCH * 201 * 768
     assert 28.0 <= step.kept / unit < 28.3  # what a ViT's block keeps: q and k turn in place
     assert sum(step.forward) + sum(step.backward) < 0.5 * (sum(eager.forward) + sum(eager.backward))
+
+
+def test_traffic_of_bytes_and_of_kept_patches():
+    """An image's bytes move once forward and once for dweight, those of dropped patches never."""
+    whole, uint8, kept = (traffic.patches("S", way, True) for way in traffic.IMAGES[:3])
+    pixels = traffic.BATCH * 3 * traffic.SIZE**2
+    for side in (0, 1):
+        assert whole[side][1] - uint8[side][1] == 3 * pixels
+        assert whole[side][1] - kept[side][1] > 4 * pixels * 3 // 4  # and fewer tokens
+    assert uint8.kept == pixels and whole.kept == 4 * pixels
+    torch_ = traffic.patches("S", "uint8, 25 % kept", False)
+    ours = traffic.patches("S", "uint8, 25 % kept", True)
+    assert ours.forward[1] < torch_.forward[1] / 20 and ours.kept < torch_.kept

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,20 @@ class Arg:
     trained: bool = True  # a step of training asks for its gradient
     usual: bool = True  # most models give it
     accepts: tuple[str, ...] = ()  # kinds of tests/ops/test_bad_calls.py that are no mistake here
+
+
+class Whole(NamedTuple):
+    """What a tensor of integers holds: numbers from 0, below this one."""
+
+    dtype: torch.dtype
+    below: int
+    distinct: bool = False  # along the last axis
+
+    def make(self, shape: Shape, generator: torch.Generator) -> Tensor:
+        if not self.distinct:
+            return torch.randint(self.below, shape, generator=generator, dtype=self.dtype)
+        order = torch.rand(*shape[:-1], self.below, generator=generator).argsort(-1)
+        return order[..., : shape[-1]].to(self.dtype, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -205,6 +219,7 @@ class Op:
     configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
     options: Mapping[str, Option] = field(default_factory=dict)
     settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # options that follow from sizes
+    integers: Callable[[Any], dict[str, Whole]] = lambda s: {}  # tensors that hold no floats
     fuzz_share: int = 3  # of the random calls
     fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
     outputs: int = 1
@@ -228,16 +243,22 @@ class Op:
         found = self.shapes(SimpleNamespace(**sizes))
         return {name: found[name] for name in self.args if name in found}
 
+    def integers_of(self, sizes: Mapping[str, Any]) -> dict[str, Whole]:
+        return self.integers(SimpleNamespace(**sizes))
+
     def settings_of(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         return self.settings(SimpleNamespace(**sizes))
 
     def inputs(self, example: Example, draw: Draw) -> Inputs:
         """Its tensors, the optional ones that it leaves out as None."""
         found: Inputs = {}
+        integers = self.integers_of(example.sizes)
         for name, shape in self.shapes_of(example.sizes).items():
             given = name in example.only if example.only else name not in example.without
             if not given:
                 found[name] = None
+            elif name in integers:
+                found[name] = integers[name].make(shape, draw.generator).to(draw.device)
             elif example.strided is not None and not found:
                 found[name] = example.strided(draw, shape)
             else:

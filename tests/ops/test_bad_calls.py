@@ -357,6 +357,43 @@ def _rows() -> list[Bad]:
     add(embed, "prefix_tokens", (8,), ValueError, r"must have shape \(1, rows, 8\) or \(rows, 8\)")
     add(embed, "pos_embed", (1, 4, 8), ValueError, r"must have 2 rows \(patches\) or 3 .*got shape")
     add(embed, "pos_embed", (1, 3, 7), ValueError, r"must have shape \(1, rows, 8\) or")
+    add(embed, "weight", (8, 3, 2, 4, 4), ValueError, "must have 5 axes, got shape", "images")
+    add(embed, "weight", (8, 3, 2, 4, 4), ValueError,
+        r"must be positive multiples of the patch \(2, 4, 4\), got \(3, 8, 4\)",
+        "frames, height and width of images", images=rand(2, 3, 3, 8, 4, grad=False))  # fmt: skip
+    for keep, wanted in (
+        ([[0], [1]], "must be a Tensor, got list"),
+        (torch.zeros(2, 1, device=DEVICE), "must be int32 or int64, got torch.float32"),
+        (
+            torch.zeros(2, 1, dtype=torch.uint8, device=DEVICE),
+            "must be int32 or int64, got torch.u",
+        ),
+        (torch.zeros(2, 1, dtype=torch.bool, device=DEVICE), "must be int32 or int64, got torch.b"),
+    ):
+        add(embed, "keep", keep, TypeError, wanted)
+    for shape in ((2,), (3, 1), (1, 1), (2, 0), (2, 3), (2, 1, 1)):
+        keep = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+        add(embed, "keep", keep, ValueError, r"must have shape \(2, K\), 1 <= K <= 2 patches, got")
+    keep = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    add(embed, "keep", keep, ValueError, "must be on .*, got meta")
+    pixels = torch.zeros(2, 3, 8, 4, dtype=torch.uint8, device=DEVICE)
+    good: Any = dict(images=pixels, mean=(0.5,) * 3, std=(0.2,) * 3)
+
+    def numbers(argument, value, error, message, names=""):
+        add(embed, argument, value, error, message, names,
+            **{k: v for k, v in good.items() if k != argument})  # fmt: skip
+
+    add(embed, "mean", [0.5] * 3, TypeError, "must be uint8 with mean and std, got torch.float32",
+        "images", std=[0.2] * 3)  # fmt: skip
+    for name in ("mean", "std"):
+        numbers(name, None, ValueError, f"go together, got {name}=None", "mean and std")
+        for value in (0.5, "0.5", torch.ones(3)):
+            numbers(name, value, TypeError, "must be a tuple or list of numbers, got")
+        for value in ([0.5, 0.5], [0.5] * 4):
+            numbers(name, value, ValueError, "must have 3 numbers, one a channel, got [24]")
+        numbers(name, ["1", "1", "1"], TypeError, "must be a number, got")
+        numbers(name, [0.5, nan, 0.5], ValueError, "must be finite.*, got nan")
+    numbers("std", [0.5, 0.0, 0.5], ValueError, "must be finite and above 0, got 0.0")
     return cases
 
 

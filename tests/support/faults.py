@@ -48,8 +48,10 @@ TESTS = {  # by file of the package
     "ops/gated_mlp/launch.py": ("ops/test_gated_mlp.py",),
     "ops/mlp.py": ("ops/test_mlp.py",),
     "ops/narrow_mlp.py": ("ops/test_narrow_mlp.py",),
-    "ops/patch_embed/functions.py": ("ops/test_patch_embed.py",),
-    "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py",),
+    "ops/patch_embed/arguments.py": ("ops/test_patch_embed_inputs.py",),
+    "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),
+    "ops/patch_embed/launch.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),
+    "ops/patch_embed/pixels.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),
     "ops/rebuilt_norm.py": ("ops/test_rebuilt_norm.py",),
     "ops/rebuilt_sum.py": ("ops/test_rebuilt_sum.py",),
     "ops/rms_norm.py": ("ops/test_rms_norm.py",),
@@ -1023,7 +1025,7 @@ PATCH_EMBED = [
         "pos_ptr + offs_token - pos_start * C", "pos_ptr + offs_token",
     ),
     Fault(
-        "patch-pixel-row", "ops/patch_embed/kernels.py", "_pixel_offset",
+        "patch-pixel-row", "ops/patch_embed/pixels.py", "pixel_offset",
         "patch height and width taken to be equal",
         "offs_k // PATCH_W % PATCH_H", "offs_k // PATCH_W % PATCH_W",
     ),
@@ -1038,14 +1040,70 @@ PATCH_EMBED = [
         "dweight_ptr += split * C * K", "dweight_ptr += 0",
     ),
     Fault(
-        "patch-dpos", "ops/patch_embed/functions.py", "patch_embed_bwd_tokens",
+        "patch-dpos", "ops/patch_embed/launch.py", "patch_embed_bwd_tokens",
         "dpos of patches alone taken from the first tokens",
-        "dtoken[T - num_pos :]", "dtoken[:num_pos]",
+        "dtoken[len(dtoken) - num_pos :]", "dtoken[:num_pos]",
     ),
     Fault(
-        "patch-partials-rounded", "ops/patch_embed/functions.py", "patch_embed_bwd_weight",
+        "patch-partials-rounded", "ops/patch_embed/launch.py", "patch_embed_bwd_weight",
         "partials of dweight in the compute dtype",
         "(splits, C * K), dtype=torch.float32", "(splits, C * K), dtype=compute_dtype",
+    ),
+    Fault(
+        "patch-byte-mean", "ops/patch_embed/pixels.py", "normalised",
+        "bytes divided by 255 std, no mean subtracted",
+        "pixels.to(tl.float32) * scale + offset", "pixels.to(tl.float32) * scale",
+    ),
+    Fault(
+        "patch-byte-channel", "ops/patch_embed/pixels.py", "normalised",
+        "every channel past the first shifted as the second",
+        "tl.where(channel == c, offsets[c], offset)", "tl.where(channel >= 1, offsets[1], offset)",
+    ),
+    Fault(
+        "patch-byte-prefix", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "prefix tokens multiplied by what a missing pixel normalises to",
+        "pixels = tl.where(mask_patch, pixels, 0.0)", "pass",
+    ),
+    Fault(
+        "patch-keep-position", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "positions by the place in the list of kept patches",
+        "offs_token = offs_n[:, None] + place[None, :] * C",
+        "offs_token = offs_n[:, None] + t[None, :] * C",
+    ),
+    Fault(
+        "patch-keep-weight", "ops/patch_embed/kernels.py", "_patch_embed_bwd_weight_kernel",
+        "dweight from the patches that the first image keeps",
+        "kept_patches(keep_ptr, offs_m,", "kept_patches(keep_ptr, p,",
+    ),
+    Fault(
+        "patch-keep-images", "ops/patch_embed/launch.py", "patch_embed_bwd_images",
+        "the gradient of dropped patches left as it was in memory",
+        "dimages.zero_()  # dropped patches", "pass",
+    ),
+    Fault(
+        "patch-keep-prefix", "ops/patch_embed/kernels.py", "_patch_embed_bwd_kept_kernel",
+        "dpos of kept patches read from the prefix tokens on",
+        "* T + num_prefix + slot", "* T + slot",
+    ),
+    Fault(
+        "patch-keep-slots", "ops/patch_embed/kernels.py", "_patch_embed_slots_kernel",
+        "only the last tile of an image's list found",
+        "slots = tl.maximum(slots, tl.max(found, axis=1))", "slots = tl.max(found, axis=1)",
+    ),
+    Fault(
+        "patch-keep-range", "ops/patch_embed/pixels.py", "kept_patches",
+        "a negative index taken for a patch",
+        "(p >= 0) & (p < num_patches)", "p < num_patches",
+    ),
+    Fault(
+        "patch-video-row", "ops/patch_embed/pixels.py", "patch_offset",
+        "patch rows of a video counted on through its frames",
+        "row = row % images.grid_h", "pass",
+    ),
+    Fault(
+        "patch-video-frame", "ops/patch_embed/pixels.py", "pixel_offset",
+        "every channel of a video's patch read from its first frame",
+        "(channel % PATCH_T).to(tl.int64)", "(channel // PATCH_T * 0).to(tl.int64)",
     ),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.dtypes import DTYPES as FLOATS
 from fastvit_kernels.verify.accuracy import Error, Reference
 from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import SampleShape, in_precision
+from fastvit_kernels.verify.op import SampleShape, Whole, in_precision
 
 DTYPES = {**FLOATS, "bool": torch.bool}
 
@@ -74,6 +74,12 @@ LAYOUTS = {
 }
 
 
+def _extent(shape: tuple[int, ...], layout: Layout) -> int:
+    """Elements of the storage."""
+    spans = zip(shape, layout.strides(shape), strict=True)
+    return layout.offset + 1 + sum(max(0, n - 1) * s for n, s in spans)
+
+
 @dataclass(frozen=True)
 class Spec:
     """One tensor: its layout is a key of LAYOUTS, its numbers are normal times scale. Of dtype
@@ -92,10 +98,8 @@ class Spec:
             return drawn.to(DEVICE)
         layout = LAYOUTS[self.layout]
         strides = layout.strides(self.shape)
-        size = layout.offset + 1
-        size += sum(max(0, n - 1) * s for n, s in zip(self.shape, strides, strict=True))
         generator = torch.Generator().manual_seed(seed)
-        flat = torch.randn(size, generator=generator)
+        flat = torch.randn(_extent(self.shape, layout), generator=generator)
         if self.dtype == "bool":
             flat = flat > -0.7
         else:
@@ -106,9 +110,27 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """One tensor of integers; those that are distinct along the last axis lie dense."""
+
+    shape: tuple[int, ...]
+    whole: Whole
+    layout: str = "dense"
+
+    def make(self, seed: int, keep: bool = False) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        if self.whole.distinct:
+            return self.whole.make(self.shape, generator).to(DEVICE)
+        layout = LAYOUTS[self.layout]
+        strides = layout.strides(self.shape)
+        flat = self.whole.make((_extent(self.shape, layout),), generator)
+        return flat.to(DEVICE).as_strided(self.shape, strides, layout.offset)
+
+
+@dataclass(frozen=True)
 class Case:
     op: str
-    inputs: Mapping[str, Spec | None]
+    inputs: Mapping[str, Spec | Integers | None]
     options: Mapping[str, Any] = field(default_factory=dict)
     upstream: str = "dense"  # layout of the gradient that arrives
     autocast: str | None = None

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fuzz import LAYOUTS, Case, Spec
+from fuzz import LAYOUTS, Case, Integers, Spec
 from hypothesis import strategies as st
 
 from fastvit_kernels.runtime.dtypes import DTYPES
@@ -102,9 +102,13 @@ def _case(draw: Draw, op: Op) -> Case:
 
     pick = Pick(draw, low=(autocast or shared) != "fp32")
     sizes = op.fuzz(pick)
-    inputs: dict[str, Spec | None] = {}
+    inputs: dict[str, Spec | Integers | None] = {}
+    integers = op.integers_of(sizes)
     for name, shape in op.shapes_of(sizes).items():
         arg = op.args[name]
+        if name in integers:
+            inputs[name] = Integers(shape, integers[name], draw(_layout(len(shape))))
+            continue
         given = arg.required or name in sizes.get("given", ()) or pick(False, True)
         inputs[name] = _spec(draw, arg, shape, operand) if given else None
     options = {n: pick(*option.draws) for n, option in op.options.items() if option.draws}
@@ -115,7 +119,7 @@ def _case(draw: Draw, op: Op) -> Case:
         autocast=autocast, route=route, seed=draw(st.integers(0, 2**20)), direct=pick(False, True),
         # an input without a gradient is handed on without one
         first_output=op.outputs > 1 and not op.alike
-        and not (first and first.grad and pick(False, True)),
+        and not (isinstance(first, Spec) and first.grad and pick(False, True)),
     )  # fmt: skip
 
 

@@ -59,8 +59,7 @@ def check_call(
     if keep is not None:
         _check_keep(keep, images, num_patches)
     if mean is not None:
-        for name, numbers in (("mean", mean), ("std", std)):
-            _check_numbers(name, numbers, channels)
+        check_statistics(OP, mean, std, channels)
     tensors = (images if mean is None else None, weight, bias, prefix_tokens, pos_embed)
     dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in DTYPE_NAMES]
     return f"there is no kernel for {dtypes[0]}" if dtypes else None
@@ -76,9 +75,7 @@ def _check_images(images: Tensor, mean: Any, std: Any) -> None:
             )
         check_tensor(OP, "images", images)
         return
-    if mean is None or std is None:
-        missing = "mean" if mean is None else "std"
-        raise ValueError(f"{OP}: mean and std go together, got {missing}=None")
+    check_pair(OP, mean, std)
     check_dense(OP, "images", images)
     if images.dtype is not torch.uint8:
         raise TypeError(f"{OP}: images must be uint8 with mean and std, got {images.dtype}")
@@ -108,21 +105,29 @@ def _check_keep(keep: Tensor, images: Tensor, num_patches: int) -> None:
     check_device(OP, "keep", keep, images)
 
 
-def _check_numbers(name: str, numbers: Any, channels: int) -> None:
-    """Check that there is a finite number for each channel, above 0 for std."""
-    if not isinstance(numbers, tuple):
-        raise TypeError(
-            f"{OP}: {name} must be a tuple or list of numbers, got {type(numbers).__name__}"
-        )
-    if len(numbers) != channels:
-        raise ValueError(
-            f"{OP}: {name} must have {channels} numbers, one a channel, got {len(numbers)}"
-        )
-    for number in numbers:
-        if name == "std":
-            check_number(OP, name, number, sys.float_info.min, wanted="finite and above 0")
-        else:
-            check_number(OP, name, number)
+def check_statistics(op: str, mean: Any, std: Any, channels: int) -> None:
+    """Check that both have a finite number for each channel, those of std above 0."""
+    for name, numbers in (("mean", mean), ("std", std)):
+        if not isinstance(numbers, tuple):
+            raise TypeError(
+                f"{op}: {name} must be a tuple or list of numbers, got {type(numbers).__name__}"
+            )
+        if len(numbers) != channels:
+            raise ValueError(
+                f"{op}: {name} must have {channels} numbers, one a channel, got {len(numbers)}"
+            )
+        for number in numbers:
+            check_number(op, name, number)
+            if name == "std":
+                least = sys.float_info.min
+                check_number(op, name, number, least, wanted="finite and above 0")
+
+
+def check_pair(op: str, mean: Any, std: Any) -> None:
+    """Check that both are given or neither."""
+    if (mean is None) != (std is None):
+        missing = "mean" if mean is None else "std"
+        raise ValueError(f"{op}: mean and std go together, got {missing}=None")
 
 
 def check_kept(keep: Tensor, num_patches: int) -> None:
