@@ -20,7 +20,8 @@ from ..ops.common.activation import ACTIVATIONS, check_activation
 from ..ops.common.samples import DropPathMode, check_drop_path, keep_samples
 from ..ops.linear import linear
 from ..ops.mlp import mlp
-from ..ops.patch_embed.functions import patch_embed
+from ..ops.patch_embed.arguments import check_pair, check_statistics
+from ..ops.patch_embed.functions import Numbers, normalised_pixels, patch_embed
 from ..ops.rope import rope as turn
 from ..runtime.arguments import (
     check_dropout,
@@ -77,13 +78,15 @@ class PatchEmbed(nn.Module):
     Ignores rows and columns of pixels that fill no patch, as timm's convolution does. After a
     convolutional stem, which downsamples, a patch is one position of the feature map. `norm_layer`
     norms the patches before positions are added. With strict_img_size=False images of any size
-    pass, and `pos_embed` must fit their grid.
+    pass, and `pos_embed` must fit their grid. With mean and std, uint8 images pass too, and are
+    normalised as they are read. `keep` (B, K) lists the patches of each image to keep.
     """
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
         embed_dim: int = 768, bias=True, conv_stem_configs: Sequence[Sequence[Any]] | None = None,
         norm_layer: NormLayer | None = None, strict_img_size=True,
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
     ):  # fmt: skip
         super().__init__()
         self.img_size = _pair("img_size", img_size)
@@ -92,6 +95,12 @@ class PatchEmbed(nn.Module):
         check_int("PatchEmbed", "embed_dim", embed_dim)
         check_flags("PatchEmbed", bias=bias, strict_img_size=strict_img_size)
         self.in_chans, self.strict_img_size = in_chans, strict_img_size
+        check_pair("PatchEmbed", mean, std)
+        self.mean: Numbers | None = None
+        self.std: Numbers | None = None
+        if mean is not None and std is not None:
+            self.mean, self.std = (tuple(x) if isinstance(x, list) else x for x in (mean, std))
+            check_statistics("PatchEmbed", self.mean, self.std, in_chans)
         (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
         self.grid_size = height // patch_height, width // patch_width
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -117,7 +126,8 @@ class PatchEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"strict_img_size": True, **state})  # a pickle of 0.1.0 has neither
+        older = {"strict_img_size": True, "mean": None, "std": None}  # a pickle of 0.1.0 has none
+        super().__setstate__({**older, **state})
         self._modules.setdefault("norm", nn.Identity())
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
@@ -125,7 +135,8 @@ class PatchEmbed(nn.Module):
 
         Raises: ValueError, TypeError for images that are not the model's.
         """
-        check_tensor("PatchEmbed", "images", images, ndim=4)
+        if not (self.mean is not None and _is_uint8(images) and images.ndim == 4):
+            check_tensor("PatchEmbed", "images", images, ndim=4)
         if images.shape[1] != self.in_chans:
             raise ValueError(
                 f"PatchEmbed: images must have {self.in_chans} channels, got {images.shape[1]}"
@@ -142,23 +153,44 @@ class PatchEmbed(nn.Module):
             )
         return grid
 
-    def forward(self, images: Tensor, prefix_tokens=None, pos_embed=None) -> Tensor:
+    def forward(
+        self, images: Tensor, prefix_tokens=None, pos_embed=None, keep: Tensor | None = None
+    ) -> Tensor:
         rows, cols = self.grid_of(images)
+        plain = type(self.proj) is nn.Conv2d and not is_hooked(self.proj)
+        given: dict[str, Any] = {}
+        if self.mean is not None and self.std is not None and _is_uint8(images):
+            if plain and self.stem is None:
+                given = dict(mean=self.mean, std=self.std)
+            else:
+                images = normalised_pixels(images, self.mean, self.std, self.proj.weight.dtype)
         if self.stem is not None:
             images = self.stem(images)
         tokens: dict[str, Any] = dict(prefix_tokens=prefix_tokens, pos_embed=pos_embed)
         normed = type(self.norm) is not nn.Identity or is_hooked(self.norm)
-        if type(self.proj) is nn.Conv2d and not is_hooked(self.proj):
+        if plain:
             patch_height, patch_width = self.proj.kernel_size
             images = images[..., : rows * patch_height, : cols * patch_width]
-            patches = patch_embed(
-                images, self.proj.weight, self.proj.bias, **({} if normed else tokens)
-            )
+            given |= {} if normed else dict(**tokens, keep=keep)
+            patches = patch_embed(images, self.proj.weight, self.proj.bias, **given)
             if not normed:
                 return patches
         else:
             patches = self.proj(images).flatten(2).transpose(1, 2)
-        return add_tokens(self.norm(patches), **tokens)
+        return kept_tokens(add_tokens(self.norm(patches), **tokens), keep, rows * cols)
+
+
+def _is_uint8(images: object) -> bool:
+    return isinstance(images, Tensor) and images.dtype is torch.uint8
+
+
+def kept_tokens(x: Tensor, keep: Tensor | None, num_patches: int) -> Tensor:
+    """The tokens before the patches, then the patches that are listed: (B, n + K, C)."""
+    if keep is None:
+        return x
+    prefix = x.shape[1] - num_patches
+    index = keep.long().unsqueeze(-1).expand(-1, -1, x.shape[2])
+    return torch.cat([x[:, :prefix], x[:, prefix:].gather(1, index)], 1)
 
 
 def _head_norms(q_norm: nn.Module, k_norm: nn.Module) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from .checks import (
 from .gated_mlp import GluMlp, SwiGLU, create_mlp
 from .modules import Attention, DropPath, LayerScale, PatchEmbed, Size
 from .norms import NORM_LAYERS, LayerNorm, RmsNorm, check_norm_layer
+from .patch_dropout import PatchDropout, kept_tables
 from .positions import resize_positions
 from .rope_tables import Tables
 from .rotary import GridIndexing, RopeType, RotaryEmbedding, check_rope_type
@@ -145,7 +146,9 @@ class VisionTransformer(nn.Module):
     drop_path="skip": in training a block's branches compute nothing for samples that they drop, of
     which there are as many at every step, as DINOv2 does; docs/drop_path.md.
     dynamic_img_size=True takes images of any size: learned positions are resampled to their grid,
-    rotary ones computed for it.
+    rotary ones computed for it. With `mean` and `std`, numbers for each channel, the model also
+    takes uint8 images and normalises them as it reads them. A training step with `patch_drop_rate`
+    keeps that much less of each image's patches, and reads no pixel of the others.
     """
 
     def __init__(
@@ -166,6 +169,8 @@ class VisionTransformer(nn.Module):
         rope_grid_indexing: GridIndexing = "ij", rope_grid_offset: float = 0.0,
         ref_feat_shape: Size | None = None, dynamic_img_size: bool = False,
         drop_path: DropPathMode = "mask",
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        patch_drop_rate: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         op = "VisionTransformer"
@@ -199,7 +204,7 @@ class VisionTransformer(nn.Module):
         embed_norm = NORM_LAYERS[embed_norm_layer] if embed_norm_layer else None
         self.patch_embed = PatchEmbed(
             img_size, patch_size, in_chans, embed_dim, not pre_norm, conv_stem_configs,
-            embed_norm and partial(embed_norm, eps=norm_eps), not dynamic_img_size,
+            embed_norm and partial(embed_norm, eps=norm_eps), not dynamic_img_size, mean, std,
         )  # fmt: skip
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, reg_tokens, embed_dim)) if reg_tokens else None
@@ -208,6 +213,7 @@ class VisionTransformer(nn.Module):
         learned = pos_embed == "learn"
         self.pos_embed = nn.Parameter(torch.zeros(1, num_positions, embed_dim)) if learned else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.patch_drop = PatchDropout(patch_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
 
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
@@ -243,6 +249,7 @@ class VisionTransformer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state if "rope" in state["_modules"] else {"rope": None, **state})
+        self._modules.setdefault("patch_drop", PatchDropout())
 
     def init_weights(self) -> None:
         """timm's defaults: truncated normal 0.02 for Linear and positions, zero biases."""
@@ -269,9 +276,11 @@ class VisionTransformer(nn.Module):
         tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else None
         grid = self.patch_embed.grid_of(images)
-        x = self.pos_drop(self.patch_embed(images, prefix, self._positions(grid)))
+        keep = self.patch_drop(images, grid[0] * grid[1])
+        x = self.pos_drop(self.patch_embed(images, prefix, self._positions(grid), keep))
         x = self.norm_pre(x)
-        x = self.blocks(x) if self.rope is None else self.blocks(x, self.rope(grid))
+        rope = self.rope
+        x = self.blocks(x) if rope is None else self.blocks(x, kept_tables(rope(grid), keep))
         return self.norm(x)
 
     def _positions(self, grid: tuple[int, int]) -> Tensor | None:
