@@ -348,7 +348,7 @@ def linear_by_library_bwd(
     return grads
 
 
-def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """y (..., N) from x (..., K) contiguous, weight (N, K), residual (..., N), all of one dtype."""
     y = F.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
@@ -455,7 +455,7 @@ class LinearByLibraryFunction(torch.autograd.Function):
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
         offer(ctx, Reads(None, bias.dtype) if needs_dbias else None, None)
-        return _by_library(x, weight, bias, residual)
+        return by_library(x, weight, bias, residual)
 
     @staticmethod
     @first_order("linear")
@@ -475,15 +475,19 @@ class LinearByLibraryFunction(torch.autograd.Function):
         )
 
 
-def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls."""
-    if x.numel() == 0 or autocast_dtype(x) is not None:
+def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls.
+
+    Args:
+        x: a tensor with the dtype and device of the product's M rows.
+    """
+    if M == 0 or autocast_dtype(x) is not None:
         return False
     if x.dtype.itemsize == 2 and not x.is_cuda:
         return False  # some CPUs' 16-bit BLAS accumulates in 16 bits
     if residual is None:
         return True
-    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    N, K = weight.shape
     config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
     return config.route == "library" and residual.dtype == x.dtype
 
@@ -525,7 +529,7 @@ def _decide(
             and not activation
             and layer_scale is None
             and row_scale is None
-            and _is_by_library(x, weight, residual)
+            and is_by_library(x, x.numel() // max(x.shape[-1], 1), weight, residual)
         ),
         activation=activation or "",
         dtype=dtype,
@@ -580,7 +584,7 @@ def linear(
     if ops is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
     if decision.by_library and x.is_contiguous():
-        run = ops.LinearByLibraryFunction if decision.needs_gradient else _by_library
+        run = ops.LinearByLibraryFunction if decision.needs_gradient else by_library
         return run(x, weight, bias, residual)
     if not decision.needs_gradient:
         return _forward(*inputs, decision)[1]

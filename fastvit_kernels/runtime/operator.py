@@ -11,6 +11,7 @@ around the operators, which every compiler traces through.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ Function = TypeVar("Function", bound=type[torch.autograd.Function])
 Routed = SimpleNamespace  # the functions of one route, by name
 
 DIRECT, OPERATORS = Routed(), Routed()
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> launcher; aot.py traces them
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; aot.py traces them
 
 # Two builds of the Hub's kernels library may live in one process: each has a name of its own.
 NAMESPACE = __name__.partition(".")[0]
@@ -34,10 +35,11 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`, on both routes.
 
-    Its annotations are the operator's schema.
+    Its annotations are the operator's schema. An output that no argument asks for may be None: the
+    operator, all of whose outputs are tensors, gives (0,) in fp32 for it, as its fake must.
 
     Args:
-        fake: same arguments, returns uninitialised outputs; the launcher calls it to allocate.
+        fake: same arguments, returns uninitialised outputs; the launcher may call it to allocate.
         flops: the first arguments, shapes in place of tensors, and any more -> what torch's
             FlopCounterMode counts for torch's own functions: matrix products, 2 a multiply-add.
     Returns: a decorator whose result is the operator, called like the launcher.
@@ -46,18 +48,35 @@ def operator(
     def register(launcher: Callable[..., Any]) -> Any:
         name = launcher.__name__
         _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
-        _library.impl(name, launcher, "CompositeExplicitAutograd")
+        whole = _whole(launcher)
+        _library.impl(name, whole, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         registered = packet.default
         if flops is not None:
             register_flop_formula(packet)(flops)
-        LAUNCHERS[name] = launcher
+        LAUNCHERS[name] = whole
         setattr(DIRECT, name, launcher)
         setattr(OPERATORS, name, registered)
         return registered
 
     return register
+
+
+def _whole(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher with a tensor for each output."""
+
+    @functools.wraps(launcher)
+    def call(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        outputs = launcher(x, *arguments, **options)
+        if isinstance(outputs, tuple) and any(y is None for y in outputs):
+            outputs = tuple(
+                torch.empty(0, dtype=torch.float32, device=x.device) if y is None else y
+                for y in outputs
+            )
+        return outputs
+
+    return call
 
 
 def differentiable(function: Function) -> Function:

@@ -677,7 +677,7 @@ GEMM = [
         "tl.minimum(num_m - first_m, GROUP_M)", "GROUP_M",
     ),
     Fault(
-        "library-residual", "ops/linear.py", "_by_library",
+        "library-residual", "ops/linear.py", "by_library",
         "the residual forgotten where the library does all",
         "y if residual is None else y.add_(residual)", "y",
     ),
@@ -792,12 +792,27 @@ GATED_MLP = [
     Fault(
         "gated-dx", "ops/gated_mlp/launch.py", "gated_mlp_bwd",
         "of separate weights, dx of the second alone",
-        "_add_product(dx_rows, dhalf, weight)", "gemm.matmul(dhalf, weight, out=dx_rows)",
+        "_add_product(dx, dhalf, weight)", "gemm.matmul(dhalf, weight, out=dx)",
     ),
     Fault(
         "gated-norm-params", "ops/gated_mlp/launch.py", "gated_mlp_bwd",
         "the gradients of the LayerNorm's weight and bias confused",
-        "((0, dnorm_weight), (F, dnorm_bias))", "((F, dnorm_weight), (0, dnorm_bias))",
+        "zip((0, F), dnorm_dtypes", "zip((F, 0), dnorm_dtypes",
+    ),
+    Fault(
+        "gated-columns", "ops/gated_mlp/launch.py", "_columns",
+        "of dz the columns before those wanted",
+        "x[:, first : first + count]", "x[:, :count]",
+    ),
+    Fault(
+        "gated-library-residual", "ops/gated_mlp/functions.py", "_forward",
+        "the residual left out where the library multiplies",
+        "fc2_bias, epilogue[0])", "fc2_bias, None)",
+    ),
+    Fault(
+        "gated-library-scale", "ops/gated_mlp/functions.py", "_decide",
+        "the layer scale left out where the library multiplies",
+        "not (casts or scaled)", "not casts",
     ),
     Fault(
         "gated-row-scale-twice", "ops/gated_mlp/functions.py", "backward",

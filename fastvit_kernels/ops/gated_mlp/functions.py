@@ -40,10 +40,10 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable
+from ...runtime.operator import DIRECT, Routed, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.handover import Reads, offer, reads_of, taken, takes_rows
-from ..linear import linear_ref
+from ..linear import by_library, is_by_library, linear_ref
 from . import launch as launch  # registers the operators
 from .kernels import MAX_NORM_F
 
@@ -106,6 +106,7 @@ class GatedMlpDecision(NamedTuple):
     saves_z: bool  # value, stats and the norm's parameters too
     saves_hidden: bool
     reads: Reads | None
+    fc2_by_library: bool  # with the residual, in few calls
 
 
 @takes_rows
@@ -193,9 +194,12 @@ def _forward(
         x, fc1_weight, fc1_bias, gate_weight, gate_bias, *norm,
         decision.activation, decision.gate_last, decision.norm_eps,
     )  # fmt: skip
-    y, _ = decision.ops.linear_fwd(
-        hidden, fc2_weight, fc2_bias, *epilogue, "", decision.out_dtype, False
-    )
+    if decision.fc2_by_library:
+        y = by_library(hidden, fc2_weight, fc2_bias, epilogue[0])
+    else:
+        y, _ = decision.ops.linear_fwd(
+            hidden, fc2_weight, fc2_bias, *epilogue, "", decision.out_dtype, False
+        )
     return y, hidden, z, value, stats
 
 
@@ -268,14 +272,18 @@ def _decide(
         needs_d=(needs_dhidden or needs_hidden or needs_dfc2_bias) and x.numel() > 0,
         needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
     )  # fmt: skip
+    chosen = route(op, ops, next(filter(None, reasons), None), *inputs, row_scale)
+    casts = any(t is not None and t.dtype != dtype for t in operands)
+    scaled = layer_scale is not None or row_scale is not None
+    M = x.shape[:-1].numel()
     return GatedMlpDecision(
-        ops=route(op, ops, next(filter(None, reasons), None), *inputs, row_scale),
+        ops=chosen,
         needs_gradient=needs_gradient(*inputs),
         activation=activation,
         gate_last=gate_last,
         norm_eps=norm_eps,
         dtype=dtype,
-        casts=any(t is not None and t.dtype != dtype for t in operands),
+        casts=casts,
         out_dtype=out_dtype,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dfc1_weight or needs_dgate_weight,
@@ -285,6 +293,9 @@ def _decide(
         saves_z=needs_dhidden,
         saves_hidden=needs_hidden and not (recompute and needs_dhidden),
         reads=reads,
+        fc2_by_library=(
+            chosen is DIRECT and not (casts or scaled) and is_by_library(x, M, fc2_weight, residual)
+        ),
     )
 
 

@@ -249,7 +249,7 @@ class FwdPlan(NamedTuple):
     sizes: tuple[int, ...]
     options: dict[str, Any]
     hidden: Layout
-    stats: Layout
+    stats: Layout | None
 
 
 def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[int, ...]]:
@@ -260,7 +260,10 @@ def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[
 
 
 @launch_plan
-def _fwd_plan(gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool) -> FwdPlan:
+def _fwd_plan(
+    gpu: Gpu, rows: tuple[int, ...], F: int, packed: bool, gate_last: bool, norm: bool
+) -> FwdPlan:
+    M = math.prod(rows)
     vector, sizes = _z_sizes(M, F, packed, gate_last)
     if norm:
         block_f = block_width(F)
@@ -273,28 +276,29 @@ def _fwd_plan(gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: boo
         launch, options = _gate_fwd_kernel[triton.cdiv(M, BLOCK_R), triton.cdiv(F, BLOCK_F)], _TILE
     return FwdPlan(
         launch, (M, *sizes), dict(VECTOR=vector, **options),
-        layout((M, F)), layout((2, M) if norm else (0,)),
+        layout((*rows, F)), layout((2, M)) if norm else None,
     )  # fmt: skip
 
 
 def gate_fwd(
     z: Tensor, value: Tensor | None, activation: str, gate_last: bool,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """hidden (M, F), normed where there is a weight; mean and rstd (2, M) fp32, else empty.
+    norm_weight: Tensor | None, norm_bias: Tensor | None, norm_eps: float, rows: tuple[int, ...],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """hidden (*rows, F), normed where there is a weight; mean and rstd (2, M) fp32, else None.
 
     Args:
+        rows: M of them, in the axes that hidden has.
         z: (M, 2F) with both halves, or where value is not None the gate's (M, F); contiguous.
         value: (M, F) contiguous, or None. gate_last: whether the gate is the second half.
     """
-    M, F = z.shape[0], z.shape[1] if value is not None else z.shape[1] // 2
-    norm = norm_weight is not None
-    plan = _fwd_plan(gpu(z.device), M, F, value is None, gate_last, norm)
-    hidden = empty_strided(*plan.hidden, dtype=z.dtype, device=z.device)
-    stats = empty_strided(*plan.stats, dtype=torch.float32, device=z.device)
+    F, device = z.shape[1] if value is not None else z.shape[1] // 2, z.device
+    norm, stats = norm_weight is not None, None
+    plan = _fwd_plan(gpu(device), rows, F, value is None, gate_last, norm)
+    hidden = empty_strided(*plan.hidden, dtype=z.dtype, device=device)
     value = z if value is None else value
     with device_guard(z):
-        if norm:
+        if plan.stats is not None:
+            stats = empty_strided(*plan.stats, dtype=torch.float32, device=device)
             plan.launch(
                 hidden, stats, z, value, contiguous(norm_weight), contiguous(norm_bias),
                 *plan.sizes, norm_eps, ACTIVATION=activation, HAS_BIAS=norm_bias is not None,

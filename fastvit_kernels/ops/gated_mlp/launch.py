@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,11 @@ def _empty_hidden(
     return (
         x.new_empty((*x.shape[:-1], F)),
         x.new_empty((M, rows)),
-        x.new_empty((0 if gate_weight is None else M, F)),
-        x.new_empty((0,) if norm_weight is None else (2, M), dtype=torch.float32),
+        *empty_gradients(
+            x.device,
+            ((M, F), None if gate_weight is None else x.dtype),
+            ((2, M), None if norm_weight is None else torch.float32),
+        ),
     )
 
 
@@ -49,22 +53,24 @@ def gated_hidden_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """hidden (..., F), z, value, stats, in x's dtype but the last, which is fp32.
 
-    Packed weights: z is (M, 2F), as they lie, and value empty. Separate: z is the gate's (M, F),
-    value (M, F). stats (2, M) of an inner LayerNorm: mean, rstd; else empty.
+    Packed weights: z is (M, 2F), as they lie, and value None. Separate: z is the gate's (M, F),
+    value (M, F). stats (2, M) of an inner LayerNorm: mean, rstd; else None.
     """
     if x.numel() == 0:
         return _empty_hidden(
             x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
             activation, gate_last, norm_eps,
         )  # fmt: skip
-    rows = x.reshape(-1, x.shape[-1])
-    z, value = gemm.product_with_bias(rows, fc1_weight, fc1_bias), None
+    shape = x.shape
+    rows = x.reshape(-1, shape[-1])
+    value: Any = None
+    z = gemm.product_with_bias(rows, fc1_weight, fc1_bias)
     if gate_weight is not None:
         z, value = gemm.product_with_bias(rows, gate_weight, gate_bias), z
-    hidden, stats = gate_fwd(z, value, activation, gate_last, norm_weight, norm_bias, norm_eps)
-    hidden = hidden.view(*x.shape[:-1], hidden.shape[1])
-    if value is None:
-        value = empty((0, hidden.shape[-1]), z.dtype, z.device)
+    stats: Any
+    hidden, stats = gate_fwd(
+        z, value, activation, gate_last, norm_weight, norm_bias, norm_eps, shape[:-1]
+    )
     return hidden, z, value, stats
 
 
@@ -132,6 +138,38 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(gemm.matmul(a, b, out_dtype=torch.float32))
 
 
+def _columns(x: Tensor, first: int, count: int) -> Tensor:
+    """`count` columns of x; x itself where it has no others."""
+    return x if x.shape[1] == count else x[:, first : first + count]
+
+
+def _column_sum(partial: Tensor, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    out = empty((count,), dtype, partial.device)
+    return column_sum(_columns(partial, first, count), out)
+
+
+def _fc2_gradients(
+    d: Tensor, sums: Tensor, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    layer_scale: Tensor | None, shape: tuple[int, int], dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dweight (N, F), dbias, dlayer_scale, as `weight_gradients`; None where the dtype is."""
+    if layer_scale is not None:
+        grads = empty_gradients(
+            d.device, (shape, dweight_dtype), (shape[:1], dbias_dtype),
+            (shape[:1], dlayer_scale_dtype),
+        )  # fmt: skip
+        weight_gradients(d, sums, hidden, weight, bias, layer_scale, *grads)
+        dtypes = (dweight_dtype, dbias_dtype, dlayer_scale_dtype)
+        return tuple(g if dtype else None for g, dtype in zip(grads, dtypes, strict=True))
+    dweight = dbias = None
+    if dweight_dtype is not None and hidden is not None:
+        dweight = gemm.matmul(d.t(), hidden, out_dtype=dweight_dtype)
+    if dbias_dtype is not None:
+        dbias = column_sum(sums, empty(shape[:1], dbias_dtype, d.device))
+    return dweight, dbias, None
+
+
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def gated_mlp_bwd(
     dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
@@ -151,26 +189,24 @@ def gated_mlp_bwd(
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
     norm_weight, norm_bias, layer_scale, in this order.
 
-    Each in its dtype, empty where that is None. The operands are in `dtype`, the forward's compute
+    Each in its dtype, None where that is None. The operands are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, hidden also where z can rebuild it.
     g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
-    grads = _empty_bwd(
-        dy, x, fc1_weight, fc2_weight, fc2_bias, gate_weight, norm_weight, norm_bias, layer_scale,
-        row_scale, z, value, hidden, stats, activation, gate_last, norm_eps, dtype,
-        dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
-        dgate_weight_dtype, dgate_bias_dtype, dnorm_weight_dtype, dnorm_bias_dtype,
-        dlayer_scale_dtype,
-    )  # fmt: skip
     if dy.numel() == 0:
+        grads = _empty_bwd(
+            dy, x, fc1_weight, fc2_weight, fc2_bias, gate_weight, norm_weight, norm_bias,
+            layer_scale, row_scale, z, value, hidden, stats, activation, gate_last, norm_eps,
+            dtype, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype,
+            dfc2_bias_dtype, dgate_weight_dtype, dgate_bias_dtype, dnorm_weight_dtype,
+            dnorm_bias_dtype, dlayer_scale_dtype,
+        )  # fmt: skip
         for grad in grads:
             grad.zero_()
         return grads
-    (
-        dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dgate_weight, dgate_bias,
-        dnorm_weight, dnorm_bias, dlayer_scale,
-    ) = grads  # fmt: skip
-    M, F = math.prod(rows_shape(dy, row_scale)), _width(z, value, hidden)
+    N, device = dy.shape[-1], dy.device
+    shape = rows_shape(dy, row_scale)
+    M, F = math.prod(shape), _width(z, value, hidden)
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
@@ -181,7 +217,11 @@ def gated_mlp_bwd(
     hidden_rows = None if hidden is None else hidden.contiguous().view(M, F)
     rebuilt = None
     if hidden_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
-        hidden_rows = rebuilt = empty((M, F), dtype, dy.device)
+        hidden_rows = rebuilt = empty((M, F), dtype, device)
+    dx: Any = None
+    dweights: list[Any] = [None, None]  # of fc1 and the gate
+    dbiases: list[Any] = [None, None]
+    dnorms: list[Any] = [None, None]
     needs_db = dfc1_bias_dtype is not None or dgate_bias_dtype is not None
     if needs_db or any((
         dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, dnorm_weight_dtype, dnorm_bias_dtype
@@ -192,36 +232,40 @@ def gated_mlp_bwd(
             dhidden, z, value, rebuilt, activation, gate_last, norm_weight, norm_bias, stats,
             needs_db,
         )  # fmt: skip
-        dx_rows = dx.view(M, -1) if dx_dtype is not None else dx
         x_rows = None if x is None else x.reshape(M, x.shape[-1])
         if value is None:
-            halves = [(0, 2 * F, fc1_weight, dfc1_weight, dfc1_bias)]
+            halves = [(0, 2 * F, fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype)]
         else:
             halves = [
-                (columns.value, F, fc1_weight, dfc1_weight, dfc1_bias),
-                (columns.gate, F, gate_weight, dgate_weight, dgate_bias),
+                (columns.value, F, fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype),
+                (columns.gate, F, gate_weight, dgate_weight_dtype, dgate_bias_dtype),
             ]
-        for i, (first, rows, weight, dweight, dbias) in enumerate(halves):
-            dhalf = dz[:, first : first + rows]
-            if dbias.numel():
-                column_sum(partial[:, first : first + rows], dbias)
-            if dweight.numel() and x_rows is not None:
-                gemm.matmul(dhalf.t(), x_rows, out=dweight)
+        for i, (first, rows, weight, dweight_dtype, dbias_dtype) in enumerate(halves):
+            dhalf = _columns(dz, first, rows)
+            if dbias_dtype is not None:
+                dbiases[i] = _column_sum(partial, first, rows, dbias_dtype)
+            if dweight_dtype is not None and x_rows is not None:
+                dweights[i] = gemm.matmul(dhalf.t(), x_rows, out_dtype=dweight_dtype)
             if dx_dtype is None or weight is None:
                 continue
             if i == 0:
-                gemm.matmul(dhalf, weight, out=dx_rows)
+                dx = gemm.matmul(dhalf, weight, out_dtype=dx_dtype)
             else:
-                _add_product(dx_rows, dhalf, weight)
-        for first, dparam in ((0, dnorm_weight), (F, dnorm_bias)):
-            if dparam.numel():
-                column_sum(partial[:, columns.stride + first :][:, :F], dparam)
+                _add_product(dx, dhalf, weight)
+        dnorm_dtypes = (dnorm_weight_dtype, dnorm_bias_dtype)
+        for i, (first, dnorm_dtype) in enumerate(zip((0, F), dnorm_dtypes, strict=True)):
+            if dnorm_dtype is not None:
+                dnorms[i] = _column_sum(partial, columns.stride + first, F, dnorm_dtype)
     elif rebuilt is not None and z is not None:
-        hidden_rows = gate_fwd(
-            z, value, activation, gate_last, norm_weight, norm_bias, norm_eps
-        )[0]  # fmt: skip
-    weight_gradients(
-        d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale,
-        dfc2_weight, dfc2_bias, dlayer_scale,
+        hidden_rows, _ = gate_fwd(
+            z, value, activation, gate_last, norm_weight, norm_bias, norm_eps, (M,)
+        )
+    dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
+        d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale, (N, F),
+        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
     )  # fmt: skip
-    return grads
+    return (
+        None if dx is None else dx.view(*shape, dx.shape[1]),
+        dweights[0], dbiases[0], dfc2_weight, dfc2_bias, dweights[1], dbiases[1], *dnorms,
+        dlayer_scale,
+    )  # pyright: ignore[reportReturnType]  # fmt: skip
