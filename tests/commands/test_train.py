@@ -338,6 +338,18 @@ def test_resume_of_a_damaged_checkpoint(tmp_path, capsys):
     assert "cannot be read as a checkpoint" in capsys.readouterr().err
 
 
+def test_resume_of_a_checkpoint_of_another_model(tmp_path, capsys, monkeypatch):
+    """As where the file that describes a host's model has changed since."""
+    assert run("--epochs", 1, "--batch", 64, "--no-check", "--out", "run") == 0
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    monkeypatch.setitem(DIGITS_VIT, "mlp_ratio", 3.0)
+    assert run("--resume", "--no-check", "--out", "run") == 2
+    err = capsys.readouterr().err
+    assert "run/checkpoint.pt is a checkpoint of another model" in err
+    assert "model.blocks.0.mlp.fc1.weight is (128, 64) there and (192, 64) here" in err
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
 def _small_run(folder, **given):
     settings = make_settings({"epochs": 4, "warmup_epochs": 1, **given}, torch.device("cpu"))
     return training.Run(settings, data.load_digits(8, 0.2, 0), torch.device("cpu"), folder)

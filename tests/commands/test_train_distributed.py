@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.training import processes, sharded
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -113,6 +117,42 @@ def test_fsdp_needs_torchrun(capsys):
 
     assert cli.main(["train", "--fsdp"]) == 2
     assert "torchrun --nproc-per-node N -m fastvit_kernels train --fsdp" in capsys.readouterr().err
+
+
+def test_shards_of_another_model(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
+    held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
+    dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
+    wanted = {"model.a": torch.ones(2, 4), "model.new": torch.ones(1)}
+    with pytest.raises(CommandError, match="is a checkpoint of another model") as raised:
+        sharded.load(tmp_path / "shards", wanted)
+    for difference in ("model.a is (2, 3) there and (2, 4) here", "gone is only there", "new is"):
+        assert difference in str(raised.value)
+    assert wanted["model.a"].min() == 1, "nothing was read"
+    assert (
+        sharded.load(tmp_path / "shards", {n: torch.ones(t.shape) for n, t in held.items()})
+        == set()
+    )
+    (tmp_path / "shards" / ".metadata").write_bytes(b"half")
+    with pytest.raises(CommandError, match="cannot be read as a checkpoint"):
+        sharded.load(tmp_path / "shards", wanted)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (None, "3 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2 or fewer"),
+        ("mps", "--device mps: torchrun gives each process a GPU; say cpu or cuda"),
+    ],
+)
+def test_more_processes_than_gpus(monkeypatch, device, message):
+    for name, value in dict(RANK=2, LOCAL_RANK=2, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(CommandError, match=message):
+        processes.join(device, fsdp=False)
 
 
 def test_the_line_of_the_manual(tmp_path):

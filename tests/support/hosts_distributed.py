@@ -1,7 +1,7 @@
 """Two gloo processes on the CPU train a swapped model; run by tests/swap/test_swap_distributed.py.
 
-python hosts_distributed.py RANK WORLD OUT: the losses of STEPS steps for each of KINDS.
-The global batch is the same whatever WORLD is.
+python hosts_distributed.py OUT: the losses of STEPS steps for each of KINDS, by one process and by
+two, which share a batch of the same size. All are forks of this process, which saves the imports.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import traceback
 from typing import Any
 
 import torch
+import torch._dynamo  # the first step of an optimizer asks for it
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
 KINDS = ("ddp", "fsdp2", "fsdp2_checkpoint", "fsdp2_mixed_checkpoint")
@@ -116,13 +119,7 @@ def run(kind: str, rank: int, world: int) -> list[float]:
     return mixed_losses(model) if "mixed" in kind else train(model, 0, 1)
 
 
-def main() -> None:
-    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    sys.path.insert(0, os.path.dirname(__file__))
-    from fastvit_kernels.commands.zoo import define_torchvision_operators
-
-    define_torchvision_operators()
-    torch.set_num_threads(1)
+def rank_of(rank: int, world: int, out: str) -> None:
     if world > 1:
         meeting = f"file://{out}.meeting"  # a file, because a free port may be taken meanwhile
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
@@ -130,8 +127,38 @@ def main() -> None:
     if world > 1:
         dist.destroy_process_group()
     if rank == 0:
-        torch.save(losses, out)
+        torch.save(losses, f"{out}/{world}.pt")
+
+
+def main() -> int:
+    """0 where every process has ended well."""
+    from fast_interpreter import patch_once_a_launch, remember_types
+    from interpreter import mend_bf16
+
+    from fastvit_kernels.commands.zoo import define_torchvision_operators
+
+    mend_bf16()
+    patch_once_a_launch()
+    remember_types()
+    define_torchvision_operators()
+    torch.set_num_threads(1)
+    build()  # what it imports, before the forks
+    pids = []
+    for rank, world in ((0, 1), (0, 2), (1, 2)):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                rank_of(rank, world, sys.argv[1])
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        pids.append(pid)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

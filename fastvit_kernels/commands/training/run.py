@@ -344,6 +344,11 @@ class Run:
         if not alone or self.processes.launched:
             self._restore_tensors(path, content if alone else None)
             return
+        sharded.missing_from(
+            path,
+            {f"model.{name}": t for name, t in self.model.state_dict().items()},
+            {f"model.{name}": t.shape for name, t in content["model"].items()},
+        )
         self.model.load_state_dict(content["model"])
         self.learners[0].optimizer.load_state_dict(content["optimizer"])
         for name, value in self.average.items():

@@ -80,7 +80,7 @@ def save(
     processes.agree(name_it)
 
 
-def _missing(path: Path, tensors: dict[str, Tensor], held: dict[str, Any]) -> set[str]:
+def missing_from(path: Path, tensors: dict[str, Tensor], held: dict[str, Any]) -> set[str]:
     """Names that a checkpoint lacks. `held` maps its own names to shapes.
 
     Raises: CommandError where the checkpoint is of another model.
@@ -100,7 +100,7 @@ def _missing(path: Path, tensors: dict[str, Tensor], held: dict[str, Any]) -> se
 @torch.no_grad()
 def copy(path: Path, tensors: dict[str, Tensor], whole: dict[str, Tensor]) -> set[str]:
     """`load` from the tensors of one process's checkpoint; a DTensor takes its shard."""
-    missing = _missing(path, tensors, {name: value.shape for name, value in whole.items()})
+    missing = missing_from(path, tensors, {name: value.shape for name, value in whole.items()})
     for name, value in whole.items():
         target = tensors[name]
         if isinstance(target, DTensor):
@@ -121,7 +121,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> set[str]:
     except (OSError, pickle.UnpicklingError, EOFError) as error:
         raise CommandError(f"{path} cannot be read as a checkpoint: {error}") from error
     shapes = {name: getattr(entry, "size", None) for name, entry in held.items()}
-    missing = _missing(path, tensors, shapes)
+    missing = missing_from(path, tensors, shapes)
     wanted = {name: tensor for name, tensor in tensors.items() if name in held}
     try:
         with warnings.catch_warnings():  # of one process that reads alone
