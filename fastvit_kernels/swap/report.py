@@ -55,7 +55,8 @@ class SwapReport:
         uncounted: modules whose FLOPs or bytes could not be counted.
         explanation: with explain=True, for each kind of module the candidates that were tried and
             how each fared.
-        rebuilt: names of the LayerNorms whose output the backward rebuilds, by memory="low".
+        rebuilt: names of the norms whose output the backward rebuilds, by memory="low".
+        rebuilt_rms: how many of these are RMSNorms.
         skipping: names of the norms of branches that compute nothing for the samples that they
             drop, by drop_path="skip" or because the host does not either (DINOv2). With "skip" a
             DropPath of no such branch is among `left`.
@@ -71,6 +72,7 @@ class SwapReport:
     uncounted: list[str] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)
     rebuilt: list[str] = field(default_factory=list)
+    rebuilt_rms: int = 0
     skipping: list[str] = field(default_factory=list)
 
     @property
@@ -105,8 +107,13 @@ class SwapReport:
         lines += [
             f"{100 * s:.1f}% of the elements moved: {n}, by PyTorch" for n, s in pytorch.items()
         ]
-        if rebuilt := getattr(self, "rebuilt", []):
-            lines.append(f"{len(rebuilt)} LayerNorm outputs are rebuilt in the backward")
+        rms = getattr(self, "rebuilt_rms", 0)
+        for kind, count in (
+            ("LayerNorm", len(getattr(self, "rebuilt", [])) - rms),
+            ("RMSNorm", rms),
+        ):
+            if count:
+                lines.append(f"{count} {kind} outputs are rebuilt in the backward")
         if skipping := getattr(self, "skipping", []):
             lines.append(f"{len(skipping)} branches compute no sample that they drop")
         uncounted = getattr(self, "uncounted", [])
@@ -247,8 +254,10 @@ def _count_swapped(
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 moved[f"{_host_name(m)}"] += 2 * widths[0] if widths else 0
-        rebuilt = module.fused_rebuilt() if hasattr(module, "fused_rebuilt") else ()
+        rebuilt = list(module.fused_rebuilt()) if hasattr(module, "fused_rebuilt") else []
         report.rebuilt += [prefix + norm for norm in rebuilt]
+        levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
+        report.rebuilt_rms += levels.count("rms_norm")
         whole = not any(prefix + body in called for body in module.fused_bodies)
         report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
         if name and _gets_masks(name, module, modules):

@@ -1,4 +1,4 @@
-"""swap_in(model, memory="low") rebuilds LayerNorm outputs, and every gradient keeps its bits."""
+"""swap_in(model, memory="low") rebuilds norms' outputs, and every gradient keeps its bits."""
 
 import copy
 import pickle
@@ -28,6 +28,8 @@ MODELS = {
     "torchvision": torchvision_small,
     "transformers": lambda: hf_small("dinov2"),
     "recognised": lambda: (dino.Block(), None),
+    "RMSNorm": lambda: timm_small("aimv2_large_patch14_224"),
+    "RMSNorm, transformers": lambda: hf_small("aimv2"),
 }
 
 
@@ -57,10 +59,15 @@ def _step(block, call=lambda block, x: block(x)):
 @pytest.fixture
 def rebuilt(monkeypatch):
     """The shapes of what was rebuilt."""
-    shapes, launcher = [], rebuilt_norm.layer_norm_fwd
-    monkeypatch.setattr(
-        rebuilt_norm, "layer_norm_fwd", lambda *a: shapes.append(a[0].shape) or launcher(*a)
-    )
+    shapes = []
+    for name in ("layer_norm_fwd", "rms_norm_fwd"):
+        launcher = getattr(rebuilt_norm, name)
+
+        def counted(*arguments, launcher=launcher):
+            shapes.append(arguments[0].shape)
+            return launcher(*arguments)
+
+        monkeypatch.setattr(rebuilt_norm, name, counted)
     return shapes
 
 
@@ -71,6 +78,7 @@ def test_low_memory_keeps_every_bit_and_no_norm(host, rebuilt):
         model, report, block = _swapped_block(host, memory)
         results.append(_step(block))
         assert len(report.rebuilt) == norms * len(_blocks(model)) and len(rebuilt) == norms
+        assert report.rebuilt_rms == (len(report.rebuilt) if "RMS" in host else 0)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

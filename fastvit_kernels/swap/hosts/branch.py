@@ -23,7 +23,6 @@ from .fused import (
     DropPath,
     Fused,
     Given,
-    LayerNorm,
     LayerScale,
     Norm,
     bypassed,
@@ -155,16 +154,15 @@ def pre_norm_branch(
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
     if bypassed(norm) and isinstance(norm, Norm):
-        rebuild = rebuild and bypass and isinstance(norm, LayerNorm)
+        rebuild = rebuild and bypass
         with rebuilt_sum(x) if rebuild else nullcontext() as again:
             low = _low(x, body if bypass else None)
             some = () if samples is None else (samples,)
             y, same = norm.fused_and_input(x, low, *some)
         residual = same if residual is None or residual is x else residual
         if rebuild:
-            parameters: Any = norm
             kept = rebuilt_norm(
-                y, x, parameters.weight, parameters.bias, parameters.eps, again, samples=samples
+                y, x, *norm.fused_parameters(), again, norm.fused_kind, samples=samples
             )
     else:
         y = x if norm is None else norm(x)
@@ -239,7 +237,7 @@ class PreNormBlock(Fused):
         norm1, attention, _, norm2, mlp, _ = self.fused_names
         for norm, body in ((norm1, attention), (norm2, mlp)):
             child = getattr(self, norm)
-            fused = isinstance(child, LayerNorm) and bypassed(child)
+            fused = isinstance(child, Norm) and bypassed(child)
             if self.fused_memory == "low" and fused and bypassed(getattr(self, body)):
                 yield norm
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.fx._symbolic_trace as _fx
@@ -302,7 +302,9 @@ class Norm(Fused):
     """A norm over the last axis; a pre-norm branch has it hand its input on."""
 
     fused_axes = (1, 2, 3, 4, 5)
-    fused_kind: ClassVar[str]  # what `rope` calls such a norm of each head
+    fused_kind: ClassVar[
+        Literal["layer_norm", "rms_norm"]
+    ]  # what `rope` calls such a norm of each head
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""

@@ -17,7 +17,7 @@ from ..fused import (
     Child,
     DropPath,
     Inline,
-    LayerNorm,
+    Norm,
     bypassed,
     example,
     left_dropouts,
@@ -311,7 +311,7 @@ class Block(Roles):
         """The norms whose output no fused branch keeps for its backward."""
         for step in self.fused_roles.steps if self.fused_memory == "low" else ():
             norm = part(self, step.norm)
-            fused = isinstance(norm, LayerNorm) and bypassed(norm)
+            fused = isinstance(norm, Norm) and bypassed(norm)
             if fused and not step.window and bypassed(self.fused_body(step)):
                 yield step.norm
 
