@@ -34,6 +34,7 @@ HOSTS = {
     "dinov2": dino.Block,
     "dinov2_mem_eff": partial(dino.Block, attention=dino.MemEffAttention),
     "dinov2_swiglu": partial(dino.Block, ffn=dino.SwiGLU),
+    "eva_swiglu": partial(dino.Block, ffn=dino.NormedSwiGLU),
     "dinov2_drop_path": partial(dino.Block, drop_path=0.05, drop=0.2),
     "dinov3": dinov3.Block,
     "dinov3_plain": partial(dinov3.Block, linear=nn.Linear),
@@ -129,6 +130,12 @@ def test_a_norm_in_fp32_whatever_comes():
     assert_same(step(module, False), step(host, False), 1e-4)
 
 
+def test_a_norm_inside_a_gated_mlp_is_in_its_op():
+    assert swap_in(made("eva_swiglu")).pytorch == {}
+    report = swap_in(randomize(dino.Block(ffn=dino.NormedSwiGLU, drop=0.1)))
+    assert "gate of the MLP" in report.pytorch
+
+
 def with_rms_norms(manner):
     module = by_hand.Inline()
     module.ln1, module.ln2 = by_hand.RmsNorm(32, manner), by_hand.RmsNorm(32, manner)
@@ -155,7 +162,7 @@ def test_an_rms_norm_with_another_weight_is_left_alone():
     assert not isinstance(module.ln1, Fused)
 
 
-@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip", "inline", "rms_norm"])
+@pytest.mark.parametrize("name", ["dinov2_swiglu", "eva_swiglu", "clip", "inline", "rms_norm"])
 def test_through_the_kernels(name):
     module = made(name).to(DEVICE)
     host = copy.deepcopy(module).double()

@@ -4,6 +4,11 @@ A host file has a table, host class path -> mixin. The swapped class is `(mixin,
 when the first module of that class is met and kept as an attribute of the host file, where pickle
 finds it; it keeps the host class's `__name__`, because wrap policies go by that name.
 A host library is imported by its own models, never by us.
+
+What a class has a row for, where the search by structure would find it too: a hook on one part of
+an attention or MLP calls that part alone, while a recognised one runs its host's forward; tables of
+RoPE may learn; and pickles of 0.1.0 name the classes of timm, torchvision, torch.nn and of plain
+layers of transformers.
 """
 
 from __future__ import annotations

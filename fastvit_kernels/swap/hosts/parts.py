@@ -130,6 +130,41 @@ class Mlp(Fused):
         return self.fused_branch(x)
 
 
+def norm_inside(norm: Any) -> tuple[Tensor | None, Tensor | None, float] | None:
+    """weight, bias and eps of a LayerNorm inside a gated MLP, weight None where there is none; None
+    where the norm must be called."""
+    if norm is None or inert(norm):
+        return None, None, 1e-6
+    if not (isinstance(norm, LayerNorm) and bypassed(norm)):
+        return None
+    parameters = norm.fused_parameters()
+    return None if parameters[0] is None else parameters
+
+
+def gated_branch(
+    x: Tensor, fc1: Any, gate: Any, fc2: Any,
+    norm: tuple[Tensor | None, Tensor | None, float], gate_last: bool, activation: str,
+    **epilogue: Any,
+) -> Tensor:  # fmt: skip
+    """fc2(norm(act(gate(x)) * fc1(x))) and its epilogue in one op; gate None: fc1 has both."""
+    norm_weight, norm_bias, norm_eps = norm
+    return gated_mlp(
+        x, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+        gate_weight=None if gate is None else gate.weight,
+        gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
+        norm_bias=norm_bias, norm_eps=norm_eps, gate_last=gate_last, activation=activation,
+        **epilogue,
+    )  # fmt: skip
+
+
+def gated_hidden(x: Tensor, fc1: Any, gate: Any, gate_last: bool, act: Any) -> Tensor:
+    """act(gate(x)) * fc1(x), by PyTorch."""
+    if gate is None:
+        first, second = project(fc1, x).chunk(2, dim=-1)
+        return act(second) * first if gate_last else act(first) * second
+    return act(project(gate, x)) * project(fc1, x)
+
+
 class Gated(Mlp):
     """act(gate(x)) * fc1(x) -> drop1 -> norm -> fc2 -> drop2."""
 
@@ -150,23 +185,12 @@ class Gated(Mlp):
     def fused_reads_low(self) -> bool:
         return all(is_plain(m) for m in self.fused_first() if m is not None)
 
-    def fused_norm(self) -> tuple[Tensor | None, Tensor | None, float] | None:
-        """weight, bias and eps of a LayerNorm inside, weight None where there is none; None where
-        the norm must be called."""
-        norm = self.fused_get("norm")
-        if norm is None or inert(norm):
-            return None, None, 1e-6
-        if not (isinstance(norm, LayerNorm) and bypassed(norm)):
-            return None
-        parameters = norm.fused_parameters()
-        return None if parameters[0] is None else parameters
-
     def fused_together(self) -> bool:
         """Whether all around a known activation is one op as things are."""
         drops = [self.fused_get(name) for name in ("drop1", "drop2")]
         return (
             all(map(inert, drops)) and is_plain(self.fused_get(self.fused_fc2))
-            and self.fused_reads_low() and self.fused_norm() is not None
+            and self.fused_reads_low() and norm_inside(self.fused_get("norm")) is not None
         )  # fmt: skip
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
@@ -180,35 +204,20 @@ class Gated(Mlp):
         yield from left_linears(self, self.fused_fc1, self.fused_gate, self.fused_fc2)
         yield from left_dropouts(self, "drop2")
 
-    def fused_gated(self: Any, x: Tensor) -> Tensor:
-        """The hidden layer, by PyTorch."""
-        fc1, gate = self.fused_first()
-        if gate is None:
-            first, second = project(fc1, x).chunk(2, dim=-1)
-            gated, value = (second, first) if self.fused_gate_last() else (first, second)
-        else:
-            gated, value = project(gate, x), project(fc1, x)
-        return self.fused_get(self.fused_act)(gated) * value
-
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         fc1, gate = self.fused_first()
-        fc2 = self.fused_get(self.fused_fc2)
-        name = activation_name(self.fused_get(self.fused_act))
+        fc2, act, norm = (self.fused_get(n) for n in (self.fused_fc2, self.fused_act, "norm"))
+        name, last = activation_name(act), self.fused_gate_last()
         if name is not None and self.fused_together():
-            norm_weight, norm_bias, norm_eps = self.fused_norm()
-            return gated_mlp(
-                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-                gate_weight=None if gate is None else gate.weight,
-                gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
-                norm_bias=norm_bias, norm_eps=norm_eps, gate_last=self.fused_gate_last(),
-                activation=name,
+            return gated_branch(
+                x, fc1, gate, fc2, norm_inside(norm), last, name,  # type: ignore[arg-type]
                 residual=residual, layer_scale=layer_scale, row_scale=row_scale,
             )  # fmt: skip
-        hidden = self.fused_gated(x)
-        for m in (self.fused_get("drop1"), self.fused_get("norm")):
+        hidden = gated_hidden(x, fc1, gate, last, act)
+        for m in (self.fused_get("drop1"), norm):
             hidden = hidden if m is None else m(hidden)
         return project_out(fc2, self.fused_get("drop2"), hidden, residual, layer_scale, row_scale)
 

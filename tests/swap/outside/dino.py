@@ -115,6 +115,19 @@ class SwiGLU(nn.Module):
         return self.w3(F.silu(x1) * x2)
 
 
+class NormedSwiGLU(nn.Module):
+    """EVA-02's: a LayerNorm inside."""
+
+    def __init__(self, dim, hidden, drop=0.0):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(dim, hidden), nn.Linear(dim, hidden)
+        self.ffn_ln, self.w3 = nn.LayerNorm(hidden), nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x):
+        return self.drop(self.w3(self.ffn_ln(F.silu(self.w1(x)) * self.w2(x))))
+
+
 class Block(nn.Module):
     """DINOv2's: nested functions; above a ratio of 0.1, branches run on some samples only."""
 

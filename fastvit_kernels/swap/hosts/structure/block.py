@@ -103,7 +103,7 @@ class InlineAttention(_Inline):
 class InlineMlp(_Inline):
     fused_products, fused_part = Mlp.fused_products, Roles.fused_part
     fused_draws, fused_reads_low = Mlp.fused_draws, Mlp.fused_reads_low
-    fused_gated, fused_branch = Mlp.fused_gated, Mlp.fused_branch
+    fused_together, fused_branch = Mlp.fused_together, Mlp.fused_branch
 
 
 def inline(owner: nn.Module, roles: Any) -> Any:

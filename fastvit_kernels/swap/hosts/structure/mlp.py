@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from ....ops.common.activation import ACTIVATIONS
-from ....ops.gated_mlp.functions import gated_mlp
 from ....ops.linear import linear
 from ....ops.mlp import mlp
 from ....runtime.plain import is_plain
-from ..fused import inert, part, project, project_out
+from ..fused import inert, norm_in_pytorch, part, project_out
+from ..parts import gated_branch, gated_hidden, norm_inside
 from .roles import Roles, as_result, entered
 
 
@@ -44,23 +44,22 @@ class Mlp(Roles):
                 yield part(self, name)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        if self.fused_roles.gate and not all(map(is_plain, self.fused_products())):
-            yield "gate of the MLP", 5 * self.fused_part("fc2").in_features
+        if self.fused_roles.gate and not self.fused_together():
+            width = self.fused_part("fc2").in_features
+            yield "gate of the MLP", 5 * width
+            yield from norm_in_pytorch("norm of the MLP", self.fused_part("inner_norm"), width)
+
+    def fused_together(self: Any) -> bool:
+        """Whether all around the gate is one op as things are."""
+        inside = norm_inside(self.fused_part("inner_norm"))
+        rest = all(inert(self.fused_part(r)) for r in ("drop", "after"))
+        return inside is not None and rest and all(map(is_plain, self.fused_products()))
 
     def fused_reads_low(self) -> bool:
         return not self.fused_roles.norm and all(map(is_plain, self.fused_products()))
 
     def fused_draws(self) -> bool:
         return not (inert(self.fused_part("drop")) and inert(self.fused_part("after")))
-
-    def fused_gated(self: Any, x: Tensor) -> Tensor:
-        fc1, gate = self.fused_part("fc1"), self.fused_roles.gate
-        if gate in ("first", "second"):
-            first, second = project(fc1, x).chunk(2, dim=-1)
-            up, gated = (second, first) if gate == "first" else (first, second)
-        else:
-            gated, up = project(part(self, gate), x), project(fc1, x)
-        return ACTIVATIONS[self.fused_roles.activation](gated) * up
 
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
@@ -70,24 +69,20 @@ class Mlp(Roles):
         fc1, fc2 = self.fused_part("fc1"), self.fused_part("fc2")
         drop, norm, after = (self.fused_part(r) for r in ("drop", "inner_norm", "after"))
         y, residual = entered(self.fused_part("norm"), x, residual, fc1)
-        plain = all(map(is_plain, self.fused_products()))
-        if roles.gate and plain and inert(drop) and norm is None and inert(after):
-            packed = roles.gate in ("first", "second")
-            gate = None if packed else part(self, roles.gate)
-            return gated_mlp(
-                y, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-                gate_weight=None if gate is None else gate.weight,
-                gate_bias=None if gate is None else gate.bias,
-                activation=roles.activation, gate_last=roles.gate == "second",
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-            )  # fmt: skip
+        epilogue: dict[str, Any] = dict(
+            residual=residual, layer_scale=layer_scale, row_scale=row_scale
+        )
         if roles.gate:
-            hidden = self.fused_gated(y)
+            gate = None if roles.gate in ("first", "second") else part(self, roles.gate)
+            last, inside = roles.gate == "second", norm_inside(norm)
+            if inside is not None and self.fused_together():
+                return gated_branch(y, fc1, gate, fc2, inside, last, roles.activation, **epilogue)
+            hidden = gated_hidden(y, fc1, gate, last, ACTIVATIONS[roles.activation])
         elif is_plain(fc1):
             if is_plain(fc2) and inert(drop) and norm is None and inert(after):
                 return mlp(
                     y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=roles.activation,
-                    residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+                    **epilogue,
                 )  # fmt: skip
             hidden = linear(y, fc1.weight, fc1.bias, activation=roles.activation)
         else:
