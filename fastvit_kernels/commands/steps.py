@@ -260,6 +260,23 @@ def _attention_configs() -> None:
                         out.backward(torch.empty_like(out))
 
 
+def _one_image() -> None:
+    """Attention of fewer heads than SMs, and dropout beside a mask and beside causal."""
+    for T in (197, 257, 577):
+        q, k, v = (
+            torch.empty(1, 12, T, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        attend = functools.partial(scaled_dot_product_attention, q, k, v)
+        for out in (
+            attend(),
+            attend(is_causal=True),
+            attend(is_causal=True, dropout_p=0.1),
+            attend(torch.empty(T, T, dtype=torch.bool), dropout_p=0.1),
+            attend(torch.empty(T, T, dtype=q.dtype), dropout_p=0.1),
+        ):
+            out.backward(torch.empty_like(out))
+
+
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 TOKENS = (50, 197, 257, 577, 1025)
 
@@ -324,11 +341,12 @@ CASES: dict[str, Callable[[], None]] = {
     "patches": _patches,
     "GEMM configs": _gemm_configs,
     "attention configs": _attention_configs,
+    "attention, one image": _one_image,
     **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
-    "rotary attention", *(f"attention, D={D}" for D in HEAD_DIMS),
+    "attention, one image", "rotary attention", *(f"attention, D={D}" for D in HEAD_DIMS),
 }  # fmt: skip

@@ -229,6 +229,7 @@ def test_gemm_defaults():
     choose = FWD_TABLE.choose
     assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
+    assert choose(on["sm_90"], 262144, 384, 1536, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 32768, 768, 192, "fp16") == TMA_PAIR
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT

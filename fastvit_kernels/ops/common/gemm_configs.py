@@ -83,8 +83,9 @@ TMA_ARCHS = ("sm_90", "sm_100")
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
 # saves one pass over (M, N), which weighs less as K grows. Others: the library. Not measured: by
-# the model of docs/compile.md fc2 of ViT-B is 13 % quicker so on sm_80, and 13 % slower on sm_90.
-TRITON_MAX_K = {"sm_80": 4096, "sm_86": 1024, "sm_89": 1024, "sm_90": 1024}
+# the model of docs/compile.md fc2 of ViT-B is 13 % quicker so on sm_80, and 13 % slower on sm_90,
+# where fc2 of ViT-S (K = 1536) and proj of ViT-H (1280) are quicker still.
+TRITON_MAX_K = {"sm_80": 4096, "sm_86": 1024, "sm_89": 1024, "sm_90": 1536}
 
 # Width C -> the configs of fc1 (4C, C), of proj (C, C), of fc2 (C, 4C), each (N, K).
 _SM_80 = {
@@ -96,10 +97,10 @@ _SM_80 = {
 }
 _SM_90 = {
     192: (TMA_PAIR, TMA_NARROW, TMA_NARROW),
-    384: (TMA_PAIR, TMA_PAIR, LIBRARY),
+    384: (TMA_PAIR, TMA_PAIR, TMA_PAIR),
     768: (TMA_PAIR, TMA_PAIR, LIBRARY),
     1024: (TMA_PAIR, TMA_PAIR, LIBRARY),
-    1280: (LIBRARY, LIBRARY, LIBRARY),
+    1280: (TMA_PAIR, TMA_PAIR, LIBRARY),
 }
 # (arch, M bucket, N, K, dtype) -> (config, its measurement or "default": not yet measured).
 # M: 64 and 256 images of 197 tokens. Flat loops and specialised warps wait for a measurement:

@@ -37,10 +37,11 @@ MIN_ROWS_PER_SPLIT = 64
 MAX_NORM_F = 4096  # wider rows, with the four sums of their columns, spill
 MAX_KEPT_F = 2048  # wider ones are read twice in the backward, the second time from L1, or spill
 
-# Key: F as a power of two. Backward: at most eight elements a thread, 32 registers of sums. Not yet
-# measured.
-FWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (4, 4), 512: (2, 4), 1024: (1, 4), 2048: (1, 8)}
-BWD_ROWS = {64: (4, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 4), 2048: (1, 8)}
+# Key: F as a power of two. Up to eight elements a thread: in the backward 32 registers of sums. Two
+# rows of the forward share one read of the norm's weight and bias. By the model of docs/compile.md;
+# not yet measured.
+FWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (4, 4), 512: (2, 4), 1024: (2, 8), 2048: (2, 16)}
+BWD_ROWS = {64: (4, 4), 128: (4, 4), 256: (2, 4), 512: (2, 4), 1024: (1, 4), 2048: (1, 8)}
 LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_F above 2048
 CONFIGS = [NormConfig(rows, warps) for warps in (4, 8, 16) for rows in (1, 2, 4, 8)]
 BWD_WARPS_PER_SM = 16
