@@ -17,6 +17,7 @@ from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import make_settings
 from fastvit_kernels.commands.training.streaming import Streamed
+from fastvit_kernels.models import modules
 
 pytest.importorskip("rich")
 pytest.importorskip("torchvision")
@@ -131,6 +132,28 @@ def test_mixup_and_average(tmp_path, capsys, monkeypatch):
     plain = checkpoint.load(tmp_path / "plain" / "checkpoint.pt")
     assert plain["history"][0]["train_loss"] != content["history"][0]["train_loss"]
     assert "average" not in plain
+
+
+def test_our_models_read_bytes(tmp_path, monkeypatch):
+    """Normalized in the patch embedding: the losses are those of a run that reads numbers."""
+    write_images(tmp_path / "images", count=6)
+    words = ["--data", "folder", "--data-dir", "images", *SMALL, "--workers", 0, "--batch", 4]
+    embed, read = modules.patch_embed, set()
+    monkeypatch.setattr(
+        modules, "patch_embed", lambda x, *a, **k: read.add(x.dtype) or embed(x, *a, **k)
+    )
+    assert train(*words, "--epochs", 2, "--out", "bytes") == 0
+    assert torch.uint8 in read
+    read.clear()
+    monkeypatch.setattr(training.Run, "_leave_bytes", lambda run: None)
+    assert train(*words, "--epochs", 2, "--out", "numbers") == 0
+    assert read == {torch.float32}
+    first, second = (
+        [row[key] for row in checkpoint.load(tmp_path / out / "checkpoint.pt")["history"]
+         for key in ("train_loss", "held_out_loss")]
+        for out in ("bytes", "numbers")
+    )  # fmt: skip
+    assert first == pytest.approx(second, rel=1e-4)
 
 
 def write_shards(folder, count=6, shards=2):

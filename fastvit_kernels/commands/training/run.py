@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ...models.vit import VisionTransformer
 from ..console import CommandError, require
 from ..models import logits_of
 from ..zoo import define_torchvision_operators
@@ -89,6 +90,7 @@ class Run:
         self.history: list[dict[str, float]] = []
         torch.manual_seed(settings.seed)
         self.model = model_of(settings, len(self.classes), say).to(device)
+        self._leave_bytes()
         own: dict[str, Tensor] = dict(self.model.named_parameters())
         self.learners = [self._learner("", self._forward(self.model), own)]
         self.average = self._first_average(own)
@@ -97,6 +99,15 @@ class Run:
             copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in own.items()}
             forward = partial(plain_forward(self.model), copies)
             self.learners.append(self._learner("reference_", forward, copies))
+
+    def _leave_bytes(self) -> None:
+        """Have a model of ours normalize streamed images in its patch embedding. MixUp mixes
+        numbers, and the plain PyTorch model beside ours reads them."""
+        plain = self.settings.mixup or self.settings.compare
+        if isinstance(self.source, Streamed) and isinstance(self.model, VisionTransformer):
+            embed, found = self.model.patch_embed, self.normalization
+            embed.mean, embed.std = found.mean, found.std
+            self.source.as_bytes = not plain
 
     @staticmethod
     def _forward(model: nn.Module) -> Callable[[Tensor], Tensor]:

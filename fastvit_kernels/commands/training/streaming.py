@@ -86,6 +86,7 @@ class Streamed:
         self.workers, self.skip, self.say = workers, skip, say
         self.train, self.held_out = train, held_out
         self.broken: set[str] = set()
+        self.as_bytes = False  # whether the model normalizes what it reads
         self.device = torch.device("cpu")
         self.train_count, self.held_out_count = len(train), len(held_out)
         self._train_images = Images(train, settings)
@@ -123,12 +124,13 @@ class Streamed:
                     self.broken.add(message)
             yield pixels, labels, numbers
 
-    def _normalized(self, pixels: Tensor) -> Tensor:
-        return self.normalization(pixels.to(self.device, non_blocking=True))
+    def _on_device(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.to(self.device, non_blocking=True)
+        return pixels if self.as_bytes else self.normalization(pixels)
 
     def _nothing(self) -> Tensor:
         """An image for a step of which this process has no row; its loss weighs nothing."""
-        return self._normalized(torch.zeros_like(self._sample[:1]))
+        return self._on_device(torch.zeros_like(self._sample[:1]))
 
     def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
         """As `InMemory.batches`. A batch is the poorer by what could not be read."""
@@ -145,7 +147,7 @@ class Streamed:
                 yield self._nothing(), labels.new_zeros(1).to(self.device), 0.0
                 continue
             weight = len(labels) * processes.world / len(batch)
-            yield self._normalized(pixels), labels.to(self.device, non_blocking=True), weight
+            yield self._on_device(pixels), labels.to(self.device, non_blocking=True), weight
 
     def held_out_batches(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
         """As `InMemory.held_out_batches`."""
@@ -158,7 +160,7 @@ class Streamed:
             if pixels is None or empty:
                 yield torch.zeros(0, dtype=torch.int64, device=self.device), self._nothing()
             else:
-                yield numbers.to(self.device), self._normalized(pixels)
+                yield numbers.to(self.device), self._on_device(pixels)
 
     def training_sample(self, count: int) -> Tensor:
         return self._sample[:count].to(self.device)
