@@ -19,7 +19,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import facts, hosts, prove, recognise
-from fastvit_kernels.swap.hosts import structure
+from fastvit_kernels.swap.hosts import parts, structure
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 
@@ -130,8 +130,12 @@ def test_a_norm_in_fp32_whatever_comes():
     assert_same(step(module, False), step(host, False), 1e-4)
 
 
-def test_a_norm_inside_a_gated_mlp_is_in_its_op():
-    assert swap_in(made("eva_swiglu")).pytorch == {}
+def test_a_norm_inside_a_gated_mlp_is_in_its_op(monkeypatch):
+    module, ops, own = made("eva_swiglu"), [], parts.gated_mlp
+    assert swap_in(module).pytorch == {}
+    monkeypatch.setattr(parts, "gated_mlp", lambda *a, **k: ops.append(k) or own(*a, **k))
+    step(module, True)
+    assert [k["norm_weight"] for k in ops] == [module.mlp.ffn_ln.weight]
     report = swap_in(randomize(dino.Block(ffn=dino.NormedSwiGLU, drop=0.1)))
     assert "gate of the MLP" in report.pytorch
 
