@@ -21,7 +21,7 @@ from ..ops.common.samples import DropPathMode, check_drop_path, keep_samples
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.patch_embed.arguments import check_pair, check_statistics
-from ..ops.patch_embed.functions import Numbers, normalised_pixels, patch_embed
+from ..ops.patch_embed.functions import as_numbers, normalised_pixels, patch_embed
 from ..ops.rope import rope as turn
 from ..runtime.arguments import (
     check_dropout,
@@ -96,10 +96,8 @@ class PatchEmbed(nn.Module):
         check_flags("PatchEmbed", bias=bias, strict_img_size=strict_img_size)
         self.in_chans, self.strict_img_size = in_chans, strict_img_size
         check_pair("PatchEmbed", mean, std)
-        self.mean: Numbers | None = None
-        self.std: Numbers | None = None
-        if mean is not None and std is not None:
-            self.mean, self.std = (tuple(x) if isinstance(x, list) else x for x in (mean, std))
+        self.mean, self.std = as_numbers(mean), as_numbers(std)
+        if mean is not None:
             check_statistics("PatchEmbed", self.mean, self.std, in_chans)
         (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
         self.grid_size = height // patch_height, width // patch_width

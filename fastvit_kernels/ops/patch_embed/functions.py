@@ -181,7 +181,7 @@ def _decide(
     )  # fmt: skip
 
 
-def _numbers(x: Sequence[float] | None) -> Numbers | None:
+def as_numbers(x: Sequence[float] | None) -> Numbers | None:
     """As a tuple, which `decide_once` can remember."""
     return tuple(x) if isinstance(x, list) else x  # type: ignore[return-value]
 
@@ -229,7 +229,7 @@ def patch_embed(
     Source: arXiv:2010.11929. Specification: patch_embed_ref. Derivation: docs/patch_embed.md.
     """
     inputs = (images, weight, bias, prefix_tokens, pos_embed, keep)
-    mean, std = _numbers(mean), _numbers(std)
+    mean, std = as_numbers(mean), as_numbers(std)
     decision = _decide(*inputs, mean, std)
     if keep is not None and values_are_checked():
         check_kept(keep, math.prod(grid_of(images.shape, weight.shape[2:])))

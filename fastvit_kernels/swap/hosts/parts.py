@@ -39,28 +39,27 @@ class PatchConv(Fused):
     def fused_reject(cls, module: Any) -> str | None:
         if tuple(module.kernel_size) != tuple(module.stride) or module.in_channels > 4:
             return ""  # some other convolution
-        if module.padding not in ((0, 0), "valid") or module.groups != 1:
+        if (module.padding != "valid" and any(module.padding)) or module.groups != 1:
             return "a patch embedding with padding or groups"
-        return None if tuple(module.dilation) == (1, 1) else "a dilated patch embedding"
+        return None if set(module.dilation) == {1} else "a dilated patch embedding"
 
     def fused_blocked(self) -> str | None:
         return self.fused_reject(self)  # read while tracing, so that compilers guard on it
 
     def fused_takes(self: Any, x: Tensor) -> bool:
-        p, q = self.kernel_size
-        fits = x.ndim == 4 and x.shape[1] == self.in_channels
-        return fits and x.shape[2] % p == 0 and x.shape[3] % q == 0
+        fits = x.ndim in self.fused_axes and x.shape[1] == self.in_channels
+        return fits and all(n % p == 0 for n, p in zip(x.shape[2:], self.kernel_size, strict=True))
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        p, q = self.kernel_size
-        yield (example(generator, 2, self.in_channels, 2 * p, 3 * q),), {}
-        yield (example(generator, 1, self.in_channels, p, q),), {}
+        *frames, p, q = self.kernel_size
+        yield (example(generator, 2, self.in_channels, *(2 * t for t in frames), 2 * p, 3 * q),), {}
+        yield (example(generator, 1, self.in_channels, *frames, p, q),), {}
 
     def fused_grid(self: Any, images: Tensor) -> Tensor:
         """The op writes (B, h*w, C): the result is a view of that."""
-        p, q = self.kernel_size
         tokens = patch_embed(images, self.weight, self.bias)
-        return tokens.transpose(1, 2).unflatten(2, (images.shape[2] // p, images.shape[3] // q))
+        grid = (n // p for n, p in zip(images.shape[2:], self.kernel_size, strict=True))
+        return tokens.transpose(1, 2).unflatten(2, tuple(grid))
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return self.fused_grid(x).contiguous()  # as the host's, for view()
@@ -72,6 +71,25 @@ class PatchConvOfTokens(PatchConv):
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         grid = self.fused_grid(x)
         return grid.contiguous() if is_hooked(self) else grid
+
+
+class PatchConv3d(PatchConv):
+    """The same of a Conv3d: videos (B, in, frames, height, width) -> (B, C, t, h, w).
+
+    Samples of one patch each, as Qwen-VL's processor makes them, are the rows of a Linear.
+    """
+
+    fused_axes = (5,)
+
+    def fused_grid(self: Any, images: Tensor) -> Tensor:
+        if tuple(images.shape[2:]) != tuple(self.kernel_size):
+            return super().fused_grid(images)
+        rows = linear(images.flatten(1), self.weight.flatten(1), self.bias)
+        return rows[:, :, None, None, None]
+
+
+class PatchConv3dOfTokens(PatchConv3d, PatchConvOfTokens):
+    pass
 
 
 class Mlp(Fused):

@@ -31,7 +31,13 @@ from .fused import (
     project,
     project_out,
 )
-from .parts import PatchConv, PatchConvOfTokens, SequentialMlp
+from .parts import (
+    PatchConv,
+    PatchConv3d,
+    PatchConv3dOfTokens,
+    PatchConvOfTokens,
+    SequentialMlp,
+)
 
 
 class MultiheadAttention(Fused):
@@ -173,12 +179,16 @@ class TransformerEncoderLayer(Fused):
 TABLE: dict[str, type[Fused]] = {
     "torch.nn.modules.normalization.LayerNorm": LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
+    "torch.nn.modules.conv.Conv3d": PatchConv3d,
     "torch.nn.modules.container.Sequential": SequentialMlp,
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
 }
 
-OF_TOKENS: dict[str, type[Fused]] = {"torch.nn.modules.conv.Conv2d": PatchConvOfTokens}
+OF_TOKENS: dict[str, type[Fused]] = {
+    "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
+    "torch.nn.modules.conv.Conv3d": PatchConv3dOfTokens,
+}
 
 
 def __getattr__(name: str) -> type:
