@@ -25,9 +25,11 @@ from ..ops.attention.launch import Problem
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
+from ..ops.common.samples import keep_samples
 from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
 from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
+from ..ops.layer_norm import layer_norm_and_input
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
@@ -105,6 +107,20 @@ def _rms_norm() -> None:
     for D in (64, 128):
         q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
         rms_norm(q, torch.empty(D, requires_grad=True)).backward(torch.empty_like(q))
+
+
+def _skipped_samples() -> None:
+    """Both norms on kept samples, behind nothing and behind a linear layer that kept others."""
+    for C in (384, 1024):
+        weight = torch.empty(C, C, dtype=torch.bfloat16, requires_grad=True)
+        for norm in (layer_norm_and_input, rms_norm_and_input):
+            scale = torch.empty(C, requires_grad=True)
+            x = torch.empty(64, 197, C, requires_grad=True)
+            for _ in range(2):
+                samples = keep_samples(64, 0.4)
+                y, x = norm(x, scale, out_dtype=torch.bfloat16, samples=samples)
+                x = linear(y, weight, residual=x, row_scale=samples)
+            x.backward(torch.empty_like(x))
 
 
 def _rope() -> None:
@@ -324,9 +340,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-B/16, drop_path skipped": _blocks(
         "vit_base_patch16_224", init_values=1e-5, drop_path_rate=0.4, drop_path="skip"
     ),
-    "RMSNorm, drop_path skipped": _blocks(
-        "vit_small_patch16_224", norm_layer="RmsNorm", drop_path_rate=0.4, drop_path="skip"
-    ),
+    "drop_path skipped": _skipped_samples,
     "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
     "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),

@@ -98,7 +98,7 @@ SAMPLES = [
         "compact_rows",
         "gradients of kept samples in the order of the stream",
         "rows = place * rows_per_sample",
-        "rows = tl.minimum(place, offs_row // rows_per_sample) * rows_per_sample",
+        "rows = tl.minimum(place, sample) * rows_per_sample",
     ),
     Fault(
         "samples-dropped-read",

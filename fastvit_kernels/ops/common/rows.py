@@ -79,9 +79,11 @@ def bwd_programs(
     return min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
 
 
-def bwd_stages(config: NormConfig, block_c: int) -> int:
-    """Of the loads in the backward's loop: small row blocks come two steps ahead."""
-    return BWD_STAGES if config.block_rows * block_c <= MAX_STAGED else 1
+def bwd_stages(config: NormConfig, block_c: int, some: bool = False) -> int:
+    """Of the loads in the backward's loop: small row blocks come two steps ahead. Not where some
+    samples are kept: addresses that are loaded themselves take 125 registers then, and spill."""
+    staged = config.block_rows * block_c <= MAX_STAGED and not some
+    return BWD_STAGES if staged else 1
 
 
 @triton.jit

@@ -97,10 +97,11 @@ def stream_rows(samples_ptr, offs_row, mask_row, rows_per_sample):
 
 @triton.jit
 def compact_rows(samples_ptr, num_kept, offs_row, mask_row, rows_per_sample):
-    """Rows of (S, ...) of these rows of (B, ...), and which there are."""
-    place_ptrs = samples_ptr + num_kept + offs_row // rows_per_sample
-    place = tl.load(place_ptrs, mask=mask_row, other=num_kept)
-    rows = place * rows_per_sample + offs_row % rows_per_sample
+    """Rows of (S, ...) of these rows of (B, ...), fewer than 2^31, and which there are."""
+    row = offs_row.to(tl.int32)
+    sample = row // rows_per_sample
+    place = tl.load(samples_ptr + num_kept + sample, mask=mask_row, other=num_kept)
+    rows = place * rows_per_sample + (row - sample * rows_per_sample)
     return rows, mask_row & (place < num_kept)
 
 
