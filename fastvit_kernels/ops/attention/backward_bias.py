@@ -27,6 +27,7 @@ from .tiles import (
     Dropout,
     Form,
     Heads,
+    Sample,
     Scores,
     dropout_keep,
     fence_async,
@@ -87,7 +88,9 @@ def _attention_bwd_bias_kernel(
     bias_b, bias_h = bias // bias_heads, bias % bias_heads
     start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
 
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, "add", False, HAS_DROPOUT, FENCE)
+    FORM: tl.constexpr = Form(
+        D, BLOCK_D0, BLOCK_D1, PRECISION, "add", False, HAS_DROPOUT, FENCE, False
+    )
     dropout = ()
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
@@ -106,24 +109,24 @@ def _attention_bwd_bias_kernel(
     for i in tl.range(first, last, disable_licm=keeps_invariants()):
         n = tl.cast(i, tl.int64)
         b, h = bias_b + n // shared_heads * mask_batch, bias_h + n % shared_heads
-        head = b * H + h
-        do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
-        q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
-        k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
-        v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
+        sample = Sample(b, h, 0, 0, (b * H + h) * padded(T_q))
+        do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), sample)
+        q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), sample)
+        k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
+        v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
         q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
         k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
         do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
         v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
-        rows, there = row_ptr(lse_ptr, head, T_q) + offs_q, offs_q < padded(T_q)
+        rows, there = row_ptr(lse_ptr, sample) + offs_q, offs_q < padded(T_q)
         lse = tl.load(rows, mask=there, other=float("inf"))  # which makes p exactly 0
-        delta = tl.load(row_ptr(delta_ptr, head, T_q) + offs_q, mask=there, other=0.0)
+        delta = tl.load(row_ptr(delta_ptr, sample) + offs_q, mask=there, other=0.0)
         fence_async(scores, FORM)
         s = product_over_d(q, k, FORM) + added
         dp = product_over_d(do, v, FORM)
         p = probabilities(s, lse[:, None], scores, FORM)
         if HAS_DROPOUT:
-            drawn = Scores(T_q, T_kv, scale, (), dropout, head)
+            drawn = Scores(T_q, T_kv, scale, (), dropout, b * H + h)
             keep = dropout_keep(drawn, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         dbias += p * (dp - delta[:, None])
@@ -198,7 +201,7 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
     parts = triton.cdiv(shared, each)
     block_d0, block_d1 = split_head_dim(D)
     flags = problem.flags()
-    del flags["IS_CAUSAL"]
+    del flags["IS_CAUSAL"], flags["VARLEN"]
     options = dict(
         BLOCK_D0=block_d0, BLOCK_D1=block_d1,
         BLOCK_Q=blocks[0], RAGGED_Q=T_q % blocks[0] != 0,

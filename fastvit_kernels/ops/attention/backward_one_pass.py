@@ -15,15 +15,16 @@ from .tiles import (
     Dropout,
     Form,
     Heads,
+    Packing,
     Scores,
     fence_async,
     head_rows,
-    head_scores,
     keeps_invariants,
     load_part,
     packed_rows,
     padded,
     row_ptr,
+    sample_of,
     softmax_grad,
     store_do_sum,
     store_dq_sum,
@@ -115,34 +116,61 @@ def _one_pass_key_tile(
 
 @triton.jit
 def _one_pass_head(
-    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, head, H,
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing, head, H,
     stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dv of one head, head = b * H + h, and row b of the partials of the bias gradient."""
+    sample, scores = sample_of(packing, scores, head, H, FORM)
+    if not FORM.VARLEN:
+        _one_pass_sample(
+            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
+            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
+        )  # fmt: skip
+    elif scores.T_q > 0:
+        _one_pass_sample(
+            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
+            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _one_pass_sample(
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
+    stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+):  # fmt: skip
     T_q, T_kv = scores.T_q, scores.T_kv
-    b, h = head // H, head % H
-    scores = head_scores(scores, b, h, head, FORM)
-    dq_rows = packed_rows(dq_ptr, stride_dq_t, b, h, T_q, FORM.D)
-    dk_rows = packed_rows(dk_ptr, stride_dk_t, b, h, T_kv, FORM.D)
-    dv_rows = packed_rows(dv_ptr, stride_dk_t, b, h, T_kv, FORM.D)
-    out_rows = packed_rows(out_ptr, H * FORM.D, b, h, T_q, FORM.D)
-    do_rows, q_rows = head_rows(do, b, h), head_rows(q, b, h)
-    k_rows, v_rows = head_rows(k, b, h), head_rows(v, b, h)
-    lse_ptr = row_ptr(lse_ptr, head, T_q)
+    b, h = sample.b, sample.h
+    dq_rows = packed_rows(dq_ptr, stride_dq_t, sample.first_q, sample, FORM.D)
+    dk_rows = packed_rows(dk_ptr, stride_dk_t, sample.first_kv, sample, FORM.D)
+    dv_rows = packed_rows(dv_ptr, stride_dk_t, sample.first_kv, sample, FORM.D)
+    out_rows = packed_rows(out_ptr, H * FORM.D, sample.first_q, sample, FORM.D)
+    do_rows, q_rows = head_rows(do, sample), head_rows(q, sample)
+    k_rows, v_rows = head_rows(k, sample), head_rows(v, sample)
+    lse_ptr = row_ptr(lse_ptr, sample)
     PART0: tl.constexpr = TILES.PART0
     PART1: tl.constexpr = TILES.PART1
     PART2: tl.constexpr = TILES.PART2
     RAGGED: tl.constexpr = TILES.RAGGED_Q
+    ALL: tl.constexpr = FORM.VARLEN  # any part may be ragged
     part0 = _load_part_of_queries(
-        q_rows, do_rows, out_rows, lse_ptr, 0, T_q, FORM, PART0, RAGGED and PART1 == 0
+        q_rows, do_rows, out_rows, lse_ptr, 0, T_q, FORM, PART0, ALL or (RAGGED and PART1 == 0)
     )
     dq = (tl.zeros((PART0, FORM.BLOCK_D0), dtype=tl.float32),)
     if PART1 == 0:
         parts = (part0,)
     else:
         part1 = _load_part_of_queries(
-            q_rows, do_rows, out_rows, lse_ptr, PART0, T_q, FORM, PART1, RAGGED and PART2 == 0
+            q_rows,
+            do_rows,
+            out_rows,
+            lse_ptr,
+            PART0,
+            T_q,
+            FORM,
+            PART1,
+            ALL or (RAGGED and PART2 == 0),
         )
         dq += (tl.zeros((PART1, FORM.BLOCK_D0), dtype=tl.float32),)
         if PART2 == 0:
@@ -195,37 +223,42 @@ def _one_pass_head(
 @triton.jit
 def _attention_bwd_one_pass_kernel(
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
-    num_heads, H, T_q, T_kv, stride_dq_t, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, num_heads, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     scale, threshold, keep_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
     RAGGED_Q: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, HAS_DBIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
 ):  # fmt: skip
     do = Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h)
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
     k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
     v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)
-    dropout = ()
+    dropout, packing = (), ()
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
-    FORM: tl.constexpr = Form(D, BLOCK_D, 0, PRECISION, "none", IS_CAUSAL, HAS_DROPOUT, FENCE)
+    if VARLEN:
+        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
+    FORM: tl.constexpr = Form(
+        D, BLOCK_D, 0, PRECISION, "none", IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
+    )
     TILES: tl.constexpr = Tiles(BLOCK_KV, TAIL_KV, ONE_KV, PART0, PART1, PART2, RAGGED_Q)
     scores = Scores(T_q, T_kv, scale, (), dropout, 0)
     first = tl.program_id(0) * HEADS
     if HEADS == 1:
         _one_pass_head(
-            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, first.to(tl.int64), H,
-            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
+            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
+            first.to(tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
         )  # fmt: skip
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
         for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _one_pass_head(
-                dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr,
+                dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
                 tl.cast(head, tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
                 HAS_DBIAS,
             )  # fmt: skip

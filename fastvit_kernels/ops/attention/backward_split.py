@@ -18,19 +18,23 @@ from .tiles import (
     Form,
     Heads,
     Mask,
+    Packing,
     Scores,
     accumulate,
     fence_async,
     full_tiles,
     head_rows,
-    head_scores,
     keeps_invariants,
+    kept_rows,
     load_head,
     packed_rows,
     padded,
     product_over_d,
     row_ptr,
+    sample_of,
     scaled_head,
+    seen_tiles,
+    shown_keys,
     softmax_grad,
     store_head,
     zeros_head,
@@ -86,11 +90,13 @@ def _dq_query_tile(
     dq = zeros_head(FORM, BLOCK_Q)
 
     full_kv = full_tiles(T_kv, WALK.BLOCK, WALK.TAIL) * WALK.BLOCK
-    end_kv = full_kv
+    first_kv, end_kv = 0, full_kv
     if FORM.IS_CAUSAL:
         end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK) * WALK.BLOCK)
-    tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-    for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
+    if FORM.MASK == "keys":
+        first_kv, end_kv = seen_tiles(scores, T_kv, WALK.BLOCK)
+    tl.assume(end_kv > first_kv)  # with a way around the loop ptxas would wait for each wgmma
+    for start_kv in tl.range(first_kv, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
         dq = _dq_step(
             dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
             WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
@@ -106,7 +112,7 @@ def _dq_query_tile(
 @triton.jit
 def _attention_bwd_dq_kernel(
     dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
-    H, T_q, T_kv, stride_dq_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
@@ -114,35 +120,45 @@ def _attention_bwd_dq_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T_q, BLOCK_Q)
     pid_q = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
-    b, h = head // H, head % H
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
-    mask, dropout = (), ()
+    FORM: tl.constexpr = Form(
+        D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
+    )
+    mask, dropout, packing = (), (), ()
     if MASK != "none":
         mask = Mask(
             mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
         )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
-    scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)
-    dq_rows = packed_rows(dq_ptr, stride_dq_t, b, h, T_q, D)
-    out_rows = packed_rows(out_ptr, H * D, b, h, T_q, D)
-    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
-    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
-    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
-    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
-    delta_ptr = row_ptr(delta_ptr, head, T_q)
-    lse_ptr = row_ptr(lse_ptr, head, T_q)
+    if VARLEN:
+        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
+    scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
+    sample, scores = sample_of(packing, scores, head, H, FORM)
+    dq_rows = packed_rows(dq_ptr, stride_dq_t, sample.first_q, sample, D)
+    out_rows = packed_rows(out_ptr, H * D, sample.first_q, sample, D)
+    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), sample)
+    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), sample)
+    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
+    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
+    delta_ptr = row_ptr(delta_ptr, sample)
+    lse_ptr = row_ptr(lse_ptr, sample)
     WALK: tl.constexpr = Walk(BLOCK_KV, TAIL_KV)
     start_q = pid_q * BLOCK_Q
-    _dq_query_tile(
-        dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
-        scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
-    )  # fmt: skip
+    if not VARLEN:
+        _dq_query_tile(
+            dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
+            scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
+        )  # fmt: skip
+    elif start_q < scores.T_q:
+        _dq_query_tile(
+            dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
+            scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -164,7 +180,8 @@ def _dkdv_step(
     fence_async(scores, FORM)
     s_t = product_over_d(k, q, FORM)
     dp_t = product_over_d(v, do, FORM)
-    # Keys that are not there fill rows of s_t that nobody stores: no check of theirs is needed.
+    # Keys that are not there fill rows of s_t that nobody stores, those that a "keys" mask hides
+    # such as end as zeros: no check of theirs is needed.
     p_t, ds_t = softmax_grad(
         s_t, dp_t, lse[None, :], delta[None, :], start_q, start_kv, scores, FORM, False, False
     )
@@ -190,8 +207,12 @@ def _dkdv_key_tile(
     if FORM.IS_CAUSAL:
         # where all full tiles lie before the key, the last one: it adds zeros
         first_q = tl.minimum(full_q - BLOCK_Q, start_kv // BLOCK_Q * BLOCK_Q)
-    tl.assume(full_q > first_q)
-    for start_q in tl.range(first_q, full_q, BLOCK_Q, disable_licm=keeps_invariants()):
+    end_q = full_q
+    if FORM.MASK == "keys":  # no key of the tile: one step, of which nothing is kept
+        shown = shown_keys(start_kv, scores, BLOCK_KV)
+        end_q = tl.where(tl.max(shown.to(tl.int32), axis=0) > 0, full_q, BLOCK_Q)
+    tl.assume(end_q > first_q)
+    for start_q in tl.range(first_q, end_q, BLOCK_Q, disable_licm=keeps_invariants()):
         dk, dv = _dkdv_step(
             dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores, FORM,
             BLOCK_Q, TAIL_Q == BLOCK_Q,
@@ -201,6 +222,8 @@ def _dkdv_key_tile(
             dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, start_kv, scores, FORM,
             TAIL_Q, True,
         )  # fmt: skip
+    if FORM.MASK == "keys":
+        dk, dv = kept_rows(dk, shown, FORM), kept_rows(dv, shown, FORM)
     dk = scaled_head(dk, scores.scale, FORM)
     store_head(dk_rows, dk, start_kv, T_kv, FORM, BLOCK_KV)
     store_head(dv_rows, dv, start_kv, T_kv, FORM, BLOCK_KV)
@@ -209,7 +232,7 @@ def _dkdv_key_tile(
 @triton.jit
 def _attention_bwd_dkdv_kernel(
     dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-    H, T_q, T_kv, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
@@ -217,32 +240,42 @@ def _attention_bwd_dkdv_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
-    b, h = head // H, head % H
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
-    mask, dropout = (), ()
+    FORM: tl.constexpr = Form(
+        D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
+    )
+    mask, dropout, packing = (), (), ()
     if MASK != "none":
         mask = Mask(
             mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
         )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
-    scores = head_scores(Scores(T_q, T_kv, scale, mask, dropout, 0), b, h, head, FORM)
-    dk_rows = packed_rows(dk_ptr, stride_dk_t, b, h, T_kv, D)
-    dv_rows = packed_rows(dv_ptr, stride_dk_t, b, h, T_kv, D)
-    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), b, h)
-    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), b, h)
-    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), b, h)
-    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), b, h)
-    lse_ptr = row_ptr(lse_ptr, head, T_q)
-    delta_ptr = row_ptr(delta_ptr, head, T_q)
+    if VARLEN:
+        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
+    scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
+    sample, scores = sample_of(packing, scores, head, H, FORM)
+    dk_rows = packed_rows(dk_ptr, stride_dk_t, sample.first_kv, sample, D)
+    dv_rows = packed_rows(dv_ptr, stride_dk_t, sample.first_kv, sample, D)
+    do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), sample)
+    q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), sample)
+    k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
+    v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
+    lse_ptr = row_ptr(lse_ptr, sample)
+    delta_ptr = row_ptr(delta_ptr, sample)
     WALK: tl.constexpr = Walk(BLOCK_Q, TAIL_Q)
     start_kv = pid_kv * BLOCK_KV
-    _dkdv_key_tile(
-        dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
-        scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
-    )  # fmt: skip
+    if not VARLEN:
+        _dkdv_key_tile(
+            dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
+            scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
+        )  # fmt: skip
+    elif start_kv < scores.T_kv:
+        _dkdv_key_tile(
+            dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
+            scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
+        )  # fmt: skip

@@ -7,8 +7,8 @@ for a tile with less than 16 rows a warp is computed by several warps alike. Hea
 a power of two and a rest (D = 72 -> 64 + 16).
 
 A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
-of queries and keys, by its upper end; mask one of "none", "causal", "bool", "add", or with dropout
-"none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, "scarce" where
+of queries and keys, by its upper end; mask one of "none", "causal", "keys" (boolean, by key),
+"bool", "add", "varlen" (packed sequences), or with dropout "none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, "scarce" where
 there is less than one, else "few". Not yet measured: the compile command chose the configs, so that
 no default spills on sm_80 and sm_90, and that wgmma on sm_90 stays in flight and is at least 16
 columns wide.
@@ -260,9 +260,9 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
-def _has_tensor(mask: str) -> bool:
+def _has_tensor(mask: str, *others: str) -> bool:
     """A mask that is loaded takes registers: its tiles are those of the widest heads."""
-    return mask.startswith(("bool", "add"))
+    return mask.startswith(("bool", "add", *others))
 
 
 def _default_one_pass(
@@ -369,7 +369,7 @@ def _one_pass_fits(
     gpu: Gpu, config: OnePassConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
     parts = query_parts(tokens)
-    if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or _has_tensor(mask):
+    if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or _has_tensor(mask, "keys"):
         return False
     if ITEMSIZE[dtype] == 4 and (tokens > 64 or D > 32 or config != ONE_PASS_FP32):
         return False  # at D = 64 it spills by four warps, and by eight TF32 products are 8 wide

@@ -17,13 +17,13 @@ from .tiles import (
     Form,
     Heads,
     Mask,
+    Packing,
     Scores,
     accumulate,
     dropout_keep,
     fence_async,
     full_tiles,
     head_rows,
-    head_scores,
     keeps_invariants,
     load_head,
     mask_scores,
@@ -31,8 +31,10 @@ from .tiles import (
     padded,
     product_over_d,
     row_ptr,
+    sample_of,
     save_lse,
     scaled_head,
+    seen_tiles,
     store_head,
     zeros_head,
 )
@@ -82,15 +84,25 @@ def _attend(
 
 @triton.jit
 def _fwd_head(
-    out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM: tl.constexpr, TILES: tl.constexpr
-):
+    out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
     """Query tile pid_q of one head, head = b * H + h."""
+    sample, scores = sample_of(packing, scores, head, H, FORM)
+    if not FORM.VARLEN:
+        _fwd_tile(out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM, TILES)
+    elif pid_q * TILES.BLOCK_Q < scores.T_q:
+        _fwd_tile(out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM, TILES)
+
+
+@triton.jit
+def _fwd_tile(
+    out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM: tl.constexpr, TILES: tl.constexpr
+):
     T_q, T_kv = scores.T_q, scores.T_kv
-    b, h = head // H, head % H
-    out_rows = packed_rows(out_ptr, H * FORM.D, b, h, T_q, FORM.D)
-    lse_ptr = row_ptr(lse_ptr, head, T_q)
-    q_rows, k_rows, v_rows = head_rows(q, b, h), head_rows(k, b, h), head_rows(v, b, h)
-    scores = head_scores(scores, b, h, head, FORM)
+    out_rows = packed_rows(out_ptr, H * FORM.D, sample.first_q, sample, FORM.D)
+    lse_ptr = row_ptr(lse_ptr, sample)
+    q_rows, k_rows, v_rows = head_rows(q, sample), head_rows(k, sample), head_rows(v, sample)
     BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
     start_q = pid_q * BLOCK_Q
     offs_q = start_q + tl.arange(0, BLOCK_Q)
@@ -109,11 +121,13 @@ def _fwd_head(
         )  # fmt: skip
     else:
         full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
-        end_kv = full_kv
+        first_kv, end_kv = 0, full_kv
         if FORM.IS_CAUSAL:
             end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
+        if FORM.MASK == "keys":
+            first_kv, end_kv = seen_tiles(scores, T_kv, BLOCK_KV)
+        tl.assume(end_kv > first_kv)  # with a way around the loop ptxas would wait for each wgmma
+        for start_kv in tl.range(first_kv, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
                 BLOCK_KV, CHECK_KV, False,
@@ -137,7 +151,8 @@ def _fwd_head(
 
 @triton.jit
 def _attention_fwd_kernel(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, num_heads, H, T_q, T_kv,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, cu_seqlens_ptr,
+    num_heads, H, T_q, T_kv, total, stride_rows_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
@@ -145,20 +160,24 @@ def _attention_fwd_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
     ONE_KV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
     k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
     v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)
-    mask, dropout = (), ()
+    mask, dropout, packing = (), (), ()
     if MASK != "none":
         mask = Mask(
             mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
         )
     if HAS_DROPOUT:
         dropout = Dropout(seed_ptr, threshold, keep_scale)
+    if VARLEN:
+        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
     scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
-    FORM: tl.constexpr = Form(D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE)
+    FORM: tl.constexpr = Form(
+        D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
+    )
     TILES: tl.constexpr = Tiles(BLOCK_Q, RAGGED_Q, BLOCK_KV, TAIL_KV, ONE_KV)
     # Query tiles of a head are neighbours: its keys and values stay in L2.
     num_tiles = tl.cdiv(T_q, BLOCK_Q)
@@ -166,10 +185,10 @@ def _attention_fwd_kernel(
     first = tl.program_id(0) // num_tiles * HEADS
     if HEADS == 1:
         head = first.to(tl.int64)
-        _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)
+        _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
         for i in tl.range(first, last, disable_licm=keeps_invariants()):
             head = tl.cast(i, tl.int64)
-            _fwd_head(out_ptr, lse_ptr, q, k, v, pid_q, head, H, scores, FORM, TILES)
+            _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)

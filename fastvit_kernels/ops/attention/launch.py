@@ -43,8 +43,22 @@ from .forward import _attention_fwd_kernel
 ROW_PAD = 4  # as tiles.ROW_PAD
 
 
+class Packing(NamedTuple):
+    """Sequences one after the other in (1, total, H, D): b is cu_seqlens[b] ... cu_seqlens[b + 1]."""
+
+    cu_seqlens: Tensor  # (B + 1,) int32, on the device
+    max_seqlen: int  # at least the longest; the grid is made for it
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+
 class Problem(NamedTuple):
-    """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags."""
+    """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags.
+
+    Of sequences of their own lengths (mask "varlen") B is their number, T_q and T_kv the longest.
+    """
 
     gpu: Gpu
     dtype: torch.dtype
@@ -63,14 +77,24 @@ class Problem(NamedTuple):
         return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
 
     def kernel_mask(self) -> str:
-        return "none" if self.mask == "causal" else self.mask
+        return "none" if self.mask in ("causal", "varlen") else self.mask
+
+    def tail(self, T: int, block: int, smallest: int, axis: str) -> int:
+        """`tail_tile`; all tiles are masked where the kernel alone knows which keys there are."""
+        if self.mask == "varlen" or (self.mask == "keys" and axis == "KV"):
+            return block
+        return tail_tile(T, block, smallest)
+
+    def is_ragged(self, T: int, block: int) -> bool:
+        """Whether the last tile of rows that programs own may not be full."""
+        return self.mask == "varlen" or T % block != 0
 
     def flags(self) -> dict[str, Any]:
         # sm_100: Triton's pipeliner cannot predicate the assembly of tiles.fence_async
         fence = self.gpu.arch == "sm_90" and needs_fence(self.gpu, self.dtype, self.precision)
         return dict(
             D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
-            HAS_DROPOUT=self.dropout, FENCE=fence,
+            HAS_DROPOUT=self.dropout, FENCE=fence, VARLEN=self.mask == "varlen",
         )  # fmt: skip
 
 
@@ -98,8 +122,8 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
     options = dict(
         BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-        BLOCK_Q=block_q, RAGGED_Q=T_q % block_q != 0,
-        BLOCK_KV=block_kv, TAIL_KV=tail_tile(T_kv, block_kv, config.tail),
+        BLOCK_Q=block_q, RAGGED_Q=problem.is_ragged(T_q, block_q),
+        BLOCK_KV=block_kv, TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
         ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -115,8 +139,9 @@ def _split_launch(
     block_loop = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
     options = {
         "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
-        f"BLOCK_{own}": config.own, f"RAGGED_{own}": T_own % config.own != 0,
-        f"BLOCK_{loop}": block_loop, f"TAIL_{loop}": tail_tile(T_loop, block_loop, config.tail),
+        f"BLOCK_{own}": config.own, f"RAGGED_{own}": problem.is_ragged(T_own, config.own),
+        f"BLOCK_{loop}": block_loop,
+        f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     grid = (triton.cdiv(T_own, config.own) * B * H,)
@@ -145,9 +170,9 @@ def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
     assert parts is not None
     options = dict(
         BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
-        TAIL_KV=tail_tile(T_kv, config.block_kv, config.tail),
+        TAIL_KV=problem.tail(T_kv, config.block_kv, config.tail, "KV"),
         PART0=parts[0], PART1=parts[1], PART2=parts[2],
-        RAGGED_Q=sum(parts) != T_q, HEADS=config.heads,
+        RAGGED_Q=problem.is_ragged(T_q, sum(parts)), HEADS=config.heads,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     grid = (triton.cdiv(B * H, config.heads),)
@@ -159,6 +184,13 @@ def dropout_arguments(dropout_p: float) -> tuple[int, float]:
     return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
 
 
+def _is_of_keys(mask: Tensor) -> bool:
+    """Whether a boolean mask is alike for all heads and queries, by its strides."""
+    return mask.dtype is torch.bool and all(
+        n == 1 or stride == 0 for n, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)
+    )
+
+
 def mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
     """(batch, H, T_q, T_kv) in any strides, or 1 of any -> pointer, batch and strides."""
     if mask is None:
@@ -168,25 +200,51 @@ def mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]
 
 
 def problem_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool
-) -> tuple[Any, ...]:
+    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool,
+    packing: Packing | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The fields of configs.Problem."""
-    if mask is None:
+    shape, T_kv = q.shape, k.shape[1]
+    if packing is not None:
+        assert mask is None and not is_causal
+        kind, T_kv = "varlen", packing.max_seqlen
+        shape = torch.Size((packing.num_sequences, T_kv, *q.shape[2:]))
+    elif mask is None:
         kind = "causal" if is_causal else "none"
+    elif _is_of_keys(mask):
+        kind = "keys"
     else:
         kind = "bool" if mask.dtype is torch.bool else "add"
     dropout, precision = seed is not None, input_precision()
-    return gpu(q.device), q.dtype, q.shape, k.shape[1], kind, dropout, precision
+    return gpu(q.device), q.dtype, shape, T_kv, kind, dropout, precision
 
 
-def _bth(x: Tensor) -> tuple[int, ...]:
-    """Strides of a (B, T, H, D) view."""
-    return x.stride()[:3]
+def _bth(x: Tensor, packing: Packing | None = None) -> tuple[int, ...]:
+    """Strides of a (B, T, H, D) view; the first of packed sequences is what their first tokens,
+    which cu_seqlens gives, are multiplied by."""
+    stride_b, stride_t, stride_h, _ = x.stride()
+    return stride_b if packing is None else stride_t, stride_t, stride_h
 
 
-def empty_rows(q: Tensor) -> Tensor:
-    """One fp32 number a query of q (B, T, H, D): (B, H, T), each row padded to 16 bytes."""
+def _sequences(
+    q: Tensor, rows: Tensor, packing: Packing | None
+) -> tuple[Tensor | None, tuple[int | None, int | None]]:
+    """cu_seqlens, all tokens, the stride between heads of lse and delta; None is compiled away."""
+    if packing is None:
+        return None, (None, None)
+    return packing.cu_seqlens, (q.shape[1], rows.stride(0))
+
+
+def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
+    """One fp32 number a query of q (B, T, H, D): (B, H, T), each row padded to 16 bytes.
+
+    Of packed sequences (H, length): that of b begins at 4 (cu_seqlens[b] // 4 + b), so that each
+    is padded too and none needs to know another's length.
+    """
     B, T, H, _ = q.shape
+    if packing is not None:
+        length = (T // ROW_PAD + packing.num_sequences) * ROW_PAD
+        return torch.empty((H, length), dtype=torch.float32, device=q.device)
     length = -(-T // ROW_PAD) * ROW_PAD
     strides = (H * length, length, 1)
     rows = empty_strided((B, H, length), strides, dtype=torch.float32, device=q.device)
@@ -195,6 +253,8 @@ def empty_rows(q: Tensor) -> Tensor:
 
 def padded_rows(lse: Tensor) -> Tensor:
     """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
+    if lse.ndim == 2:  # of packed sequences
+        return lse.contiguous()
     B, H, T = lse.shape
     length = -(-T // ROW_PAD) * ROW_PAD
     end = 4 * (lse.storage_offset() + B * H * length)
@@ -206,12 +266,20 @@ def padded_rows(lse: Tensor) -> Tensor:
 def launch_fwd(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+    packing: Packing | None = None,
 ) -> None:  # fmt: skip
-    launch = fwd_launch(*problem_of(q, k, mask, seed, is_causal))
+    """Fill out (B, T, H, D) and lse (`empty_rows`).
+
+    mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
+    packing: with it B is 1, and there is no mask.
+    """
+    launch = fwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
     mask, mask_strides = mask_arguments(mask)
+    cu_seqlens, totals = _sequences(q, lse, packing)
+    strides = (*_bth(q, packing), *_bth(k, packing), *_bth(v, packing))
     with device_guard(q):
         _attention_fwd_kernel[launch.grid](
-            out, lse, q, k, v, mask, seed, *launch.sizes, *_bth(q), *_bth(k), *_bth(v),
+            out, lse, q, k, v, mask, seed, cu_seqlens, *launch.sizes, *totals, *strides,
             *mask_strides, scale, *dropout_arguments(dropout_p), **launch.options,
         )  # fmt: skip
 
@@ -230,7 +298,7 @@ def bias_partials(q: Tensor, has_dropout: bool) -> int:
 def launch_bwd(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool, dbias: Tensor | None = None,
+    is_causal: bool, dbias: Tensor | None = None, packing: Packing | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
@@ -238,32 +306,34 @@ def launch_bwd(
 
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
+    mask, packing: as for `launch_fwd`.
     """
-    one_pass, split = bwd_launch(*problem_of(q, k, mask, seed, is_causal))
+    one_pass, split = bwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
     assert dbias is None or (mask is None and seed is None and one_pass is not None)
     lse = padded_rows(lse)
-    strides = (*_bth(dout), *_bth(q), *_bth(k), *_bth(v))
+    strides = tuple(n for x in (dout, q, k, v) for n in _bth(x, packing))
+    cu_seqlens, totals = _sequences(q, lse, packing)
     scalars = (scale, *dropout_arguments(dropout_p))
     if one_pass is not None:
         with device_guard(q):
             _attention_bwd_one_pass_kernel[one_pass.grid](
-                dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, *one_pass.sizes,
-                dq.stride(1), dk.stride(1), *strides, *scalars, HAS_DBIAS=dbias is not None,
+                dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
+                *totals, dq.stride(1), dk.stride(1), *strides, *scalars, HAS_DBIAS=dbias is not None,
                 **one_pass.options,
             )  # fmt: skip
         return None
     assert split is not None
     for_dq, for_dkdv = split
     mask, mask_strides = mask_arguments(mask)
-    delta = empty_rows(q)
+    delta = empty_rows(q, packing)
     with device_guard(q):
         _attention_bwd_dq_kernel[for_dq.grid](
-            dq, delta, dout, q, k, v, out, lse, mask, seed, *for_dq.sizes,
-            dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
+            dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
+            *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
         )  # fmt: skip
         _attention_bwd_dkdv_kernel[for_dkdv.grid](
-            dk, dv, dout, q, k, v, lse, delta, mask, seed, *for_dkdv.sizes,
-            dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
+            dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
+            *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
         )  # fmt: skip
     return delta
 

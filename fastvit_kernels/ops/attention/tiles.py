@@ -18,6 +18,7 @@ LOG2_E = constant(1.4426950408889634)
 PHILOX_ROUNDS = constant(7)
 # Rows of lse and delta are padded to 16 bytes, one copy; lse +inf there makes p exactly 0.
 ROW_PAD = constant(4)
+KEYS_AT_ONCE = constant(1024)  # of a mask, to find which tiles it shows
 HIDDEN = constant(1e30)  # additive masks reach from -HIDDEN to HIDDEN, in unscaled scores
 ALL_HIDDEN = constant(1e32)  # lse is minus this times the number of keys: `save_lse`
 
@@ -29,10 +30,11 @@ class Form(NamedTuple):
     BLOCK_D0: Any
     BLOCK_D1: Any  # 0 where one part holds all columns
     PRECISION: Any
-    MASK: Any  # "none", "bool" or "add"
+    MASK: Any  # "none", "keys" (B, T_kv), "bool" or "add"
     IS_CAUSAL: Any
     HAS_DROPOUT: Any
     FENCE: Any  # `fence_async` is needed
+    VARLEN: Any  # samples are sequences of their own lengths: `Packing`
 
 
 class Heads(NamedTuple):
@@ -63,6 +65,24 @@ class Mask(NamedTuple):
     stride_h: Any
     stride_q: Any
     stride_kv: Any
+
+
+class Packing(NamedTuple):
+    """Sequences one after the other: b is the tokens cu_seqlens[b] ... cu_seqlens[b + 1] - 1."""
+
+    cu_seqlens_ptr: Any
+    total: Any  # tokens of all sequences
+    stride_rows_h: Any  # between heads of lse and of delta
+
+
+class Sample(NamedTuple):
+    """Where one head of a sample lies."""
+
+    b: Any  # what stride_b multiplies; of a sequence its first token, and stride_b is stride_t
+    h: Any
+    first_q: Any  # among the queries of all samples
+    first_kv: Any
+    row: Any  # offset of its row of lse and delta
 
 
 class Dropout(NamedTuple):
@@ -103,25 +123,42 @@ def full_tiles(T, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def head_rows(x, b, h):
-    """Head h of sample b; b is an int64."""
-    return Rows(x.ptr + tl.multiple_of(b * x.stride_b + h * x.stride_h, 8), x.stride_t)
+def sample_of(packing, scores, head, H, FORM: tl.constexpr):
+    """The sample of a head, head = b * H + h, an int64, and the scores of that head.
 
-
-@triton.jit
-def packed_rows(ptr, stride_t, b, h, T, D: tl.constexpr):
-    """As `head_rows`, of a tensor whose samples are T tokens and whose heads are D apart."""
-    return Rows(ptr + (b * T * stride_t + h * D), stride_t)
-
-
-@triton.jit
-def head_scores(scores, b, h, head, FORM: tl.constexpr):
-    """The scores of one head of a call."""
+    Whatever cu_seqlens holds, no token past `total` is touched, nor more than the T of a launch.
+    """
+    b, h = head // H, head % H
+    T_q, T_kv = scores.T_q, scores.T_kv
+    if FORM.VARLEN:
+        first = tl.load(packing.cu_seqlens_ptr + b)
+        last = tl.load(packing.cu_seqlens_ptr + b + 1)
+        first = tl.minimum(tl.maximum(first, 0), packing.total)
+        T_q = tl.minimum(tl.maximum(tl.minimum(last, packing.total) - first, 0), T_q)
+        T_kv = T_q
+        row = h * packing.stride_rows_h + (first // ROW_PAD + b) * ROW_PAD
+        first = first.to(tl.int64)
+        sample = Sample(first, h, first, first, row)
+    else:
+        sample = Sample(b, h, b * T_q, b * T_kv, head * padded(T_q))
     mask = scores.mask
     if FORM.MASK != "none":
-        first = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)
-        mask = Mask(first, 1, 0, 0, mask.stride_q, mask.stride_kv)
-    return Scores(scores.T_q, scores.T_kv, scores.scale, mask, scores.dropout, head)
+        start = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)
+        mask = Mask(start, 1, 0, 0, mask.stride_q, mask.stride_kv)
+    return sample, Scores(T_q, T_kv, scores.scale, mask, scores.dropout, head)
+
+
+@triton.jit
+def head_rows(x, sample):
+    """The head of a sample."""
+    offset = sample.b * x.stride_b + sample.h * x.stride_h
+    return Rows(x.ptr + tl.multiple_of(offset, 8), x.stride_t)
+
+
+@triton.jit
+def packed_rows(ptr, stride_t, first, sample, D: tl.constexpr):
+    """As `head_rows`, of a tensor whose heads are D apart and whose samples follow one another."""
+    return Rows(ptr + (first * stride_t + sample.h * D), stride_t)
 
 
 @triton.jit
@@ -131,9 +168,34 @@ def padded(T):
 
 
 @triton.jit
-def row_ptr(ptr, head, T):
+def row_ptr(ptr, sample):
     """The head's row of lse or delta."""
-    return ptr + tl.multiple_of(head * padded(T), 4)
+    return ptr + tl.multiple_of(sample.row, 4)
+
+
+@triton.jit
+def seen_tiles(scores, T_kv, BLOCK_KV: tl.constexpr):
+    """Where the tiles begin and end that hold all keys which a "keys" mask shows; the first tile
+    where it shows none: loops need one."""
+    mask = scores.mask
+    first, end = T_kv, 0
+    for start in tl.range(0, T_kv, KEYS_AT_ONCE):
+        offs_kv = start + tl.arange(0, KEYS_AT_ONCE)
+        keys = tl.load(
+            mask.ptr + offs_kv.to(tl.int64) * mask.stride_kv, mask=offs_kv < T_kv, other=0
+        )
+        first = tl.minimum(first, tl.min(tl.where(keys != 0, offs_kv, T_kv), axis=0))
+        end = tl.maximum(end, tl.max(tl.where(keys != 0, offs_kv + 1, 0), axis=0))
+    first = tl.where(end == 0, 0, first // BLOCK_KV * BLOCK_KV)
+    return first, tl.maximum(tl.cdiv(end, BLOCK_KV) * BLOCK_KV, BLOCK_KV)
+
+
+@triton.jit
+def shown_keys(start_kv, scores, BLOCK_KV: tl.constexpr):
+    """Which keys of a tile a "keys" mask shows."""
+    offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+    ptrs = scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.stride_kv
+    return tl.load(ptrs, mask=offs_kv < scores.T_kv, other=0) != 0
 
 
 @triton.jit
@@ -255,6 +317,16 @@ def scaled_head(x, factor, FORM: tl.constexpr):
 
 
 @triton.jit
+def kept_rows(x, keep, FORM: tl.constexpr):
+    """x with zeros in the rows that are not kept, whatever was in them."""
+    x0 = tl.where(keep[:, None], x[0], 0.0)
+    if FORM.BLOCK_D1 > 0:
+        return x0, tl.where(keep[:, None], x[1], 0.0)
+    else:
+        return (x0,)
+
+
+@triton.jit
 def fence_async(scores, FORM: tl.constexpr):
     """Lets wgmma that follows read what cp.async wrote before.
 
@@ -293,7 +365,12 @@ def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.c
     q_index and kv_index are shaped to broadcast over s in either orientation.
     """
     mask = scores.mask
-    if FORM.MASK != "none":
+    if FORM.MASK == "keys":
+        if CHECK_KV:
+            ptrs = mask.ptr + kv_index.to(tl.int64) * mask.stride_kv
+            shown = tl.load(ptrs, mask=kv_index < scores.T_kv, other=0) != 0
+            s = tl.where(shown, s, float("-inf"))
+    elif FORM.MASK != "none":
         offs_kv = kv_index.to(tl.int64) * mask.stride_kv
         ptrs = mask.ptr + (q_index.to(tl.int64) * mask.stride_q + offs_kv)
         seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
@@ -304,7 +381,7 @@ def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.c
             # finfo.min / scale would be -inf: what is finite stays so, and swallows the score
             finite = tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)
             s = tl.where(bias == float("-inf"), bias, s + finite)
-    if CHECK_KV:
+    if CHECK_KV and FORM.MASK != "keys":
         s = tl.where(kv_index < scores.T_kv, s, float("-inf"))
     if FORM.IS_CAUSAL:
         s = tl.where(kv_index <= q_index, s, float("-inf"))

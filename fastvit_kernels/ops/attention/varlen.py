@@ -1,0 +1,266 @@
+"""Softmax attention within sequences that lie one after the other: packed images, windows.
+
+    out[t,h] = sum_s softmax_s(scale * q[t,h] . k[s,h]) v[s,h],  s in the sequence of t
+
+Sequence b is the tokens cu_seqlens[b] ... cu_seqlens[b + 1] - 1. Gradient and precision: those of
+`attention` for each sequence alone. The kernels are those of `attention` too: a program reads
+where its sequence lies, and leaves at once where its tile is past the end, so that nothing is
+padded and the host never waits for a length.
+Saved: qkv, out, lse (H, about total) fp32 in log2 units, cu_seqlens.
+Source: arXiv:2307.08691. Specification: `varlen_attention_ref`. Derivation: docs/varlen.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...runtime.arguments import (
+    autocast_dtype,
+    check_device,
+    check_dropout,
+    check_int,
+    check_number,
+    check_tensor,
+    contiguous,
+    empty,
+    needs_gradient,
+)
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable, operator
+from .functions import attention_ref, check_head_dim, default_scale, draw_seed, unsupported_scale
+from .launch import Packing, empty_rows, launch_bwd, launch_fwd, readable
+
+DEBUG = "FASTVIT_KERNELS_DEBUG"  # 1: checks that read values, for which the host waits
+MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
+
+
+def varlen_attention_ref(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The specification of `varlen_attention`: `attention_ref` of each sequence alone."""
+    lengths = lengths_of("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
+    parts = (part.unsqueeze(0) for part in qkv.split(lengths))
+    outs = [attention_ref(part, scale, dropout_p).squeeze(0) for part in parts]
+    return torch.cat(outs) if outs else qkv[:, 0]
+
+
+def lengths_of(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> list[int]:
+    """The lengths of the sequences, of which the host reads the values.
+
+    Raises: ValueError where they are not those of `total` tokens, each at most max_seqlen long.
+    """
+    starts = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"{op}: cu_seqlens must ascend, got {_shown(starts)}")
+    if starts[0] != 0 or starts[-1] != total:
+        raise ValueError(
+            f"{op}: cu_seqlens must go from 0 to {total}, the number of tokens, got "
+            f"{_shown(starts)}"
+        )
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(
+            f"{op}: max_seqlen must be at least the longest sequence, {max(lengths)}, got "
+            f"{max_seqlen}"
+        )
+    return lengths
+
+
+def _shown(starts: list[int]) -> str:
+    return str(starts) if len(starts) <= 8 else f"[{', '.join(map(str, starts[:8]))}, ...]"
+
+
+def check_packing(op: str, cu_seqlens: Tensor, max_seqlen: int, total: int, like: Tensor) -> None:
+    """Raise unless cu_seqlens and max_seqlen can describe `total` tokens, by what the host knows."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype is not torch.int32 or cu_seqlens.layout is not torch.strided:
+        kind = f"{cu_seqlens.dtype} in layout {cu_seqlens.layout}"
+        raise TypeError(f"{op}: cu_seqlens must be a dense tensor of torch.int32, got {kind}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{op}: cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}"
+        )
+    check_device(op, "cu_seqlens", cu_seqlens, like)
+    check_int(op, "max_seqlen", max_seqlen)
+    if total > MAX_TOTAL:
+        raise ValueError(f"{op}: there must be at most {MAX_TOTAL} tokens, got {total}")
+
+
+def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    """As `lengths_of`, under FASTVIT_KERNELS_DEBUG=1 alone: the host waits for the device."""
+    fake = isinstance(cu_seqlens, FakeTensor) or torch.compiler.is_compiling()
+    if os.environ.get(DEBUG) == "1" and not fake:
+        lengths_of(op, cu_seqlens, total, max_seqlen)
+
+
+def _empty_fwd(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total, _, H, D = qkv.shape
+    out = empty((total, H, D), qkv.dtype, qkv.device)
+    return out, empty_rows(out.unsqueeze(0), Packing(cu_seqlens, max_seqlen))
+
+
+def _flops_fwd(qkv, cu_seqlens, seed, max_seqlen, *_, **__):
+    total, _, H, D = qkv  # as if all were of the longest: what the sum of squares is, no shape says
+    return 4 * H * total * max_seqlen * D
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
+def varlen_attention_fwd(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
+    out, lse = _empty_fwd(qkv, cu_seqlens, seed, max_seqlen, scale, dropout_p)
+    if out.numel() and len(cu_seqlens) > 1:
+        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
+        q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
+        launch_fwd(
+            out.unsqueeze(0), lse, q, k, v, None, seed, scale, dropout_p, False, packing
+        )  # fmt: skip
+    return out, lse
+
+
+def _empty_bwd(
+    dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
+    max_seqlen: int, scale: float, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    return empty(qkv.shape, qkv.dtype, qkv.device)
+
+
+def _flops_bwd(dout, qkv, cu_seqlens, out, lse, seed, max_seqlen, *_, **__):
+    total, H, D = dout
+    return 10 * H * total * max_seqlen * D
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
+def varlen_attention_bwd(
+    dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
+    max_seqlen: int, scale: float, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """dqkv (total, 3, H, D), contiguous."""
+    dqkv = _empty_bwd(dout, qkv, cu_seqlens, out, lse, seed, max_seqlen, scale, dropout_p)
+    if out.numel() and len(cu_seqlens) > 1:
+        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
+        q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
+        dq, dk, dv = dqkv.unsqueeze(0).unbind(2)
+        launch_bwd(
+            dq, dk, dv, readable(dout, token_axis=0).unsqueeze(0), q, k, v,
+            out.contiguous().unsqueeze(0), lse, None, seed, scale, dropout_p, False,
+            packing=packing,
+        )  # fmt: skip
+    return dqkv
+
+
+class VarlenDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    dtype: torch.dtype  # to compute in
+    casts: bool  # qkv has another dtype
+    max_seqlen: int
+    scale: float
+    dropout_p: float
+
+
+@differentiable
+class VarlenAttentionFunction(torch.autograd.Function):
+    """qkv -> out. Saves qkv, cu_seqlens, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, qkv, cu_seqlens, seed, decision):
+        out, lse = _forward(qkv, cu_seqlens, seed, decision)
+        ctx.save_for_backward(qkv, cu_seqlens, out, lse, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order("varlen_attention")
+    def backward(ctx, dout):
+        decision = ctx.decision
+        dqkv = ops_for(decision.ops, dout).varlen_attention_bwd(
+            dout, *ctx.saved_tensors, decision.max_seqlen, decision.scale, decision.dropout_p
+        )
+        return dqkv, None, None, None
+
+
+def _forward(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, decision: VarlenDecision
+) -> tuple[Tensor, Tensor]:
+    assert decision.ops is not None
+    return decision.ops.varlen_attention_fwd(
+        qkv, cu_seqlens, seed, decision.max_seqlen, decision.scale, decision.dropout_p
+    )
+
+
+@decide_once
+def _decide(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, dropout_p: float,
+    ops: Routed,
+) -> VarlenDecision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    op = "varlen_attention"
+    check_tensor(op, "qkv", qkv, ndim=4)
+    if qkv.shape[1] != 3:
+        raise ValueError(f"{op}: qkv must be (total, 3, H, D), got {tuple(qkv.shape)}")
+    check_packing(op, cu_seqlens, max_seqlen, qkv.shape[0], like=qkv)
+    D = qkv.shape[3]
+    check_head_dim(op, D)
+    check_dropout(op, dropout_p)
+    scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
+    dtype = autocast_dtype(qkv) or qkv.dtype
+    return VarlenDecision(
+        route(op, ops, unsupported_scale(scale), qkv, cu_seqlens), needs_gradient(qkv), dtype,
+        qkv.dtype != dtype, max_seqlen, scale, dropout_p,
+    )  # fmt: skip
+
+
+def varlen_attention(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Bidirectional softmax attention within each of several packed sequences.
+
+    out[t,h] = sum_s softmax_s(scale * q[t,h].k[s,h]) v[s,h], s in the sequence of t
+
+    Args:
+        qkv: (total, 3, H, D), fp16, bf16 or fp32, read by its strides: the tokens of all sequences,
+            one after the other. D a multiple of 8 up to 256. Under autocast, autocast's dtype.
+        cu_seqlens: (B + 1,) int32 on qkv's device, from 0 to total, ascending: sequence b is the
+            tokens cu_seqlens[b] ... cu_seqlens[b + 1] - 1. Sequences may be empty.
+        max_seqlen: at least the longest sequence. The nearer to it, the fewer programs start only
+            to leave; what it is must be known on the host, which reads nothing of cu_seqlens.
+        scale: multiplies the scores, dimensionless. Default D**-0.5.
+        dropout_p: as for `attention`.
+    Returns:
+        (total, H, D), contiguous, dtype of qkv. Each sequence as `attention` gives it alone.
+    Precision: as `attention`.
+    Saved: qkv, cu_seqlens, out, lse (H, total + at most 4 B) fp32, log2 units.
+    Raises: ValueError, TypeError, such as "varlen_attention: cu_seqlens must be a dense tensor of
+        torch.int32, ..."; on its values in PyTorch's path, and with FASTVIT_KERNELS_DEBUG=1 in the
+        environment (the host then waits for the device at each call). Without it no kernel touches
+        memory outside the tensors, whatever the values; rows that no sequence has are not written.
+    Source: arXiv:2307.08691. Specification: varlen_attention_ref. Derivation: docs/varlen.md.
+    """
+    decision = _decide(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
+    if decision.ops is None:
+        return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
+    check_lengths("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
+    if decision.casts:
+        qkv = qkv.to(decision.dtype)
+    seed = draw_seed(qkv.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward(qkv, cu_seqlens, seed, decision)[0]
+    return decision.ops.VarlenAttentionFunction(qkv, cu_seqlens, seed, decision)
