@@ -64,7 +64,7 @@ def cases(device: torch.device) -> dict[str, Case]:
             for n, x in given.items()
             if x is not None
         }
-        options = op.settings_of(sizes)
+        options = op.settings_of(sizes, device)
         found[name] = Case(
             inputs,
             _first(op, op.function, options),

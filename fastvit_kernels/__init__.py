@@ -14,6 +14,7 @@ from .models.vit import Block, VisionTransformer
 from .ops.attention.functions import attention, qkv_attention
 from .ops.attention.rotary import rope_attention
 from .ops.attention.sdpa import scaled_dot_product_attention
+from .ops.attention.varlen import varlen_attention
 from .ops.common.samples import keep_samples
 from .ops.gated_mlp.functions import gated_mlp
 from .ops.layer_norm import layer_norm, layer_norm_and_input
@@ -63,4 +64,5 @@ __all__ = [
     "set_backend",
     "swap_in",
     "swap_out",
+    "varlen_attention",
 ]

@@ -24,6 +24,7 @@ from ..ops.attention.functions import attention
 from ..ops.attention.launch import Problem
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.attention.varlen import varlen_attention
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from ..ops.common.samples import keep_samples
 from ..ops.gated_mlp.functions import gated_mlp
@@ -312,6 +313,7 @@ def _heads(D: int) -> Callable[[], None]:
             attend = functools.partial(scaled_dot_product_attention, q, k, v)
             for out in (
                 attend(torch.empty(T, T, dtype=torch.bool)),
+                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
                 attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
                 attend(is_causal=True),
                 attend(dropout_p=0.1),
@@ -319,6 +321,19 @@ def _heads(D: int) -> Callable[[], None]:
                 out.backward(torch.empty_like(out))
 
     return step
+
+
+def _packed_sequences() -> None:
+    """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
+    for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
+        cu_seqlens = torch.empty(B + 1, dtype=torch.int32)
+        kinds = [(torch.bfloat16, 0.0)]
+        if D in (32, 64, 80):
+            kinds += [(torch.bfloat16, 0.1), (torch.float32, 0.0)]
+        for dtype, dropout_p in kinds:
+            qkv = torch.empty(16384, 3, 16, D, dtype=dtype, requires_grad=True)
+            out = varlen_attention(qkv, cu_seqlens, longest, dropout_p=dropout_p)
+            out.backward(torch.empty_like(out))
 
 
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
@@ -351,6 +366,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
+    "packed sequences": _packed_sequences,
     "gated MLP": _gated_mlp,
     "patches": _patches,
     "GEMM configs": _gemm_configs,
@@ -362,5 +378,6 @@ LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by k
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
-    "attention, one image", "rotary attention", *(f"attention, D={D}" for D in HEAD_DIMS),
+    "attention, one image", "rotary attention", "packed sequences",
+    *(f"attention, D={D}" for D in HEAD_DIMS),
 }  # fmt: skip

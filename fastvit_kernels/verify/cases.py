@@ -15,6 +15,7 @@ from .entries.linear import LINEAR, MLP
 from .entries.norms import LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT
 from .entries.patch_embed import PATCH_EMBED
 from .entries.rope import ROPE
+from .entries.varlen import VARLEN_ATTENTION
 from .op import Case, Draw, Op, Sizes
 from .plain_vit import model_case
 
@@ -23,7 +24,7 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT, LINEAR, ROPE, ATTENTION,
-        QKV_ATTENTION, ROPE_ATTENTION, SDPA, MLP, GATED_MLP, PATCH_EMBED,
+        QKV_ATTENTION, ROPE_ATTENTION, VARLEN_ATTENTION, SDPA, MLP, GATED_MLP, PATCH_EMBED,
     )
 }  # fmt: skip
 

@@ -218,7 +218,7 @@ class Op:
     check: Callable[[Sizes], Sequence[Example]]  # what `check` runs
     configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
     options: Mapping[str, Option] = field(default_factory=dict)
-    settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # options that follow from sizes
+    settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # what follows from sizes
     integers: Callable[[Any], dict[str, Whole]] = lambda s: {}  # tensors that hold no floats
     fuzz_share: int = 3  # of the random calls
     fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
@@ -246,8 +246,10 @@ class Op:
     def integers_of(self, sizes: Mapping[str, Any]) -> dict[str, Whole]:
         return self.integers(SimpleNamespace(**sizes))
 
-    def settings_of(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        return self.settings(SimpleNamespace(**sizes))
+    def settings_of(self, sizes: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Options that follow from the sizes; tensors among them on the device."""
+        found = self.settings(SimpleNamespace(**sizes))
+        return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in found.items()}
 
     def inputs(self, example: Example, draw: Draw) -> Inputs:
         """Its tensors, the optional ones that it leaves out as None."""
@@ -269,7 +271,7 @@ class Op:
 
     def case(self, example: Example, device: torch.device, dtype: torch.dtype) -> Case:
         """The example on a device, its numbers in a dtype."""
-        options = {**self.settings_of(example.sizes), **example.options}
+        options = {**self.settings_of(example.sizes, device), **example.options}
         return Case(
             self.name + (f", {example.label}" if example.label else ""),
             partial(self.function, **options),

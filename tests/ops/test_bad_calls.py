@@ -32,7 +32,7 @@ class Good:
     def __call__(self) -> dict[str, Any]:
         shapes = self.op.shapes_of(self.op.tiny).items()
         tensors = {n: rand(*s, seed=i, grad=False) for i, (n, s) in enumerate(shapes)}
-        return {**tensors, **self.op.settings_of(self.op.tiny)}
+        return {**tensors, **self.op.settings_of(self.op.tiny, DEVICE)}
 
     def call(self, **arguments: Any) -> Tensor:
         """The first output."""
@@ -465,7 +465,11 @@ def test_bad_calls_after_good_ones(op, name):
 @pytest.mark.parametrize("op", OPS)
 def test_float64_takes_the_torch_path(op):
     """No kernel for it is not an error."""
-    good = {n: x.double() if isinstance(x, Tensor) else x for n, x in GOOD[op]().items()}
+
+    def double(x):
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    good = {n: double(x) for n, x in GOOD[op]().items()}
     y = GOOD[op].call(**good)
     with fk.backend("torch"):
         assert y.dtype is torch.float64 and torch.equal(y, GOOD[op].call(**good))

@@ -105,7 +105,7 @@ def _op(
     shapes = op.shapes_of(sizes)
     fixed = {n: rand(*shapes[n], grad=False) for n, arg in op.args.items()
              if arg.required and not arg.grad}  # fmt: skip
-    options = {**op.settings_of(sizes), **options, **fixed}
+    options = {**op.settings_of(sizes, DEVICE), **options, **fixed}
     shapes = {n: s for n, s in shapes.items() if op.args[n].grad}
 
     def first(function: Any) -> Any:

@@ -72,6 +72,34 @@ def test_sdpa_long_mask_in_the_split_backward():
     _check(_heads(1, 1, 150, 90, 64), attn_mask=rand(150, 90, seed=5, grad=False) > 0)
 
 
+@pytest.mark.parametrize(
+    ("T", "D", "one_row"), [(20, 32, True), (140, 16, True), (140, 72, False)], ids=str
+)
+def test_sdpa_masks_of_keys(T, D, one_row):
+    """No (T, T) mask: (B, 1, 1, T), or expanded to (B, 1, T, T). Holes, tiles without a key."""
+    mask = rand(4, 1, 1, T, seed=5, grad=False) > 0
+    mask[1, ..., :70], mask[2, ..., 70:], mask[3] = False, False, False
+    inputs = _heads(4, 1, T, T, D, torch.bfloat16)
+    seen = mask if one_row else mask.expand(4, 1, T, T)
+    _check(inputs, attn_mask=seen)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    out = scaled_dot_product_attention(*leaves, attn_mask=seen)
+    grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    assert all(x[3].eq(0).all() for x in (out, *grads)), "a sample without a key gives zeros"
+
+
+def test_sdpa_masks_of_keys_pass_over_tiles_without_a_key():
+    """Keys that no program may load are NaN: their products would be."""
+    mask = torch.zeros(1, 1, 1, 300, dtype=torch.bool, device=DEVICE)
+    mask[..., 70:120] = True
+    inputs = _heads(1, 1, 300, 300, 16, torch.bfloat16)
+    with torch.no_grad():
+        for x in (inputs["key"], inputs["value"]):
+            x[:, :, 128:] = float("nan")
+        out = scaled_dot_product_attention(**inputs, attn_mask=mask)
+    assert out.isfinite().all()
+
+
 def test_sdpa_fully_masked_rows_give_zeros():
     mask = torch.ones(10, 40, dtype=torch.bool, device=DEVICE)
     mask[3] = False

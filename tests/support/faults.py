@@ -16,7 +16,9 @@ TESTS = {  # by file of the package
     "ops/attention/forward.py": ATTENTION,
     "ops/attention/backward_one_pass.py": ATTENTION,
     "ops/attention/backward_split.py": ATTENTION,
+    "ops/attention/samples.py": (*ATTENTION, "ops/test_varlen.py"),
     "ops/attention/tiles.py": ATTENTION,
+    "ops/attention/varlen.py": ("ops/test_varlen.py",),
     "ops/attention/functions.py": ATTENTION,
     "ops/attention/launch.py": ATTENTION,
     "ops/attention/rotary.py": ("ops/test_rope_attention.py",),
@@ -849,7 +851,7 @@ FORWARD = [
         "row_max + tl.log2(row_sum)", "row_max + tl.log(row_sum)",
     ),
     Fault(
-        "attention-keep-scale", "ops/attention/forward.py", "_fwd_head",
+        "attention-keep-scale", "ops/attention/forward.py", "_fwd_tile",
         "dropout without the factor 1 / keep",
         "factor *= scores.dropout.keep_scale", "factor *= 1.0",
         only=("ops/test_attention.py::test_attention_dropout",),
@@ -861,12 +863,12 @@ FORWARD = [
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "attention-head", "ops/attention/forward.py", "_fwd_head",
+        "attention-head", "ops/attention/forward.py", "_fwd_tile",
         "every head reads the values of the first",
-        "head_rows(v, b, h)", "head_rows(v, b, 0)",
+        "head_rows(v, sample)", "head_rows(v, sample._replace(h=0))",
     ),
     Fault(
-        "attention-causal-end", "ops/attention/forward.py", "_fwd_head",
+        "attention-causal-end", "ops/attention/forward.py", "_fwd_tile",
         "causal: the tile of keys on the diagonal skipped",
         "tl.cdiv(start_q + BLOCK_Q, BLOCK_KV)", "tl.cdiv(start_q, BLOCK_KV)",
         only=("ops/test_sdpa.py",),
@@ -940,7 +942,7 @@ BACKWARD = [
         "(dk_t * scores.scale)", "(dk_t * 1.0)",
     ),
     Fault(
-        "one-pass-dq-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
+        "one-pass-dq-part", "ops/attention/backward_one_pass.py", "_one_pass_sample",
         "scale forgotten in dq",
         "dq[i] * scores.scale", "dq[i]",
     ),
@@ -950,7 +952,7 @@ BACKWARD = [
         "tl.sum(dq, axis=0) * scale", "tl.sum(dq, axis=0)",
     ),
     Fault(
-        "qkv-bias-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
+        "qkv-bias-part", "ops/attention/backward_one_pass.py", "_one_pass_sample",
         "all parts of the queries leave their sum of dq in one row",
         "row = b * len(parts) + i", "row = b * len(parts)",
     ),
@@ -960,7 +962,7 @@ BACKWARD = [
         "if has_dropout:", "if False:",
     ),
     Fault(
-        "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_head",
+        "one-pass-third-part", "ops/attention/backward_one_pass.py", "_one_pass_sample",
         "the third part of the queries takes the positions of the second",
         "lse_ptr, PART0 + PART1, T_q", "lse_ptr, PART0, T_q",
         only=("ops/test_sdpa.py",),
@@ -996,11 +998,11 @@ BACKWARD = [
     Fault(
         "dkdv-delta-head", "ops/attention/backward_split.py", "_attention_bwd_dkdv_kernel",
         "every sample reads delta of the first",
-        "row_ptr(delta_ptr, head, T_q)", "row_ptr(delta_ptr, h, T_q)",
+        "row_ptr(delta_ptr, sample)", "delta_ptr + head % H * ((T_q + 3) // 4 * 4)",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "tiles-mask-head", "ops/attention/tiles.py", "head_scores",
+        "tiles-mask-head", "ops/attention/samples.py", "sample_of",
         "every head reads the mask of the first",
         "h * mask.stride_h", "0 * mask.stride_h",
         only=("ops/test_sdpa.py",),
@@ -1025,6 +1027,89 @@ BACKWARD = [
         "attention-saved-rows", "ops/attention/launch.py", "padded_rows",
         "rows of lse taken to be padded whatever unpacked them",
         "lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end", "True",
+    ),
+]  # fmt: skip
+
+_VARLEN = ("ops/test_varlen.py",)
+VARLEN = [
+    Fault(
+        "varlen-first-token", "ops/attention/samples.py", "sample_of",
+        "every sequence reads the tokens of the first",
+        "Sample(first, h, first, first, row)", "Sample(first * 0, h, first, first, row)",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-rows", "ops/attention/samples.py", "sample_of",
+        "rows of lse begin in the padding of the sequence before",
+        "(first // ROW_PAD + b) * ROW_PAD", "first // ROW_PAD * ROW_PAD",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-total", "ops/attention/samples.py", "sample_of",
+        "a cu_seqlens that ends past the last token is believed",
+        "tl.minimum(last, packing.total)", "last",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-past-end", "ops/attention/forward.py", "_fwd_head",
+        "the last tile of a sequence left out",
+        "pid_q * TILES.BLOCK_Q < scores.T_q", "(pid_q + 1) * TILES.BLOCK_Q <= scores.T_q",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-key-tail", "ops/attention/launch.py", "Problem.tail",
+        "keys past the end of a sequence are seen where the longest fills its tiles",
+        'self.mask == "varlen" or', "",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-query-tail", "ops/attention/launch.py", "Problem.is_ragged",
+        "queries past the end of a sequence are loaded where the longest fills its tiles",
+        'self.mask == "varlen" or', "",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-part-tail", "ops/attention/backward_one_pass.py", "_one_pass_sample",
+        "one pass: all parts but the last taken to be full",
+        "ALL: tl.constexpr = FORM.VARLEN", "ALL: tl.constexpr = False",
+        only=_VARLEN,
+    ),
+    Fault(
+        "varlen-lengths", "ops/attention/varlen.py", "check_lengths",
+        "the debug switch checks nothing",
+        '== "1"', '== "yes"',
+        only=_VARLEN,
+    ),
+    Fault(
+        "keys-mask", "ops/attention/tiles.py", "mask_scores",
+        "a mask by key hides nothing within a tile",
+        "shown = tl.load(ptrs, mask=kv_index < scores.T_kv, other=0) != 0",
+        "shown = kv_index < scores.T_kv",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "keys-last-tile", "ops/attention/samples.py", "seen_tiles",
+        "the last tile of keys that a mask shows skipped",
+        "tl.cdiv(end, BLOCK_KV) * BLOCK_KV", "(end - 1) // BLOCK_KV * BLOCK_KV",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "keys-first-tile", "ops/attention/samples.py", "seen_tiles",
+        "the first tile of keys that a mask shows skipped",
+        "first // BLOCK_KV * BLOCK_KV)", "tl.cdiv(first, BLOCK_KV) * BLOCK_KV)",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "keys-gradient", "ops/attention/samples.py", "kept_rows",
+        "hidden keys get a gradient",
+        "x0 = tl.where(keep[:, None], x[0], 0.0)", "x0 = x[0]",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "keys-strides", "ops/attention/launch.py", "_key_mask",
+        "a mask that differs from query to query taken for one by key",
+        "for i in (1, 2))", "for i in (1,))",
+        only=("ops/test_sdpa.py",),
     ),
 ]  # fmt: skip
 
@@ -1321,5 +1406,5 @@ MODELS = [
 
 FAULTS: list[Fault] = [
     *SAMPLES, *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE,
-    *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *PATCH_EMBED, *HOSTS, *MODELS,
+    *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *VARLEN, *PATCH_EMBED, *HOSTS, *MODELS,
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fuzz import LAYOUTS, Case, Integers, Spec
 from hypothesis import strategies as st
+from numerics import DEVICE
 
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.cases import OPS
@@ -115,7 +116,7 @@ def _case(draw: Draw, op: Op) -> Case:
     first = next(iter(inputs.values()))
     route = pick(None, "triton") if "residual" in op.args else None
     return Case(
-        op.name, inputs, {**options, **op.settings_of(sizes)}, upstream=draw(_layout(3)),
+        op.name, inputs, {**options, **op.settings_of(sizes, DEVICE)}, upstream=draw(_layout(3)),
         autocast=autocast, route=route, seed=draw(st.integers(0, 2**20)), direct=pick(False, True),
         # an input without a gradient is handed on without one
         first_output=op.outputs > 1 and not op.alike

@@ -19,7 +19,7 @@ def _op(op, **options):
         for name, shape in shapes.items()
         if op.args[name].required and name not in names
     }
-    options = {**op.settings_of(op.tiny), **options, **fixed}
+    options = {**op.settings_of(op.tiny, DEVICE), **options, **fixed}
 
     def function(*tensors):
         result = op.function(**dict(zip(names, tensors, strict=True)), **options)

@@ -22,22 +22,20 @@ from ...runtime.triton import tl, triton
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE, MIN_TILE, split_head_dim
 from .launch import Problem, dropout_arguments, mask_arguments, padded_rows, problem_of
+from .samples import Sample, head_rows, row_ptr
 from .tiles import (
     HIDDEN,
     Dropout,
     Form,
     Heads,
-    Sample,
     Scores,
     dropout_keep,
     fence_async,
-    head_rows,
     keeps_invariants,
     load_head,
     padded,
     probabilities,
     product_over_d,
-    row_ptr,
 )
 
 PROGRAMS_PER_SM = 4  # tiles are dealt until there are as many

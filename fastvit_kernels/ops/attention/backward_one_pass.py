@@ -11,20 +11,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import tl, triton
+from .samples import Packing, head_rows, packed_rows, row_ptr, sample_of
 from .tiles import (
     Dropout,
     Form,
     Heads,
-    Packing,
     Scores,
     fence_async,
-    head_rows,
     keeps_invariants,
     load_part,
-    packed_rows,
     padded,
-    row_ptr,
-    sample_of,
     softmax_grad,
     store_do_sum,
     store_dq_sum,
@@ -122,12 +118,7 @@ def _one_pass_head(
 ):  # fmt: skip
     """dq, dk, dv of one head, head = b * H + h, and row b of the partials of the bias gradient."""
     sample, scores = sample_of(packing, scores, head, H, FORM)
-    if not FORM.VARLEN:
-        _one_pass_sample(
-            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
-            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
-        )  # fmt: skip
-    elif scores.T_q > 0:
+    if not FORM.VARLEN or scores.T_q > 0:
         _one_pass_sample(
             dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
             stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
@@ -223,7 +214,8 @@ def _one_pass_sample(
 @triton.jit
 def _attention_bwd_one_pass_kernel(
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
-    cu_seqlens_ptr, num_heads, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, num_heads, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_dk_t,
+    stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     scale, threshold, keep_scale,

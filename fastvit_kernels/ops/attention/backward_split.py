@@ -13,28 +13,30 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import tl, triton
+from .samples import (
+    Packing,
+    head_rows,
+    kept_rows,
+    packed_rows,
+    row_ptr,
+    sample_of,
+    seen_tiles,
+    shown_keys,
+)
 from .tiles import (
     Dropout,
     Form,
     Heads,
     Mask,
-    Packing,
     Scores,
     accumulate,
     fence_async,
     full_tiles,
-    head_rows,
     keeps_invariants,
-    kept_rows,
     load_head,
-    packed_rows,
     padded,
     product_over_d,
-    row_ptr,
-    sample_of,
     scaled_head,
-    seen_tiles,
-    shown_keys,
     softmax_grad,
     store_head,
     zeros_head,
@@ -112,7 +114,8 @@ def _dq_query_tile(
 @triton.jit
 def _attention_bwd_dq_kernel(
     dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
-    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dq_t,
+    stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
@@ -149,12 +152,7 @@ def _attention_bwd_dq_kernel(
     lse_ptr = row_ptr(lse_ptr, sample)
     WALK: tl.constexpr = Walk(BLOCK_KV, TAIL_KV)
     start_q = pid_q * BLOCK_Q
-    if not VARLEN:
-        _dq_query_tile(
-            dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
-            scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
-        )  # fmt: skip
-    elif start_q < scores.T_q:
+    if not VARLEN or start_q < scores.T_q:
         _dq_query_tile(
             dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
             scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
@@ -232,7 +230,8 @@ def _dkdv_key_tile(
 @triton.jit
 def _attention_bwd_dkdv_kernel(
     dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dk_t, stride_do_b, stride_do_t, stride_do_h,
+    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dk_t,
+    stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
     mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
@@ -269,12 +268,7 @@ def _attention_bwd_dkdv_kernel(
     delta_ptr = row_ptr(delta_ptr, sample)
     WALK: tl.constexpr = Walk(BLOCK_Q, TAIL_Q)
     start_kv = pid_kv * BLOCK_KV
-    if not VARLEN:
-        _dkdv_key_tile(
-            dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
-            scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
-        )  # fmt: skip
-    elif start_kv < scores.T_kv:
+    if not VARLEN or start_kv < scores.T_kv:
         _dkdv_key_tile(
             dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
             scores, FORM, WALK, BLOCK_KV, RAGGED_KV,

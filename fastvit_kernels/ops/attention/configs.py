@@ -8,10 +8,10 @@ a power of two and a rest (D = 72 -> 64 + 16).
 
 A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
 of queries and keys, by its upper end; mask one of "none", "causal", "keys" (boolean, by key),
-"bool", "add", "varlen" (packed sequences), or with dropout "none+dropout" and so on; heads "many" where there are at least MANY_HEADS a SM, "scarce" where
-there is less than one, else "few". Not yet measured: the compile command chose the configs, so that
-no default spills on sm_80 and sm_90, and that wgmma on sm_90 stays in flight and is at least 16
-columns wide.
+"bool", "add", "varlen" (packed sequences), or with dropout "none+dropout" and so on; heads "many"
+where there are at least MANY_HEADS a SM, "scarce" where there is less than one, else "few". Not yet
+measured: the compile command chose the configs, so that no default spills on sm_80 and sm_90, and
+that wgmma on sm_90 stays in flight and is at least 16 columns wide.
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     if long_on_mma and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask.endswith("dropout"):  # its numbers take registers
             return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
+        if mask in ("varlen", "keys"):  # all tiles masked: the larger tile spills at D = 64
+            return _row(FWD_MMA, 2, max(D, 80))
         return _row(FWD_MMA, 2, D)
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
         return FWD_LONG
@@ -244,6 +246,8 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
         return DQ_MMA
+    if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D > 64:
+        return DQ[4, 256]  # the next larger tile spills 16 bytes on sm_80
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
@@ -253,10 +257,13 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV_MMA_ADDED if added_wide else DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
         return DKDV_HOPPER
-    if mask.endswith("dropout") and ITEMSIZE[dtype] == 2 and D <= 128:
+    keys_on_hopper = (gpu.arch, mask) == ("sm_90", "keys") and D > 64  # wgmma would be serialised
+    if (mask.endswith("dropout") or keys_on_hopper) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV[2, 128]
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
         return _row(DKDV_MMA, 2, D)
+    if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D <= 128:
+        return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 

@@ -11,30 +11,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import tl, triton
+from .samples import Packing, head_rows, packed_rows, row_ptr, sample_of, seen_tiles
 from .tiles import (
     LOG2_E,
     Dropout,
     Form,
     Heads,
     Mask,
-    Packing,
     Scores,
     accumulate,
     dropout_keep,
     fence_async,
     full_tiles,
-    head_rows,
     keeps_invariants,
     load_head,
     mask_scores,
-    packed_rows,
     padded,
     product_over_d,
-    row_ptr,
-    sample_of,
     save_lse,
     scaled_head,
-    seen_tiles,
     store_head,
     zeros_head,
 )
@@ -89,9 +84,7 @@ def _fwd_head(
 ):  # fmt: skip
     """Query tile pid_q of one head, head = b * H + h."""
     sample, scores = sample_of(packing, scores, head, H, FORM)
-    if not FORM.VARLEN:
-        _fwd_tile(out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM, TILES)
-    elif pid_q * TILES.BLOCK_Q < scores.T_q:
+    if not FORM.VARLEN or pid_q * TILES.BLOCK_Q < scores.T_q:
         _fwd_tile(out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM, TILES)
 
 

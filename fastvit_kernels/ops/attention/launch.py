@@ -44,7 +44,7 @@ ROW_PAD = 4  # as tiles.ROW_PAD
 
 
 class Packing(NamedTuple):
-    """Sequences one after the other in (1, total, H, D): b is cu_seqlens[b] ... cu_seqlens[b + 1]."""
+    """Sequences one after the other in (1, total, H, D): where each begins, and how long one is."""
 
     cu_seqlens: Tensor  # (B + 1,) int32, on the device
     max_seqlen: int  # at least the longest; the grid is made for it
@@ -318,8 +318,8 @@ def launch_bwd(
         with device_guard(q):
             _attention_bwd_one_pass_kernel[one_pass.grid](
                 dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
-                *totals, dq.stride(1), dk.stride(1), *strides, *scalars, HAS_DBIAS=dbias is not None,
-                **one_pass.options,
+                *totals, dq.stride(1), dk.stride(1), *strides, *scalars,
+                HAS_DBIAS=dbias is not None, **one_pass.options,
             )  # fmt: skip
         return None
     assert split is not None
@@ -329,11 +329,13 @@ def launch_bwd(
     with device_guard(q):
         _attention_bwd_dq_kernel[for_dq.grid](
             dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
-            *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars, **for_dq.options,
+            *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars,
+            **for_dq.options,
         )  # fmt: skip
         _attention_bwd_dkdv_kernel[for_dkdv.grid](
             dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
-            *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars, **for_dkdv.options,
+            *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars,
+            **for_dkdv.options,
         )  # fmt: skip
     return delta
 

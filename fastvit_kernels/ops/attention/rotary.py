@@ -40,7 +40,8 @@ from .functions import (
     torch_sdpa,
     unsupported_scale,
 )
-from .launch import empty_rows, launch_bwd, launch_fwd, readable
+from .launch import Packing, empty_rows, launch_bwd, launch_fwd, readable
+from .varlen import check_lengths, check_packing, varlen_attention_ref
 
 
 def rope_attention_ref(
@@ -60,27 +61,39 @@ def rope_attention_ref(
     eps: float = 1e-6,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """The specification of `rope_attention`: a Linear, `rope_ref`, torch's own attention."""
     D = weight.shape[0] // (3 * num_heads)
     q, k, v = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D)).unbind(2)
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     q, k = rope_ref(q, k, cos, sin, interleaved, prefix_tokens, norm, *norms, eps)
+    if cu_seqlens is not None:
+        assert max_seqlen is not None
+        qkv = torch.stack((q, k, v), 2).squeeze(0)
+        return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale, dropout_p).unsqueeze(0)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
+
+
+def _packing(cu_seqlens: Tensor | None, max_seqlen: int) -> Packing | None:
+    return None if cu_seqlens is None else Packing(cu_seqlens.contiguous(), max_seqlen)
 
 
 def _empty_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, seed: Tensor | None, num_heads: int, interleaved: bool,
-    prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
+    num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     out = x.new_empty((B, T, num_heads, D))
     turned = x.new_empty((B, T, 2, num_heads, D) if norm else (0,))
-    return x.new_empty((B, T, 3, num_heads, D)), turned, out, empty_rows(out)
+    rows = empty_rows(out, _packing(cu_seqlens, max_seqlen))
+    return x.new_empty((B, T, 3, num_heads, D)), turned, out, rows
 
 
 def _flops_fwd(x, weight, *_, **__):
@@ -93,17 +106,19 @@ def _flops_fwd(x, weight, *_, **__):
 def rope_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, seed: Tensor | None, num_heads: int, interleaved: bool,
-    prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
+    num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """qkv (B, T, 3, H, D), of which q and k are turned without a norm; with one these apart,
-    (B, T, 2, H, D); out (B, T, H, D), lse (B, H, T)."""
+    (B, T, 2, H, D); out (B, T, H, D), lse (B, H, T), or of packed sequences as `empty_rows`."""
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     turned = qkv.new_empty((B, T, 2, num_heads, D) if norm else (0,))
     out = qkv.new_empty((B, T, num_heads, D))
-    lse = empty_rows(out)
+    packing = _packing(cu_seqlens, max_seqlen)
+    lse = empty_rows(out, packing)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
@@ -112,14 +127,15 @@ def rope_attention_fwd(
             (turned_q, turned_k), q, k, tables_of(cos, sin),
             Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
         )  # fmt: skip
-        launch_fwd(out, lse, turned_q, turned_k, v, None, seed, scale, dropout_p, False)
+        launch_fwd(out, lse, turned_q, turned_k, v, None, seed, scale, dropout_p, False, packing)
     return qkv, turned, out, lse
 
 
 def _empty_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
-    interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    cu_seqlens: Tensor | None, max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str,
+    eps: float, scale: float, dropout_p: float,
     param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -137,15 +153,16 @@ def _flops_bwd(dout, *_, **__):
 def rope_attention_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
-    interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float, dropout_p: float,
+    cu_seqlens: Tensor | None, max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str,
+    eps: float, scale: float, dropout_p: float,
     param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dqkv (B, T, 3, H, D) of the projection's output; dparams (4, D) of the norms, as in rope;
     dbias (3 H D,) of the projection. The last two are empty where they are not needed."""
     dqkv, dparams, dbias = _empty_bwd(
-        dout, qkv, turned, out, lse, seed, cos, sin, q_norm_weight, k_norm_weight, interleaved,
-        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, bias_dtype, needs_dparams,
-        needs_dbias,
+        dout, qkv, turned, out, lse, seed, cos, sin, q_norm_weight, k_norm_weight, cu_seqlens,
+        max_seqlen, interleaved, prefix_tokens, norm, eps, scale, dropout_p, param_dtype,
+        bias_dtype, needs_dparams, needs_dbias,
     )  # fmt: skip
     if not qkv.numel():
         return dqkv, dparams.zero_(), dbias.zero_()
@@ -154,7 +171,7 @@ def rope_attention_bwd(
     dq, dk, dv = dqkv.unbind(2)
     launch_bwd(
         dq, dk, dv, readable(dout), turned_q, turned_k, v, out.contiguous(), lse, None, seed,
-        scale, dropout_p, False,
+        scale, dropout_p, False, packing=_packing(cu_seqlens, max_seqlen),
     )  # fmt: skip
     tables = tables_of(cos, sin)
     rotation = Rotation(interleaved, prefix_tokens, norm, eps)
@@ -186,6 +203,7 @@ class RopeAttentionDecision(NamedTuple):
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype
     param_dtype: torch.dtype  # of the norms
+    max_seqlen: int
 
 
 @differentiable
@@ -193,12 +211,17 @@ class RopeAttentionFunction(torch.autograd.Function):
     """(x, weight, bias, cos, sin, the norms' parameters) -> out."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, cos, sin, q_weight, q_bias, k_weight, k_bias, seed, decision):
+    def forward(
+        ctx, x, weight, bias, cos, sin, q_weight, q_bias, k_weight, k_bias, seed, cu_seqlens,
+        decision,
+    ):  # fmt: skip
         norms = (q_weight, q_bias, k_weight, k_bias)
         x, weight, qkv, turned, out, lse = _forward(
-            x, weight, bias, cos, sin, norms, seed, decision
+            x, weight, bias, cos, sin, norms, seed, cu_seqlens, decision
         )
-        ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, q_weight, k_weight)
+        ctx.save_for_backward(
+            x, weight, qkv, turned, out, lse, seed, cos, sin, q_weight, k_weight, cu_seqlens
+        )
         ctx.decision = decision
         return out
 
@@ -210,8 +233,8 @@ class RopeAttentionFunction(torch.autograd.Function):
         ops = ops_for(decision.ops, dout)
         needs_dparams = any(needs[5:9])
         dqkv, sums, dbias = ops.rope_attention_bwd(
-            dout, *saved, *decision.rotation, decision.scale, decision.dropout_p,
-            decision.param_dtype, decision.bias_dtype, needs_dparams, needs[2],
+            dout, *saved, decision.max_seqlen, *decision.rotation, decision.scale,
+            decision.dropout_p, decision.param_dtype, decision.bias_dtype, needs_dparams, needs[2],
         )  # fmt: skip
         dx, dweight = ops.qkv_projection_bwd(
             dqkv, x, weight, decision.weight_dtype, list(needs[:2])
@@ -222,13 +245,14 @@ class RopeAttentionFunction(torch.autograd.Function):
             dparams = tuple(dparam if needed else None for dparam, needed in pairs)
         return (
             dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
-            None, None, *dparams, None, None,
+            None, None, *dparams, None, None, None,
         )  # fmt: skip
 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
-    norms: tuple[Tensor | None, ...], seed: Tensor | None, decision: RopeAttentionDecision,
+    norms: tuple[Tensor | None, ...], seed: Tensor | None, cu_seqlens: Tensor | None,
+    decision: RopeAttentionDecision,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """x and weight in the compute dtype, qkv, turned, out, lse."""
     if decision.casts:
@@ -236,8 +260,8 @@ def _forward(
         bias = None if bias is None else bias.to(decision.dtype)
     assert decision.ops is not None
     return x, weight, *decision.ops.rope_attention_fwd(
-        x, weight, bias, cos, sin, *norms, seed, decision.num_heads, *decision.rotation,
-        decision.scale, decision.dropout_p,
+        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, decision.max_seqlen,
+        decision.num_heads, *decision.rotation, decision.scale, decision.dropout_p,
     )  # fmt: skip
 
 
@@ -246,7 +270,8 @@ def _decide(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None,
     k_bias: Tensor | None, num_heads: int, interleaved: bool, prefix_tokens: int,
-    norm: Norm | None, eps: float, scale: float | None, dropout_p: float, ops: Routed,
+    norm: Norm | None, eps: float, scale: float | None, dropout_p: float,
+    cu_seqlens: Tensor | None, max_seqlen: int | None, ops: Routed,
 ) -> RopeAttentionDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "rope_attention"
@@ -260,6 +285,12 @@ def _decide(
     check_shape(op, "bias", bias, (rows,), like=x)
     D = rows // (3 * num_heads)
     check_head_dim(op, D)
+    if cu_seqlens is not None:
+        check_packing(op, cu_seqlens, max_seqlen, T, like=x)
+        if B != 1:
+            raise ValueError(f"{op}: x must have B = 1 beside cu_seqlens, got {tuple(x.shape)}")
+    elif max_seqlen is not None:
+        raise ValueError(f"{op}: cu_seqlens must come with max_seqlen, got None")
     params = (q_weight, q_bias, k_weight, k_bias)
     cannot_turn, rotation, param_dtype = check_rotation(
         op, (B, T, num_heads, D), x, cos, sin, params, interleaved, prefix_tokens, norm, eps
@@ -270,11 +301,11 @@ def _decide(
     check_number(op, "scale", scale)
     unsupported = cannot_turn or unsupported_scale(scale)
     return RopeAttentionDecision(
-        route(op, ops, unsupported, x, weight, bias, cos, sin, *params),
+        route(op, ops, unsupported, x, weight, bias, cos, sin, *params, cu_seqlens),
         needs_gradient(x, weight, bias, *params), dtype,
         any(t is not None and t.dtype != dtype for t in (x, weight, bias)), num_heads,
         rotation, scale, dropout_p, weight.dtype,
-        weight.dtype if bias is None else bias.dtype, param_dtype,
+        weight.dtype if bias is None else bias.dtype, param_dtype, max_seqlen or 0,
     )  # fmt: skip
 
 
@@ -296,6 +327,8 @@ def rope_attention(
     eps: float = 1e-6,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """`qkv_attention` whose queries and keys are normed and turned: one Function.
 
@@ -305,6 +338,8 @@ def rope_attention(
         x, weight, bias, num_heads, scale, dropout_p: as for `qkv_attention`.
         cos, sin, interleaved, prefix_tokens, norm, q_norm_weight, q_norm_bias, k_norm_weight,
             k_norm_bias, eps: as for `rope`.
+        cu_seqlens, max_seqlen: as for `varlen_attention`: x is (1, total, C), its tokens those of
+            packed sequences, and cos and sin have a row for each. None: attention over all of T.
     Returns:
         (B, T, H, D), contiguous, in the compute dtype.
     Precision: as `qkv_attention` and `rope`; q and k are rounded before and after they turn.
@@ -314,14 +349,19 @@ def rope_attention(
     """
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     rotation = (interleaved, prefix_tokens, norm)
+    packing = (cu_seqlens, max_seqlen)
     decision = _decide(
-        x, weight, bias, cos, sin, *norms, num_heads, *rotation, eps, scale, dropout_p
+        x, weight, bias, cos, sin, *norms, num_heads, *rotation, eps, scale, dropout_p, *packing
     )
     if decision.ops is None:
         return rope_attention_ref(
-            x, weight, bias, cos, sin, num_heads, *rotation, *norms, eps, scale, dropout_p
+            x, weight, bias, cos, sin, num_heads, *rotation, *norms, eps, scale, dropout_p, *packing
         )
+    if cu_seqlens is not None:
+        check_lengths("rope_attention", cu_seqlens, x.shape[1], decision.max_seqlen)
     seed = draw_seed(x.device) if dropout_p > 0 else None
     if not decision.needs_gradient:
-        return _forward(x, weight, bias, cos, sin, norms, seed, decision)[4]
-    return decision.ops.RopeAttentionFunction(x, weight, bias, cos, sin, *norms, seed, decision)
+        return _forward(x, weight, bias, cos, sin, norms, seed, cu_seqlens, decision)[4]
+    return decision.ops.RopeAttentionFunction(
+        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, decision
+    )

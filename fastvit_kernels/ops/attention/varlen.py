@@ -27,7 +27,6 @@ from ...runtime.arguments import (
     check_int,
     check_number,
     check_tensor,
-    contiguous,
     empty,
     needs_gradient,
 )
@@ -77,8 +76,10 @@ def _shown(starts: list[int]) -> str:
     return str(starts) if len(starts) <= 8 else f"[{', '.join(map(str, starts[:8]))}, ...]"
 
 
-def check_packing(op: str, cu_seqlens: Tensor, max_seqlen: int, total: int, like: Tensor) -> None:
-    """Raise unless cu_seqlens and max_seqlen can describe `total` tokens, by what the host knows."""
+def check_packing(
+    op: str, cu_seqlens: object, max_seqlen: object, total: int, like: Tensor
+) -> None:
+    """Raise unless cu_seqlens and max_seqlen may be those of `total` tokens; reads no value."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{op}: cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype is not torch.int32 or cu_seqlens.layout is not torch.strided:

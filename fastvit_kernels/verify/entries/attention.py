@@ -16,7 +16,7 @@ from .arguments import FIRST, MATRIX, OPERAND, SCALE
 from .rope import ROPE, rope_at, rope_shapes
 
 
-def _without_dropout(function: Any) -> Any:
+def without_dropout(function: Any) -> Any:
     """Which bits dropout draws no specification says: cases leave it out."""
     return lambda *args, dropout_p=0.0, **kwargs: function(*args, **kwargs)
 
@@ -88,7 +88,7 @@ def _heads(pick: Pick) -> dict[str, int]:
 
 
 ATTENTION = Op(
-    attention, _without_dropout(attention_ref), eager=attention_ref,
+    attention, without_dropout(attention_ref), eager=attention_ref,
     args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False, accepts=("wider", "bool", "scalar"))},
     options={"scale": SCALE, "dropout_p": Option("probability below 1")},
     shapes=_attention_shapes,
@@ -98,7 +98,7 @@ ATTENTION = Op(
 )  # fmt: skip
 
 QKV_ATTENTION = Op(
-    qkv_attention, _without_dropout(qkv_attention_ref), eager=qkv_attention_ref,
+    qkv_attention, without_dropout(qkv_attention_ref), eager=qkv_attention_ref,
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
     options={
         "num_heads": Option("count"), "scale": SCALE, "dropout_p": Option("probability below 1"),
@@ -139,7 +139,7 @@ def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 
 ROPE_ATTENTION = Op(
-    rope_attention, _without_dropout(rope_attention_ref),
+    rope_attention, without_dropout(rope_attention_ref),
     args={
         "x": FIRST, "weight": MATRIX, "bias": OPERAND,
         **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
@@ -209,7 +209,7 @@ def _sdpa_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 _MASKS = ("nested", "jagged")
 SDPA = Op(
-    scaled_dot_product_attention, _without_dropout(_sdpa), eager=F.scaled_dot_product_attention,
+    scaled_dot_product_attention, without_dropout(_sdpa), eager=F.scaled_dot_product_attention,
     args={
         "query": Arg(required=True, operand=True, accepts=_MASKS),
         "key": Arg(required=True, operand=True, accepts=_MASKS),

@@ -1,0 +1,112 @@
+"""Where one head of a sample lies in memory, and which of its keys a mask by key shows.
+
+A sample is one of (B, T, H, D), or a sequence among others that lie one after the other: then the
+program reads its first token and its length from cu_seqlens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...runtime.triton import constant, tl, triton
+from .tiles import ROW_PAD, Mask, Rows, Scores, padded
+
+KEYS_AT_ONCE = constant(1024)  # of a mask, to find which tiles it shows
+
+
+class Packing(NamedTuple):
+    """Sequences one after the other: b is the tokens cu_seqlens[b] ... cu_seqlens[b + 1] - 1."""
+
+    cu_seqlens_ptr: Any
+    total: Any  # tokens of all sequences
+    stride_rows_h: Any  # between heads of lse and of delta
+
+
+class Sample(NamedTuple):
+    """Where one head of a sample lies."""
+
+    b: Any  # what stride_b multiplies; of a sequence its first token, and stride_b is stride_t
+    h: Any
+    first_q: Any  # among the queries of all samples
+    first_kv: Any
+    row: Any  # offset of its row of lse and delta
+
+
+@triton.jit
+def sample_of(packing, scores, head, H, FORM: tl.constexpr):
+    """The sample of a head, head = b * H + h, an int64, and the scores of that head.
+
+    Whatever cu_seqlens holds, no token past `total` is touched, nor more than the T of a launch.
+    """
+    b, h = head // H, head % H
+    T_q, T_kv = scores.T_q, scores.T_kv
+    if FORM.VARLEN:
+        first = tl.load(packing.cu_seqlens_ptr + b)
+        last = tl.load(packing.cu_seqlens_ptr + b + 1)
+        first = tl.minimum(tl.maximum(first, 0), packing.total)
+        T_q = tl.minimum(tl.maximum(tl.minimum(last, packing.total) - first, 0), T_q)
+        T_kv = T_q
+        row = h * packing.stride_rows_h + (first // ROW_PAD + b) * ROW_PAD
+        first = first.to(tl.int64)
+        sample = Sample(first, h, first, first, row)
+    else:
+        sample = Sample(b, h, b * T_q, b * T_kv, head * padded(T_q))
+    mask = scores.mask
+    if FORM.MASK != "none":
+        start = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)
+        mask = Mask(start, 1, 0, 0, mask.stride_q, mask.stride_kv)
+    return sample, Scores(T_q, T_kv, scores.scale, mask, scores.dropout, head)
+
+
+@triton.jit
+def head_rows(x, sample):
+    """The head of a sample."""
+    offset = sample.b * x.stride_b + sample.h * x.stride_h
+    return Rows(x.ptr + tl.multiple_of(offset, 8), x.stride_t)
+
+
+@triton.jit
+def packed_rows(ptr, stride_t, first, sample, D: tl.constexpr):
+    """As `head_rows`, of a tensor whose heads are D apart and whose samples follow one another."""
+    return Rows(ptr + (first * stride_t + sample.h * D), stride_t)
+
+
+@triton.jit
+def row_ptr(ptr, sample):
+    """The head's row of lse or delta."""
+    return ptr + tl.multiple_of(sample.row, 4)
+
+
+@triton.jit
+def seen_tiles(scores, T_kv, BLOCK_KV: tl.constexpr):
+    """Where the tiles begin and end that hold all keys which a "keys" mask shows; the first tile
+    where it shows none: loops need one."""
+    mask = scores.mask
+    first, end = T_kv, 0
+    for start in tl.range(0, T_kv, KEYS_AT_ONCE):
+        offs_kv = start + tl.arange(0, KEYS_AT_ONCE)
+        keys = tl.load(
+            mask.ptr + offs_kv.to(tl.int64) * mask.stride_kv, mask=offs_kv < T_kv, other=0
+        )
+        first = tl.minimum(first, tl.min(tl.where(keys != 0, offs_kv, T_kv), axis=0))
+        end = tl.maximum(end, tl.max(tl.where(keys != 0, offs_kv + 1, 0), axis=0))
+    first = tl.where(end == 0, 0, first // BLOCK_KV * BLOCK_KV)
+    return first, tl.maximum(tl.cdiv(end, BLOCK_KV) * BLOCK_KV, BLOCK_KV)
+
+
+@triton.jit
+def shown_keys(start_kv, scores, BLOCK_KV: tl.constexpr):
+    """Which keys of a tile a "keys" mask shows."""
+    offs_kv = start_kv + tl.arange(0, BLOCK_KV)
+    ptrs = scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.stride_kv
+    return tl.load(ptrs, mask=offs_kv < scores.T_kv, other=0) != 0
+
+
+@triton.jit
+def kept_rows(x, keep, FORM: tl.constexpr):
+    """x with zeros in the rows that are not kept, whatever was in them."""
+    x0 = tl.where(keep[:, None], x[0], 0.0)
+    if FORM.BLOCK_D1 > 0:
+        return x0, tl.where(keep[:, None], x[1], 0.0)
+    else:
+        return (x0,)

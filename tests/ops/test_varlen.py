@@ -1,0 +1,191 @@
+"""varlen_attention: sequences of their own lengths, packed."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from numerics import DEVICE, assert_accurate, dtype_id, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.ops.attention.configs import BwdForm
+from fastvit_kernels.ops.attention.functions import attention
+from fastvit_kernels.ops.attention.varlen import DEBUG, varlen_attention, varlen_attention_ref
+from fastvit_kernels.runtime.configs import forced
+
+bf16, fp16 = torch.bfloat16, torch.float16
+
+
+def _starts(*lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def _check(lengths, D, dtype=bf16, max_seqlen=None, H=2, **options):
+    packing = dict(cu_seqlens=_starts(*lengths), max_seqlen=max_seqlen or max(1, *lengths))
+    function, reference = (
+        partial(f, **packing, **options) for f in (varlen_attention, varlen_attention_ref)
+    )
+    assert_accurate(function, reference, {"qkv": rand(sum(lengths), 3, H, D, dtype=dtype)})
+
+
+@pytest.mark.parametrize("D", [32, 64, 72, 80, 96, 128], ids=lambda d: f"D{d}")
+def test_varlen_head_dims(D):
+    _check((5, 0, 1, 37), D)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, fp16], ids=dtype_id)
+def test_varlen_dtypes(dtype):
+    _check((5, 0, 1, 37), 72, dtype, H=1)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (0,), (0, 0, 3), (9, 0), (70, 3, 100)], ids=lambda n: "-".join(map(str, n))
+)
+def test_varlen_lengths(lengths):
+    _check(lengths, 32, fp16)
+
+
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one_pass", "split"])
+@pytest.mark.parametrize("max_seqlen", [130, 256], ids=["longest", "more"])
+def test_varlen_backward(max_seqlen, one_pass):
+    """A max_seqlen beyond the longest leaves tiles and whole parts of the queries empty."""
+    with forced("attention_bwd", BwdForm(one_pass)):
+        _check((130, 0, 1, 37), 16, bf16, max_seqlen, H=1)
+
+
+def test_varlen_scale():
+    _check((5, 9), 16, scale=0.3)
+
+
+def test_varlen_layouts():
+    """Heads before tokens in memory, an expanded gradient, cu_seqlens with a stride."""
+    starts = _starts(5, 0, 12).repeat_interleave(2)[::2]
+    qkv = rand(2, 3, 17, 16, grad=False).transpose(0, 2).requires_grad_()
+    out = varlen_attention(qkv, starts, 12)
+    upstream = rand(1, 1, 16, seed=3, grad=False).expand(17, 2, 16)
+    wanted = varlen_attention_ref(dense := qkv.detach().clone().requires_grad_(), starts, 12)
+    got = torch.autograd.grad(out, qkv, upstream)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, dense, upstream)[0])
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("D", [32, 72], ids=lambda d: f"D{d}")
+def test_varlen_gives_the_bits_of_each_sequence_alone(D):
+    """Where both take the same tiles; without gradients of one sequence in another's memory."""
+    qkv = rand(2, 40, 3, 2, D, dtype=bf16, grad=False)
+    upstream = rand(2, 40, 2, D, dtype=bf16, seed=9, grad=False)
+
+    def run(function, qkv, upstream, *args):
+        qkv = qkv.clone().requires_grad_()
+        out = function(qkv, *args)
+        return out.detach(), *torch.autograd.grad(out, qkv, upstream)
+
+    alone = run(attention, qkv, upstream)
+    rows = qkv.flatten(0, 1), upstream.flatten(0, 1)
+    packed = [run(varlen_attention, *rows, _starts(40, 0, 40), 40) for _ in range(2)]
+    for a, b, again in zip(alone, *packed, strict=True):
+        assert torch.equal(a.flatten(0, 1), b)
+        assert torch.equal(b, again)
+
+
+def test_varlen_dropout():
+    """Values that are unit vectors give the probabilities; the same draw meets other values, in the
+    forward and in all gradients."""
+    lengths, p = (7, 0, 9), 0.4
+    qkv = rand(16, 3, 1, 16)
+
+    def run(qkv):
+        torch.manual_seed(1)
+        return varlen_attention(qkv, _starts(*lengths), 9, dropout_p=p)
+
+    unit = qkv.detach().clone()
+    for part in unit.split(lengths):
+        part[:, 2, 0] = torch.eye(16, device=DEVICE)[: len(part)]
+    kept = [part[:, 0, : len(part)] != 0 for part in run(unit).split(lengths)]
+    assert 0.3 < torch.cat([k.flatten() for k in kept]).float().mean() < 0.9
+
+    def reference(qkv):
+        outs = []
+        for part, keep in zip(qkv.split(lengths), kept, strict=True):
+            q, k, v = part[:, :, 0].unbind(1)
+            outs.append((q @ k.T / 4).softmax(-1) * keep / (1 - p) @ v)
+        return torch.cat(outs).unsqueeze(1)
+
+    assert_accurate(run, reference, {"qkv": qkv})
+
+
+@pytest.mark.parametrize(
+    ("starts", "max_seqlen"),
+    [((0, 5, 40), 40), ((0, 9, 4, 12), 9), ((-3, 5, 12), 12), ((0, 12), 4)],
+    ids=["past the end", "descending", "before the first", "longer than max_seqlen"],
+)  # fmt: skip
+def test_varlen_touches_no_foreign_memory_whatever_cu_seqlens_holds(starts, max_seqlen):
+    """What comes out is not said; the tests' guard sees each address."""
+    starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    qkv = rand(12, 3, 2, 16)
+    with fk.backend("triton"):
+        varlen_attention(qkv, starts, max_seqlen).backward(rand(12, 2, 16, grad=False))
+
+
+@pytest.mark.parametrize(
+    ("starts", "max_seqlen", "message"),
+    [
+        ((0, 5, 11), 6, "cu_seqlens must go from 0 to 12, the number of tokens, got .0, 5, 11"),
+        ((1, 5, 12), 7, "cu_seqlens must go from 0 to 12"),
+        ((0, 9, 4, 12), 9, "cu_seqlens must ascend, got .0, 9, 4, 12"),
+        ((0, 3, 12), 8, "max_seqlen must be at least the longest sequence, 9, got 8"),
+    ],
+    ids=["sum", "first", "descending", "longest"],
+)
+def test_varlen_checks_values_under_the_debug_switch(starts, max_seqlen, message, monkeypatch):
+    starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    qkv = rand(12, 3, 2, 16)
+    with fk.backend("torch"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):
+        varlen_attention(qkv, starts, max_seqlen)
+    monkeypatch.setenv(DEBUG, "1")
+    with fk.backend("triton"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):
+        varlen_attention(qkv, starts, max_seqlen)
+
+
+def test_varlen_rejects():
+    qkv, starts = rand(12, 3, 2, 16), _starts(5, 7)
+    bad = [
+        (TypeError, "cu_seqlens must be a Tensor, got list", dict(cu_seqlens=[0, 12])),
+        (TypeError, "cu_seqlens .* torch.int32, got torch.int64", dict(cu_seqlens=starts.long())),
+        (TypeError, "cu_seqlens .* torch.int32, got torch.float", dict(cu_seqlens=starts.float())),
+        (ValueError, r"cu_seqlens must have shape .* got .0,.", dict(cu_seqlens=starts[:0])),
+        (ValueError, r"cu_seqlens must have shape .* got .3, 1.", dict(cu_seqlens=starts[:, None])),
+        (ValueError, "cu_seqlens must be on .*, got meta", dict(cu_seqlens=starts.to("meta"))),
+        (ValueError, "max_seqlen must be at least 1, got 0", dict(max_seqlen=0)),
+        (TypeError, "max_seqlen must be an int, got float", dict(max_seqlen=7.0)),
+        (TypeError, "max_seqlen must be an int, got Tensor", dict(max_seqlen=starts.max())),
+        (ValueError, "qkv must have 4 axes", dict(qkv=qkv[None])),
+        (ValueError, r"qkv must be .total, 3, H, D., got", dict(qkv=qkv.transpose(1, 2))),
+        (ValueError, "D must be a multiple of 8, got 12", dict(qkv=qkv[..., :12])),
+        (ValueError, r"dropout_p must be in .0, 1.", dict(dropout_p=1.0)),
+    ]  # fmt: skip
+    for error, message, change in bad:
+        with pytest.raises(error, match=f"^varlen_attention: {message}"):
+            varlen_attention(**{"qkv": qkv, "cu_seqlens": starts, "max_seqlen": 7, **change})
+
+
+def test_varlen_operators_are_what_they_say():
+    """Schemas, fake tensors, AOT autograd."""
+    qkv, starts = rand(12, 3, 2, 16, grad=False), _starts(5, 0, 7)
+    ops = torch.ops.fastvit_kernels
+    forward = qkv, starts, None, 7, 0.25, 0.0
+    out, lse = ops.varlen_attention_fwd(*forward)
+    torch.library.opcheck(ops.varlen_attention_fwd.default, forward)
+    backward = torch.randn_like(out), qkv, starts, out, lse, None, 7, 0.25, 0.0
+    torch.library.opcheck(ops.varlen_attention_bwd.default, backward)
+
+
+def test_varlen_compiles():
+    """One graph for lengths that differ; their longest is the host's to know."""
+    compiled = torch.compile(varlen_attention, backend="aot_eager", fullgraph=True)
+    for lengths in ((5, 7), (3, 0, 9)):
+        qkv, starts = rand(12, 3, 2, 16), _starts(*lengths)
+        outs = [f(qkv, starts, max(lengths)) for f in (varlen_attention, compiled)]
+        upstream = torch.randn_like(outs[0])
+        grads = [torch.autograd.grad(out, qkv, upstream)[0] for out in outs]
+        assert torch.equal(*outs) and torch.equal(*grads)
