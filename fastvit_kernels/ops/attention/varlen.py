@@ -13,7 +13,6 @@ Source: arXiv:2307.08691. Specification: `varlen_attention_ref`. Derivation: doc
 from __future__ import annotations
 
 import itertools
-import os
 from typing import NamedTuple
 
 import torch
@@ -32,10 +31,10 @@ from ...runtime.arguments import (
 )
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.values import values_are_checked
 from .functions import attention_ref, check_head_dim, default_scale, draw_seed, unsupported_scale
 from .launch import Packing, empty_rows, launch_bwd, launch_fwd, readable
 
-DEBUG = "FASTVIT_KERNELS_DEBUG"  # 1: checks that read values, for which the host waits
 MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
 
 
@@ -96,9 +95,8 @@ def check_packing(
 
 
 def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """As `lengths_of`, under FASTVIT_KERNELS_DEBUG=1 alone: the host waits for the device."""
-    fake = isinstance(cu_seqlens, FakeTensor) or torch.compiler.is_compiling()
-    if os.environ.get(DEBUG) == "1" and not fake:
+    """As `lengths_of`, inside `checked_values` alone: the host waits for the device."""
+    if values_are_checked() and not isinstance(cu_seqlens, FakeTensor):
         lengths_of(op, cu_seqlens, total, max_seqlen)
 
 
@@ -250,9 +248,9 @@ def varlen_attention(
     Precision: as `attention`.
     Saved: qkv, cu_seqlens, out, lse (H, total + at most 4 B) fp32, log2 units.
     Raises: ValueError, TypeError, such as "varlen_attention: cu_seqlens must be a dense tensor of
-        torch.int32, ..."; on its values in PyTorch's path, and with FASTVIT_KERNELS_DEBUG=1 in the
-        environment (the host then waits for the device at each call). Without it no kernel touches
-        memory outside the tensors, whatever the values; rows that no sequence has are not written.
+        torch.int32, ..."; on its values in PyTorch's path, and inside
+        `runtime.values.checked_values()`, where the host waits for the device at each call. Outside
+        no kernel touches foreign memory, whatever the values; rows of no sequence are not written.
     Source: arXiv:2307.08691. Specification: varlen_attention_ref. Derivation: docs/varlen.md.
     """
     decision = _decide(qkv, cu_seqlens, max_seqlen, scale, dropout_p)

@@ -22,7 +22,7 @@ def without_dropout(function: Any) -> Any:
 
 
 def _attention_shapes(s: Any) -> dict[str, Shape]:
-    shapes = dict(qkv=(s.B, s.T, 3, s.H, s.D))
+    shapes: dict[str, Shape] = dict(qkv=(s.B, s.T, 3, s.H, s.D))
     mask = getattr(s, "mask", None)
     return shapes if mask is None else {**shapes, "attn_mask": mask}
 
