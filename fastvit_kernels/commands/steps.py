@@ -89,6 +89,24 @@ def _masked_attention() -> None:
     scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
 
 
+def _learnt_bias() -> None:
+    """A bias of each head that needs a gradient: of BEiT, of Swin's windows, of SAM's samples."""
+    half, single = torch.bfloat16, torch.float32
+    for B, T, H, D, windows, dtype, bias in (
+        (64, 197, 12, 64, 1, half, single), (64, 577, 16, 64, 1, half, half),
+        (4096, 49, 3, 32, 64, half, half), (4096, 49, 3, 32, 1, half, single),
+        (1024, 144, 6, 32, 1, half, half), (25, 196, 16, 80, 25, half, half),
+        (64, 197, 12, 96, 1, half, half), (64, 197, 12, 128, 1, half, half),
+        (64, 49, 12, 64, 1, half, half), (64, 197, 12, 64, 1, single, single),
+        (64, 49, 3, 32, 1, single, single),
+    ):  # fmt: skip
+        qkv = torch.empty(B, T, 3, H, D, dtype=dtype, requires_grad=True)
+        mask = torch.empty(windows, H, T, T, dtype=bias, requires_grad=True)
+        for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):
+            out = attention(qkv, attn_mask=mask, dropout_p=dropout_p)
+            out.backward(torch.empty_like(out))
+
+
 def _rms_norm() -> None:
     """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries; and
     where a linear layer gave its input, with DropPath and without."""
@@ -367,6 +385,7 @@ CASES: dict[str, Callable[[], None]] = {
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
     "packed sequences": _packed_sequences,
+    "learnt bias": _learnt_bias,
     "gated MLP": _gated_mlp,
     "patches": _patches,
     "GEMM configs": _gemm_configs,
@@ -377,7 +396,7 @@ CASES: dict[str, Callable[[], None]] = {
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
-    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "narrow MLP", "attention configs",
-    "attention, one image", "rotary attention", "packed sequences",
+    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "learnt bias", "narrow MLP",
+    "attention configs", "attention, one image", "rotary attention", "packed sequences",
     *(f"attention, D={D}" for D in HEAD_DIMS),
 }  # fmt: skip

@@ -17,7 +17,7 @@ def _attention(products: int) -> Callable[[Arguments], float]:
 
     def rule(a: Arguments) -> float:
         lse = math.prod(a["lse_ptr"][0])  # B H T_q
-        share = 0.5 * (1 + 1 / a["T_kv"]) if a["IS_CAUSAL"] else 1.0
+        share = 0.5 * (1 + 1 / a["T_kv"]) if a.get("IS_CAUSAL") else 1.0
         return products * lse * a["T_kv"] * a["D"] * share
 
     return rule
@@ -28,6 +28,7 @@ USEFUL: dict[str, Callable[[Arguments], float]] = {
     "attention_bwd_one_pass": _attention(5),
     "attention_bwd_dq": _attention(3),
     "attention_bwd_dkdv": _attention(4),
+    "attention_bwd_bias": _attention(2),
     "linear_fwd": lambda a: a["M"] * a["N"] * a["K"],
     "mlp_bwd_hidden": lambda a: a["M"] * a["F"] * a["N"],
 }

@@ -3,10 +3,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import DTYPES, assert_accurate, dtype_id, rand
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from philox import philox_keep
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
+from fastvit_kernels.ops.attention import functions
+from fastvit_kernels.ops.attention.backward_bias import bias_launch
 from fastvit_kernels.ops.attention.functions import attention_ref
+from fastvit_kernels.ops.attention.launch import problem_of
 
 
 def _inputs(B: int, H: int, T: int, D: int, mask: tuple[int, ...], dtype=torch.float32, S=None):
@@ -51,3 +55,89 @@ def _check_packed(inputs, **options):
 )
 def test_bias_gradient_of_packed_qkv_and_windows(mask, dtype):
     _check_packed(_packed(6, 17, 2, 16, mask, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_bias_gradient_of_wide_heads_in_several_tiles(dtype):
+    _check_packed(_packed(1, 150, 1, 80, (1, 150, 150), dtype), scale=0.2)
+
+
+def test_bias_gradient_in_several_programs_is_the_same_twice():
+    """Nine heads of each bias, four a program: partials of three are added in order."""
+    inputs = _packed(9, 20, 2, 16, (2, 20, 20))
+    _check_packed(inputs)
+    q = inputs["qkv"].select(2, 0)
+    on, *fields = problem_of(q, q, inputs["attn_mask"], None, False)
+    assert bias_launch(on, 1, 2, *fields).parts == 3
+    upstream = rand(9, 20, 2, 16, seed=7, grad=False)
+    first, second = (
+        torch.autograd.grad(attention(**inputs), list(inputs.values()), upstream) for _ in range(2)
+    )
+    assert all(map(torch.equal, first, second))
+
+
+def test_bias_gradient_is_zero_where_a_key_is_hidden():
+    inputs = _packed(2, 20, 2, 16, (2, 20, 20))
+    bias = inputs["attn_mask"].detach()
+    bias[:, 3] = torch.finfo(bias.dtype).min
+    bias[:, :, 15:] = float("-inf")
+    bias[:, 5, :4] = torch.finfo(bias.dtype).min
+
+    def reference(qkv, attn_mask):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return ((q @ k.mT * 16**-0.5 + attn_mask).softmax(-1) @ v).transpose(1, 2)
+
+    inputs["attn_mask"] = bias.requires_grad_()
+    with backend("triton"):
+        assert_accurate(attention, reference, inputs)
+        (dbias,) = torch.autograd.grad(attention(**inputs).square().sum(), bias)
+    assert not dbias[:, :, 15:].count_nonzero() and not dbias[:, 5, :4].count_nonzero()
+
+
+def test_bias_gradient_with_dropout(monkeypatch):
+    B, T, H, D, p, seed = 2, 37, 2, 16, 0.3, 0x1234_5678_9ABC
+    monkeypatch.setattr(functions, "draw_seed", lambda device: torch.tensor([seed], device=device))
+    keep = torch.from_numpy(philox_keep(seed, B, H, T, T, p)).to(DEVICE)
+
+    def reference(qkv, attn_mask):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        probabilities = (q @ k.mT * D**-0.5 + attn_mask).softmax(-1) * keep / (1 - p)
+        return (probabilities @ v).transpose(1, 2)
+
+    with backend("triton"):
+        inputs = _packed(B, T, H, D, (1, H, T, T))
+        assert_accurate(partial(attention, dropout_p=p), reference, inputs)
+
+
+def test_a_bias_in_fp32_beside_bf16():
+    """As under autocast: its gradient is fp32 too, and is not rounded on the way."""
+    inputs = _packed(3, 17, 2, 16, (2, 17, 17), torch.bfloat16)
+    inputs["attn_mask"] = rand(2, 17, 17, seed=3)
+    _check_packed(inputs)
+
+
+def test_an_empty_batch_gives_the_bias_no_gradient():
+    inputs = _packed(0, 5, 2, 8, (2, 5, 5))
+    dqkv, dbias = torch.autograd.grad(attention(**inputs).sum(), list(inputs.values()))
+    assert dqkv.shape[0] == 0 and not dbias.count_nonzero()
+
+
+def test_windows_are_the_samples_of_a_mask_repeated():
+    qkv, mask = rand(6, 11, 3, 2, 8), rand(3, 1, 11, 11, seed=3, grad=False) > -0.5
+    got, wanted = attention(qkv, attn_mask=mask), attention(qkv, attn_mask=mask.repeat(2, 1, 1, 1))
+    assert torch.equal(got, wanted)
+
+
+def test_operators_pass_opcheck():
+    qkv, mask = rand(4, 9, 3, 2, 16, grad=False), rand(2, 2, 9, 9, seed=3, grad=False)
+    ops, checks = torch.ops.fastvit_kernels, ("test_schema", "test_faketensor")
+    forward = (qkv, mask, None, 0.2, 0.0)
+    torch.library.opcheck(ops.masked_attention_fwd, forward, test_utils=checks)
+    out, lse = ops.masked_attention_fwd(*forward)
+    for needs in (True, False):
+        backward = (out, qkv, out, lse, mask, None, 0.2, 0.0, needs)
+        torch.library.opcheck(ops.masked_attention_bwd, backward, test_utils=checks)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    out, lse = ops.sdpa_fwd(q, k, v, mask[:1], None, 0.2, 0.0, False)
+    backward = (out, q, k, v, out, lse, mask[:1], None, 0.2, 0.0)
+    torch.library.opcheck(ops.sdpa_and_mask_bwd, backward, test_utils=checks)

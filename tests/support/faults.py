@@ -17,6 +17,7 @@ TESTS = {  # by file of the package
     "ops/attention/backward_one_pass.py": ATTENTION,
     "ops/attention/backward_split.py": ATTENTION,
     "ops/attention/samples.py": (*ATTENTION, "ops/test_varlen.py"),
+    "ops/attention/backward_bias.py": ("ops/test_bias_gradient.py",),
     "ops/attention/tiles.py": ATTENTION,
     "ops/attention/varlen.py": ("ops/test_varlen.py",),
     "ops/attention/functions.py": ATTENTION,
@@ -1113,6 +1114,50 @@ VARLEN = [
     ),
 ]  # fmt: skip
 
+BIAS_GRADIENT = [
+    Fault(
+        "bias-delta", "ops/attention/backward_bias.py", "_attention_bwd_bias_kernel",
+        "delta forgotten in the gradient of the bias",
+        "p * (dp - delta[:, None])", "p * dp",
+    ),
+    Fault(
+        "bias-windows", "ops/attention/backward_bias.py", "_attention_bwd_bias_kernel",
+        "the samples of a window taken to be neighbours",
+        "n // shared_heads * mask_batch", "n // shared_heads",
+    ),
+    Fault(
+        "bias-shared-heads", "ops/attention/backward_bias.py", "_attention_bwd_bias_kernel",
+        "of the heads that share a bias the first alone",
+        "bias_h + n % shared_heads", "bias_h",
+    ),
+    Fault(
+        "bias-parts", "ops/attention/backward_bias.py", "_attention_bwd_bias_kernel",
+        "every program of a bias walks the first heads",
+        "first = part * heads_per_program", "first = part * 0",
+    ),
+    Fault(
+        "bias-scale", "ops/attention/backward_bias.py", "_added_tile",
+        "the bias multiplied by scale",
+        "bias / scores.scale", "bias",
+    ),
+    Fault(
+        "bias-hidden", "ops/attention/backward_bias.py", "_added_tile",
+        "a bias of -inf cut as finite numbers are",
+        'hidden = (bias == float("-inf")) | (kv_index', "hidden = (kv_index",
+    ),
+    Fault(
+        "bias-dropout-heads", "ops/attention/backward_bias.py", "_attention_bwd_bias_kernel",
+        "one dropout mask for all heads",
+        "(), dropout, b * H + h)", "(), dropout, h * 0)",
+    ),
+    Fault(
+        "bias-mask-windows", "ops/attention/samples.py", "sample_of",
+        "every window reads the mask of the first",
+        "b % mask.batch * mask.stride_b", "0 * mask.stride_b",
+        only=("ops/test_bias_gradient.py",),
+    ),
+]  # fmt: skip
+
 PATCH_EMBED = [
     Fault(
         "patch-bias-on-prefix", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
@@ -1406,5 +1451,6 @@ MODELS = [
 
 FAULTS: list[Fault] = [
     *SAMPLES, *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE,
-    *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *VARLEN, *PATCH_EMBED, *HOSTS, *MODELS,
+    *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *VARLEN, *BIAS_GRADIENT, *PATCH_EMBED, *HOSTS,
+    *MODELS,
 ]  # fmt: skip

@@ -136,21 +136,20 @@ def _attention_bwd_bias_kernel(
     tl.store(dbias_ptr + row * T_kv + offs, dbias.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
-# By (bytes an element, largest padded D), first row that fits. Not yet measured: chosen by
-# compiling, so that nothing spills on sm_80 and sm_90.
+# By (bytes an element, largest padded D), first row that fits. Four tiles of fp32 are alive, which
+# bounds them. Not yet measured: chosen by compiling, so that nothing spills on sm_80 and sm_90.
 BIAS = {
-    (2, 64): BiasConfig(128, 64, 8, 2),
-    (2, 128): BiasConfig(64, 64, 8, 2),
-    (2, 256): BiasConfig(64, 32, 8, 1),
+    (2, 128): BiasConfig(128, 32, 8, 2),
+    (2, 256): BiasConfig(64, 32, 4, 1),
     (4, 128): BiasConfig(32, 32, 4, 1),
     (4, 256): BiasConfig(16, 16, 4, 1),
 }
-BIAS_SHORT = BiasConfig(64, 64, 4, 2)  # T <= 64: the tile is the whole head
-BIAS_CONFIGS = [*BIAS.values(), BIAS_SHORT]
+BIAS_SHORT = BiasConfig(64, 32, 4, 2)  # T <= 64: as many rows as a head has
+BIAS_CONFIGS = [*BIAS.values(), BIAS_SHORT, BiasConfig(128, 64, 8, 2)]
 
 
 def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BiasConfig:
-    if ITEMSIZE[dtype] == 2 and tokens <= 64 and D <= 64:
+    if ITEMSIZE[dtype] == 2 and tokens <= 64 and D <= 128:
         return BIAS_SHORT
     rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == ITEMSIZE[dtype] and most >= D]
     return rows[0]
@@ -162,12 +161,14 @@ def _fits(
     default = _default(gpu, dtype, D, tokens, mask, heads)
     if gpu.arch.startswith("gfx"):
         return config == default
-    tile = config.block_q * config.block_kv // config.num_warps
+    # 32 scores a thread leave no registers for dropout's numbers, nor for wide heads by mma.sync.
+    crowded = config.block_q * config.block_kv > 32 * config.num_warps * 16
+    if crowded and (mask.endswith("dropout") or D > 32):
+        return False
     rows = config.block_q + config.block_kv
     shared = 2 * config.num_stages * rows * D * ITEMSIZE[dtype]
-    if ITEMSIZE[dtype] == 4 and config.block_q > default.block_q:
-        return False
-    return shared <= gpu.shared_limit and tile <= 1024
+    narrow = ITEMSIZE[dtype] == 4 or D > 128
+    return shared <= gpu.shared_limit and not (narrow and config.block_q > default.block_q)
 
 
 BIAS_TABLE = ConfigTable("attention_bwd_bias", BIAS_CONFIGS, _default, _fits)
