@@ -314,6 +314,7 @@ TOWERS = {
     "DINOv3 ViT-B (rope)": "vit_base_patch16_dinov3",
     "EVA02-B (rope, gated MLP)": "eva02_base_patch14_224",
     "AIMv2-L (RMSNorm, gated MLP)": "aimv2_large_patch14_224",
+    "BEiT-B (learnt bias)": "beit_base_patch16_224",
 }
 
 

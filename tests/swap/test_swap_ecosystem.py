@@ -68,7 +68,7 @@ def test_attention_interface(name):
     assert calls == ["fastvit"] * 2
     a, b = model(**inputs).last_hidden_state, wanted(**inputs).last_hidden_state
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert swap_in(wanted).level == ("parts" if name == "beit" else "block")
+    assert swap_in(wanted).level == "block"
 
 
 def test_attention_interface_runs_our_attention(monkeypatch):

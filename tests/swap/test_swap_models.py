@@ -45,7 +45,7 @@ STRUCTURES = {
     "deit_tiny_distilled_patch16_224": "block",
     "beit_base_patch16_224": "block",
     "eva02_tiny_patch14_224": "block",
-    "swin_tiny_patch4_window7_224": "parts",
+    "swin_tiny_patch4_window7_224": "block",
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def assert_swapped_is_accurate(name, **kwargs):
 def test_models_through_pytorch(name):
     with backend("torch"):
         report = assert_swapped_is_accurate(name)
-    assert report.level == STRUCTURES.get(name, "parts" if name == "beit" else "block")
+    assert report.level == STRUCTURES.get(name, "block")
 
 
 KERNEL_RUNS = (

@@ -31,19 +31,23 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """q, k, v, each (B, H, T, D), with an additive or boolean mask."""
+    """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
+    for its first axis, a divisor of B."""
+    if mask is not None and mask.ndim == 4 and len(mask) not in (1, len(q)):
+        mask = mask.repeat(len(q) // len(mask), 1, 1, 1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     return out.transpose(1, 2)
 
 
 def attend_packed(
-    qkv: Tensor, num_heads: int, *, dropout_p: float = 0.0, scale: float | None = None
-) -> Tensor:
-    """qkv (B, T, 3HD), columns ordered (3, H, D)."""
+    qkv: Tensor, num_heads: int, *, mask: Tensor | None = None, dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """qkv (B, T, 3HD), columns ordered (3, H, D); mask as for `attend`."""
     if packable(qkv.shape[-1] // (3 * num_heads), dropout_p):
         qkv = qkv.unflatten(-1, (3, num_heads, -1))
-        return attention(qkv, scale=scale, dropout_p=dropout_p)
-    return attend(*unpack(qkv, num_heads), dropout_p=dropout_p, scale=scale)
+        return attention(qkv, attn_mask=mask, scale=scale, dropout_p=dropout_p)
+    return attend(*unpack(qkv, num_heads), mask=mask, dropout_p=dropout_p, scale=scale)
 
 
 def attend_weights(

@@ -14,7 +14,7 @@ from ...ops.attention.rotary import rope_attention
 from ...ops.linear import linear
 from ...ops.rope import rope
 from ...runtime.plain import is_raw
-from .attend import attend, attend_weights, packable, unpack
+from .attend import attend, attend_packed, attend_weights, packable, unpack
 from .fused import Norm, bypassed, inert
 
 
@@ -106,6 +106,9 @@ def attend_turned(
             x, weight, bias, num_heads=num_heads, scale=scale, dropout_p=dropout_p,
             **_arguments(turn, norms, x, x.shape[1]),
         )  # fmt: skip
-    q, k, v = unpack(linear(x, weight, bias), num_heads)
+    qkv = linear(x, weight, bias)
+    if turn is None and norms.norm is None:
+        return attend_packed(qkv, num_heads, mask=mask, dropout_p=dropout_p, scale=scale)
+    q, k, v = unpack(qkv, num_heads)
     q, k = turned(q, k, turn, norms)
     return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)

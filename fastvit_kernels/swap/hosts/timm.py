@@ -15,6 +15,7 @@ from ...ops.linear import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
 from .. import hosts
+from . import windows
 from .attend import attend, attend_packed, together, unpack
 from .branch import PreNormBlock, add_body, fold, normed
 from .fused import (
@@ -301,8 +302,8 @@ class BeitAttention(Attention):
         if self.relative_position_bias_table is not None:
             mask = self._get_rel_pos_bias()
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
-        q, k, v = unpack(_biased_qkv(self, x), self.num_heads)
-        return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
+        qkv, dropout_p = _biased_qkv(self, x), self.fused_dropout_p()
+        return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
 
 
 LONG = 256  # tokens
@@ -339,9 +340,12 @@ class RelPosAttention(Attention):
 
     def fused_heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias()
-        q, k, v = unpack(project(self.qkv, x), self.num_heads)
+        qkv, norms, dropout_p = project(self.qkv, x), self.fused_norms(), self.fused_dropout_p()
+        if norms is not None and norms.norm is None:
+            return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
+        q, k, v = unpack(qkv, self.num_heads)
         q, k = self.fused_normed(q, k)
-        return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
+        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
 
 
 class Block(PreNormBlock):
@@ -472,6 +476,7 @@ class ParallelThingsBlock(Fused):
 
 
 TABLE: dict[str, type[Fused]] = {
+    **windows.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
     "timm.layers.drop.DropPath": DropPath,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import hosts
+from . import windows
 from .branch import PreNormBlock
 from .fused import Fused, names
 from .parts import SequentialMlp
@@ -27,6 +28,7 @@ class EncoderBlock(PreNormBlock):
 
 
 TABLE: dict[str, type[Fused]] = {
+    **windows.TORCHVISION,
     "torchvision.models.vision_transformer.EncoderBlock": EncoderBlock,
     "torchvision.models.vision_transformer.MLPBlock": SequentialMlp,
     "torchvision.ops.misc.MLP": SequentialMlp,

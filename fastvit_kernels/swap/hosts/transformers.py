@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from .. import hosts
+from . import transformers_bias as biased
 from . import transformers_layers as layers
 from . import transformers_towers as towers
+from . import windows
 from .fused import Fused
 from .transformers_layers import ATTENTION
 
@@ -115,8 +117,9 @@ TABLE: dict[str, type[Fused]] = {
         ("VisionAttention", towers.GemmaAttention), ("VisionMLP", towers.GemmaMlp),
         ("ClippableLinear", towers.Clippable), ("RMSNorm", towers.GemmaRmsNorm),
     ),
-    "transformers.models.beit.modeling_beit.BeitAttention": layers.BeitAttention,
-    "transformers.models.beit.modeling_beit.BeitMLP": layers.HfMlp,
+    **_family("swin", "Swin", *windows.SWIN, ("DropPath", layers.HfDropPath)),
+    **biased.DATA2VEC,
+    **_family("beit", "Beit", *biased.BEIT),
 }  # fmt: skip
 
 

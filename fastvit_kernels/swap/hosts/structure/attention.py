@@ -211,9 +211,10 @@ class Attention(Roles):
             packed = (self.fused_weights(0) if single else self.fused_together()) if fits else None
             if packed is not None:
                 return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
-        simple = angles is None and mask is None and not (
+        plain = angles is None and not (
             roles.causal or roles.q_norm or roles.k_norm or roles.along or roles.turn
         )  # fmt: skip
+        simple = plain and mask is None
         if len(roles.projections) == 1:
             if simple and roles.layout == "3HD":
                 if (weights := self.fused_weights(0)) is not None:
@@ -223,12 +224,14 @@ class Attention(Roles):
             axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
             qkv = qkv.unflatten(-1, axes[roles.layout])
             qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
-            if simple and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
-                return attention(qkv, scale=scale, dropout_p=p)
+            if plain and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
+                return attention(qkv, attn_mask=mask, scale=scale, dropout_p=p)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         else:
             if simple and (weights := self.fused_together()) is not None:
                 return attend_weights(x, weights[0], weights[1], H, dropout_p=p, scale=scale)
+            if plain and (weights := self.fused_together()) is not None:
+                return attend_packed(linear(x, *weights), H, mask=mask, dropout_p=p, scale=scale)
             q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k)
@@ -347,5 +350,3 @@ class Attention(Roles):
         roles = self.fused_roles
         if (roles.rope and not roles.kernel) or roles.turn:
             yield "RoPE", 2 * 9 * self.fused_width()
-        if roles.table:
-            yield "attention with a learnt bias, in training", 4 * self.fused_width()

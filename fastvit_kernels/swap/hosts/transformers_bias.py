@@ -1,0 +1,303 @@
+"""transformers' Data2Vec vision and BEiT: a learnt bias of relative positions, perhaps shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.plain import is_hooked, is_plain
+from .attend import attend, together
+from .branch import PreNormBlock, pre_norm_branch, skips
+from .fused import (
+    Child,
+    Fused,
+    Inline,
+    example,
+    inert,
+    left_dropouts,
+    left_linears,
+    names,
+    part,
+    project,
+    project_out,
+    width_of,
+)
+from .parts import Mlp
+from .rotary import HeadNorms, attend_turned
+from .transformers_layers import BeitAttention, HfDropPath, HfMlp, ViTLayer
+
+
+class Data2VecAttention(Fused):
+    """A module of projections and attention, and one of the output projection."""
+
+    fused_level = "attention"
+    fused_children = names("attention output")
+    fused_extras = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        if "Sdpa" not in type(module.attention).__name__:
+            return "it forms the scores"
+        known = {"query", "key", "value", "dropout", "relative_position_bias"}
+        unknown = sorted(set(module.attention._modules) - known)
+        return f"it has a part that we do not know: {', '.join(unknown)}" if unknown else None
+
+    def fused_blocked(self: Any) -> str | None:
+        for name in ("attention", "output"):
+            if is_hooked(getattr(self, name)):
+                return f"{name} is hooked"
+        return None
+
+    def fused_width(self: Any) -> int:
+        """H D"""
+        return self.attention.all_head_size
+
+    def fused_projections(self: Any) -> list[nn.Module]:
+        return [self.attention.query, self.attention.key, self.attention.value]
+
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        yield from (*self.fused_projections(), self.output.dense)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self.attention, "query", "key", "value")
+        yield from left_linears(self.output, "dense")
+        yield from left_dropouts(self.output, "dropout")
+
+    def fused_reads_low(self: Any) -> bool:
+        return all(map(is_plain, self.fused_projections()))
+
+    def fused_draws(self: Any) -> bool:
+        return not inert(self.output.dropout)
+
+    def fused_tokens(self: Any) -> int:
+        """As many as its table is for."""
+        rows, columns = self.attention.relative_position_bias.window_size
+        return rows * columns + 1
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        inner, given, tokens = self.attention, {}, (5, 4)
+        width, heads = inner.query.in_features, inner.num_attention_heads
+        if inner.has_relative_position_bias:
+            rows, columns = inner.relative_position_bias.window_size
+            patch, tokens = inner.config.patch_size, (self.fused_tokens(),) * 2
+            given = {"resolution": (rows * patch, columns * patch)}
+        yield (example(generator, 2, tokens[0], width),), given
+        T = tokens[1]
+        shared = {"relative_position_bias": example(generator, 1, heads, T, T)}
+        yield (example(generator, 1, T, width),), given | shared
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        if given is None or not self.attention.has_relative_position_bias:
+            return given
+        return given if given[1].get("resolution") is not None else None
+
+    def fused_bias(
+        self: Any, x: Tensor, relative_position_bias: Tensor | None = None,
+        interpolate_pos_encoding: bool = False, resolution: tuple[int, int] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        inner, shared = self.attention, relative_position_bias
+        if not inner.has_relative_position_bias:
+            return shared
+        assert resolution is not None  # fused_given
+        height, width = resolution
+        patch = inner.config.patch_size
+        grid = (height // patch, width // patch)
+        own = inner.relative_position_bias(grid, interpolate_pos_encoding, dim_size=x.shape[1])
+        return own if shared is None else own + shared
+
+    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        inner, mask = self.attention, self.fused_bias(x, **extras)
+        heads, projections = inner.num_attention_heads, self.fused_projections()
+        dropout_p = inner.config.attention_probs_dropout_prob if self.training else 0.0
+        packed = together(projections) if self.fused_reads_low() else None
+        if packed is not None:
+            return attend_turned(
+                x, packed, heads, None, HeadNorms(), mask=mask, dropout_p=dropout_p
+            )
+        q, k, v = (project(m, x).unflatten(-1, (heads, -1)).transpose(1, 2) for m in projections)
+        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, **extras: Any,
+    ) -> Tensor:  # fmt: skip
+        out = self.fused_heads(x, **extras).flatten(2)
+        dense, dropout = self.output.dense, self.output.dropout
+        return project_out(dense, dropout, out, residual, layer_scale, row_scale)
+
+    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
+        return self.fused_branch(x, **extras), None
+
+
+class _TwoHalves(Inline):
+    """The MLP of a layer that has a module for each of its halves."""
+
+    fused_fc1, fused_act = "intermediate.dense", "intermediate.intermediate_act_fn"
+    fused_fc2, fused_after = "output.dense", "output.dropout"
+    fused_between = ()
+    fused_branch = Mlp.fused_branch
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer.output(self.layer.intermediate(x))
+
+    def fused_get(self, name: str) -> Any:
+        return part(self.layer, name)
+
+    def fused_reads_low(self) -> bool:
+        return is_plain(self.fused_get(self.fused_fc1))
+
+    def fused_draws(self) -> bool:
+        return not inert(self.fused_get(self.fused_after))
+
+
+class Data2VecLayer(PreNormBlock):
+    """LayerScale as parameters of its own; one DropPath module serves both branches."""
+
+    fused_children = names(
+        "attention intermediate output layernorm_before drop_path layernorm_after lambda_1 lambda_2"
+    )
+    fused_names = (
+        "layernorm_before", "attention", ("lambda_1", "drop_path"),
+        "layernorm_after", "intermediate", ("lambda_2", "drop_path"),
+    )  # fmt: skip
+    fused_extras = Data2VecAttention.fused_extras
+
+    @property
+    def fused_bodies(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("attention",)
+
+    @property
+    def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for name in super().fused_pieces if name != "intermediate")
+
+    def fused_blocked(self: Any) -> str | None:
+        for name in ("intermediate", "output"):
+            if is_hooked(getattr(self, name)):
+                return f"{name} is hooked"
+        return None
+
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        yield from (self.intermediate.dense, self.output.dense)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self.intermediate, "dense")
+        yield from left_linears(self.output, "dense")
+        yield from left_dropouts(self.output, "dropout")
+
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        return self.attention(y, **extras)[0]
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        if given is None or not isinstance(self.attention, Data2VecAttention):
+            return given
+        inner: Any = self.attention
+        missing = given[1].get("resolution") is None
+        return None if missing and inner.attention.has_relative_position_bias else given
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        rebuild = self.fused_memory == "low"
+        x = pre_norm_branch(
+            x, self.layernorm_before, self.attention, self.lambda_1, self.drop_path,
+            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild,
+            drop_path=self.fused_drop_path, **extras,
+        )  # fmt: skip
+        return pre_norm_branch(
+            x, self.layernorm_after, _TwoHalves(self), self.lambda_2, self.drop_path,
+            rebuild=rebuild, drop_path=self.fused_drop_path,
+        ), None  # fmt: skip
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        yield from (name for name in super().fused_rebuilt() if name != "layernorm_after")
+
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        yield from (pair for pair in super().fused_skips() if pair[0] != "layernorm_after")
+        path = skips(self.layernorm_after, _TwoHalves(self), (self.lambda_2, self.drop_path))
+        if self.fused_drop_path == "skip" and path is not None:
+            yield "layernorm_after", path
+
+
+class BeitLayer(ViTLayer):
+    """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
+
+    fused_children = names(
+        "attention layernorm_before layernorm_after mlp dropout drop_path lambda_1 lambda_2 "
+        "relative_position_bias"
+    )
+    fused_names = (
+        "layernorm_before", "attention", ("dropout", "drop_path"),
+        "layernorm_after", "mlp", ("dropout", "drop_path"),
+    )  # fmt: skip
+    fused_extras = ("attention_mask", "interpolate_pos_encoding", "resolution")
+
+    def fused_gamma(self: Any, name: str) -> Tensor | None:
+        """LayerScale, or None for the 1.0 of a layer without."""
+        gamma = getattr(self, name)
+        return gamma if isinstance(gamma, Tensor) else None
+
+    def fused_blocked(self: Any) -> str | None:
+        for gamma in (self.lambda_1, self.lambda_2):
+            if not isinstance(gamma, Tensor) and gamma != 1.0:
+                return "its LayerScale is a number"
+        return None
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width, heads = width_of(self), self.attention.num_attention_heads
+        given, tokens = {}, 5
+        if self.relative_position_bias is not None:
+            rows, columns = self.relative_position_bias.window_size
+            given = {"resolution": (rows * self.patch_size, columns * self.patch_size)}
+            tokens = rows * columns + 1
+        yield (example(generator, 2, tokens, width),), given
+        mask = example(generator, 1, heads, tokens, tokens)
+        yield (example(generator, 1, tokens, width),), given | {"attention_mask": mask}
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        if given is None or self.relative_position_bias is None:
+            return given
+        return given if given[1].get("resolution") is not None else None
+
+    def fused_mask(
+        self: Any, x: Tensor, attention_mask: Tensor | None = None,
+        interpolate_pos_encoding: bool = False, resolution: tuple[int, int] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        if self.relative_position_bias is None:
+            return attention_mask
+        assert resolution is not None  # fused_given
+        grid = (resolution[0] // self.patch_size, resolution[1] // self.patch_size)
+        own = self.relative_position_bias(grid, interpolate_pos_encoding, dim_size=x.shape[1])
+        return own if attention_mask is None else own + attention_mask
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        given, rebuild = (
+            {"attention_mask": self.fused_mask(x, **extras)},
+            self.fused_memory == "low",
+        )
+        x = pre_norm_branch(
+            x, self.layernorm_before, self.attention, self.dropout, self.fused_gamma("lambda_1"),
+            self.drop_path, call=lambda y: self.attention(y, **given)[0], rebuild=rebuild,
+            drop_path=self.fused_drop_path, **given,
+        )  # fmt: skip
+        return pre_norm_branch(
+            x, self.layernorm_after, self.mlp, self.dropout, self.fused_gamma("lambda_2"),
+            self.drop_path, rebuild=rebuild, drop_path=self.fused_drop_path,
+        )  # fmt: skip
+
+
+_DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"
+DATA2VEC: dict[str, type[Fused]] = {
+    _DATA2VEC + "Layer": Data2VecLayer,
+    _DATA2VEC + "Attention": Data2VecAttention,
+    _DATA2VEC + "DropPath": HfDropPath,
+}
+BEIT = (
+    ("Layer", BeitLayer), ("Attention", BeitAttention), ("MLP", HfMlp), ("DropPath", HfDropPath)
+)  # fmt: skip

@@ -1,0 +1,385 @@
+"""Swin: attention inside windows of a grid that may be shifted, with a learnt bias of positions.
+
+    q k^T / sqrt(D) + bias(H, N, N) [+ mask of the shift (windows, N, N)]
+
+The two are one mask of the fused attention, by window, and it has the gradient of the bias. A block
+joins the windows before the output projection: that ends in the residual, in the image's order, and
+computes nothing that was padded. Swin V2's cosine attention is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...runtime.plain import is_hooked, is_plain
+from .attend import attend_packed
+from .branch import PreNormBlock, pre_norm_branch
+from .fused import (
+    Child,
+    DropPath,
+    Fused,
+    example,
+    inert,
+    left_dropouts,
+    left_linears,
+    names,
+    project,
+    project_out,
+    width_of,
+)
+from .transformers_layers import Attention, HfMlp, ViTLayer
+
+
+class Windows(NamedTuple):
+    """Windows of a grid (height, width), after a cyclic shift."""
+
+    grid: tuple[int, int]
+    size: tuple[int, int]
+    shift: tuple[int, int]
+    pads_first: bool = True  # the host pads the grid, and shifts then
+
+    def padded(self) -> tuple[int, int]:
+        (height, width), (rows, columns) = self.grid, self.size
+        return height + -height % rows, width + -width % columns
+
+    def number(self) -> int:
+        height, width = self.padded()
+        return height // self.size[0] * (width // self.size[1])
+
+    def rolled(self, x: Tensor, sign: int) -> Tensor:
+        if not any(self.shift):
+            return x
+        return torch.roll(x, (sign * self.shift[0], sign * self.shift[1]), (1, 2))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(B, height, width, C) -> (B windows, N, C), zeros where it is padded."""
+        height, width = self.padded()
+        pad = (0, 0, 0, width - self.grid[1], 0, height - self.grid[0])
+        if not self.pads_first:
+            x = self.rolled(x, -1)
+        if any(pad):
+            x = F.pad(x, pad)
+        if self.pads_first:
+            x = self.rolled(x, -1)
+        x = x.unflatten(2, (-1, self.size[1])).unflatten(1, (-1, self.size[0]))
+        return x.transpose(2, 3).reshape(-1, self.size[0] * self.size[1], x.shape[-1])
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The inverse, without what was padded."""
+        height, width = self.padded()
+        rows, columns = height // self.size[0], width // self.size[1]
+        x = x.unflatten(1, self.size).unflatten(0, (-1, rows, columns)).transpose(2, 3)
+        x = x.reshape(-1, height, width, x.shape[-1])
+        if self.pads_first:
+            x = self.rolled(x, 1)
+        if (height, width) != self.grid:
+            x = x[:, : self.grid[0], : self.grid[1]]
+        return x if self.pads_first else self.rolled(x, 1)
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """(windows, N, N): -100 between tokens that the shift alone made neighbours."""
+        if not any(self.shift):
+            return None
+        regions = []
+        for length, size, shift in zip(self.padded(), self.size, self.shift, strict=True):
+            place = torch.arange(length, device=like.device)
+            first = (place >= length - size).long()
+            regions.append(first + (place >= length - shift) if shift else first)
+        region = (regions[0][:, None] * 3 + regions[1])[None, :, :, None]
+        region = self._replace(grid=self.padded(), shift=(0, 0)).cut(region)[..., 0]
+        return (region[:, :, None] != region[:, None]).to(like.dtype) * -100.0
+
+
+def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """bias (1, H, N, N) and mask (windows, N, N) as one."""
+    return bias if mask is None else bias + mask[:, None]
+
+
+def _area(copy: Any) -> dict[str, int]:
+    """What follows from the sides of a window: it may equal a width, which a copy narrows."""
+    return {"window_area": copy.window_size[0] * copy.window_size[1]}
+
+
+class WindowAttention(Fused):
+    """timm's: it forms the scores by default, so `fused_attn` says nothing here."""
+
+    fused_level = "attention"
+    fused_children = names("relative_position_bias_table qkv attn_drop softmax proj proj_drop")
+    fused_attention_dropout = names("attn_drop")
+    fused_extras = ("mask",)
+    fused_derived = staticmethod(_area)
+
+    def fused_blocked(self: Any) -> str | None:
+        if is_hooked(self.attn_drop) or is_hooked(self.softmax):
+            return "its probabilities are hooked"
+        return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, "qkv", "proj")
+        yield from left_dropouts(self, "proj_drop")
+
+    def fused_reads_low(self: Any) -> bool:
+        return is_plain(self.qkv)
+
+    def fused_draws(self: Any) -> bool:
+        return not inert(self.proj_drop)
+
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        yield self, self.window_area
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] == self.window_area
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        N = self.window_area
+        yield (example(generator, 2, N, width_of(self)),), {}
+        mask = example(generator, 2, N, N).detach()
+        yield (example(generator, 4, N, width_of(self)),), {"mask": mask}
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, mask: Tensor | None = None, windows: Windows | None = None,
+    ) -> Tensor:  # fmt: skip
+        x = x if windows is None else windows.cut(x)
+        out = attend_packed(
+            project(self.qkv, x), self.num_heads, mask=with_shift(self._get_rel_pos_bias(), mask),
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            scale=None if self.fused_attn else self.scale,
+        ).flatten(2)  # fmt: skip
+        out = out if windows is None else windows.joined(out)
+        return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
+
+    def fused_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.fused_branch(x, mask=mask)
+
+
+class SwinBlock(PreNormBlock):
+    """timm's: x is (B, height, width, C)."""
+
+    fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
+    fused_names = ("norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",))
+    fused_axes = (4,)
+    fused_derived = staticmethod(_area)
+
+    def fused_cut(self: Any, x: Tensor) -> Windows:
+        return Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
+
+    def fused_mask(self: Any, x: Tensor) -> Tensor | None:
+        if getattr(self, "dynamic_mask", False):
+            return self.get_attn_mask(x.new_empty(1, *self.fused_cut(x).padded(), 1))
+        return self.attn_mask
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        if x.ndim != 4:
+            return False
+        if getattr(self, "dynamic_mask", False) or self.attn_mask is None:
+            return True
+        return self.fused_cut(x).number() == len(self.attn_mask)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        (rows, columns), width = self.window_size, width_of(self)
+        grid = (rows + 1, 2 * columns)
+        if self.attn_mask is not None:  # of that many windows
+            grid = self.input_resolution
+        yield (example(generator, 1, *grid, width),), {}
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        given = dict(windows=self.fused_cut(x), mask=self.fused_mask(x))
+        rebuild = self.fused_memory == "low"
+        y = pre_norm_branch(x, self.norm1, self.attn, self.drop_path1, call=self._attn, **given)
+        y = pre_norm_branch(
+            y.flatten(1, 2), self.norm2, self.mlp, self.drop_path2, rebuild=rebuild,
+            drop_path=self.fused_drop_path,
+        )  # fmt: skip
+        return y.unflatten(1, tuple(x.shape[1:3]))
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        yield from (name for name in super().fused_rebuilt() if name != "norm1")
+
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        yield from (pair for pair in super().fused_skips() if pair[0] != "norm1")
+
+
+class StochasticDepth(DropPath):
+    """torchvision's DropPath."""
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return None if module.mode == "row" else "it drops whole batches"
+
+    def fused_rate(self: Any) -> float | None:
+        return self.p
+
+    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if self.p == 0 or not self.training:
+            return None
+        scale = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(1 - self.p)
+        return scale.div_(1 - self.p) if self.p < 1 else scale
+
+
+class ShiftedWindowAttention(Fused):
+    """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
+
+    fused_level = "attention"
+    fused_children = names("relative_position_bias_table qkv proj")
+    fused_attention_dropout = names("attention_dropout")
+    fused_axes = (4,)
+
+    def fused_blocked(self: Any) -> str | None:
+        if not (is_plain(self.qkv) and is_plain(self.proj)):
+            return "it reads the weight of a Linear that is replaced"
+        if self.training and self.dropout > 0:
+            return "its dropout draws by window"
+        return None
+
+    def fused_reads_low(self: Any) -> bool:
+        return True
+
+    def fused_draws(self: Any) -> bool:
+        return False
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        rows, columns = self.window_size
+        for grid in ((rows + 1, 2 * columns), (2 * rows, columns)):
+            yield (example(generator, 2, *grid, width_of(self)),), {}
+
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        yield self, self.window_size[0] * self.window_size[1]
+
+    def fused_cut(self: Any, x: Tensor) -> Windows:
+        size = tuple(self.window_size)
+        windows = Windows((x.shape[1], x.shape[2]), size, (0, 0))
+        bounds = zip(self.shift_size, size, windows.padded(), strict=True)
+        shift = [0 if n >= length else step for step, n, length in bounds]
+        return windows._replace(shift=tuple(shift))
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        windows = self.fused_cut(x)
+        bias = self.get_relative_position_bias()
+        out = attend_packed(
+            project(self.qkv, windows.cut(x)), self.num_heads,
+            mask=with_shift(bias, windows.mask(bias)),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+        )  # fmt: skip
+        out = windows.joined(out.flatten(2))
+        return project_out(self.proj, None, out, residual, layer_scale, row_scale)
+
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return self.fused_branch(x)
+
+
+class TorchvisionSwinBlock(PreNormBlock):
+    fused_children = names("norm1 attn stochastic_depth norm2 mlp")
+    fused_names = ("norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",))
+    fused_axes = (4,)
+
+
+class HfSwinAttention(Attention):
+    """transformers', from 5.x on."""
+
+    fused_children = names("q_proj k_proj v_proj o_proj relative_position_bias")
+    fused_extras = ("attention_mask",)
+
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        yield self, self.relative_position_bias.window_area
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] == self.relative_position_bias.window_area
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        N = self.relative_position_bias.window_area
+        yield (example(generator, 2, N, width_of(self)),), {}
+        mask = example(generator, 2, N, N).detach()
+        yield (example(generator, 4, N, width_of(self)),), {"attention_mask": mask}
+
+    def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        mask = with_shift(self.relative_position_bias(), attention_mask)
+        return super().fused_heads(x, mask)
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, attention_mask: Tensor | None = None,
+        windows: Windows | None = None,
+    ) -> Tensor:  # fmt: skip
+        if windows is None:
+            return super().fused_branch(
+                x, residual, layer_scale, row_scale, attention_mask=attention_mask
+            )
+        y = windows.cut(x.unflatten(1, windows.grid))
+        out = windows.joined(self.fused_heads(y, attention_mask).flatten(2)).flatten(1, 2)
+        return project_out(self.o_proj, None, out, residual, layer_scale, row_scale)
+
+
+class HfSwinLayer(ViTLayer):
+    """transformers': x is (B, height width, C) of the grid that comes with it."""
+
+    fused_children = names("attention layernorm_before layernorm_after mlp dropout drop_path")
+    fused_names = (
+        "layernorm_before", "attention", ("dropout", "drop_path"),
+        "layernorm_after", "mlp", ("dropout",),
+    )  # fmt: skip
+    fused_extras = ("input_dimensions", "always_partition")
+
+    def fused_blocked(self: Any) -> str | None:
+        return None if inert(self.dropout) else "its dropout draws by window"
+
+    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = super().fused_given(args, kwargs)
+        return given if given is not None and "input_dimensions" in given[1] else None
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        size, width = self.window_size, width_of(self)
+        for grid in ((2 * size, size + 1), (size + 1, 2 * size)):
+            x = example(generator, 1, grid[0] * grid[1], width)
+            yield (x,), {"input_dimensions": grid}
+
+    def fused_forward(  # type: ignore[override]
+        self: Any, x: Tensor, input_dimensions: tuple[int, int], always_partition: bool = False
+    ) -> tuple[Tensor, None]:
+        if not always_partition:
+            self.set_shift_and_window_size(input_dimensions)
+        size, shift = self.window_size, self.shift_size
+        height, width = input_dimensions
+        windows = Windows((height, width), (size, size), (shift, shift))
+        given: dict[str, Any] = dict(windows=windows, attention_mask=windows.mask(x))
+        x = pre_norm_branch(
+            x, self.layernorm_before, self.attention, self.dropout, self.drop_path,
+            call=partial(self.fused_by_window, **given), **given,
+        )  # fmt: skip
+        rebuild = self.fused_memory == "low"
+        norm, mlp = self.layernorm_after, self.mlp
+        return pre_norm_branch(x, norm, mlp, self.dropout, rebuild=rebuild), None
+
+    def fused_by_window(
+        self: Any, y: Tensor, windows: Windows, attention_mask: Tensor | None
+    ) -> Tensor:
+        """The attention as the host calls it."""
+        y = windows.cut(y.unflatten(1, windows.grid))
+        return windows.joined(self.attention(y, attention_mask)[0]).flatten(1, 2)
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        yield from (name for name in super().fused_rebuilt() if name != "layernorm_before")
+
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
+
+TIMM: dict[str, type[Fused]] = {
+    "timm.models.swin_transformer.SwinTransformerBlock": SwinBlock,
+    "timm.models.swin_transformer.WindowAttention": WindowAttention,
+}
+TORCHVISION: dict[str, type[Fused]] = {
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
+    "torchvision.models.swin_transformer.SwinTransformerBlock": TorchvisionSwinBlock,
+    "torchvision.ops.stochastic_depth.StochasticDepth": StochasticDepth,
+}
+SWIN = (("Layer", HfSwinLayer), ("Attention", HfSwinAttention), ("MLP", HfMlp))

@@ -1,0 +1,111 @@
+"""Hosts whose scores have a learnt bias of positions, some in windows: BEiT, Swin, Data2Vec.
+
+Every table has its gradient, in a training step in float64 and through the kernels by the 2x rule.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import difference, model_errors, randomize
+from fastvit_kernels.swap.hosts.windows import Windows
+
+timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
+transformers = pytest.importorskip("transformers")
+
+NARROW: dict[str, Any] = dict(embed_dim=16, depth=1, num_heads=2, num_classes=3, img_size=32)
+TOWER: dict[str, Any] = dict(
+    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32,
+    patch_size=8, drop_path_rate=0.2,
+)  # fmt: skip
+
+
+def _timm_swin():  # grids of 6 and 3: padded, and one as large as its window
+    from timm.models.swin_transformer import SwinTransformer
+
+    return SwinTransformer(
+        img_size=24, patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4,
+        num_classes=3, drop_path_rate=0.3,
+    )  # fmt: skip
+
+
+def _torchvision_swin():
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    return SwinTransformer(
+        patch_size=[4, 4], embed_dim=16, depths=[2, 1], num_heads=[2, 2], window_size=[4, 4],
+        stochastic_depth_prob=0.3, num_classes=3,
+    )  # fmt: skip
+
+
+def _hf_swin():
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 2], window_size=4,
+        drop_path_rate=0.3,
+    )  # fmt: skip
+    return transformers.SwinModel(config)
+
+
+def _beit(name: str, **settings: Any):
+    return lambda: timm.create_model(name, **NARROW, **settings)
+
+
+def _tower(family: str, **settings: Any):
+    config, model = (getattr(transformers, family + end) for end in ("Config", "Model"))
+    return lambda: model(config(**TOWER, **settings))
+
+
+MODELS: dict[str, tuple[Any, int]] = {
+    "swin_timm": (_timm_swin, 24),
+    "swin_torchvision": (_torchvision_swin, 24),
+    "swin_transformers": (_hf_swin, 32),
+    "beit_timm": (_beit("beit_base_patch16_224"), 32),
+    "relpos_timm": (_beit("vit_relpos_small_patch16_224"), 32),
+    "data2vec": (_tower("Data2VecVision", use_relative_position_bias=True), 32),
+    "beit_transformers": (_tower("Beit", use_relative_position_bias=True), 32),
+}  # fmt: skip
+
+
+TOWERS = [build for build, _ in (MODELS[n] for n in MODELS if "transformers" in n or "data" in n)]
+
+
+def _built(name: str):
+    build, size = MODELS[name]
+    torch.manual_seed(0)
+    model = randomize(build())
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return model, {"pixel_values": images} if build in TOWERS else images
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_learnt_bias_trains_in_fused_blocks(name):
+    model, inputs = _built(name)
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block", str(report)
+        assert not report.pytorch and not report.uncounted, str(report)
+        assert difference(model, inputs) == ""
+
+
+@pytest.mark.parametrize("name", ["swin_timm", "swin_torchvision", "data2vec", "beit_timm"])
+def test_a_learnt_bias_through_the_kernels(name):
+    model, inputs = _built(name)
+    model.eval()
+    failed = [str(e) for e in model_errors(model, inputs) if not e.passed]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("pads_first", [False, True])
+def test_windows_are_joined_as_they_were_cut(pads_first):
+    x = torch.arange(2.0 * 5 * 7).view(2, 5, 7, 1) + 1
+    windows = Windows((5, 7), (2, 3), (1, 2), pads_first)
+    cut = windows.cut(x)
+    assert cut.shape == (2 * windows.number(), 6, 1) == (18, 6, 1)
+    assert cut.eq(0).sum() == 2 * (6 * 9 - 5 * 7)
+    torch.testing.assert_close(windows.joined(cut), x)
