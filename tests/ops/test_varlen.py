@@ -10,6 +10,7 @@ from numerics import DEVICE, assert_accurate, dtype_id, rand
 import fastvit_kernels as fk
 from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention
+from fastvit_kernels.ops.attention.rotary import rope_attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention, varlen_attention_ref
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.values import checked_values
@@ -191,3 +192,29 @@ def test_varlen_compiles():
         upstream = torch.randn_like(outs[0])
         grads = [torch.autograd.grad(out, qkv, upstream)[0] for out in outs]
         assert torch.equal(*outs) and torch.equal(*grads)
+
+
+@pytest.mark.parametrize("norm", [None, "rms_norm"])
+def test_rope_attention_within_packed_sequences(norm):
+    """A row of the tables for each token; all gradients, the projection's too."""
+    C, D, lengths = 32, 16, (5, 0, 12)
+    total = sum(lengths)
+    tables = {n: rand(total, D, seed=i, grad=False) for i, n in enumerate(("cos", "sin"))}
+    options = dict(num_heads=C // D, norm=norm, **tables)
+    packing = dict(cu_seqlens=_starts(*lengths), max_seqlen=12)
+    function, reference = (
+        partial(f, **options, **packing) for f in (fk.rope_attention, rope_attention_ref)
+    )
+    inputs = {
+        "x": rand(1, total, C),
+        "weight": rand(3 * C, C, scale=C**-0.5),
+        "bias": rand(3 * C, seed=4),
+    }
+    if norm:
+        weights = {f"{n}_norm_weight": rand(D, seed=i) for i, n in enumerate("qk", 5)}
+        inputs |= weights
+    assert_accurate(function, reference, inputs)
+    with pytest.raises(ValueError, match=r"^rope_attention: x must have B = 1 beside cu_seqlens"):
+        fk.rope_attention(rand(2, 3, C), inputs["weight"], **options, **packing)
+    with pytest.raises(ValueError, match=r"^rope_attention: cu_seqlens must come with max_seqlen"):
+        fk.rope_attention(inputs["x"], inputs["weight"], **options, max_seqlen=3)
