@@ -1296,7 +1296,7 @@ HOSTS = [
         "[self.fused_get(self.fused_gate), self.fused_get(self.fused_fc1)]",
     ),
     Fault(
-        "gated-host-norm", "swap/hosts/parts.py", "fused_norm", "the LayerNorm inside left out",
+        "gated-host-norm", "swap/hosts/parts.py", "norm_inside", "the LayerNorm inside left out",
         "return None if parameters[0] is None else parameters", "return None, None, 1e-6",
     ),
     Fault(
