@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -59,7 +60,7 @@ def test_calls_from_python_never_replace_the_process(monkeypatch, capsys):
     monkeypatch.setattr(cli, "needs_interpreter", lambda _: True)
     words = ["check", "--only", "layer_norm_and", "--dtype", "fp32"]
     assert cli.main(words) == 0
-    assert "1 of 1 cases passed" in capsys.readouterr().out
+    assert re.search(r"(\d+) of \1 cases passed", capsys.readouterr().out)
     monkeypatch.setattr(sys, "argv", ["fastvit-kernels", *words])
     with pytest.raises(AssertionError, match="execve"):
         cli.main()
