@@ -48,8 +48,8 @@ TOWERS = {
     "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
 }  # fmt: skip
-# the softmax of one and the norms of three are in fp32, whatever the dtype
-ROUNDED = ("git", "aimv2", "internvl_qk_norm", "pixtral")
+# the softmax of one and the norms of the others are in fp32, whatever the dtype
+ROUNDED = ("git", "aimv2", "internvl_qk_norm", "pixtral", "llama")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_a_text_model_keeps_its_numbers(name):
         {"input_ids": tokens, "attention_mask": padded},
         {"input_ids": tokens, "output_hidden_states": True},
     ):
-        assert_same(step(model, inputs), step(host, inputs), 1e-9)
+        assert_same(step(model, inputs), step(host, inputs), 1e-5 if name in ROUNDED else 1e-9)
 
 
 @pytest.mark.parametrize("tower", ["visual", "text"])
