@@ -71,7 +71,7 @@ def test_the_package_works_with_the_network_refused():
     done = _smoke()
     assert done.returncode == 0, done.stderr
     assert "smoke test passed" in done.stdout
-    assert "1 of 1 cases passed" in done.stdout
+    assert re.search(r"\b(\d+) of \1 cases passed", done.stdout)
 
 
 @in_repository

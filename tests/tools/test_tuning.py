@@ -499,6 +499,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(words, capsys, tmp_path):
 def test_every_op_has_a_specification_with_its_arguments():
     ops = {op for op in map(fk.__dict__.get, fk.__all__) if hasattr(op, "__code__")}
     ops = {op for op in ops if op.__module__.startswith("fastvit_kernels.ops.")}
+    ops -= {fk.keep_samples}  # draws, and launches nothing
     assert set(replay.SPECIFICATIONS) == ops
     for op in OPS.values():
         assert {*op.args, *op.options} == set(inspect.signature(op.function).parameters)
