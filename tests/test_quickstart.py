@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from notebook import PAGE, execute, printed
@@ -22,4 +23,10 @@ def test_the_cells_run_and_print_what_is_kept():
     for package in ("nbclient", "ipykernel", "timm", "transformers", "sklearn", "matplotlib"):
         pytest.importorskip(package)
     kept = json.loads(PAGE.read_text())
-    assert printed(execute(PAGE)) == printed(kept)
+    fresh = execute(PAGE)
+    assert printed(fresh) == printed(kept)
+    text = "".join(o.get("text", "") for cell in fresh.cells for o in cell.get("outputs", ()))
+    (difference,) = re.findall(r"difference of a logit: (\S+)", text)
+    assert float(difference) < 1e-5
+    ((swapped, host),) = re.findall(r"swapped ([\d.]+), as it is ([\d.]+)", text)
+    assert abs(float(swapped) - float(host)) < 1e-3
