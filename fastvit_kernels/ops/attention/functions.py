@@ -31,7 +31,6 @@ from ...runtime.arguments import (
     check_tensor,
     compute_dtype,
     empty,
-    empty_strided,
     needs_gradient,
 )
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
@@ -39,7 +38,7 @@ from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
-from .launch import bias_partials, empty_rows, launch_bwd, launch_fwd, readable
+from .launch import bias_partials, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, check_mask, unsupported_mask
 
 # Torch's own: F's attribute of this name may be ours by now, as a drop-in.
@@ -83,26 +82,12 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
-def _empty_attention_fwd(
-    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    B, T, _, H, D = qkv.shape
-    C, device = H * D, qkv.device
-    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=device)
-    return out, empty_rows(out)
-
-
-def _flops_fwd(qkv, *_, **__):
-    B, T, _, H, D = qkv
-    return 4 * B * H * T * T * D
-
-
-@operator(fake=_empty_attention_fwd, flops=_flops_fwd)
+@operator(fake=empty_outputs, flops=fwd_flops)
 def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
-    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    out, lse = empty_outputs(qkv)
     if qkv.numel():
         q, k, v = readable(qkv).unbind(2)
         launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
@@ -209,7 +194,7 @@ def _empty_qkv_attention_fwd(
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = x.new_empty((B, T, 3, num_heads, D))
-    return qkv, *_empty_attention_fwd(qkv, seed, scale, dropout_p)
+    return qkv, *empty_outputs(qkv)
 
 
 def _flops_qkv_fwd(x, weight, *_, **__):
@@ -227,7 +212,7 @@ def qkv_attention_fwd(
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    out, lse = _empty_attention_fwd(qkv, seed, scale, dropout_p)
+    out, lse = empty_outputs(qkv)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
         launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)

@@ -251,6 +251,20 @@ def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
     return rows if length == T else rows.narrow(2, 0, T)
 
 
+def empty_outputs(qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Of packed (B, T, 3, H, D), whatever else a forward takes: out (B, T, H, D), lse (B, H, T)."""
+    B, T, _, H, D = qkv.shape
+    C = H * D
+    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=qkv.device)
+    return out, empty_rows(out)
+
+
+def fwd_flops(qkv: Any, *others: Any, **more: Any) -> int:
+    """Of a forward of packed (B, T, 3, H, D), by its shape."""
+    B, T, _, H, D = qkv
+    return 4 * B * H * T * T * D
+
+
 def padded_rows(lse: Tensor) -> Tensor:
     """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
     if lse.ndim == 2:  # of packed sequences

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import check_device, check_tensor, empty, empty_strided
+from ...runtime.arguments import check_device, check_tensor, empty
 from ...runtime.dispatch import first_order, ops_for
 from ...runtime.operator import differentiable, operator
 from .backward_bias import launch_bias_grad
-from .launch import empty_rows, launch_bwd, launch_fwd, readable
+from .launch import empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
 
 
 def as_four_axes(mask: Tensor) -> Tensor:
@@ -49,26 +49,12 @@ def unsupported_mask(mask: Tensor | None) -> str | None:
     return None
 
 
-def _empty_masked_fwd(
-    qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    B, T, _, H, D = qkv.shape
-    C = H * D
-    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=qkv.device)
-    return out, empty_rows(out)
-
-
-def _flops_fwd(qkv, *_, **__):
-    B, T, _, H, D = qkv
-    return 4 * B * H * T * T * D
-
-
-@operator(fake=_empty_masked_fwd, flops=_flops_fwd)
+@operator(fake=empty_outputs, flops=fwd_flops)
 def masked_attention_fwd(
     qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
-    out, lse = _empty_masked_fwd(qkv, mask, seed, scale, dropout_p)
+    out, lse = empty_outputs(qkv)
     if qkv.numel():
         q, k, v = readable(qkv).unbind(2)
         launch_fwd(out, lse, q, k, v, mask, seed, scale, dropout_p, False)
