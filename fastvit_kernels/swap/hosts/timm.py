@@ -1,4 +1,4 @@
-"""timm: the blocks and parts of its Vision Transformers."""
+"""timm: the parts of its Vision Transformers, and the table of all that is known of it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from torch import Tensor, nn
 
 from ...ops.layer_norm import layer_norm
 from ...ops.linear import linear
-from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_hooked, is_plain
+from ...runtime.plain import is_plain
 from .. import hosts
 from . import windows
 from .attend import attend, attend_packed, together, unpack
-from .branch import PreNormBlock, add_body, fold, normed
 from .fused import (
     Child,
     DropPath,
     Fused,
-    Given,
     LayerNorm,
     LayerScale,
     RmsNorm,
-    Unfused,
-    bypassed,
     example,
     inert,
     left_dropouts,
@@ -41,6 +36,15 @@ from .fused import (
 )
 from .parts import GluMlp, Mlp, SwiGLU
 from .rotary import HeadNorms, Turn, attend_turned, head_norms, turn_of, turned
+from .timm_blocks import (
+    BeitBlock,
+    Block,
+    EvaBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    RelPosBlock,
+    ResPostBlock,
+)
 
 
 class LayerNormFp32(LayerNorm):
@@ -346,133 +350,6 @@ class RelPosAttention(Attention):
         q, k, v = unpack(qkv, self.num_heads)
         q, k = self.fused_normed(q, k)
         return attend(q, k, v, mask=mask, dropout_p=dropout_p)
-
-
-class Block(PreNormBlock):
-    """LayerScale and DropPath as children."""
-
-    fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
-    fused_names = ("norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"))
-
-
-class EvaBlock(PreNormBlock):
-    """LayerScale as parameters of its own; RoPE."""
-
-    fused_children = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
-    fused_names = (
-        "norm1", "attn", ("gamma_1", "drop_path1"), "norm2", "mlp", ("gamma_2", "drop_path2")
-    )  # fmt: skip
-    fused_extras = ("rope",)
-
-
-class BeitBlock(EvaBlock):
-    """A relative position bias that the layers share."""
-
-    fused_extras = ("shared_rel_pos_bias",)
-
-
-class RelPosBlock(Block):
-    fused_extras = ("shared_rel_pos",)
-
-
-class ResPostBlock(Unfused):
-    """x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between every branch and its
-    residual, so that nothing fuses across children and the host's forward on fused children is
-    the widest there is."""
-
-    fused_level = "block"
-    fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
-    fused_pieces = ("attn", "norm1", "mlp", "norm2")
-    fused_bodies = ("attn", "mlp")
-
-
-class ParallelScalingBlock(Fused):
-    """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))) after one in_proj."""
-
-    fused_level = "block"
-    fused_children = names(
-        "in_norm in_proj mlp_bias q_norm k_norm attn_drop mlp_drop mlp_act out_proj attn_out_proj "
-        "mlp_out_proj ls drop_path"
-    )
-    fused_attention_dropout = names("attn_drop")
-    fused_pieces = ("in_norm", "ls", "drop_path")
-
-    def fused_blocked(self: Any) -> str | None:
-        return None if self.fused_attn else "fused_attn is False: it forms the scores"
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
-        yield from left_dropouts(self, "mlp_drop")
-
-    def fused_in(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        if bypassed(self.in_norm):
-            low = autocast_dtype(x) if is_plain(self.in_proj) else None
-            return self.in_norm.fused_and_input(x, low)
-        return self.in_norm(x), x
-
-    def fused_heads(self: Any, qkv: Tensor) -> Tensor:
-        """(B, T, 3C) -> (B, T, C)"""
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if inert(self.q_norm) and inert(self.k_norm):
-            return attend_packed(qkv, self.num_heads, dropout_p=dropout_p).flatten(2)
-        q, k, v = unpack(qkv, self.num_heads)
-        return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=dropout_p).flatten(2)
-
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield "activation of the MLP", 2 * self.in_split[0]
-        if self.mlp_bias is not None:
-            yield "bias of the MLP", 2 * self.in_split[0]
-        out_proj = getattr(self, "out_proj", None)
-        if out_proj is not None:
-            yield "attention beside MLP", 2 * out_proj.in_features
-        for name in ("q_norm", "k_norm"):
-            yield from norm_in_pytorch(name, getattr(self, name))
-        yield from norm_in_pytorch("in_norm", self.in_norm)
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        y, x = self.fused_in(x)
-        hidden, qkv = project(self.in_proj, y).split(
-            (self.in_split[0], sum(self.in_split[1:])), dim=-1
-        )
-        hidden = hidden if self.mlp_bias is None else hidden + self.mlp_bias
-        out = self.fused_heads(qkv)
-        hidden = self.mlp_drop(self.mlp_act(hidden))
-        epilogue = fold((self.ls, self.drop_path), x)
-        out_proj = getattr(self, "out_proj", None)  # absent before timm 1.0.16
-        if out_proj is not None:
-            pairs = [(out_proj, torch.cat((out, hidden), dim=-1))]
-        else:
-            pairs = [(self.attn_out_proj, out), (self.mlp_out_proj, hidden)]
-        if epilogue is None:
-            return x + self.drop_path(self.ls(sum(project(m, h) for m, h in pairs)))
-        gamma, rows = epilogue
-        if gamma is not None:
-            x = x.to(torch.promote_types(x.dtype, gamma.dtype))
-        for module, h in pairs:  # x + s (a + b) = (x + s a) + s b
-            x = project_out(module, None, h, x, gamma, rows)
-        return x
-
-
-class ParallelThingsBlock(Fused):
-    """Branches side by side: x + sum_i attn_i(x), then x + sum_i mlp_i(x)."""
-
-    fused_level = "block"
-    fused_children = names("attns ffns")
-
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        if any(is_hooked(m) for m in (*self.attns, *self.ffns)):
-            return None
-        return super().fused_given(args, kwargs)
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        for branches, name in ((self.attns, "attn"), (self.ffns, "mlp")):
-            start = x
-            for branch in branches:
-                body = getattr(branch, name)
-                bypass = bypassed(body)
-                y = normed(branch.norm, start, body if bypass else None)
-                x = add_body(x, y, body, (branch.ls, branch.drop_path), body, bypass, {})
-        return x
 
 
 TABLE: dict[str, type[Fused]] = {
