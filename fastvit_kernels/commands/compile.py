@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--table", type=Path, default=Path("docs/resources.md"), help=argparse.SUPPRESS
     )
     parser.add_argument("--update", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--changed", action="store_true", help=argparse.SUPPRESS)
     rank.add_arguments(parser)
 
 
@@ -88,9 +89,10 @@ def run(args: argparse.Namespace) -> int:
         if args.rank is not None:
             return rank.run_rank(args)
         if args.gate:
-            if args.update and args.arch:
-                raise CommandError("--update writes every target: leave out --arch")
-            return run_gate(args.arch or list(TARGETS), args.table, args.update, args.jobs)
+            if args.update and (args.arch or args.changed):
+                raise CommandError("--update writes every row: leave out --arch and --changed")
+            archs = args.arch or list(TARGETS)
+            return run_gate(archs, args.table, args.update, args.changed, args.jobs)
         compiled = _compile(args)
     except CompileError as error:
         print(f"fastvit-kernels compile: {error}", file=sys.stderr)

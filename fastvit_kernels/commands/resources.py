@@ -131,8 +131,14 @@ def read_page(text: str) -> tuple[str, dict[tuple[str, str, str, str], tuple[int
     return version[1], rows
 
 
-def compare(kernels: Iterable[Kernel], page: str) -> tuple[list[str], list[str]]:
-    """(regressions, remarks) of what was compiled against a resources page."""
+def compare(
+    kernels: Iterable[Kernel], page: str, whole: bool = True
+) -> tuple[list[str], list[str]]:
+    """(regressions, remarks) of what was compiled against a resources page.
+
+    Args:
+        whole: rows of the page that were not compiled are gone.
+    """
     version, recorded = read_page(page)
     if version != triton.__version__:
         return [], [f"the table is of triton {version}, this is {triton.__version__}: not compared"]
@@ -152,6 +158,6 @@ def compare(kernels: Iterable[Kernel], page: str) -> tuple[list[str], list[str]]
         elif changes:
             remarks.append(f"better than the table: {name}: {text}")
     compiled = {key[0] for key in rows}
-    gone = (key for key in recorded if key[0] in compiled and key not in rows)
+    gone = (key for key in recorded if whole and key[0] in compiled and key not in rows)
     remarks += [f"no longer compiled: {' '.join(key)}" for key in gone]
     return regressions, remarks

@@ -14,7 +14,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
 from .machine_code import Code, keep_remarks
+from .specialisation import digest_of, specialisation
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Trace:
 
     launches: list[Launch] = field(default_factory=list)
     torch_calls: list[LibraryCall] = field(default_factory=list)
+    digests: set[str] = field(default_factory=set)  # of what was compiled: `digest_of`
+    known: set[str] = field(default_factory=set)  # of what was not, since `capture` was told so
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -227,26 +230,13 @@ class Share(NamedTuple):
 WHOLE = Share(0, 1)
 
 
-def _specialisation(function: Any, given: dict[str, Any]) -> str:
-    """Equal where Triton compiles once: values of constants, what it asks of the others."""
-    words = [function.__qualname__]
-    for parameter in function.params:
-        x = given[parameter.name]
-        if isinstance(x, Tensor):
-            words.append(f"{x.dtype} {int(x.storage_offset()) * x.element_size() % 16 == 0}")
-        elif isinstance(x, int) and not parameter.is_constexpr:
-            words.append(f"{x == 1} {x % 16 == 0} {x >> 31 != 0}")
-        else:
-            words.append(repr(x))
-    return "|".join(words)
-
-
 @contextmanager
-def capture(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
+def capture(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
     """Inside, kernel launches compile for `target` and join the yielded trace.
 
     Args:
         share: compile and list this part alone.
+        known: digests of specialisations to leave out; the trace names those it met.
     """
     if not HAS_TRITON:
         raise RuntimeError("triton is not installed")
@@ -264,8 +254,12 @@ def capture(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
         given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names(self)})
         given.apply_defaults()
         options = {k: x for k, x in kwargs.items() if k not in given.arguments}
-        same = f"{_specialisation(self, given.arguments)}|{options}"
+        same = f"{specialisation(self, given.arguments)}|{options}"
         if order.setdefault(same, len(order)) % share.of != share.number:
+            return
+        digest = digest_of(self, same, target.name)
+        if digest in known:
+            trace.known.add(digest)
             return
         kwargs = {k: _pointers(x) for k, x in kwargs.items()}
         timings: list[float] = []
@@ -280,6 +274,7 @@ def capture(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
             seen[compiled.hash] = _inspect(compiled, target, sum(timings), remarks.getvalue())
+        trace.digests.add(digest)
         grid = grid(given.arguments) if callable(grid) else grid
         trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
 
@@ -303,22 +298,30 @@ def capture(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
 
 
 @contextmanager
-def tracing(target: Target, share: Share = WHOLE) -> Iterator[Trace]:
+def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
     """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace."""
-    with capture(target, share) as trace, FakeTensorMode(), _RunLaunchers(trace), backend("triton"):
+    with (
+        capture(target, share, known) as trace,
+        FakeTensorMode(),
+        _RunLaunchers(trace),
+        backend("triton"),
+    ):
         yield trace
 
 
-def trace_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) -> Trace:
+def trace_step(
+    step: Callable[[], Any], target: Target, share: Share = WHOLE, known: Container[str] = ()
+) -> Trace:
     """Compile the kernels that `step()` would launch on `target`.
 
     Args:
         step: makes its own tensors, on the CPU; they are fake, so any size is free.
         target: one of TARGETS.
         share: this part of the kernels alone.
+        known: digests of specialisations to leave out.
     Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
     """
-    with tracing(target, share) as trace:
+    with tracing(target, share, known) as trace:
         step()
     return trace
 

@@ -12,10 +12,12 @@ from typing import Any
 Arguments = dict[str, Any]  # by name; tensors as (shape, dtype)
 
 
-def _attention(products: int) -> Callable[[Arguments], float]:
+def _attention(products: int) -> Callable[[Arguments], float | None]:
     """`products` of queries and keys for each head: (T_q, T_kv, D)."""
 
-    def rule(a: Arguments) -> float:
+    def rule(a: Arguments) -> float | None:
+        if a.get("VARLEN") or a.get("MASK") == "keys":
+            return None  # memory says which keys are there
         lse = math.prod(a["lse_ptr"][0])  # B H T_q
         share = 0.5 * (1 + 1 / a["T_kv"]) if a.get("IS_CAUSAL") else 1.0
         return products * lse * a["T_kv"] * a["D"] * share
@@ -23,7 +25,7 @@ def _attention(products: int) -> Callable[[Arguments], float]:
     return rule
 
 
-USEFUL: dict[str, Callable[[Arguments], float]] = {
+USEFUL: dict[str, Callable[[Arguments], float | None]] = {
     "attention_fwd": _attention(2),
     "attention_bwd_one_pass": _attention(5),
     "attention_bwd_dq": _attention(3),
@@ -35,6 +37,6 @@ USEFUL: dict[str, Callable[[Arguments], float]] = {
 
 
 def useful_products(kernel: str, arguments: Arguments) -> float | None:
-    """Multiply-adds that a launch of this kernel is for; None where no rule is listed."""
+    """Multiply-adds that a launch of this kernel is for; None where no rule says how many."""
     rule = USEFUL.get(kernel)
-    return None if rule is None else float(rule(arguments))
+    return None if rule is None else rule(arguments)

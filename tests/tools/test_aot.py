@@ -13,6 +13,7 @@ from fastvit_kernels.commands.gate import broken_rules
 from fastvit_kernels.commands.resources import compare, read_page, resources_page, worst
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.tools.aot import TARGETS, Kernel, _warps_per_sm
+from fastvit_kernels.tools.useful import useful_products
 
 KERNEL = Kernel(
     kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
@@ -223,3 +224,13 @@ def test_table_row_is_the_worst_of_its_specialisations():
 )
 def test_warps_per_sm(registers, shared, num_warps, warps):
     assert _warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps
+
+
+def test_useful_products_need_a_launch_that_says_how_many_keys_there_are():
+    a = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
+    count = 2 * (2 * 3 * 5) * 7 * 4
+    assert useful_products("attention_fwd", a) == count
+    assert useful_products("attention_fwd", {**a, "IS_CAUSAL": True}) == count * (1 + 1 / 7) / 2
+    assert useful_products("attention_fwd", {**a, "VARLEN": True}) is None
+    assert useful_products("attention_fwd", {**a, "MASK": "keys"}) is None
+    assert useful_products("layer_norm_fwd", a) is None

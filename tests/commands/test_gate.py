@@ -1,0 +1,105 @@
+"""The compile gate's record of what passed: what is compiled again, and what is not."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fastvit_kernels.commands import gate
+from fastvit_kernels.tools.aot import Kernel
+
+KERNEL = Kernel(
+    kernel="layer_norm_fwd", config="BLOCK_C=1024 w4 s3", dtypes="bf16,fp32", arch="sm_80",
+    registers=64, spills=0, shared=16, shared_limit=1024, warps_per_sm=16, tensor_cores="",
+    needs_tensor_cores=False, copies="", seconds=0.0, key="k",
+)  # fmt: skip
+DIGESTS = {"0a", "1a", "2a", "fa"}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs the gate where compiling finds one kernel; returns its status and what it left out."""
+    asked = []
+
+    def go(update=False, changed=False, kernel=KERNEL):
+        def compile_cases(archs, jobs, known):
+            asked.append(set(known))
+            return gate.Compiled([kernel], [], set(DIGESTS), set(known))
+
+        monkeypatch.setattr(gate, "compile_cases", compile_cases)
+        status = gate.run_gate(["sm_80"], tmp_path / "table.md", update, changed, 1)
+        return status, asked[-1]
+
+    return go
+
+
+def test_what_passed_is_left_out_but_for_one_in_eight(run):
+    assert run(update=True) == (0, set())
+    assert run(changed=True) == (0, {"2a", "fa"})  # digits 0 and 1 of sixteen are compiled
+    assert run() == (0, set())
+
+
+def test_what_broke_a_rule_is_compiled_again(run):
+    assert run(update=True, kernel=replace(KERNEL, spills=8)) == (1, set())
+    assert run(changed=True) == (0, set())
+
+
+def test_other_rules_are_asked_of_every_kernel(run, monkeypatch):
+    run(update=True)
+    monkeypatch.setattr(gate, "rules_digest", lambda: "other")
+    assert run(changed=True) == (0, set())
+
+
+def test_a_change_still_has_to_keep_to_the_table(run, capsys):
+    run(update=True)
+    assert run(changed=True, kernel=replace(KERNEL, registers=65))[0] == 1
+    assert "registers 64 -> 65" in capsys.readouterr().out
+
+
+def test_rows_that_were_left_out_are_not_gone(run, capsys):
+    run(update=True)
+    other = replace(KERNEL, config="BLOCK_C=512 w4 s3")
+    run(changed=True, kernel=other)
+    assert "no longer compiled" not in capsys.readouterr().out
+    run(kernel=other)
+    assert "no longer compiled" in capsys.readouterr().out
+
+
+DIGEST_OF = """
+import triton, triton.language as tl
+from torch import empty, float16
+from fastvit_kernels.tools.specialisation import digest_of, specialisation
+
+@triton.jit
+def double(x):
+    return x + x
+
+@triton.jit
+def triple(x):
+    return x + x + x
+
+@triton.jit
+def store(x, n, f: tl.constexpr, B: tl.constexpr):
+    tl.store(x + tl.arange(0, B), f(n))
+
+def digest(x, n, f, B, target="sm_90"):
+    return digest_of(store, specialisation(store, dict(x=x, n=n, f=f, B=B)), target)
+
+x = empty(64)
+same = [digest(x, 3, double, 16), digest(empty(9), 5, double, 16)]
+others = [digest(x.to(float16), 3, double, 16), digest(x[1:], 3, double, 16),
+          digest(x, 16, double, 16), digest(x, 1, double, 16),
+          digest(x, 3, triple, 16), digest(x, 3, double, 32),
+          digest(x, 3, double, 16, "sm_80")]
+assert len(set(same)) == 1, same
+assert len({*same, *others}) == 8, others
+"""
+
+
+def test_a_digest_names_everything_that_changes_the_code(tmp_path):
+    script = tmp_path / "digest.py"  # Triton reads a kernel's source from its file
+    script.write_text(DIGEST_OF)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, script], check=True, env=env)
