@@ -34,6 +34,8 @@ from bench.timer import median_p20_p80
 def test_every_provider_of_an_op_runs_and_is_right(name):
     op = op_of(name)
     shape = replace(TINY, variant="proj" if name == "linear" else "")
+    if name == "varlen_attention":
+        shape = replace(TINY, B=3, variant="spread")
     absent = {"flash_attn", "xformers", "liger_kernel", "quack", "compile"}
     names = {p.name for p in op.providers(shape, "fp32")} - absent
     rows = list(measure_op(op, shape, "fp32", ("both",), tuple(names), bench()))
@@ -66,6 +68,10 @@ def test_flops_and_bytes_by_hand():
     # qkv 3 and out 1 of 5 x 16 in bf16, lse of 2 x 5 in fp32
     assert attention.bytes(TINY, "bf16", "fwd") == 4 * 80 * 2 + 10 * 4
     assert mlp.flops(TINY, "both") == 3 * (2 * 5 * 16 * 32 * 2)
+    # sequences of 2 and 16 tokens: 4 + 256 pairs a head, 2 products of D = 8; 18 tokens
+    varlen, two = op_of("varlen_attention"), replace(TINY, B=2, T=16, variant="spread")
+    assert varlen.flops(two, "fwd") == 2 * (2 * 2 * (4 + 256) * 8)
+    assert varlen.bytes(two, "bf16", "fwd") == 4 * 18 * 16 * 2 + 2 * 18 * 4
     # timm's ViT-B at 224: 17.6 GMAC an image
     forward = Case("timm", "B", 224, 1, mode="infer").flops
     assert forward == pytest.approx(35.1e9, rel=0.01)
@@ -203,3 +209,15 @@ def test_donated_buffers_are_off_for_timed_backwards_alone():
 def test_bytes_kept_are_those_of_a_forward():
     rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd", "both"), ("ours",), bench()))
     assert {(r.mode, r.kept_mib) for r in rows} == {("fwd", 2.0), ("both", None)}
+
+
+def test_flex_attention_keeps_packed_sequences_apart(monkeypatch):
+    """The compiled peer of varlen_attention, not compiled: a CPU has its forward alone."""
+    from bench import bench_varlen_attention as varlen
+
+    monkeypatch.setattr("torch.compile", lambda function, **options: function)
+    shape = replace(TINY, B=3, variant=varlen.SPREAD)
+    given = varlen.inputs(shape, torch.float32, harness.Draw(CPU, torch.float32))
+    inputs = {name: x.detach() for name, x in given.items() if x is not None}
+    wanted = varlen.reference(shape, "fp32")(**inputs)
+    torch.testing.assert_close(varlen.by_flex(shape)(**inputs), wanted)
