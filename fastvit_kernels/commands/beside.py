@@ -18,6 +18,7 @@ from ..verify.accuracy import Error, measure
 from . import cut
 
 EXACT = 1e-9  # of the largest value, in float64
+ROUNDING = 1e-13  # of the largest value of a layer, in float64
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -140,6 +141,11 @@ def _training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Excepti
     return found | {"the random generator": torch.get_rng_state().double()}
 
 
+def _largest(x: Tensor) -> float:
+    """The largest of the finite values, 0 where there are none."""
+    return x[x.isfinite()].abs().amax().item() if x.isfinite().any() else 0.0
+
+
 def difference(model: nn.Module, inputs: Any) -> str:
     """What the swapped model does otherwise than its host in a training step in float64, with
     DropPath and dropout as the model has them and the same seed; "" where it is the same to 1e-9,
@@ -164,20 +170,24 @@ def difference(model: nn.Module, inputs: Any) -> str:
         return f"other gradients: {sorted(actual.keys() ^ wanted.keys())}"
     # a host that rounds to fp32 on the way has no float64
     tolerance = max(getattr(type(m), "fused_tolerance", 1e-9) for m in swapped.modules())
-    # 1e-9, but where a host that was swapped itself rounds to fp32, in a softmax or a norm: there a
-    # gradient that is zero but for rounding is measured by the largest of its layer.
+    # A host that was swapped may itself round to fp32, in a softmax or a norm. A gradient that is
+    # zero but for rounding is measured by the largest of its layer.
     tolerance = max(
         (m.fused_tolerance for m in swapped.modules() if isinstance(m, Fused)), default=0
     )
+    rounding = tolerance if tolerance > EXACT else ROUNDING
     peaks: defaultdict[str, float] = defaultdict(float)
     for name, a in wanted.items():
-        if a.numel() and tolerance > EXACT:
-            peaks[_layer(name)] = max(peaks[_layer(name)], a.abs().max().item())
+        peaks[_layer(name)] = max(peaks[_layer(name)], _largest(a))
     for name, a in wanted.items():
-        scale = 1 + max(peaks[_layer(name)], a.abs().max().item() if a.numel() else 0.0)
-        if a.numel() and not (a - actual[name]).abs().max() <= tolerance * scale:
+        b = actual[name]
+        same = (a == b) | (a.isnan() & b.isnan())  # infinities too
+        limit = tolerance * (1 + _largest(a)) + rounding * peaks[_layer(name)]
+        if not (a - b).masked_fill(same, 0).abs().le(limit).all():
             again = _training_step(host, inputs)
-            if isinstance(again, Exception) or not torch.equal(a, again[name]):
+            if isinstance(again, Exception) or not torch.equal(
+                a.nan_to_num(), again[name].nan_to_num()
+            ):
                 raise cut.NotCut("the host does not repeat a training step with the same seed")
-            return f"{name} differs by {(a - actual[name]).abs().max():.1e} in float64"
+            return f"{name} differs by {(a - b).masked_fill(same, 0).abs().max():.1e} in float64"
     return ""

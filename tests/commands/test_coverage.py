@@ -66,6 +66,37 @@ def test_a_host_that_rounds_to_fp32_is_held_to_that(rounding, gain, monkeypatch)
     assert bool(found) == (gain - 1 > rounding)
 
 
+class Hidden(Noise):
+    """Some of its scores are minus infinity."""
+
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.arange(8) < 4, -torch.inf)
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.01])
+def test_infinities_are_compared_and_hide_nothing(gain, monkeypatch):
+    monkeypatch.setattr(beside, "swap_in", lambda model: setattr(model, "gain", gain))
+    assert bool(beside.difference(Hidden(1.0), torch.randn(2, 8))) == (gain != 1)
+
+
+class Centred(Noise):
+    """The gradient of its bias is zero but for rounding, that of its weight is large."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+@pytest.mark.parametrize("error", [1e-8, 1e-4])
+def test_a_gradient_of_rounding_alone_is_measured_by_its_layer(error, monkeypatch):
+    def swap(model):
+        model.fc.bias.register_hook(lambda grad: grad + error)
+
+    monkeypatch.setattr(beside, "swap_in", swap)
+    found = beside.difference(Centred(1e6), torch.randn(64, 8))
+    assert bool(found) == (error > 1e-8)
+
+
 def test_a_host_that_refuses_is_no_evidence():
     with pytest.raises(cut.NotCut, match="the host raises"):
         beside.difference(Noise(None), torch.randn(2, 8))
