@@ -250,7 +250,7 @@ _HOST_NOTE = (
 
 NOTHING = (
     "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
-    "in Triton's\ninterpreter, and CI compiles each for seven GPU targets."
+    "in Triton's\ninterpreter, and the compile gate builds each for seven GPU targets."
 )
 
 _EMPTY_LOG = """
