@@ -81,8 +81,11 @@ class SwapReport:
         if not self.swapped:
             return "none"
         blocks = any(s.level == "block" for s in self.swapped)
+        # An MLP that is an element of a list stands alone, as Qwen3-VL's mergers do.
         loose = any(
-            s.level == "parts" or (s.level in ("attention", "mlp") and _in_stack(s.name))
+            s.level == "parts"
+            or (s.level == "attention" and _in_stack(s.name))
+            or (s.level == "mlp" and _in_stack(s.name.rpartition(".")[0]))
             for s in self.swapped
         )
         return "block" if blocks and not loose else "parts"
@@ -198,7 +201,7 @@ def make_report(
     for name, module in modules.items():
         inside = any(isinstance(modules[a], Fused) for a in ancestors(name) if a in modules)
         if not inside and module._parameters and not module._modules:
-            plain = isinstance(module, (nn.Linear, nn.Conv2d))
+            plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
             leave(name, module, "a plain product" if plain else "no fused class for it")
     report.left = list(left.values())
     report.tokens = _tokens(modules)
@@ -370,7 +373,7 @@ def _flops(
             fused = _runs_fused(parent)  # its weight is read without a call
         elements = module.in_features + module.out_features
         return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
         return 2 * module.weight.numel() * tokens, _runs_fused(module), 0
     if isinstance(module, nn.LayerNorm) or (mixin is not None and issubclass(mixin, Norm)):
         known = hasattr(module, "normalized_shape") or hasattr(module, "weight")

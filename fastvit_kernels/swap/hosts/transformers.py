@@ -10,6 +10,7 @@ from ...ops.attention.sdpa import scaled_dot_product_attention
 from .. import hosts
 from . import transformers_bias as biased
 from . import transformers_layers as layers
+from . import transformers_packed as packed
 from . import transformers_towers as towers
 from . import windows
 from .fused import Fused
@@ -121,6 +122,8 @@ TABLE: dict[str, type[Fused]] = {
     **biased.DATA2VEC,
     **_family("beit", "Beit", *biased.BEIT),
 }  # fmt: skip
+for _model, (_prefix, _rows) in packed.PACKED.items():
+    TABLE |= _family(_model, _prefix, *_rows)
 
 
 def __getattr__(name: str) -> type:

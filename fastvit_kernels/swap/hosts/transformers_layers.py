@@ -117,7 +117,7 @@ class Attention(Fused):
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None, **extras: Any,
     ) -> Tensor:  # fmt: skip
-        out = self.fused_heads(x, **extras).flatten(2)
+        out = self.fused_heads(x, **extras).flatten(-2)
         out_proj = self.fused_inner(getattr(self, self.fused_out))
         return project_out(out_proj, self.fused_after(), out, residual, layer_scale, row_scale)
 

@@ -1,0 +1,184 @@
+"""The mixins of transformers' towers whose images lie one after the other: Qwen-VL's and their kin.
+
+They get cu_seqlens on the device. Without flash-attn the host reads the lengths of the sequences in
+every block and calls attention for each; here it is one `rope_attention`, and where the caller does
+not say the longest, one read for all blocks that share a cu_seqlens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.attention.rotary import rope_attention
+from ...ops.attention.varlen import varlen_attention
+from ...ops.rope import rope
+from ...runtime.plain import is_plain, is_raw
+from .attend import packable
+from .branch import PreNormBlock, normed
+from .fused import Child, Fused, Given, bypassed, example, left_linears, names, project, width_of
+from .read_once import is_readable, read_once
+from .rotary import turn_of
+from .transformers_layers import UNREAD, Attention, HfMlp, HfSwiGLU
+
+
+def _lengths(cu_seqlens: Tensor) -> tuple[int, int, int, int]:
+    """The first start, the last end, the shortest and the longest sequence."""
+    starts = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    return starts[0], starts[-1], min(lengths), max(lengths)
+
+
+def longest(cu_seqlens: Tensor, total: int) -> int | None:
+    """The longest sequence of `total` tokens, or what it may be at most where nobody may look; None
+    where cu_seqlens does not describe them."""
+    if not is_readable(cu_seqlens):
+        return total
+    first, end, least, most = read_once(cu_seqlens, _lengths)
+    return max(most, 1) if first == 0 and end == total and least >= 0 else None
+
+
+class PackedAttention(Attention):
+    """qkv -> q and k turn -> attention within each sequence -> proj; x is (total, C)."""
+
+    fused_children = names("qkv proj")
+    fused_out = "proj"
+    fused_extras = ("cu_seqlens", "position_embeddings", "max_seqlen")
+    fused_axes = (2,)
+    fused_tolerance = 1e-5  # the host turns in fp32
+
+    def fused_projections(self: Any) -> tuple[nn.Module, ...]:  # type: ignore[override]
+        return (self.qkv,)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, "qkv", "proj")
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        D = self.proj.in_features // self.num_heads
+        for lengths in ((4, 1, 3), (2, 0, 4)):
+            total = sum(lengths)
+            starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            tables = tuple(example(generator, total, D).detach() for _ in "cs")
+            given = {"cu_seqlens": starts, "position_embeddings": tables}
+            yield (example(generator, total, width_of(self)),), given
+        yield (example(generator, total, width_of(self)),), given | {"max_seqlen": 5}
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        given = super().fused_given(args, kwargs)
+        return None if given is None else self.fused_packed_call(*given)
+
+    def fused_packed_call(self: Any, x: Tensor, extras: dict[str, Any]) -> Given | None:
+        """The call with its longest sequence; None where the ops do not take its cu_seqlens and
+        tables: then the host does, or says why not."""
+        starts, tables = extras.get("cu_seqlens"), extras.get("position_embeddings")
+        if not isinstance(starts, Tensor) or starts.dtype is not torch.int32 or starts.ndim != 1:
+            return None
+        if len(starts) < 2 or starts.device != x.device or not is_raw(starts):
+            return None
+        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+            return None
+        cos, sin = tables
+        D = self.proj.in_features // self.num_heads
+        turn = turn_of(cos, sin, (1, 1, len(x), D))
+        if turn is None or turn.cos.shape != (len(x), D) or turn.cos.device != x.device:
+            return None
+        most: Any = extras.get("max_seqlen")
+        if most is None:
+            most = longest(starts, len(x))
+        known = type(most) is int or isinstance(most, torch.SymInt)
+        fits = known and most > 0 and packable(D, self.fused_dropout_p())
+        return (x, {**extras, "max_seqlen": most}) if fits else None
+
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int,
+    ) -> Tensor:  # fmt: skip
+        """(total, C) -> (total, H, D)"""
+        (cos, sin), dropout_p = position_embeddings, self.fused_dropout_p()
+        if is_plain(self.qkv):
+            return rope_attention(
+                x.unsqueeze(0), self.qkv.weight, self.qkv.bias, num_heads=self.num_heads, cos=cos,
+                sin=sin, scale=self.scaling, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+            ).squeeze(0)  # fmt: skip
+        q, k, v = project(self.qkv, x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        q, k = (t.squeeze(0) for t in rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin))
+        qkv = torch.stack((q, k, v), 1)
+        return varlen_attention(
+            qkv, cu_seqlens, max_seqlen, scale=self.scaling, dropout_p=dropout_p
+        )
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:  # type: ignore[override]
+        return self.fused_branch(x, **extras)
+
+
+class PackedLayer(PreNormBlock):
+    fused_children = names("norm1 attn norm2 mlp")
+    fused_names = ("norm1", "attn", (), "norm2", "mlp", ())
+    fused_unread = UNREAD
+    fused_extras = PackedAttention.fused_extras
+    fused_axes = (2,)
+    fused_tolerance = 1e-5
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        given = super().fused_given(args, kwargs)
+        if given is None or not (isinstance(self.attn, PackedAttention) and bypassed(self.attn)):
+            return given  # attention is called, with what the caller gave
+        return self.attn.fused_packed_call(*given)
+
+
+class Qwen2Mlp(HfMlp):
+    fused_act = "act"
+    fused_children = names("fc1 act fc2")
+
+
+class Qwen3Mlp(HfMlp):
+    fused_fc1, fused_act, fused_fc2 = "linear_fc1", "act_fn", "linear_fc2"
+    fused_children = names("linear_fc1 act_fn linear_fc2")
+
+
+class Qwen3Merger(Qwen3Mlp):
+    """The tokens of a square side by side, normed before that or after it, through an MLP."""
+
+    fused_children = Qwen3Mlp.fused_children | names("norm")
+    fused_between = ()
+    fused_axes = (2,)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width = self.hidden_size // 4 if self.use_postshuffle_norm else width_of(self.norm)
+        for rows in (3, 2):
+            tokens = rows * self.hidden_size // width
+            yield (example(generator, tokens, width),), {}
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        x = x.view(-1, self.hidden_size) if self.use_postshuffle_norm else x
+        return self.fused_branch(normed(self.norm, x, self).view(-1, self.hidden_size))
+
+
+_QWEN3 = (
+    ("Block", PackedLayer), ("Attention", PackedAttention), ("MLP", Qwen3Mlp),
+    ("PatchMerger", Qwen3Merger),
+)  # fmt: skip
+_GLM = ("VisionBlock", PackedLayer), ("VisionAttention", PackedAttention)
+# model -> what the names of its classes begin with, and its rows of the table
+PACKED: dict[str, tuple[str, tuple[tuple[str, type[Fused]], ...]]] = {
+    "qwen2_vl": ("", (
+        ("Qwen2VLVisionBlock", PackedLayer), ("VisionAttention", PackedAttention),
+        ("VisionMlp", Qwen2Mlp),
+    )),
+    "qwen2_5_vl": ("Qwen2_5_VL", (*_GLM, ("MLP", HfSwiGLU))),
+    "qwen3_vl": ("Qwen3VLVision", _QWEN3),
+    "qwen3_vl_moe": ("Qwen3VLMoeVision", _QWEN3),
+    "qwen3_5": ("Qwen3_5Vision", _QWEN3),
+    "qwen3_5_moe": ("Qwen3_5MoeVision", _QWEN3),
+    "qwen3_omni_moe": ("Qwen3OmniMoeVision", _QWEN3[:3]),
+    "qwen4_exp": ("Qwen4ExpVision", _QWEN3),
+    "cohere_compass": ("CohereCompassVision", _QWEN3[:3]),
+    "glm4v": ("Glm4v", _GLM),
+    "glm4v_moe": ("Glm4vMoe", _GLM),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoe", _GLM),
+}  # fmt: skip
