@@ -1,9 +1,7 @@
 """`python -m bench traffic`: what a block of a training step launches, moves and keeps.
 
-No GPU needed: a step runs on fake tensors (shapes and dtypes, no memory). Each operator of PyTorch
-and each launch of a Triton kernel counts once and moves its tensors once: inputs read, outputs
-written. A block is the step of a model of two blocks less that of one. Counted, not measured:
-caches, tiles read again and operators of several kernels are left out.
+No GPU needed: a step runs on fake tensors (shapes and dtypes, no memory), and `counting` counts.
+A block is the step of a model of two blocks less that of one.
 
 The minimum writes what one product, attention or norm hands to another once, and reads it once
 where it is used; elementwise work and bias gradients ride along. See MINIMUM.
@@ -13,36 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from bench.counting import Step, counting
 from bench.shapes import VITS
-from fastvit_kernels import backend, patch_embed, swap_in
+from bench.traffic_calls import (
+    ATTENTION_HEADER,
+    BATCH,
+    PATCH,
+    PATCH_HEADER,
+    SIZE,
+    TOKENS,
+    attention_rows,
+    patch_rows,
+)
+from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.zoo import define_torchvision_operators
-from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
-from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
-from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
-from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
-from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.apply import Memory
-from fastvit_kernels.swap.hosts import fused
-from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
-
-BATCH, SIZE, PATCH = 256, 224, 16
-TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)
-GPU = "sm_90"  # its configs and routes
 
 # Bytes a token for each of C channels, F = 4 C, fp32 residual stream, 16-bit products.
 MINIMUM = {
@@ -61,151 +53,6 @@ MINIMUM = {
 WEIGHTS = {"forward": 4 + 2 + 2, "backward": 2 + 4}
 # x, y, qkv, out, x, y, pre-activation
 KEPT = 4 + 2 + 6 + 2 + 4 + 2 + 8
-
-
-class Call(NamedTuple):
-    name: str
-    bytes: int
-
-
-@dataclass
-class Count:
-    """What was called, and the storages that backward keeps."""
-
-    calls: list[Call] = field(default_factory=list)
-    kept: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by storage; alive, so that none is reused
-
-    @property
-    def bytes(self) -> int:
-        return sum(call.bytes for call in self.calls)
-
-
-_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")
-
-
-class _Counting(TorchDispatchMode):
-    """Counts operators of torch; runs the launchers of this package's."""
-
-    def __init__(self, count: Count):
-        super().__init__()
-        self.count = count
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastvit_kernels":
-            with self:
-                return LAUNCHERS[func._opname](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        # `to` and `reshape` are views by their schema, and copy where they must
-        moves_nothing = name.startswith(_MOVES_NOTHING) or (
-            func.is_view and _is_view_of(result, args)
-        )
-        if func.namespace == "aten" and not moves_nothing:
-            self.add(name, (args, kwargs, result))
-        return result
-
-    def add(self, name: str, tree: Any, less: int = 0) -> None:
-        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor)) - less
-        if moved:
-            self.count.calls.append(Call(name, moved))
-
-
-# Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
-ROWS_OF_KEPT = {
-    "layer_norm_fwd": ("x_ptr",), "rms_norm_fwd": ("x_ptr",), "layer_norm_bwd": ("x_ptr",),
-    "rms_norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
-    "linear_fwd": ("y_ptr", "residual_ptr"), "epilogue_bwd": ("dy_ptr",),
-}  # fmt: skip
-
-
-def left_out(name: str, given: dict[str, Any]) -> int:
-    """Bytes of a launch's tensors that it does not move, for they are of other samples."""
-    if name == "pass_dropped":
-        B = given["y_ptr"].shape[0]
-        names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
-    elif given.get("SOME"):
-        names = ROWS_OF_KEPT[name]
-        if name.endswith("norm_fwd"):
-            share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
-        elif name.endswith("norm_bwd"):
-            share = 1 - given["dy_ptr"].numel() / given["x_ptr"].numel()
-        else:
-            share = 1 - 1 / given["keep_scale"]
-    else:
-        return 0
-    return round(sum(tensor_bytes(given[n]) * share for n in names))
-
-
-def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    places = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
-    results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-    return all(x.untyped_storage()._cdata in places for x in results)
-
-
-@contextmanager
-def counting() -> Iterator[Count]:
-    """Inside, on fake tensors, torch's operators and Triton's launches join the yielded count."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    count = Count()
-    mode = _Counting(count)
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
-        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        mode.add(name, (args, kwargs), left_out(name, named))
-
-    def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
-        return out
-
-    def keep(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            count.kept[x.untyped_storage()._cdata] = x
-        return x
-
-    class Hooks(saved_tensors_hooks):
-        """Those that a model sets inside ours take our place: what they keep counts too."""
-
-        def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]):
-            super().__init__(lambda x: keep(pack(x)), unpack)
-
-    target = TARGETS[GPU]
-    with (
-        patch.object(JITFunction, "run", launch),
-        patch.object(InterpretedFunction, "run", launch),
-        patch.object(gemm, "_upcast_product", product),
-        on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
-        saved_tensors_hooks(keep, lambda x: x),
-        patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
-        patch.object(rebuilt_norm, "is_hooked", lambda: False),  # by our own
-        patch.object(rebuilt_sum, "is_hooked", lambda: False),
-        patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
-        FakeTensorMode(),
-        mode,
-    ):
-        yield count
-
-
-class Step(NamedTuple):
-    """A training step, by launches, bytes moved and bytes kept."""
-
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-    kept: int
-
-    def less(self, other: Step) -> Step:
-        def minus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-            return a[0] - b[0], a[1] - b[1]
-
-        return Step(
-            minus(self.forward, other.forward),
-            minus(self.backward, other.backward),
-            self.kept - other.kept,
-        )
 
 
 def vit(size: str, depth: int, drop_path: float = 0.0) -> nn.Module:
@@ -336,62 +183,6 @@ def minimum(C: int) -> float:
     return sum(_least(side, C) for side in MINIMUM)
 
 
-# Of patch_embed: what stands in a data loader or after it, counted with it.
-NORMALISE = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-PATCHES = (SIZE // PATCH) ** 2
-KEPT_PATCHES = PATCHES // 4
-
-
-def patches(size: str, way: str, ours: bool) -> Step:
-    """Patch embedding under bf16 autocast: fp32 images, uint8 ones, or a quarter of the patches.
-
-    A launch counts its tensors whole, but ours reads the pixels of kept patches alone.
-    """
-    C, tokens = VITS[size][0], TOKENS // BATCH
-    function = patch_embed if ours else patch_embed_ref
-    shapes = {
-        "weight": (C, 3, PATCH, PATCH), "bias": (C,), "prefix_tokens": (1, 1, C),
-        "pos_embed": (1, tokens, C),
-    }  # fmt: skip
-    given: dict[str, Any] = {}
-    with backend("triton"), counting() as count:
-        parameters = {n: torch.empty(s, requires_grad=True) for n, s in shapes.items()}
-        images = torch.empty(BATCH, 3, SIZE, SIZE)
-        if "uint8" in way:
-            images, given = images.to(torch.uint8), {**NORMALISE}
-        if "kept" in way:
-            given["keep"] = torch.zeros(BATCH, KEPT_PATCHES, dtype=torch.int64)
-        count.calls.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = function(images, **parameters, **given)
-        forward = len(count.calls), count.bytes
-        out.backward(torch.empty_like(out))
-        backward = len(count.calls) - forward[0], count.bytes - forward[1]
-        kept = sum(x.untyped_storage().nbytes() for x in count.kept.values())
-    unread = 0
-    if ours and "keep" in given:
-        unread = tensor_bytes(images) * (PATCHES - KEPT_PATCHES) // PATCHES
-    return Step((forward[0], forward[1] - unread), (backward[0], backward[1] - unread), kept)
-
-
-IMAGES = ("fp32 images", "uint8 images", "fp32, 25 % kept", "uint8, 25 % kept")
-
-
-def patch_rows() -> Iterator[tuple[str, ...]]:
-    """A line for each kind of images: launches and MB of patch_embed, a step of ViT-B/16."""
-    for way in IMAGES:
-        for provider, ours in (("torch", False), ("ours", True)):
-            step = patches("B", way, ours)
-            moved = [*(side[1] for side in (step.forward, step.backward)), step.kept]
-            yield (
-                way, provider, str(step.forward[0]), str(step.backward[0]),
-                *(f"{n / 1e6:.0f}" for n in moved),
-            )  # fmt: skip
-
-
-PATCH_HEADER = (
-    "images", "patch_embed", "launches forward", "backward", "MB forward", "backward", "MB kept"
-)  # fmt: skip
 HEADER = (
     "model", "provider", "launches forward", "backward", "C bytes forward", "backward",
     "of minimum", "C bytes kept",
@@ -436,4 +227,5 @@ def _marked(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
 
 
 def table() -> str:
-    return _marked(HEADER, rows()) + "\n\n" + _marked(PATCH_HEADER, patch_rows())
+    parts = (HEADER, rows()), (ATTENTION_HEADER, attention_rows()), (PATCH_HEADER, patch_rows())
+    return "\n\n".join(_marked(header, lines) for header, lines in parts)

@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("timm")
 traffic = pytest.importorskip("bench.traffic")
+calls = pytest.importorskip("bench.traffic_calls")
 
 TOKENS, C = traffic.BATCH * 197, 384
 LAUNCHES = 28  # of a block, forward and backward
@@ -82,12 +83,44 @@ def test_traffic_of_a_tower_with_rope():
 
 def test_traffic_of_bytes_and_of_kept_patches():
     """An image's bytes move once forward and once for dweight, those of dropped patches never."""
-    whole, uint8, kept = (traffic.patches("S", way, True) for way in traffic.IMAGES[:3])
-    pixels = traffic.BATCH * 3 * traffic.SIZE**2
+    whole, uint8, kept = (calls.patches("S", way, True) for way in calls.IMAGES[:3])
+    pixels = calls.BATCH * 3 * calls.SIZE**2
     for side in (0, 1):
         assert whole[side][1] - uint8[side][1] == 3 * pixels
         assert whole[side][1] - kept[side][1] > 4 * pixels * 3 // 4  # and fewer tokens
     assert uint8.kept == pixels and whole.kept == 4 * pixels
-    torch_ = traffic.patches("S", "uint8, 25 % kept", False)
-    ours = traffic.patches("S", "uint8, 25 % kept", True)
+    torch_ = calls.patches("S", "uint8, 25 % kept", False)
+    ours = calls.patches("S", "uint8, 25 % kept", True)
     assert ours.forward[1] < torch_.forward[1] / 20 and ours.kept < torch_.kept
+
+
+def test_traffic_of_images_padded_and_packed():
+    """By hand, in elements of the longest's tokens: what padding costs, and what is left of it."""
+    B, T, C, H = 4, 16, 64, 2
+    shape = calls.Shape("tiny", B, T, C, H, 0, variant=calls.SPREAD)
+    tokens = sum(calls.lengths(shape))
+    assert tokens < B * T
+    by_name = {way.name: calls.images_attended(way, shape) for way in calls.WAYS}
+    packed, keys = by_name["varlen_attention"], by_name["attention, mask (B, 1, 1, T)"]
+    whole = by_name["SDPA, mask (B, 1, T, T)"]
+
+    def lse(rows):
+        return 4 * H * rows
+
+    starts, rows = 4 * (B + 1), tokens + 4 * B  # at most: rows of lse begin at multiples of four
+    assert 0 <= 2 * 4 * C * tokens + lse(rows) + starts - packed.forward[1] <= lse(4)
+    out, qkv = 2 * C * B * T, 6 * C * B * T
+    hidden = 2 * 2 * C * (B * T - tokens)  # k and v of padding
+    assert keys.forward == (1, qkv - hidden + out + B * T + lse(B * T))
+    # the mask goes to bf16 and is read, a 16-bit number a pair
+    assert whole.forward[1] > keys.forward[1] + (1 + 2 + 2) * B * T * T
+    assert packed.kept < keys.kept < whole.kept
+    assert packed.backward[1] < keys.backward[1] < whole.backward[1]
+
+
+def test_traffic_of_a_learnt_bias():
+    """Ours sums its gradient in the kernel; SDPA's writes one for each sample, and adds them."""
+    torch_, ours = (calls.bias_learnt(ours) for ours in (False, True))
+    ds = 2 * calls.BATCH * 12 * 197**2  # in bf16
+    assert torch_.backward[1] - ours.backward[1] > 2 * ds
+    assert abs(torch_.forward[1] - ours.forward[1]) < 0.01 * ours.forward[1]

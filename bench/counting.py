@@ -1,0 +1,212 @@
+"""Counts what runs on fake tensors: operators of torch and launches of Triton kernels.
+
+Each counts once and moves its tensors once: inputs read, outputs written. Counted, not measured:
+caches, tiles read again and operators of several kernels are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
+from fastvit_kernels.ops.common import gemm
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
+from fastvit_kernels.runtime.operator import LAUNCHERS
+from fastvit_kernels.swap.hosts import fused
+from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
+
+GPU = "sm_90"  # its configs and routes
+
+
+class Call(NamedTuple):
+    name: str
+    bytes: int
+
+
+@dataclass
+class Count:
+    """What was called, and the storages that backward keeps."""
+
+    calls: list[Call] = field(default_factory=list)
+    kept: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by storage; alive, so that none is reused
+
+    @property
+    def bytes(self) -> int:
+        return sum(call.bytes for call in self.calls)
+
+
+_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators of torch; runs the launchers of this package's."""
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastvit_kernels":
+            with self:
+                return LAUNCHERS[func._opname](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        # `to` and `reshape` are views by their schema, and copy where they must
+        moves_nothing = name.startswith(_MOVES_NOTHING) or (
+            func.is_view and _is_view_of(result, args)
+        )
+        if func.namespace == "aten" and not moves_nothing:
+            self.add(name, (args, kwargs, result))
+        return result
+
+    def add(self, name: str, tree: Any, less: int = 0) -> None:
+        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor)) - less
+        if moved:
+            self.count.calls.append(Call(name, moved))
+
+
+# Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
+ROWS_OF_KEPT = {
+    "layer_norm_fwd": ("x_ptr",), "rms_norm_fwd": ("x_ptr",), "layer_norm_bwd": ("x_ptr",),
+    "rms_norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
+    "linear_fwd": ("y_ptr", "residual_ptr"), "epilogue_bwd": ("dy_ptr",),
+}  # fmt: skip
+
+
+def left_out(name: str, given: dict[str, Any]) -> int:
+    """Bytes of a launch's tensors that it does not move, for they are of other samples."""
+    if name == "pass_dropped":
+        B = given["y_ptr"].shape[0]
+        names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
+    elif given.get("SOME"):
+        names = ROWS_OF_KEPT[name]
+        if name.endswith("norm_fwd"):
+            share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
+        elif name.endswith("norm_bwd"):
+            share = 1 - given["dy_ptr"].numel() / given["x_ptr"].numel()
+        else:
+            share = 1 - 1 / given["keep_scale"]
+    else:
+        return 0
+    return round(sum(tensor_bytes(given[n]) * share for n in names))
+
+
+class _MasksAsOnCuda(TorchFunctionMode):
+    """SDPA with a mask as torch dispatches it on CUDA: a CPU takes the scores to memory where the
+    mask needs a gradient, CUDA's memory-efficient kernel the mask's gradient of each sample."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return _masked_sdpa(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _masked_sdpa(
+    sdpa: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, attn_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    mask = attn_mask if mask is None else mask
+    if mask is None:
+        return sdpa(q, k, v, None, dropout_p, is_causal, **options)
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=q.dtype), float("-inf"))
+    mask = mask.to(q.dtype)
+    if any(stride % 8 for stride in mask.stride()[:-1]):  # rows of 16 bytes
+        mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(q, k, v, mask, True, dropout_p, scale=options.get("scale"))[0]
+
+
+def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
+    places = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+    results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    return all(x.untyped_storage()._cdata in places for x in results)
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    """Inside, on fake tensors, torch's operators and Triton's launches join the yielded count."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    count = Count()
+    mode = _Counting(count)
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        mode.add(name, (args, kwargs), left_out(name, named))
+
+    def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
+        return out
+
+    def keep(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            count.kept[x.untyped_storage()._cdata] = x
+        return x
+
+    class Hooks(saved_tensors_hooks):
+        """Those that a model sets inside ours take our place: what they keep counts too."""
+
+        def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]):
+            super().__init__(lambda x: keep(pack(x)), unpack)
+
+    target = TARGETS[GPU]
+    with (
+        patch.object(JITFunction, "run", launch),
+        patch.object(InterpretedFunction, "run", launch),
+        patch.object(gemm, "_upcast_product", product),
+        on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
+        saved_tensors_hooks(keep, lambda x: x),
+        patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
+        patch.object(rebuilt_norm, "is_hooked", lambda: False),  # by our own
+        patch.object(rebuilt_sum, "is_hooked", lambda: False),
+        patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
+        FakeTensorMode(),
+        _MasksAsOnCuda(),
+        mode,
+    ):
+        yield count
+
+
+class Step(NamedTuple):
+    """A training step, by launches, bytes moved and bytes kept."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    kept: int
+
+    def less(self, other: Step) -> Step:
+        def minus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+            return a[0] - b[0], a[1] - b[1]
+
+        return Step(
+            minus(self.forward, other.forward),
+            minus(self.backward, other.backward),
+            self.kept - other.kept,
+        )
+
+    def without(self, forward: int, backward: int) -> Step:
+        """With so many bytes moved less."""
+        (calls, bytes_), (calls_back, bytes_back) = self.forward, self.backward
+        return Step((calls, bytes_ - forward), (calls_back, bytes_back - backward), self.kept)
