@@ -166,10 +166,12 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(value)
 
 
-def _shrink(config: Any, narrow: int) -> None:
-    """Cut the depth of a configuration and of those in it, and its widths by a factor."""
+def _shrink(config: Any, narrow: int, shallow: bool) -> None:
+    """Cut the widths of a configuration and of those in it by a factor, and its depth."""
     for part in _configs(config):
         for key, value in list(vars(part).items()):
+            if not shallow and (DEPTHS.match(key) or key in ("depths", "layers", "depth")):
+                continue
             if DEPTHS.match(key) and type(value) is int and value > 2:
                 _set(part, key, 2)
             elif key in ("depths", "layers", "depth") and isinstance(value, (list, tuple)):
@@ -206,6 +208,8 @@ def _resize(config: Any, size: int) -> None:
             _set(part, "image_size", size)
         elif isinstance(value, (tuple, list)):
             _set(part, "image_size", type(value)([size] * len(value)))
+        if isinstance(getattr(part, "image_embedding_size", None), int):
+            _set(part, "image_embedding_size", size // _patch(config))
 
 
 IDS = ("input_ids", "decoder_input_ids")  # optional, and wanted all the same by some
@@ -220,6 +224,7 @@ def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
     images = torch.randn(2, channels, size, size, generator=generator)
     needed = [n for n, p in wanted.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     extras: dict[str, Any] = {}
+    patch, count, frames = _patch(config), 16, getattr(config, "num_frames", None)
     for given in [n for n in wanted if n in needed[1:] or n in IDS]:
         if given.endswith("_ids"):
             extras[given] = torch.ones(2, 5, dtype=torch.long)
@@ -227,15 +232,20 @@ def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
             extras[given] = images.clone()
         elif given == "prompt_masks":
             extras[given] = images.sign()
+        elif given == "bool_masked_pos":
+            tokens = (size // patch) ** 2
+            if isinstance(frames, int):
+                tokens *= frames // getattr(config, "tubelet_size", 1)
+            extras[given] = torch.arange(2 * tokens).view(2, tokens) % 2 == 0
     yield {"pixel_values": images, **extras}
     if extras:
         yield {"pixel_values": images}
     yield {"pixel_values": torch.stack([images, images], dim=1)}  # pairs of images
-    frames = getattr(config, "num_frames", None)
     if isinstance(frames, int):
         video = torch.randn(2, frames, channels, size, size, generator=generator)
         yield {"pixel_values": video, **extras}
-    patch, count = _patch(config), 16
+        yield {"pixel_values": video.flatten(0, 1), **extras}
+    yield {"pixel_values": torch.randn(2, count, channels * patch**2, generator=generator)}
     for grid in ("grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "tgt_sizes"):
         if grid in wanted:
             thw = [[1, 4, 4]] if "thw" in grid else [[4, 4]]
@@ -249,14 +259,14 @@ def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _hf_candidates(cls: Any) -> Iterator[Candidate]:
-    def config(narrow: int, size: int) -> Any:
+    def config(narrow: int, size: int, shallow: bool) -> Any:
         made = cls.config_class()
-        _shrink(made, narrow)
+        _shrink(made, narrow, shallow)
         _resize(made, size)
         return made
 
-    def build(narrow: int, size: int) -> nn.Module:
-        model = cls(config(narrow, size))
+    def build(narrow: int, size: int, shallow: bool) -> nn.Module:
+        model = cls(config(narrow, size, shallow))
         set_drop_path(model)
         return model
 
@@ -264,11 +274,12 @@ def _hf_candidates(cls: Any) -> Iterator[Candidate]:
     own = getattr(default, "image_size", None)
     sizes = [3 * _patch(default), 64, 128, 224]
     sizes += [own] if isinstance(own, int) and own <= LARGEST_IMAGE else []
-    for narrow in (1, 4, 8):
-        for size in dict.fromkeys(sizes):
-            builder = partial(build, narrow, size)
-            for inputs in _hf_inputs(cls, config(narrow, size), size):
-                yield narrow, builder, inputs
+    for shallow in (True, False):  # some have settings for each of their stages
+        for narrow in (1, 4, 8):
+            for size in dict.fromkeys(sizes):
+                builder = partial(build, narrow, size, shallow)
+                for inputs in _hf_inputs(cls, config(narrow, size, shallow), size):
+                    yield narrow if shallow else -narrow, builder, inputs
 
 
 def candidates(host: str, name: str) -> Iterator[Built]:

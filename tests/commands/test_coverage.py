@@ -166,3 +166,20 @@ def test_a_configuration_without_defaults_is_not_run(monkeypatch):
     pytest.importorskip("transformers")
     with pytest.raises(cut.NotCut, match="it wants an encoder"):
         next(cut.candidates("transformers", "ViTModel"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("PvtModel", {"pixel_values": (2, 3, 48, 48)}),  # as deep as it is: settings by stage
+        ("XCLIPVisionModel", {"pixel_values": (16, 3, 96, 96)}),  # frames in the batch
+        (
+            "VideoMAEForPreTraining",
+            {"pixel_values": (2, 16, 3, 48, 48), "bool_masked_pos": (2, 72)},
+        ),
+    ],
+)
+def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
+    pytest.importorskip("transformers")
+    _, inputs = next(cut.candidates("transformers", name))
+    assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
