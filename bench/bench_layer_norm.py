@@ -14,7 +14,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, imported, ours
 from bench.shapes import Shape, head_sweep, vits
 from fastvit_kernels import layer_norm
-from fastvit_kernels.ops.layer_norm import layer_norm_ref
+from fastvit_kernels.ops.norm.functions import layer_norm_ref
 
 EPS = 1e-6
 

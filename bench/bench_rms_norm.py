@@ -14,7 +14,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, imported, ours
 from bench.shapes import Shape, batch, vits
 from fastvit_kernels import rms_norm
-from fastvit_kernels.ops.rms_norm import rms_norm_ref
+from fastvit_kernels.ops.norm.functions import rms_norm_ref
 
 EPS = 1e-6
 HEADS = "heads"  # a norm of each head's queries: rows of D

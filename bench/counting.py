@@ -82,8 +82,7 @@ class _Counting(TorchDispatchMode):
 
 # Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
 ROWS_OF_KEPT = {
-    "layer_norm_fwd": ("x_ptr",), "rms_norm_fwd": ("x_ptr",), "layer_norm_bwd": ("x_ptr",),
-    "rms_norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
+    "norm_fwd": ("x_ptr",), "norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
     "linear_fwd": ("y_ptr", "residual_ptr"), "epilogue_bwd": ("dy_ptr",),
 }  # fmt: skip
 
@@ -95,9 +94,9 @@ def left_out(name: str, given: dict[str, Any]) -> int:
         names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
     elif given.get("SOME"):
         names = ROWS_OF_KEPT[name]
-        if name.endswith("norm_fwd"):
+        if name == "norm_fwd":
             share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
-        elif name.endswith("norm_bwd"):
+        elif name == "norm_bwd":
             share = 1 - given["dy_ptr"].numel() / given["x_ptr"].numel()
         else:
             share = 1 - 1 / given["keep_scale"]

@@ -1,13 +1,16 @@
-"""Where 0.1.0 had its classes: a pickle of a model names the module of each, and still loads."""
+"""Where former versions had their classes and functions: pickles name the module of each."""
 
 from __future__ import annotations
 
 import sys
 
 from .models import modules, vit
+from .ops.norm import functions as norms
 from .swap.hosts import fused, parts, timm, torch_nn, torchvision, transformers
 
 FORMER_NAMES = {
+    "ops.layer_norm": norms,
+    "ops.rms_norm": norms,
     "modules": modules,
     "vit": vit,
     "hosts.fused": fused,

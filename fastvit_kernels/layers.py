@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .ops.layer_norm import layer_norm
 from .ops.mlp import mlp
-from .ops.rms_norm import rms_norm
+from .ops.norm.functions import layer_norm, rms_norm
 from .runtime.plain import is_plain
 from .swap.activations import activation_name
 

@@ -30,12 +30,11 @@ from ..ops.common.samples import keep_samples
 from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
 from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
-from ..ops.layer_norm import layer_norm_and_input
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
+from ..ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
-from ..ops.rms_norm import rms_norm, rms_norm_and_input
 from ..ops.rope import rope
 from ..runtime.backend import gpu
 from ..runtime.configs import forced

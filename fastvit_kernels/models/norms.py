@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.layer_norm import layer_norm, layer_norm_and_input
-from ..ops.rms_norm import rms_norm, rms_norm_and_input
+from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ..runtime.arguments import autocast_dtype, check_eps, check_flags, check_int, check_tensor
 
 NormLayer = Callable[[int], nn.Module]  # width -> norm

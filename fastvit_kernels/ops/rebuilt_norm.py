@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..runtime.backend import use_triton
 from .common.rows import MAX_C
-from .layer_norm import layer_norm_fwd
-from .rms_norm import rms_norm_fwd
+from .norm.launch import layer_norm_fwd, rms_norm_fwd
 
 
 def is_hooked() -> bool:

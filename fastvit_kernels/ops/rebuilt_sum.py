@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
-from .layer_norm import LayerNormAndInputFunction
 from .linear import LinearFunction, linear_fwd
+from .norm.functions import NormAndInputFunction
 from .rebuilt_norm import is_hooked, place_of
-from .rms_norm import RmsNormAndInputFunction
 
-_NORMS: Any = (LayerNormAndInputFunction, RmsNormAndInputFunction)
+_Norm: Any = NormAndInputFunction._backward_cls
 
 
 def _norm_before(layer: Any) -> Any:
@@ -37,7 +36,7 @@ def _norm_before(layer: Any) -> Any:
         return None
     place = 2 if layer.decision.input_dtypes[2] is None else 3  # among arguments that are tensors
     norm, output = layer.next_functions[place]
-    if norm.__class__ not in [n._backward_cls for n in _NORMS] or output != 1:
+    if norm.__class__ is not _Norm or output != 1:
         return None
     before = norm.next_functions[0][0]
     return None if getattr(before, "is_rebuilt", False) else norm

@@ -172,9 +172,10 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
-def first_order(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def first_order(op: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Backward of a Function of `op` whose gradients have no gradient; costs under create_graph.
 
+    None: the Function serves several ops, and `ctx.decision.op` names the call's.
     torch's `once_differentiable` gives gradients without a graph where the upstream gradient has
     none: a penalty on them, added to the loss, would be left out of its gradient in silence.
     """
@@ -190,7 +191,7 @@ def first_order(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return guarded(ctx, *grads)
             with torch.no_grad():
                 outputs = backward(ctx, *grads)
-            return _refusing(op, outputs)
+            return _refusing(op or ctx.decision.op, outputs)
 
         return call
 

@@ -18,12 +18,11 @@ import torch
 
 from ..ops.attention.functions import attention
 from ..ops.gated_mlp.functions import gated_mlp
-from ..ops.layer_norm import layer_norm_and_input
 from ..ops.linear import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import is_narrow
+from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
-from ..ops.rms_norm import rms_norm_and_input
 from ..ops.rope import Norm, rope
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
 from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
@@ -34,7 +33,8 @@ Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
 # Tables whose kernel has another name.
 KERNELS = {
-    "rope_bwd": "rope_norm_bwd", "gated_norm_fwd": "gate_norm_fwd",
+    "layer_norm_fwd": "norm_fwd", "layer_norm_bwd": "norm_bwd", "rms_norm_fwd": "norm_fwd",
+    "rms_norm_bwd": "norm_bwd", "rope_bwd": "rope_norm_bwd", "gated_norm_fwd": "gate_norm_fwd",
     "gated_norm_bwd": "gate_norm_bwd",
 }  # fmt: skip
 

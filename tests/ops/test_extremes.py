@@ -32,10 +32,9 @@ from fastvit_kernels import (
 )
 from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.layer_norm import layer_norm_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
-from fastvit_kernels.ops.rms_norm import rms_norm_ref
+from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
 from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import Op, Sizes

@@ -10,10 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels.ops.common import handover
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
-from fastvit_kernels.ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
 from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
-from fastvit_kernels.ops.rms_norm import rms_norm_and_input, rms_norm_ref
+from fastvit_kernels.ops.norm.functions import (
+    layer_norm,
+    layer_norm_and_input,
+    layer_norm_ref,
+    rms_norm_and_input,
+    rms_norm_ref,
+)
 from fastvit_kernels.runtime.operator import DIRECT
 
 B, T, K, C, F = 3, 7, 24, 40, 48
@@ -290,7 +295,7 @@ def test_handover_bits_of_d(op, monkeypatch):
         return torch.autograd.grad((y * y).sum() + x.sum(), leaves)
 
     fused = dict(zip([n for n, x in inputs.items() if x.requires_grad], gradients(), strict=True))
-    monkeypatch.setattr("fastvit_kernels.ops.layer_norm.reader_of", lambda x: None)
+    monkeypatch.setattr("fastvit_kernels.ops.norm.functions.reader_of", lambda x: None)
     alone = dict(zip(fused, gradients(), strict=True))
     sums = {"bias", "fc2_bias", "layer_scale"}  # other orders of the same sums
     for name in fused:

@@ -164,25 +164,24 @@ def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
 
 
 def test_operators_have_schemas_and_fakes():
-    from fastvit_kernels.ops import layer_norm as ln
     from fastvit_kernels.ops import linear as lin
-    from fastvit_kernels.ops import rms_norm as rms
+    from fastvit_kernels.ops.norm import launch as norms
 
     samples, x = _samples(), rand(B, T, C, grad=False)
     w, b = rand(C, seed=1, grad=False), rand(C, seed=2, grad=False)
     tests = ("test_schema", "test_faketensor")
-    y, stats = ln.layer_norm_fwd(x, w, b, 1e-6, fp32, True, samples)
-    _, rstd = rms.rms_norm_fwd(x, w, 1e-6, fp32, True, samples)
+    y, stats = norms.layer_norm_fwd(x, w, b, 1e-6, fp32, True, samples)
+    _, rstd = norms.rms_norm_fwd(x, w, 1e-6, fp32, True, samples)
     weight = rand(C, C, seed=3, grad=False)
     calls = [
-        (ln.layer_norm_fwd, (x, w, b, 1e-6, bf16, True, samples)),
-        (ln.layer_norm_bwd, (y, x, x, w, stats, fp32, True, samples)),
+        (norms.layer_norm_fwd, (x, w, b, 1e-6, bf16, True, samples)),
+        (norms.layer_norm_bwd, (y, x, x, w, stats, fp32, True, samples)),
         (
-            ln.layer_norm_rows_bwd,
+            norms.layer_norm_rows_bwd,
             (y, x, x, w, stats, fp32, True, bf16, keep_samples(B, 0.6, DEVICE), True, samples),
         ),
-        (rms.rms_norm_fwd, (x, w, 1e-6, bf16, True, samples)),
-        (rms.rms_norm_bwd, (y, x, x, w, rstd, fp32, True, samples)),
+        (norms.rms_norm_fwd, (x, w, 1e-6, bf16, True, samples)),
+        (norms.rms_norm_bwd, (y, x, x, w, rstd, fp32, True, samples)),
         (lin.linear_fwd, (y, weight, b, x, w, samples, "gelu", fp32, True)),
         (
             lin.linear_bwd,

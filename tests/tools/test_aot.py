@@ -32,7 +32,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 STEP = """
 import json, torch
 from fastvit_kernels.tools.aot import TARGETS, Share, compile_step, trace_step
-from fastvit_kernels.ops.layer_norm import layer_norm
+from fastvit_kernels.ops.norm.functions import layer_norm
 from fastvit_kernels.ops.narrow_mlp import narrow_mlp_fwd
 
 def narrow_mlp(offset=0, C=64):
@@ -73,9 +73,7 @@ def steps():
 
 
 def test_aot_compiles_what_a_step_launches(steps):
-    assert [k["kernel"] for k in steps["plain"]] == [
-        "layer_norm_fwd", "layer_norm_bwd", "column_sum",
-    ]  # fmt: skip
+    assert [k["kernel"] for k in steps["plain"]] == ["norm_fwd", "norm_bwd", "column_sum"]
     for kernel in steps["plain"]:
         assert 16 <= kernel["registers"] <= 255 and kernel["arch"] == "sm_90"
         assert 0 < kernel["shared"] <= kernel["shared_limit"]
@@ -141,7 +139,7 @@ def test_compile_command_gives_the_kernels_of_a_model():
     assert result.returncode == 0, result.stderr
     kernels = json.loads(result.stdout)
     names = {k["kernel"] for k in kernels}
-    assert "layer_norm_fwd" in names and not any("bwd" in name for name in names)
+    assert "norm_fwd" in names and not any("bwd" in name for name in names)
     assert all("wgmma" in k["tensor_cores"] for k in kernels if k["needs_tensor_cores"])
 
 

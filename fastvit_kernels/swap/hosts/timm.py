@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.layer_norm import layer_norm
 from ...ops.linear import linear
+from ...ops.norm.functions import layer_norm
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import windows

@@ -9,8 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.layer_norm import layer_norm, layer_norm_and_input, layer_norm_ref
-from ...ops.rms_norm import rms_norm, rms_norm_and_input, rms_norm_ref
+from ...ops.norm.functions import (
+    layer_norm,
+    layer_norm_and_input,
+    layer_norm_ref,
+    rms_norm,
+    rms_norm_and_input,
+    rms_norm_ref,
+)
 from ...runtime.arguments import autocast_dtype
 from ..op import Arg, Example, Op, Option, Pick, SampleShape, Shape, padded, sized
 from .arguments import some_kept

@@ -1,0 +1,308 @@
+"""LayerNorm and RMSNorm over the last axis, and their variants that hand their input on.
+
+    LayerNorm   y = (x - mean) * rstd * weight + bias,  mean = sum(x) / C,  rstd = (var + eps)**-0.5
+    RMSNorm     y = x * rstd * weight,                  rstd = (sum(x^2) / C + eps)**-0.5
+
+With xhat = (x - mean) * rstd, mean 0 in RMSNorm, and g = dy * weight:
+
+    dx      = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))  [+ dresidual]
+    dweight = sum_rows dy * xhat,   dbias = sum_rows dy
+
+where RMSNorm has neither mean_C(g) nor a bias.
+
+Saved: x; mean and rstd in one fp32 tensor (2, ...), of RMSNorm rstd alone.
+Precision: fp32 from the load to the store, weight included, and one rounding, as torch's own
+(transformers' RMSNorms round x * rstd to x.dtype before the weight: one rounding more). The
+variance about the mean, never E[x^2] - mean^2. fp32 partials for dweight and dbias, one row a
+program, summed in a fixed order by a second kernel. No atomics.
+The `_and_input` variants norm some samples alone where they are told which (common/samples.py): y
+and dy have their rows, x and dx those of all.
+Where a linear layer gave x, the backward kernel also writes what that one's backward reads of dx,
+d = row_scale * dx in its dtype, and the partials of sum_rows d: common/handover.py.
+Sources: arXiv:1607.06450, arXiv:1910.07467. Derivations: docs/layer_norm.md, docs/rms_norm.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import (
+    as_dtype,
+    autocast_dtype,
+    check_dtype,
+    check_eps,
+    check_input,
+    check_samples,
+    check_shape,
+    needs_gradient,
+)
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable
+from ..common.handover import dtype_of_sums, hand, reader_of
+from ..common.rows import MAX_C
+from ..common.samples import kept_rows
+from . import launch as launch  # registers the operators
+
+_compiling = torch.compiler.is_compiling
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The specification of `layer_norm`: torch's own, in x.dtype, then one cast."""
+    weight = None if weight is None else weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
+
+
+def rms_norm_ref(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The specification of `rms_norm`: torch's own, in x.dtype, then one cast."""
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
+
+
+class NormDecision(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    op: str
+    center: bool  # LayerNorm, else RMSNorm
+    needs_gradient: bool
+    eps: float
+    out_dtype: torch.dtype
+    param_dtype: torch.dtype
+
+
+def _forward(
+    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    save_stats: bool, samples: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ops, _, center, _, eps, out_dtype, _ = decision
+    assert ops is not None
+    if center:
+        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, save_stats, samples)
+    return ops.rms_norm_fwd(x, weight, eps, out_dtype, save_stats, samples)
+
+
+@differentiable
+class NormFunction(torch.autograd.Function):
+    """(x, weight, bias, samples) -> y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, decision, samples):
+        y, stats = _forward(decision, x, weight, bias, True, samples)
+        ctx.save_for_backward(x, weight, stats, samples)
+        ctx.decision = decision
+        ctx.reader = reader_of(x)
+        return y
+
+    @staticmethod
+    @first_order(None)
+    def backward(ctx, dy):
+        return _backward(ctx, dy, None)
+
+
+@differentiable
+class NormAndInputFunction(torch.autograd.Function):
+    """(x, weight, bias, samples) -> (y, x): the second output is x, handed on to the residual.
+
+    Its gradient arrives beside dy and is added inside the backward kernel, where autograd would
+    launch an add over (rows, C) of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, decision, samples):
+        ctx.set_materialize_grads(False)
+        return NormFunction.forward(ctx, x, weight, bias, decision, samples), x.view_as(x)
+
+    @staticmethod
+    @first_order(None)
+    def backward(ctx, dy, dresidual):
+        if dy is None:
+            return dresidual, None, None, None, None
+        return _backward(ctx, dy, dresidual)
+
+
+def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, stats, samples = ctx.saved_tensors
+    _, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
+    needs_dparams = needs_dweight or needs_dbias
+    center, param_dtype = ctx.decision.center, ctx.decision.param_dtype
+    ops, reader = ops_for(ctx.decision.ops, dy, dresidual), ctx.reader
+    if reader is None or _compiling():
+        bwd = ops.layer_norm_bwd if center else ops.rms_norm_bwd
+        dx, sums = bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples)
+    else:
+        d_dtype, g_dtype = reader.reads
+        bwd = ops.layer_norm_rows_bwd if center else ops.rms_norm_rows_bwd
+        dx, sums, d = bwd(
+            dy, dresidual, x, weight, stats, dtype_of_sums(reader, param_dtype), needs_dparams,
+            d_dtype, reader.row_scale, g_dtype is not None, samples,
+        )  # fmt: skip
+        hand(reader, dx, d, sums)
+        sums = as_dtype(sums, param_dtype)
+    if not needs_dparams:
+        return dx, None, None, None, None
+    dweight, *others = sums.unbind(0)  # others: dbias of LayerNorm, g
+    return dx, dweight if needs_dweight else None, others[0] if needs_dbias else None, None, None
+
+
+@decide_once
+def _decide(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype | None, op: str, samples: Tensor | None, ops: Routed,
+) -> NormDecision:  # fmt: skip
+    """Check the arguments; what runs, and how."""
+    check_input(op, x)
+    if samples is not None:
+        check_samples(op, x, samples)
+    C = x.shape[-1]
+    check_shape(op, "weight", weight, (C,), like=x)
+    check_shape(op, "bias", bias, (C,), like=x)
+    check_eps(op, eps)
+    check_dtype(op, "out_dtype", out_dtype)
+    unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
+    if out_dtype is None:  # a CPU's autocast leaves norms alone
+        widens = autocast_dtype(x) is not None and x.device.type != "cpu"
+        out_dtype = torch.float32 if widens else x.dtype
+    param = weight if weight is not None else bias
+    norm = op.removesuffix("_and_input")
+    return NormDecision(
+        route(norm, ops, unsupported, x, weight, bias, samples), op, norm == "layer_norm",
+        needs_gradient(x, weight, bias), eps, out_dtype,
+        torch.float32 if param is None else param.dtype,
+    )  # fmt: skip
+
+
+def _norm(
+    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    samples: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    ops, _, center, needs_gradient, eps, out_dtype, _ = decision
+    if ops is None:
+        some = x if samples is None else kept_rows(x, samples)
+        if center:
+            return layer_norm_ref(some, weight, bias, eps, out_dtype)
+        return rms_norm_ref(some, weight, eps, out_dtype)
+    if needs_gradient:
+        return ops.NormFunction(x, weight, bias, decision, samples)
+    return _forward(decision, x, weight, bias, False, samples)[0]
+
+
+def _norm_and_input(
+    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    samples: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ops = decision.ops
+    if ops is not None and decision.needs_gradient:
+        return ops.NormAndInputFunction(x, weight, bias, decision, samples)
+    return _norm(decision, x, weight, bias, samples), x
+
+
+def layer_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+    samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm that hands its input on: returns (`layer_norm(x, ...)`, x).
+
+    For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
+    gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`;
+    and samples, what `keep_samples(B, rate)` gave: y is then that of the S samples that it keeps of
+    x (B, ..., C), which alone are read.
+    """
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples)
+    return _norm_and_input(decision, x, weight, bias, samples)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """LayerNorm over the last axis.
+
+    y = (x - mean(x)) * (var(x) + eps)**-0.5 * weight + bias
+
+    Args:
+        x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
+        weight, bias: (C,), any of these dtypes, or None for 1 and 0.
+        eps: added to the variance, in squared units of x. timm and torchvision 1e-6, HF ViT 1e-12.
+        out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
+            as torch's own.
+    Returns:
+        (..., C) in out_dtype.
+    Precision: statistics, sums and dweight/dbias partials fp32, whatever the dtypes.
+    Saved: x, and mean and rstd (fp32, (2, *x.shape[:-1])); nothing where no gradient is wanted.
+    Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
+    Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
+    """
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None)
+    return _norm(decision, x, weight, bias)
+
+
+def rms_norm_and_input(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+    samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm that hands its input on: returns (`rms_norm(x, ...)`, x).
+
+    For a pre-norm branch, `y, x = rms_norm_and_input(x, ...); x = x + branch(y)`: the residual's
+    gradient is then added inside the norm's backward kernel. Arguments as for `rms_norm`; samples
+    as for `layer_norm_and_input`.
+    """
+    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples)
+    return _norm_and_input(decision, x, weight, None, samples)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """RMSNorm over the last axis.
+
+    y = x * (mean(x^2) + eps)**-0.5 * weight
+
+    Args:
+        x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
+            (B, T, H D) for a norm of queries over all heads, (B, T, H, D) for one of each head.
+        weight: (C,), any of these dtypes, or None for 1.
+        eps: added to the mean square, in squared units of x. AIMv2 1e-5, the other towers 1e-6.
+        out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
+            as torch's own.
+    Returns:
+        (..., C) in out_dtype.
+    Precision: fp32 until the store, the product with weight included; dweight's partials fp32.
+    Saved: x, and rstd (fp32, x.shape[:-1]); nothing where no gradient is wanted.
+    Raises: ValueError, such as "rms_norm: weight must have shape (768,), got (384,)"; TypeError.
+    Source: arXiv:1910.07467. Specification: rms_norm_ref. Derivation: docs/rms_norm.md.
+    """
+    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm", None)
+    return _norm(decision, x, weight, None)

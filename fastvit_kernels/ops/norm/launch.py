@@ -1,0 +1,302 @@
+"""Launches of the norms' kernels, registered as the operators of LayerNorm and of RMSNorm.
+
+`center` says which: LayerNorm has a bias and saves mean and rstd, RMSNorm saves rstd alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.arguments import Layout, contiguous, empty_strided, layout, row_stride
+from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.configs import launch_plan
+from ...runtime.operator import operator
+from ...runtime.triton import triton
+from ..common.reduction import column_sum
+from ..common.rows import block_width, bwd_programs, bwd_stages, norm_tables
+from ..common.samples import keeps_some, kept_shape, shape_of_d
+from .kernels import _norm_bwd_kernel, _norm_fwd_kernel
+
+TABLES = {True: norm_tables("layer_norm"), False: norm_tables("rms_norm")}  # by center
+
+
+def _stats_shape(center: bool, shape: Sequence[int], saved: bool) -> tuple[int, ...]:
+    """Of the statistics of y's rows, for a y of this shape."""
+    if not saved:
+        return (0,)
+    return (2, *shape[:-1]) if center else (*shape[:-1],)
+
+
+class FwdPlan(NamedTuple):
+    """All that a forward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    sizes: tuple[int, int, int, int, float]  # rows of y, C, rows a sample, row stride of x, eps
+    options: dict[str, Any]
+    y: Layout
+    stats: Layout
+    copies_x: bool  # its rows are no view
+
+
+@launch_plan
+def _fwd_plan(
+    gpu: Gpu, center: bool, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool,
+    has_bias: bool, eps: float, save_stats: bool, num_samples: int,
+) -> FwdPlan:  # fmt: skip
+    stride = row_stride(shape, strides)
+    some = num_samples > 0
+    shape = (num_samples - shape[0], *shape[1:]) if some else shape
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = block_width(C)
+    config = TABLES[center][0].choose(gpu, block_c)
+    grid = (triton.cdiv(num_rows, config.block_rows),)
+    return FwdPlan(
+        launch=_norm_fwd_kernel[grid] if num_rows * C else None,
+        sizes=(
+            num_rows, C, math.prod(shape[1:-1]) if some else 0, C if stride is None else stride, eps
+        ),
+        options=dict(
+            CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats,
+            SOME=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        ),
+        y=layout(shape),
+        stats=layout(_stats_shape(center, shape, save_stats)),
+        copies_x=stride is None,
+    )  # fmt: skip
+
+
+def _launch_fwd(
+    center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    device = x.device
+    launch, sizes, options, y_layout, stats_layout, copies_x = _fwd_plan(
+        gpu(device), center, x.shape, x.stride(), weight is not None, bias is not None, eps,
+        save_stats, 0 if samples is None else samples.shape[0],
+    )  # fmt: skip
+    y = empty_strided(*y_layout, dtype=out_dtype, device=device)
+    stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
+    if launch is not None:
+        if copies_x:
+            x = x.contiguous()
+        with device_guard(x):
+            launch(
+                y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), *sizes,
+                **options,
+            )  # fmt: skip
+    return y, stats
+
+
+def _empty_fwd(
+    center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = kept_shape(x, samples)
+    stats_shape = _stats_shape(center, shape, save_stats)
+    return x.new_empty(shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
+
+
+@operator(fake=functools.partial(_empty_fwd, True))
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved.
+
+    Both of the samples of x that `samples` keeps, where it is given.
+    """
+    return _launch_fwd(True, x, weight, bias, eps, out_dtype, save_stats, samples)
+
+
+@operator(fake=lambda x, weight, *others: _empty_fwd(False, x, weight, None, *others))
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool,
+    samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `layer_norm_fwd`: y, and rstd (...) fp32."""
+    return _launch_fwd(False, x, weight, None, eps, out_dtype, save_stats, samples)
+
+
+class BwdPlan(NamedTuple):
+    """All that a backward launch derives from the kind of its arguments."""
+
+    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
+    # rows of x, C, rows a sample, samples kept of dy and d, row strides of dy, dresidual and x,
+    # factor of kept samples in d
+    sizes: tuple[float, ...]
+    copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
+    options: dict[str, Any]
+    dx: Layout
+    sums: Layout
+    partial: Layout
+
+
+@launch_plan
+def _bwd_plan(
+    gpu: Gpu, center: bool, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool,
+    has_row_scale: bool, writes_d: bool, sums_d: bool, num_samples: int, num_samples_of_d: int,
+    *strides: tuple[int, ...] | None,
+) -> BwdPlan:  # fmt: skip
+    C, num_rows = shape[-1], math.prod(shape[:-1])
+    block_c = block_width(C)
+    config = TABLES[center][1].choose(gpu, block_c)
+    programs = bwd_programs(gpu, config, num_rows, writes_d or sums_d, has_row_scale)
+    B = max(1, shape[0])
+    kept, kept_of_d = (max(0, n - B) for n in (num_samples, num_samples_of_d))
+    shape_of_dy = (kept, *shape[1:]) if kept else shape
+    row_strides = [
+        0 if s is None else row_stride(shape_of_dy if i == 0 else shape, s)
+        for i, s in enumerate(strides)
+    ]
+    sums = _num_sums(center, needs_dparams, sums_d)
+    return BwdPlan(
+        launch=_norm_bwd_kernel[(programs,)] if num_rows * C else None,
+        sizes=(
+            num_rows, C, num_rows // B, kept, kept_of_d,
+            *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
+        ),
+        copies=tuple(stride is None for stride in row_strides),
+        options=dict(
+            CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
+            NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
+            WRITE_D=writes_d, SUM_D=sums_d, SOME=kept > 0, SOME_D=kept_of_d > 0,
+            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+            STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0), num_warps=config.num_warps,
+        ),
+        dx=layout(shape),
+        sums=layout((sums, C)),
+        partial=layout((programs, sums * C)),
+    )  # fmt: skip
+
+
+def _num_sums(center: bool, needs_dparams: bool, needs_g: bool = False) -> int:
+    """Rows of the sums: dweight, dbias (LayerNorm's), sum_rows d."""
+    return (1 + center) * needs_dparams + needs_g
+
+
+def _launch_bwd(
+    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
+    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None,
+    d: Tensor | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx and sums; d is written where it is not None."""
+    device = x.device
+    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout = _bwd_plan(
+        gpu(device), center, x.shape, weight is not None, needs_dparams, row_scale is not None,
+        d is not None, needs_g, 0 if samples is None else samples.shape[0],
+        row_scale.shape[0] if keeps_some(row_scale) else 0,
+        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
+    )  # fmt: skip
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
+    if launch is None:
+        return dx, sums.zero_()
+    rows = (dy, dresidual, x)
+    if any(copies):
+        rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
+    partial = None
+    if needs_dparams or needs_g:
+        partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
+    with device_guard(x):
+        launch(
+            dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
+            contiguous(samples), *sizes, **options,
+        )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, sums)
+    return dx, sums
+
+
+def _empty_bwd(
+    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
+    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
+    needs_g: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sums_shape = (_num_sums(center, needs_dparams, needs_g), x.shape[-1])
+    return x.new_empty(x.shape), x.new_empty(sums_shape, dtype=sum_dtype)
+
+
+@operator(fake=functools.partial(_empty_bwd, True))
+def layer_norm_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients: dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, or (0, C)."""
+    return _launch_bwd(
+        True, dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
+    )  # fmt: skip
+
+
+@operator(fake=functools.partial(_empty_bwd, False))
+def rms_norm_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    weight_dtype: torch.dtype, needs_dweight: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients: dx (..., C) in x.dtype; dweight (1, C) in weight_dtype, or (0, C)."""
+    return _launch_bwd(
+        False, dy, dresidual, x, weight, rstd, weight_dtype, needs_dweight, samples
+    )  # fmt: skip
+
+
+def _empty_d(x: Tensor, d_dtype: torch.dtype | None, row_scale: Tensor | None) -> Tensor:
+    return x.new_empty((0,) if d_dtype is None else shape_of_d(x, row_scale), dtype=d_dtype)
+
+
+def _launch_rows_bwd(
+    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
+    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d = _empty_d(x, d_dtype, row_scale)
+    dx, sums = _launch_bwd(
+        center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples,
+        None if d_dtype is None else d, row_scale, needs_g,
+    )  # fmt: skip
+    return dx, sums, d
+
+
+def _empty_rows_bwd(
+    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
+    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, sums = _empty_bwd(
+        center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, needs_g
+    )
+    return dx, sums, _empty_d(x, d_dtype, row_scale)
+
+
+@operator(fake=functools.partial(_empty_rows_bwd, True))
+def layer_norm_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`layer_norm_bwd`, and what the linear layer reads that gave x.
+
+    Returns: dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
+        d = row_scale * dx (..., C) in d_dtype, empty where that is None.
+    """
+    return _launch_rows_bwd(
+        True, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, d_dtype, row_scale,
+        needs_g, samples,
+    )  # fmt: skip
+
+
+@operator(fake=functools.partial(_empty_rows_bwd, False))
+def rms_norm_rows_bwd(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    sum_dtype: torch.dtype, needs_dweight: bool, d_dtype: torch.dtype | None,
+    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `layer_norm_rows_bwd`, without dbias."""
+    return _launch_rows_bwd(
+        False, dy, dresidual, x, weight, rstd, sum_dtype, needs_dweight, d_dtype, row_scale,
+        needs_g, samples,
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+
+from fastvit_kernels.ops.norm.functions import (
+    layer_norm,
+    layer_norm_and_input,
+    layer_norm_ref,
+    rms_norm,
+    rms_norm_and_input,
+    rms_norm_ref,
+)
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Norm(NamedTuple):
+    op: Callable[..., Any]
+    and_input: Callable[..., Any]
+    ref: Callable[..., Any]
+    torchs: Callable[..., Any]
+    parameters: tuple[str, ...]
+    widths: tuple[int, ...]
+
+
+NORMS = (
+    Norm(
+        layer_norm, layer_norm_and_input, layer_norm_ref, F.layer_norm, ("weight", "bias"),
+        (1, 65, 192, 384, 768, 1024, 1280, 1408, 1536, 4304),
+    ),
+    Norm(
+        rms_norm, rms_norm_and_input, rms_norm_ref, F.rms_norm, ("weight",),
+        (1, 64, 65, 192, 768, 1280, 1408, 4304),
+    ),
+)  # fmt: skip
+both_norms = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op.__name__)
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+
+
+def _inputs(norm, rows, C, dtype, param_dtype=None):
+    drawn = {
+        n: rand(C, dtype=param_dtype or dtype, seed=i) for i, n in enumerate(norm.parameters, 1)
+    }
+    return {"x": rand(*rows, C, dtype=dtype), **drawn}
+
+
+@all_dtypes
+@pytest.mark.parametrize(
+    ("norm", "C"),
+    [pytest.param(n, C, id=f"{n.op.__name__}-C{C}") for n in NORMS for C in n.widths],
+)
+def test_norm_backward(norm, C, dtype):
+    assert_accurate(norm.op, norm.ref, _inputs(norm, (3, 7), C, dtype))
+
+
+@pytest.mark.parametrize("T", [201, 261, 576, 1370], ids=lambda t: f"T{t}")
+def test_rms_norm_of_heads(T):
+    """Rows of D = 64: queries of (B, T, 3, H, D), whose rows are no view."""
+    qkv = rand(1, T, 3, 2, 64, dtype=bf16, grad=False)
+    inputs = {"x": qkv[:, :, 0].requires_grad_(), "weight": rand(64, seed=1)}
+    assert_accurate(rms_norm, rms_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("left", [(), ("weight",), ("bias",)], ids=str)
+@both_norms
+def test_norm_optional_parameters(norm, left):
+    inputs = _inputs(norm, (5,), 96, fp32)
+    assert_accurate(norm.op, norm.ref, {n: x for n, x in inputs.items() if n in ("x", *left)})
+
+
+@pytest.mark.parametrize("dtypes", [(fp32, bf16), (bf16, fp32), (fp32, fp16)], ids=str)
+@both_norms
+def test_norm_out_dtype(norm, dtypes):
+    x_dtype, out_dtype = dtypes
+    assert_accurate(
+        lambda **kw: norm.op(**kw, out_dtype=out_dtype),
+        lambda x, **kw: norm.ref(
+            x, **kw, out_dtype=torch.float64 if x.dtype == torch.float64 else out_dtype
+        ),
+        _inputs(norm, (4, 9), 192, x_dtype, param_dtype=fp32),
+    )
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (2, 197), (1031,)], ids=str)
+@both_norms
+def test_norm_rows(norm, rows):
+    assert_accurate(norm.op, norm.ref, _inputs(norm, rows, 64, fp32))
+
+
+def _transformers(x, weight, eps=1e-6):
+    """AIMv2's, InternVL's and Pixtral's: x * rstd is rounded to x.dtype before the weight."""
+    wide = x.to(torch.promote_types(x.dtype, fp32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _gemma(x, weight, eps=1e-6):
+    wide = x.to(torch.promote_types(x.dtype, fp32))
+    wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    return (wide * weight.to(wide.dtype)).type_as(x)
+
+
+@all_dtypes
+@pytest.mark.parametrize("host", [_transformers, _gemma], ids=["transformers", "gemma"])
+def test_rms_norm_of_other_libraries(host, dtype):
+    """Theirs as yardstick: a rounding more on their side, none on ours."""
+    errors = assert_accurate(rms_norm, host, _inputs(NORMS[1], (9, 11), 320, dtype))
+    if dtype is not fp32:
+        assert errors[0].rms <= 1.01 * errors[0].torch_rms
+
+
+@all_dtypes
+def test_rms_norm_rounds_once(dtype):
+    """As torch's own with the weight in fp32: nearly all elements are the nearest there are."""
+    inputs = {n: x.detach() for n, x in _inputs(NORMS[1], (64,), 96, dtype).items()}
+    nearest = rms_norm_ref(**{n: x.double() for n, x in inputs.items()}).to(dtype)
+    assert (rms_norm(**inputs) != nearest).float().mean() < (0.6 if dtype is fp32 else 0.01)
+
+
+@all_dtypes
+@both_norms
+def test_norm_and_input(norm, dtype):
+    def reference(x, **parameters):
+        return norm.ref(x, **parameters), x
+
+    assert_accurate(norm.and_input, reference, _inputs(norm, (2, 50), 384, dtype))
+
+
+@both_norms
+def test_norm_and_input_hands_on_the_same_memory(norm):
+    x = rand(3, 64)
+    _, handed_on = norm.and_input(x)
+    assert handed_on.data_ptr() == x.data_ptr()
+
+
+@both_norms
+def test_norm_layouts(norm):
+    C = 96
+    wide = rand(2, 10, 2 * C, grad=False)
+    transposed = rand(C, 8, grad=False).t()
+    for x in (wide[:, ::2, :C], transposed, wide[:, 0, C:], rand(1, C, grad=False).expand(6, C)):
+        inputs = _inputs(norm, (), C, fp32) | {"x": x.requires_grad_()}
+        assert_accurate(norm.op, norm.ref, inputs)
+
+
+@both_norms
+def test_norm_expanded_gradient(norm):
+    upstream = torch.randn(64, device=DEVICE).expand(4, 6, 64)
+    assert_accurate(norm.op, norm.ref, {"x": rand(4, 6, 64)}, upstream=[upstream])
+
+
+@both_norms
+def test_norm_and_input_gradients_of_different_strides(norm):
+    """The residual's gradient has rows of its own stride, not those of dy."""
+    wide = torch.randn(4, 6, 130, device=DEVICE)
+    upstream = [wide[..., :64], torch.randn(64, device=DEVICE).expand(4, 6, 64)]
+    for gradients in (upstream, upstream[::-1]):
+        assert_accurate(
+            norm.and_input, lambda x: (norm.ref(x), x), {"x": rand(4, 6, 64)}, upstream=gradients
+        )
+
+
+@both_norms
+def test_norm_extremes(norm):
+    base = rand(4, 768, grad=False)
+    constant = torch.full_like(base, 3.0)
+    offset = (base * 1e-2 + 1e4, base + 1e4)
+    for x in (*offset, constant, torch.zeros_like(base), base * 1e-20, base * 1e15):
+        assert_accurate(norm.op, norm.ref, {"x": x.requires_grad_()})
+
+
+@both_norms
+def test_norm_spreads_nan_within_its_row_only(norm):
+    x = rand(5, 64, grad=False)
+    x[2, 3] = float("nan")
+    assert norm.op(x).isnan().any(-1).tolist() == [False, False, True, False, False]
+
+
+@both_norms
+def test_norm_empty_batch(norm):
+    x, weight = rand(0, 7, 64), rand(64, seed=1)
+    norm.op(x, weight).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert weight.grad is not None and weight.grad.eq(0).all()
+
+
+@both_norms
+def test_norm_is_deterministic(norm):
+    def gradients():
+        inputs = _inputs(norm, (700,), 192, fp32)
+        y = norm.op(**inputs)
+        return torch.autograd.grad(y, list(inputs.values()), torch.ones_like(y))
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+@both_norms
+def test_norm_frozen_parameters_get_no_gradient(norm):
+    x, weight = rand(3, 64), rand(64, seed=1, grad=False)
+    norm.op(x, weight).sum().backward()
+    assert x.grad is not None and weight.grad is None
+
+
+@both_norms
+def test_norm_autocast_writes_the_dtype_of_torchs_own(norm):
+    """On a CPU torch's autocast leaves norms in the dtype of their input."""
+    for dtype in (bf16, fp32):
+        x = rand(3, 64, dtype=dtype)
+        with torch.autocast(DEVICE.type, dtype=bf16):
+            assert norm.op(x).dtype == norm.torchs(x, (64,)).dtype
+            assert norm.op(x, out_dtype=bf16).dtype == bf16
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "x must be a Tensor, got list", lambda: ([1.0],)),
+        (TypeError, "x must be floating point, got torch.int64", lambda: (torch.ones(3).long(),)),
+        (ValueError, "at least one axis", lambda: (torch.tensor(1.0),)),
+        (ValueError, r"weight must have shape \(8,\), got \(4,\)", lambda: (rand(2, 8), rand(4))),
+        (TypeError, "dense strided", lambda: (torch.eye(4).to_sparse(),)),
+    ],
+)
+@both_norms
+def test_norm_rejects(norm, error, message, arguments):
+    with pytest.raises(error, match=f"{norm.op.__name__}: .*{message}"):
+        norm.op(*arguments())
+
+
+def test_norm_rejects_of_one():
+    with pytest.raises(ValueError, match=r"bias must have shape \(8,\)"):
+        layer_norm(rand(2, 8), None, rand(8, 1))
+    with pytest.raises(ValueError, match="eps must be finite"):
+        rms_norm(rand(2, 8), None, -1.0)
