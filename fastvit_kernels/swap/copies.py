@@ -73,7 +73,7 @@ class Copier:
             return self.tensor(value, isinstance(value, nn.Parameter))
         if name == "gradient_checkpointing":  # transformers: the caller's function would be called
             return False
-        if isinstance(value, bool) or re.match("num|n_|.*heads$", name):
+        if isinstance(value, bool) or re.match("num|n_|.*heads$|(img|grid)_size$", name):
             return value
         if isinstance(value, int):
             return self.sizes.get(value, value)

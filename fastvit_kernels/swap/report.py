@@ -43,7 +43,8 @@ class SwapReport:
 
     Attributes:
         swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
-            rms_norm, patch_embed; "parts" is a block of which a branch keeps its own forward.
+            rms_norm, patch_embed; "parts" is a block of which a branch keeps its own forward,
+            "model" one that hands its parts something else: what it covers has rows of its own.
         left: modules that keep their own forward, and why. They stay as they were.
         tokens: the sequence length at which FLOPs and bytes are counted.
         flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
@@ -199,7 +200,7 @@ def make_report(
     for name in sorted(guesses.keys() - covered, key=[*modules].index):
         leave(name, modules[name], guesses[name])
     for name, module in modules.items():
-        inside = any(isinstance(modules[a], Fused) for a in ancestors(name) if a in modules)
+        inside = any(_computes_all(modules[a]) for a in ancestors(name) if a in modules)
         if not inside and module._parameters and not module._modules:
             plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
             leave(name, module, "a plain product" if plain else "no fused class for it")
@@ -297,6 +298,11 @@ def _tokens(modules: dict[str, nn.Module]) -> int:
     return DEFAULT_TOKENS
 
 
+def _computes_all(module: Any) -> bool:
+    """Whether a swapped module has a row for all that is inside it: a model has not."""
+    return isinstance(module, Fused) and module.fused_level != "model"
+
+
 def _runs_fused(module: Any) -> bool:
     return isinstance(module, Fused) and _reason(module) is None
 
@@ -368,7 +374,8 @@ def _flops(
     rows = tokens if _in_stack(name) else 1
     mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
     if isinstance(module, nn.Linear):
-        fused = _runs_fused(module) or ((inside or _runs_fused(parent)) and is_plain(module))
+        covered = inside or (_computes_all(parent) and _runs_fused(parent))
+        fused = _runs_fused(module) or (covered and is_plain(module))
         if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
             fused = _runs_fused(parent)  # its weight is read without a call
         elements = module.in_features + module.out_features

@@ -20,6 +20,7 @@ from .fused import (
     Child,
     DropPath,
     Fused,
+    Given,
     LayerNorm,
     LayerScale,
     RmsNorm,
@@ -45,6 +46,8 @@ from .timm_blocks import (
     RelPosBlock,
     ResPostBlock,
 )
+from .timm_masks import as_read, examples_of_masks, with_mask
+from .timm_models import NaFlexVit, VisionTransformer
 
 
 class LayerNormFp32(LayerNorm):
@@ -76,6 +79,14 @@ class Attention(Fused):
     fused_level = "attention"
     fused_children = names("qkv q_norm k_norm attn_drop norm gate proj proj_drop")
     fused_attention_dropout = names("attn_drop")
+    fused_extras = ("attn_mask",)
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        return with_mask(super().fused_given(args, kwargs), self.num_heads)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for x, given in examples_of_masks(self, generator, 5, 4):
+            yield (x,), given
 
     def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
@@ -121,20 +132,21 @@ class Attention(Fused):
             return turned(q, k, None, norms)
         return self.q_norm(q), self.k_norm(k)
 
-    def fused_heads(self: Any, x: Tensor) -> Tensor:
+    def fused_heads(self: Any, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
         norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
+        mask = as_read(attn_mask, x)
         if norms is not None and is_plain(self.qkv):
             return attend_turned(
-                x, (self.qkv.weight, self.qkv.bias), self.num_heads, None, norms,
+                x, (self.qkv.weight, self.qkv.bias), self.num_heads, None, norms, mask=mask,
                 dropout_p=dropout_p,
             )  # fmt: skip
         qkv = project(self.qkv, x)
         if norms is not None and norms.norm is None:
-            return attend_packed(qkv, self.num_heads, dropout_p=dropout_p)
+            return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
         q, k, v = unpack(qkv, self.num_heads)
         q, k = self.fused_normed(q, k)
-        return attend(q, k, v, dropout_p=dropout_p)
+        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
 
     def fused_branch(
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
@@ -190,7 +202,7 @@ class RopeAttention(Attention):
     the host's function, in PyTorch."""
 
     fused_children = Attention.fused_children | names("q_proj k_proj v_proj q_bias v_bias")
-    fused_extras = ("rope",)
+    fused_extras = ("rope", "attn_mask")
 
     def fused_blocked(self: Any) -> str | None:
         return _lost_qkv(self) or super().fused_blocked()
@@ -223,7 +235,9 @@ class RopeAttention(Attention):
                 rope = example(generator, *leading, patches, 2 * D)
                 yield (x,), {"rope": rope.detach()}
             yield (x,), {"rope": rope}  # learnt
-            yield (x,), {}
+        for x, given in examples_of_masks(self, generator, 6 + prefix, 4 + prefix):
+            rope = example(generator, x.shape[1] - prefix, 2 * D).detach()
+            yield (x,), {"rope": rope, **given} if given else {}
 
     def fused_turn(self: Any, x: Tensor, rope: Tensor) -> Turn | None:
         """The tables of `rope`, sines first, where they are as `rope_attention` takes them."""
@@ -257,14 +271,19 @@ class RopeAttention(Attention):
             for m in (self.q_proj, self.k_proj, self.v_proj)
         )
 
-    def fused_heads(self: Any, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
         norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
+        mask = as_read(attn_mask, x)
         turn = None if rope is None else self.fused_turn(x, rope)
         if rope is not None and turn is None:
             norms = None  # rotated by the host's function, behind the norms
         packed = None if norms is None else self.fused_packed()
         if norms is not None and packed is not None:
-            return attend_turned(x, packed, self.num_heads, turn, norms, dropout_p=dropout_p)
+            return attend_turned(
+                x, packed, self.num_heads, turn, norms, mask=mask, dropout_p=dropout_p
+            )
         q, k, v = self.fused_qkv(x)
         groups = getattr(self, "num_kv_groups", 1)
         if groups > 1:
@@ -275,7 +294,7 @@ class RopeAttention(Attention):
             q, k = self.fused_normed(q, k)
             if rope is not None:
                 q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
-        return attend(q, k, v, dropout_p=dropout_p)
+        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
 
     def fused_rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
@@ -369,6 +388,7 @@ TABLE: dict[str, type[Fused]] = {
     "timm.models.beit.Block": BeitBlock,
     "timm.models.eva.EvaAttention": RopeAttention,
     "timm.models.eva.EvaBlock": EvaBlock,
+    "timm.models.naflexvit.NaFlexVit": NaFlexVit,
     "timm.models.vision_transformer.Attention": Attention,  # to timm 1.0.16, like LayerScale
     "timm.models.vision_transformer.Block": Block,
     "timm.models.vision_transformer.LayerScale": LayerScale,
@@ -376,6 +396,7 @@ TABLE: dict[str, type[Fused]] = {
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
     "timm.models.vision_transformer.ResPostBlock": ResPostBlock,
+    "timm.models.vision_transformer.VisionTransformer": VisionTransformer,
     "timm.models.vision_transformer_relpos.RelPosAttention": RelPosAttention,
     "timm.models.vision_transformer_relpos.RelPosBlock": RelPosBlock,
     "timm.models.vision_transformer_relpos.ResPostRelPosBlock": ResPostBlock,

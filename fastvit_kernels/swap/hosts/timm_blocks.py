@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
+from ..facts import is_recognised
 from .attend import attend, attend_packed, unpack
 from .branch import PreNormBlock, add_body, fold, normed
 from .fused import (
@@ -26,23 +27,37 @@ from .fused import (
     project,
     project_out,
 )
+from .timm_masks import with_mask
 
 
-class Block(PreNormBlock):
+class MaskedBlock(PreNormBlock):
+    """A block that hands a mask on to its attention."""
+
+    fused_extras = ("attn_mask",)
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        given = with_mask(super().fused_given(args, kwargs), getattr(self.attn, "num_heads", 1))
+        if given is None or "attn_mask" not in given[1]:
+            return given
+        takes = "attn_mask" in getattr(self.attn, "fused_extras", ())
+        return given if takes and not is_recognised(type(self.attn)) else None
+
+
+class Block(MaskedBlock):
     """LayerScale and DropPath as children."""
 
     fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
     fused_names = ("norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"))
 
 
-class EvaBlock(PreNormBlock):
+class EvaBlock(MaskedBlock):
     """LayerScale as parameters of its own; RoPE."""
 
     fused_children = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
     fused_names = (
         "norm1", "attn", ("gamma_1", "drop_path1"), "norm2", "mlp", ("gamma_2", "drop_path2")
     )  # fmt: skip
-    fused_extras = ("rope",)
+    fused_extras = ("rope", "attn_mask")
 
 
 class BeitBlock(EvaBlock):

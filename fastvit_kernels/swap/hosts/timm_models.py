@@ -1,0 +1,165 @@
+"""timm: whole models, for what no block can know.
+
+NaFlexVit pads its images to one number of patches. It masks the scores of both, queries and keys of
+padding, by a tensor (B, 1, T, T) that every block reads. Padding as a key is all that anybody sees
+of it: pooling leaves its rows out. So the blocks of a forward get a mask of the keys (B, T), one
+byte each, whose hidden tiles cost nothing. Rows of padding then hold attention over the patches of
+their image, where timm's hold the mean of all values; whoever asks for rows (forward_features,
+forward_intermediates, a hook, a model without pooling) gets timm's mask and its numbers.
+
+VisionTransformer with a PatchDropout: what it draws is drawn first, and the patches that it drops
+are neither read nor embedded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.patch_dropout import draw_kept
+from ...ops.patch_embed.functions import patch_embed
+from ...runtime.plain import is_hooked
+from ..facts import is_recognised
+from .fused import Fused, Given, bypassed, example, inert, is_dense
+
+BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
+
+
+class Model(Fused):
+    """A model whose forward hands its parts something else than the host's does."""
+
+    fused_level = "model"
+
+
+def _sees_rows(hook: Any) -> bool:
+    """False for the hooks by which torch gathers the shards of a module."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def is_watched_inside(*modules: nn.Module) -> bool:
+    """Whether somebody sees what goes through one of these modules or a part of it."""
+    every = list(modules)
+    for module in every:  # grows as we go
+        own = module.__dict__
+        before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
+        if (before or behind) and any(map(_sees_rows, (*before.values(), *behind.values()))):
+            return True
+        if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
+            return True
+        every += [m for m in own["_modules"].values() if m is not None]
+    return False
+
+
+def _takes_keys(block: Any) -> bool:
+    """Whether a block, fused or not, computes the same by a boolean mask of the keys."""
+    attention = getattr(block, "attn", None)
+    takes = "attn_mask" in getattr(attention, "fused_extras", ())
+    known = takes and not is_recognised(type(attention))
+    return known and attention.fused_blocked() is None  # type: ignore[union-attr]
+
+
+class NaFlexVit(Model):
+    fused_extras = ("patch_coord", "patch_valid")
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        takes_patches = module.embeds.is_linear and hasattr(module, "_forward_embeds")
+        return None if takes_patches else ""
+
+    def fused_blocked(self: Any) -> str | None:
+        if self.attn_pool is None and self.global_pool == "":
+            return "its result has the rows of padding"
+        if not all(map(_takes_keys, self.blocks)):
+            return "a block of it takes no mask of keys"
+        readers = [m for m in (self.blocks, self.norm, self.attn_pool) if m is not None]
+        return "a hook inside sees the rows of padding" if is_watched_inside(*readers) else None
+
+    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        """Patches with their coordinates and which of them are valid, or a dict of these."""
+        names = self.fused_arguments.names
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
+            return None
+        x = given.pop(names[0], None)
+        known = {**given, **x} if isinstance(x, dict) else given
+        patches = x.get("patches") if isinstance(x, dict) else x
+        tensors = patches, known.get("patch_coord"), known.get("patch_valid")
+        if known.get("attn_mask") is not None or not all(map(is_dense, tensors)):
+            return None
+        given.pop("attn_mask", None)
+        return x, given
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for height, width in ((3, 2), (2, 2)):
+            coord = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+            valid = torch.arange(height * width) < torch.tensor([[height * width], [width]])
+            x = example(generator, 2, height * width, self.embeds.proj.in_features)
+            yield (x,), {"patch_coord": coord.repeat(2, 1, 1), "patch_valid": valid}
+
+    def fused_forward(self: Any, x: Any, **given: Any) -> Tensor:
+        return super(Fused, self).forward(x, **given, attn_mask=BY_KEYS)  # type: ignore[misc]
+
+    def _forward_embeds(
+        self: Any, x: Tensor, patch_coord: Any, patch_valid: Any, attn_mask: Any
+    ) -> dict[str, Any]:
+        found = super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)  # type: ignore[misc]
+        if isinstance(attn_mask, str):
+            valid = found["patch_valid"].bool()  # of those that PatchDropout keeps
+            prefix = valid.new_ones(len(valid), self.num_prefix_tokens)
+            found["attn_mask"] = torch.cat([prefix, valid], dim=1)[:, None, None, :]
+        return found
+
+
+class VisionTransformer(Model):
+    fused_axes = (4,)
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return None if type(module.patch_drop).__name__ == "PatchDropout" else ""
+
+    def fused_blocked(self: Any) -> str | None:
+        if self.dynamic_img_size or self.patch_embed.dynamic_img_pad:
+            return "dropped patches are embedded first: its images have no fixed size"
+        if self.patch_drop.num_prefix_tokens != self.num_prefix_tokens:
+            return "dropped patches are embedded first: some tokens before them may be dropped"
+        embed = self.patch_embed
+        children = self.patch_drop, embed, embed.proj
+        if any(map(is_hooked, children)) or not (inert(embed.norm) and bypassed(embed.proj)):
+            return "dropped patches are embedded first: a part of the embedding is called"
+        if not inert(self.pos_drop) or getattr(self.pos_drop, "p", 0) > 0:
+            return "dropped patches are embedded first: its dropout draws for them, too"
+        return None
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        active = self.patch_drop.training and self.patch_drop.prob > 0
+        return active and x.ndim == 4 and tuple(x.shape[2:]) == tuple(self.patch_embed.img_size)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        embed = self.patch_embed
+        yield (example(generator, 2, embed.proj.in_channels, *embed.img_size),), {}
+
+    def fused_tokens(self: Any, images: Tensor) -> Tensor:
+        """Prefix and kept patches with their positions, (B, n + K, C)"""
+        proj, drop = self.patch_embed.proj, self.patch_drop
+        grid = (n // p for n, p in zip(images.shape[2:], proj.kernel_size, strict=True))
+        keep = draw_kept(len(images), math.prod(grid), drop.prob, images.device)
+        keep = keep.sort(dim=-1)[0] if drop.ordered else keep
+        tokens = (self.cls_token, getattr(self, "reg_token", None))
+        prefix = [t for t in tokens if t is not None]
+        return patch_embed(
+            images, proj.weight, proj.bias, prefix_tokens=torch.cat(prefix, 1) if prefix else None,
+            pos_embed=self.pos_embed, keep=keep,
+        )  # fmt: skip
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        x = self.norm_pre(self.fused_tokens(x))
+        if self.grad_checkpointing:
+            x = vars(sys.modules[self.fused_host.__module__])["checkpoint_seq"](self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return self.forward_head(self.norm(x))
