@@ -33,7 +33,7 @@ _NAMES = (
     ("fastvit_kernels::qkv_projection", "qkv"),
     ("fastvit_kernels::attention", "attention"),
     ("fastvit_kernels::rope_fwd", "attention"),
-    ("fastvit_kernels::rope_norm_bwd", "attention"),
+    ("fastvit_kernels::rope_bwd", "attention"),
     ("fastvit_kernels::sdpa", "attention"),
     ("fastvit_kernels::mlp", "mlp"),
     ("fastvit_kernels::narrow_mlp", "mlp"),
@@ -46,7 +46,13 @@ _NAMES = (
     ("gelu", "mlp"),
 )
 # Also inside our operators that begin with the QKV projection.
-_ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_fwd", "_rope_norm_bwd")
+_ATTENTION_KERNELS = (
+    "_attention_fwd",
+    "_attention_bwd",
+    "_rope_fwd",
+    "_rope_norm_bwd",
+    "_rope_tables_bwd",
+)
 _PRODUCTS = (
     "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
     "fastvit_kernels::linear", "fastvit_kernels::qkv_attention",

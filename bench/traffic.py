@@ -159,6 +159,7 @@ def _triton_gemms() -> Iterator[None]:
 # Of blocks with other parts than ViT's; all are of 224 pixels.
 TOWERS = {
     "DINOv3 ViT-B (rope)": "vit_base_patch16_dinov3",
+    "RoPE-ViT-B (learnt frequencies)": "vit_base_patch16_rope_mixed_224",
     "EVA02-B (rope, gated MLP)": "eva02_base_patch14_224",
     "AIMv2-L (RMSNorm, gated MLP)": "aimv2_large_patch14_224",
     "BEiT-B (learnt bias)": "beit_base_patch16_224",

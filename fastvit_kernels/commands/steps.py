@@ -158,6 +158,19 @@ def _rope() -> None:
             torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
 
+def _learnt_tables() -> None:
+    """Rotation by tables of each head that learn, both pairings, each norm."""
+    for H, D, norm in ((12, 64, None), (12, 64, "layer_norm"), (16, 80, "rms_norm")):
+        q, k = torch.empty(64, 197, 3, H, D, dtype=torch.bfloat16).requires_grad_().unbind(2)[:2]
+        cos, sin = torch.empty(1, H, 196, 2 * D, requires_grad=True).split(D, -1)
+        options: dict[str, Any] = dict(prefix_tokens=1, norm=norm)
+        for name in ("q_norm_weight", "k_norm_weight"):
+            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
+        for interleaved in (False, True):
+            outputs = rope(q, k, cos, sin, interleaved=interleaved, **options)
+            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
+
 def _rope_attention() -> None:
     """The projection, both pairings, each norm and attention as one, short and long T."""
     for T, H, D, norm in (
@@ -364,6 +377,7 @@ CASES: dict[str, Callable[[], None]] = {
     "narrow MLP": _narrow_mlp,
     "RMSNorm": _rms_norm,
     "rotary embedding": _rope,
+    "rotary embedding, learnt": _learnt_tables,
     "rotary attention": _rope_attention,
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
     "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),

@@ -4,17 +4,20 @@ With y = x, or layer_norm(x) or rms_norm(x) over D, and pairs (a, b) of y's firs
 
     a' = a cos_a - b sin_a,   b' = b cos_b + a sin_b
     da = da' cos_a + db' sin_b,   db = db' cos_b - da' sin_a       then back through the norm
+    dcos_a = sum da' a,   dsin_a = -sum da' b,   dcos_b = sum db' b,   dsin_b = sum db' a
 
 Pairs are columns (i, i + R/2), or (2i, 2i + 1) where interleaved; the tables have all R columns.
-Saved: the tables; with a norm q, k and its weights too: the backward rebuilds its statistics.
-Precision: fp32 from the load to the store, one rounding; fp32 partials for the norms' gradients,
-one row a program, summed in a fixed order by a second kernel. No atomics.
-Source: arXiv:2104.09864, arXiv:2302.05442 (qk-norm). Kernels: common/rotation.py. Derivation:
-docs/rope.md.
+Saved: the tables; with a norm, or where the tables want a gradient, q, k and the norm's parameters
+too: the backward rebuilds its statistics.
+Precision: fp32 from the load to the store, one rounding; fp32 partials for the gradients of norms
+and tables, summed in a fixed order by a second kernel. No atomics.
+Source: arXiv:2104.09864, arXiv:2302.05442 (qk-norm). Kernels: common/rotation.py, without and with
+a norm; common/rotation_tables.py, where tables learn. Derivation: docs/rope.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -33,16 +36,8 @@ from ..runtime.arguments import (
 )
 from ..runtime.dispatch import decide_once, first_order, ops_for, route
 from ..runtime.operator import Routed, differentiable, operator
-from .common.reduction import column_sum
-from .common.rotation import (
-    MAX_D,
-    MAX_ROWS,
-    NORMS,
-    Rotation,
-    rotate,
-    rotate_norm_bwd,
-    tables_of,
-)
+from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, tables_of
+from .common.rotation_tables import turn_back
 
 Norm = Literal["layer_norm", "rms_norm"]
 PARAMS = ("q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias")
@@ -133,34 +128,48 @@ def rope_fwd(
     return out
 
 
-def _empty_norm_bwd(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, interleaved: bool,
-    prefix_tokens: int, norm: str, eps: float, param_dtype: torch.dtype, needs_dparams: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dparams = q.new_empty((4, q.shape[-1] if needs_dparams else 0), dtype=param_dtype)
-    return q.new_empty(q.shape), q.new_empty(q.shape), dparams
+def empty_sums(
+    x: Tensor, D: int, cos: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
+    table_dtype: torch.dtype, needs_dtables: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dparams (4, D) and dtables (2, ...), each without elements where it is not needed."""
+    dparams = x.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
+    tables = (2, *cos.shape) if needs_dtables else (2, 0)
+    return dparams, x.new_empty(tables, dtype=table_dtype)
 
 
-@operator(fake=_empty_norm_bwd)
-def rope_norm_bwd(
+def _empty_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, interleaved: bool,
-    prefix_tokens: int, norm: str, eps: float, param_dtype: torch.dtype, needs_dparams: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, and dparams (4, D): dweight and dbias of q's norm, then of k's."""
-    dq, dk = q.new_empty(q.shape), q.new_empty(q.shape)
-    dparams = q.new_empty((4, q.shape[-1] if needs_dparams else 0), dtype=param_dtype)
-    if q.numel() == 0:
-        return dq, dk, dparams.zero_()
-    partial = rotate_norm_bwd(
-        (dq, dk), (_rows(dq_out), _rows(dk_out)), _rows(q), _rows(k), tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps),
-        (contiguous(q_norm_weight), contiguous(k_norm_weight)), needs_dparams,
+    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None, interleaved: bool, prefix_tokens: int, norm: str, eps: float,
+    param_dtype: torch.dtype, needs_dparams: bool, table_dtype: torch.dtype, needs_dtables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sums = empty_sums(q, q.shape[-1], cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
+    return q.new_empty(q.shape), q.new_empty(q.shape), *sums
+
+
+@operator(fake=_empty_bwd)
+def rope_bwd(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None, interleaved: bool, prefix_tokens: int, norm: str, eps: float,
+    param_dtype: torch.dtype, needs_dparams: bool, table_dtype: torch.dtype, needs_dtables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a norm, of tables that learn or of both: dq, dk; dparams (4, D), dweight and dbias of q's
+    norm, then of k's; dtables (2, ...), of cos and of sin."""
+    norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    dq, dk, dparams, dtables = _empty_bwd(
+        dq_out, dk_out, q, k, cos, sin, *norms, interleaved, prefix_tokens, norm, eps, param_dtype,
+        needs_dparams, table_dtype, needs_dtables,
     )  # fmt: skip
-    if partial is not None:
-        column_sum(partial, dparams)
-    return dq, dk, dparams
+    if q.numel() == 0:
+        return dq, dk, dparams.zero_(), dtables.zero_()
+    turn_back(
+        (dq, dk), (_rows(dq_out), _rows(dk_out)), _rows(q), _rows(k), tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
+        dparams, dtables,
+    )  # fmt: skip
+    return dq, dk, dparams, dtables
 
 
 class RopeDecision(NamedTuple):
@@ -170,6 +179,8 @@ class RopeDecision(NamedTuple):
     needs_gradient: bool
     rotation: Rotation
     param_dtype: torch.dtype
+    table_dtype: torch.dtype
+    learns: bool  # the tables want a gradient
 
 
 @differentiable
@@ -178,33 +189,37 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, decision):
-        saves = (q, k, q_weight, k_weight) if decision.rotation.norm else (None,) * 4
-        ctx.save_for_backward(cos, sin, *saves)
+        norms, saved = (q_weight, q_bias, k_weight, k_bias), (None,) * 6
+        if decision.rotation.norm or decision.learns:
+            saved = (q, k, *norms)
+        ctx.save_for_backward(cos, sin, *saved)
         ctx.decision = decision
-        return decision.ops.rope_fwd(
-            q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, *decision.rotation, False
-        )
+        return decision.ops.rope_fwd(q, k, cos, sin, *norms, *decision.rotation, False)
 
     @staticmethod
     @first_order("rope")
     def backward(ctx, dq_out, dk_out):
-        cos, sin, q, k, q_weight, k_weight = ctx.saved_tensors
+        cos, sin, q, k, *norms = ctx.saved_tensors
         decision, needs = ctx.decision, ctx.needs_input_grad
         ops, rotation = ops_for(decision.ops, dq_out, dk_out), decision.rotation
-        dparams = (None,) * 4
-        if not rotation.norm:
-            dq, dk = ops.rope_fwd(dq_out, dk_out, cos, sin, *dparams, *rotation, True)
-        else:
-            needs_dparams = any(needs[4:8])
-            dq, dk, sums = ops.rope_norm_bwd(
-                dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, *rotation,
-                decision.param_dtype, needs_dparams,
+        needs_dtables, needs_dparams = any(needs[2:4]), any(needs[4:8])
+        if rotation.norm or needs_dtables:
+            dq, dk, dparams, dtables = ops.rope_bwd(
+                dq_out, dk_out, q, k, cos, sin, *norms, *rotation, decision.param_dtype,
+                needs_dparams, decision.table_dtype, needs_dtables,
             )  # fmt: skip
-            if needs_dparams:
-                dparams = (
-                    x if n else None for x, n in zip(sums.unbind(0), needs[4:8], strict=True)
-                )
-        return dq if needs[0] else None, dk if needs[1] else None, None, None, *dparams, None
+        else:
+            dq, dk = ops.rope_fwd(dq_out, dk_out, cos, sin, *(None,) * 4, *rotation, True)
+            dparams = dtables = None
+        sums = parts(dtables, needs[2:4]) + parts(dparams, needs[4:8])
+        return dq if needs[0] else None, dk if needs[1] else None, *sums, None
+
+
+def parts(sums: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The rows of a tensor of gradients, None for each that nothing needs."""
+    if sums is None or not any(needs):
+        return (None,) * len(needs)
+    return tuple(x if n else None for x, n in zip(sums.unbind(0), needs, strict=True))
 
 
 def check_tables(op: str, cos: Tensor, sin: Tensor, shape: tuple[int, ...], prefix: int) -> None:
@@ -240,12 +255,13 @@ def check_rotation(
     op: str, shape: tuple[int, ...], like: Tensor, cos: Tensor, sin: Tensor,
     params: tuple[Tensor | None, ...], interleaved: bool, prefix_tokens: int, norm: Norm | None,
     eps: float,
-) -> tuple[str | None, Rotation, torch.dtype]:  # fmt: skip
+) -> tuple[str | None, Rotation, torch.dtype, torch.dtype]:  # fmt: skip
     """Raise unless q of this shape, (B, T, H, D), can be normed and turned so.
 
     Args:
         like: on the device where the rest must be. params: the norms' of q, then of k.
-    Returns: what the kernels cannot do, if anything; the rotation; the dtype of params.
+    Returns: what the kernels cannot do, if anything; the rotation; the dtypes of the gradients of
+        params and of the tables.
     """
     B, T, H, D = shape
     check_flags(op, interleaved=interleaved)
@@ -263,11 +279,11 @@ def check_rotation(
     unsupported = None
     if B * T * H >= MAX_ROWS:
         unsupported = f"B T H must be below 2^31, got {B * T * H}"
-    if cos.requires_grad or sin.requires_grad:
-        unsupported = "cos or sin requires a gradient"
     given = [x for x in params if x is not None]
     rotation = Rotation(interleaved, prefix_tokens, norm or "", eps)
-    return unsupported, rotation, given[0].dtype if given else torch.float32
+    param_dtype = given[0].dtype if given else torch.float32
+    table_dtype = cos.dtype if cos.dtype == sin.dtype else torch.float32
+    return unsupported, rotation, param_dtype, table_dtype
 
 
 @decide_once
@@ -288,16 +304,18 @@ def _decide(
     if D % 2:
         raise ValueError(f"{op}: D must be even, got {D}")
     params = (q_weight, q_bias, k_weight, k_bias)
-    unsupported, rotation, param_dtype = check_rotation(
+    unsupported, rotation, param_dtype, table_dtype = check_rotation(
         op, (B, T, H, D), q, cos, sin, params, interleaved, prefix_tokens, norm, eps
     )
     if not 0 < D <= MAX_D:
         unsupported = unsupported or f"D must be from 2 to {MAX_D}, got {D}"
     return RopeDecision(
         route(op, ops, unsupported, q, k, cos, sin, *params),
-        needs_gradient(q, k, *params),
+        needs_gradient(q, k, cos, sin, *params),
         rotation,
         param_dtype,
+        table_dtype,
+        cos.requires_grad or sin.requires_grad,
     )
 
 
@@ -325,6 +343,7 @@ def rope(
             (B, H, T, D) by `transpose(1, 2)`. A last axis that is not contiguous is copied.
         cos, sin: (T', R) for all heads, (B, T', R) by sample or (B, H, T', R) by head, where B or H
             may be 1; T' = T - prefix_tokens. R, even, is the rotated width, at most D. Best fp32.
+            They get their gradients, as frequencies that learn need.
         interleaved: pairs are columns (2i, 2i + 1); else (i, i + R/2), as `rotate_half`.
         prefix_tokens: the first tokens of a sample (class and register tokens): normed, not turned.
         norm: "layer_norm" or "rms_norm" over D first (qk-norm), or None.
@@ -333,13 +352,13 @@ def rope(
     Returns:
         q and k, (B, T, H, D), contiguous, in the dtype of q.
     Precision: fp32 from the load to the store, norm included.
-    Saved: cos, sin; with a norm q and k.
+    Saved: cos, sin; with a norm, or where cos or sin wants a gradient, q and k.
     Raises: ValueError, such as "rope: D must be even, got 15"; TypeError.
     Source: arXiv:2104.09864. Specification: rope_ref. Derivation: docs/rope.md.
     """
     tensors = (q, k, cos, sin, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     decision = _decide(*tensors, interleaved, prefix_tokens, norm, eps)
-    ops, needs_gradient, rotation, _ = decision
+    ops, needs_gradient, rotation, *_ = decision
     if ops is None:
         return rope_ref(*tensors[:4], interleaved, prefix_tokens, norm, *tensors[4:], eps)
     if not needs_gradient:

@@ -185,7 +185,6 @@ def make_report(
     reached = _note_skipping(report, modules)
     if drop_path == "skip":
         _leave_masks(modules, reached, leave)
-    learnt = any(_makes_learnt_tables(m) for m in modules.values())
     covered: set[str] = set()  # names whose module a wider one bypasses
     moved: Counter[str] = Counter()
     for name, module in modules.items():
@@ -193,8 +192,6 @@ def make_report(
             continue
         try:
             _count_swapped(report, name, module, modules, covered, moved, leave)
-            if learnt and _reason(module) is None:
-                moved.update({n: round(e) for n, e in module.fused_by_learnt_tables()})
         except Exception:  # a host's module in a state that nobody foresaw
             report.uncounted.append(name)
     for name in sorted(guesses.keys() - covered, key=[*modules].index):
@@ -228,12 +225,6 @@ def _leave_masks(modules: dict[str, nn.Module], reached: set[int], leave: Any) -
         rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
         if id(module) not in reached and rate and "Path" in _host_name(module):
             leave(name, module, 'drop_path="skip" does not reach it: its branch computes all')
-
-
-def _makes_learnt_tables(module: nn.Module) -> bool:
-    """Whether a module makes RoPE's tables from parameters that learn."""
-    own = (p for p in module._parameters.values() if p is not None)
-    return type(module).__name__.startswith("RotaryEmbedding") and any(p.requires_grad for p in own)
 
 
 def _count_swapped(

@@ -164,6 +164,7 @@ class Example:
     options: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()  # the tensors that are given; none named: all
     without: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # those that want no gradient, though the kernels have it
     strided: Callable[[Draw, Shape], Tensor] | None = None  # makes the first tensor
     boolean: bool = False  # a mask of booleans
     inference: bool = False  # nothing wants a gradient
@@ -265,9 +266,8 @@ class Op:
                 found[name] = example.strided(draw, shape)
             else:
                 found[name] = draw.kind(self.args[name], shape, example.boolean)
-        if example.inference:
-            found = {name: None if x is None else x.detach() for name, x in found.items()}
-        return found
+        frozen = set(found if example.inference else example.frozen)
+        return {n: x.detach() if x is not None and n in frozen else x for n, x in found.items()}
 
     def case(self, example: Example, device: torch.device, dtype: torch.dtype) -> Case:
         """The example on a device, its numbers in a dtype."""

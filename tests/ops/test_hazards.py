@@ -317,9 +317,10 @@ def gated(F, norm):
         fk.gated_mlp(x, fc1, None, parameter(768, F), None, **inner).backward(torch.empty_like(x))
     return step
 
-def rotary(norm):
+def rotary(norm, learns=False):
     def step():
-        x, cos, sin = parameter(8, 201, 768), torch.empty(201, 64), torch.empty(201, 64)
+        x, cos = parameter(8, 201, 768), torch.empty(201, 64, requires_grad=learns)
+        sin = torch.empty_like(cos)
         weight = {} if norm is None else dict(q_norm_weight=parameter(64))
         y = fk.rope_attention(
             x, parameter(2304, 768), parameter(2304), num_heads=12, cos=cos, sin=sin, norm=norm,
@@ -358,7 +359,8 @@ steps = [
     attend(256, 50, 12, 32), attend(2, 197, 3, 64, torch.float32),
     attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False), mlp(True), gated(2048, False),
     gated(2730, False), gated(384, True), gated(2048, True), rotary(None), rotary("layer_norm"),
-    narrow, patches, patches_of_one_dtype, learnt_bias, packed, skipped, kept_patches,
+    rotary("layer_norm", True), rotary(None, True), narrow, patches, patches_of_one_dtype,
+    learnt_bias, packed, skipped, kept_patches,
 ]
 asked = []
 for step in steps:

@@ -159,15 +159,16 @@ def test_rope_leaves_what_does_not_turn():
 
 
 def test_rope_empty_batch():
-    inputs = _inputs(0, 3, 2, 8, norm="layer_norm")
+    inputs = _learnt(_inputs(0, 3, 2, 8, norm="layer_norm"))
     q, k = rope(**inputs, norm="layer_norm")
     (q.sum() + k.sum()).backward()
     assert inputs["q"].grad.shape == (0, 3, 2, 8) and inputs["k_norm_bias"].grad.eq(0).all()
+    assert inputs["sin"].grad.shape == (3, 8) and inputs["sin"].grad.eq(0).all()
 
 
 def test_rope_is_deterministic():
     def gradients():
-        inputs = _inputs(2, 40, 3, 32, norm="layer_norm")
+        inputs = _learnt(_inputs(2, 40, 3, 32, norm="layer_norm"))
         leaves = [x for x in inputs.values() if x.requires_grad]
         q, k = rope(**inputs, norm="layer_norm")
         return torch.autograd.grad(q.sum() + (k * k).sum(), leaves)
@@ -175,7 +176,9 @@ def test_rope_is_deterministic():
     assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
 
 
-@pytest.mark.parametrize("wanted", [("q",), ("k",), ("q_norm_bias",), ("q", "k_norm_weight")])
+@pytest.mark.parametrize(
+    "wanted", [("q",), ("k",), ("q_norm_bias",), ("q", "k_norm_weight"), ("cos",), ("sin", "q")]
+)
 def test_rope_gives_the_gradients_that_are_wanted(wanted):
     inputs = _inputs(2, 5, 2, 8, norm="layer_norm")
     inputs = {n: x.detach().requires_grad_(n in wanted) for n, x in inputs.items()}
@@ -184,15 +187,38 @@ def test_rope_gives_the_gradients_that_are_wanted(wanted):
     assert {n for n, x in inputs.items() if x.grad is not None} == set(wanted)
 
 
-def test_tables_that_want_a_gradient_take_the_path_of_torch():
-    """RoPE-ViT learns its frequencies."""
-    inputs = _inputs(2, 5, 2, 8)
-    inputs["cos"].requires_grad_()
-    q, _ = rope(**inputs)
-    q.sum().backward()
-    assert inputs["cos"].grad is not None and "RopeFunction" not in str(q.grad_fn)
-    with backend("triton"), pytest.raises(RuntimeError, match="cos or sin requires a gradient"):
-        rope(**inputs)
+def _learnt(inputs):
+    tables = {name: inputs[name].detach().requires_grad_() for name in ("cos", "sin")}
+    return {**inputs, **tables}
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (1,), (2, 3), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@PAIRINGS
+def test_rope_of_tables_that_learn(interleaved, norm, lead):
+    """RoPE-ViT learns its frequencies: sums over the samples and heads that share a table."""
+    inputs = _inputs(2, 6, 3, 16, prefix=1, norm=norm) | _tables(*lead, 5, 12)
+    _check(_learnt(inputs), interleaved=interleaved, norm=norm, prefix_tokens=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rope_of_tables_that_learn_in_ranges(dtype):
+    """Forty heads share a table: more than one program sums them."""
+    inputs = _learnt(_inputs(20, 4, 2, 16, dtype, prefix=1))
+    inputs["cos"] = inputs["cos"].detach().to(bf16).requires_grad_()
+    shifted = inputs["q"].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    _check({**inputs, "q": shifted}, prefix_tokens=1)
+
+
+def test_rope_of_tables_that_learn_of_the_prefix_alone():
+    _check(_learnt(_inputs(2, 3, 2, 8, prefix=3, R=8)), prefix_tokens=3)
+
+
+def test_rope_of_one_table_that_learns():
+    inputs = _inputs(2, 5, 2, 8, norm="rms_norm")
+    inputs["sin"].requires_grad_()
+    inputs = {n: x if n == "sin" else x.detach() for n, x in inputs.items()}
+    _check(inputs, norm="rms_norm")
 
 
 @pytest.mark.parametrize(

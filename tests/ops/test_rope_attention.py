@@ -42,6 +42,13 @@ def test_rope_attention_tokens(T, prefix):
     _check(inputs, num_heads=1, prefix_tokens=prefix, norm=norm)
 
 
+@pytest.mark.parametrize("norm", [None, "layer_norm"], ids=str)
+def test_rope_attention_of_tables_that_learn(norm):
+    inputs = _inputs(2, 19, 2, 16, norm=norm) | _tables(1, 2, 18, 16)
+    inputs |= {name: inputs[name].detach().requires_grad_() for name in ("cos", "sin")}
+    _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=True)
+
+
 def test_rope_attention_of_a_part_of_the_columns():
     _check(_inputs(1, 9, 2, 24, R=20), num_heads=2, prefix_tokens=1, interleaved=True)
 

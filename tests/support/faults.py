@@ -473,7 +473,7 @@ ROPE = [
         "q_partial_ptr + 2 * D", "q_partial_ptr",
     ),
     Fault(
-        "rope-mean-g", "ops/common/rotation.py", "_normed_rows_bwd",
+        "rope-mean-g", "ops/common/rotation.py", "_norm_bwd",
         "LayerNorm's mean of g not subtracted",
         "g_a, g_b = g_a - mean_g[:, None], g_b - mean_g[:, None]", "g_a, g_b = g_a, g_b",
     ),
@@ -484,21 +484,69 @@ ROPE = [
         "return samples, tokens, heads",
         only=("ops/test_extremes.py::test_rope_addresses_past_2_31",),
     ),
+    Fault(
+        "rope-learnt-sine", "ops/common/rotation_tables.py", "_shared_rows_bwd",
+        "the sign of the first column's sine", "dsin_a -= da * b", "dsin_a += da * b",
+    ),
+    Fault(
+        "rope-learnt-norm", "ops/common/rotation_tables.py", "_shared_rows_bwd",
+        "tables' gradients from normed heads without the norm's bias",
+        "xhat_a * weight_a + bias_a", "xhat_a * weight_a",
+    ),
+    Fault(
+        "rope-learnt-heads", "ops/common/rotation_tables.py", "_shared_rows_bwd",
+        "the first head stands for those that share a table",
+        "heads + (shared - sample * heads_shared)", "heads",
+    ),
+    Fault(
+        "rope-learnt-keys", "ops/common/rotation_tables.py", "_rope_tables_bwd_kernel",
+        "the part of the queries lost", "tables, sums, first",
+        "tables, (zeros, zeros, zeros, zeros), first",
+    ),
+    Fault(
+        "rope-learnt-range", "ops/common/rotation_tables.py", "_rope_tables_bwd_kernel",
+        "each range begins at the first sample", "first = split * shared_per_split",
+        "first = split * 0",
+    ),
+    Fault(
+        "rope-learnt-transposed", "ops/common/rotation_tables.py", "_rope_tables_bwd_kernel",
+        "gradients of tables by head written by token",
+        "(samples * table_heads + heads) * turned + tokens - prefix_tokens",
+        "(samples * turned + tokens - prefix_tokens) * table_heads + heads",
+    ),
+    Fault(
+        "rope-learnt-prefix", "ops/common/rotation_tables.py", "_rope_tables_bwd_kernel",
+        "gradients one row early", "+ tokens - prefix_tokens", "+ tokens - prefix_tokens - 1",
+    ),
+    Fault(
+        "rope-learnt-partials", "ops/common/rotation_tables.py", "_rope_tables_bwd_kernel",
+        "the norms' partial sums of two programs overlap", "program * 4 * D", "program * 2 * D",
+    ),
+    Fault(
+        "rope-learnt-first-range", "ops/common/rotation_tables.py", "_rotate_tables_bwd",
+        "the first range alone", "column_sum(sums, dtables)",
+        "dtables.copy_(sums[0].view_as(dtables))",
+    ),
+    Fault(
+        "rope-learnt-one-of-two", "ops/rope.py", "RopeFunction.backward",
+        "the gradient of cos given to sin",
+        "parts(dtables, needs[2:4])", "parts(dtables and dtables.flip(0), needs[2:4])",
+    ),
 ]  # fmt: skip
 
 ROPE_ATTENTION = [
     Fault(
         "rope-attention-in-place", "ops/attention/rotary.py", "rope_attention_fwd",
         "q and k turn in their own memory although a norm's backward needs them",
-        "turned.unbind(2) if norm else (q, k)", "(q, k)",
+        "turned.unbind(2) if apart else (q, k)", "(q, k)",
     ),
     Fault(
         "rope-attention-unturned", "ops/attention/rotary.py", "rope_attention_bwd",
         "attention's backward reads q and k as they were before norm and rotation",
-        "readable(turned).unbind(2) if norm else (q, k)", "(q, k)",
+        "readable(turned).unbind(2) if turned.numel() else (q, k)", "(q, k)",
     ),
     Fault(
-        "rope-attention-turned-on", "ops/attention/rotary.py", "rope_attention_bwd",
+        "rope-attention-turned-on", "ops/common/rotation_tables.py", "turn_back",
         "the gradients of q and k turn on, not back",
         "transpose=True", "transpose=False",
     ),
@@ -510,8 +558,8 @@ ROPE_ATTENTION = [
     Fault(
         "rope-attention-key-weight", "ops/attention/rotary.py", "rope_attention_bwd",
         "the backward takes the weight of the queries' norm for the keys",
-        "contiguous(q_norm_weight), contiguous(k_norm_weight)",
-        "contiguous(q_norm_weight), contiguous(q_norm_weight)",
+        "q_norm_bias, k_norm_weight, k_norm_bias)\n    dqkv", "q_norm_bias, q_norm_weight, "
+        "k_norm_bias)\n    dqkv",
     ),
     Fault(
         "rope-attention-dropout", "ops/attention/rotary.py", "rope_attention_bwd",
@@ -526,13 +574,12 @@ ROPE_ATTENTION = [
     Fault(
         "rope-attention-bias", "ops/attention/rotary.py", "RopeAttentionFunction.backward",
         "the projection's bias gradient left out where a norm has one",
-        "decision.bias_dtype, needs_dparams, needs[2]",
-        "decision.bias_dtype, needs_dparams, needs[2] and not needs_dparams",
+        "any(needs[3:5]), needs[2]", "any(needs[3:5]), needs[2] and not any(needs[5:9])",
     ),
     Fault(
         "rope-attention-dparams", "ops/attention/rotary.py", "RopeAttentionFunction.backward",
         "the gradients of the norms' parameters go to their neighbours",
-        "zip(sums.unbind(0), needs[5:9]", "zip(sums.roll(1, 0).unbind(0), needs[5:9]",
+        "parts(dparams, needs[5:9])", "parts(dparams.roll(1, 0), needs[5:9])",
     ),
 ]  # fmt: skip
 
@@ -1250,8 +1297,8 @@ HOSTS = [
     ),
     Fault(
         "rope-host-learnt", "swap/hosts/rotary.py", "turn_of",
-        "tables with a gradient taken by the kernel",
-        "cos.requires_grad or sin.requires_grad or not", "not",
+        "frequencies that learn get no gradient",
+        "Turn(cos, sin, interleaved)", "Turn(cos.detach(), sin.detach(), interleaved)",
     ),
     Fault(
         "rope-host-by-head", "swap/hosts/timm.py", "fused_turn", "tables by head taken by sample",

@@ -30,6 +30,7 @@ FAMILIES = {
     "dinov3_gated": ("vit_7b_patch16_dinov3", PATHS),
     "pe": ("vit_pe_spatial_tiny_patch16_512", PATHS),
     "rope": ("vit_base_patch16_rope_224", PATHS),
+    "rope_learnt": ("vit_base_patch16_rope_mixed_224", PATHS),
     "aimv2_timm": ("aimv2_large_patch14_224", PATHS),
     "qk_norm": ("vit_tiny_patch16_224", PATHS | dict(qk_norm=True)),
     "rope_qk_norm": ("vit_base_patch16_rope_224", PATHS | dict(qk_norm=True)),
@@ -96,25 +97,22 @@ def rotations(monkeypatch):
     return taken
 
 
-def test_learnt_tables_get_their_gradient_from_pytorch(monkeypatch):
-    torch.manual_seed(0)
-    model, inputs = timm_small("vit_base_patch16_rope_mixed_224", drop_path_rate=0.3)
-    randomize(model).eval()
+@pytest.mark.parametrize("learns", [True, False])
+def test_frequencies_learn_through_the_kernels(learns, monkeypatch):
+    model, inputs = small("rope_learnt")
+    model.rope.requires_grad_(learns)
+    swapped = copy.deepcopy(model)
     with backend("torch"):
-        report = swap_in(copy.deepcopy(model))
-        assert report.level == "block" and list(report.pytorch) == ["RoPE, its frequencies learnt"]
-        assert difference(model, inputs) == ""
-        learning, swapped = copy.deepcopy(model), copy.deepcopy(model)
-        swap_in(learning)
-        swapped.rope.requires_grad_(False)
-        report = swap_in(swapped)
-    assert report.pytorch == {}
+        assert swap_in(swapped).pytorch == {}
     taken = rotations(monkeypatch)
-    learning(inputs)
-    assert taken == []
     host, ours = model(inputs), swapped(inputs)
-    assert [tuple(t.shape) for t in taken] == [(1, 2, 9, 32)] * 2  # one of each head
+    assert [(tuple(t.shape), t.requires_grad) for t in taken] == [((1, 2, 9, 32), learns)] * 2
     torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-5)
+    if learns:
+        dy = torch.randn_like(host)
+        wanted, found = (torch.autograd.grad(y, m.rope.freqs, dy)[0]
+                         for y, m in ((host, model), (ours, swapped)))  # fmt: skip
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_norms_of_heads_keep_their_eps():
@@ -240,7 +238,7 @@ class Passes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["eva02_norms", "dinov3", "aimv2", "internvl_6b"])
+@pytest.mark.parametrize("family", ["eva02_norms", "dinov3", "rope_learnt", "aimv2", "internvl_6b"])
 def test_a_block_passes_over_no_activation_in_pytorch(family, monkeypatch):
     """Forward and backward under autocast: no cast, no copy, no sum outside the kernels."""
     model, inputs = small(family)
@@ -252,8 +250,11 @@ def test_a_block_passes_over_no_activation_in_pytorch(family, monkeypatch):
         model(**inputs) if isinstance(inputs, dict) else model(inputs)
     (x, *rest), given = calls[0]
     x = x.detach().clone().requires_grad_()
+    if family == "rope_learnt":
+        given = {name: table.requires_grad_() for name, table in given.items()}
     monkeypatch.setattr(fused, "is_traced", lambda: False)  # our mode knows our operators
     dy = torch.randn_like(x)
     with Passes() as passes, torch.autocast("cpu", torch.bfloat16):
         block.forward(x, *rest, **given).backward(dy)
     assert passes.seen == []
+    assert family != "rope_learnt" or given["rope"].grad is not None

@@ -3,9 +3,9 @@
     q, k, v = x weight^T + bias;  q, k = rope(q, k, cos, sin);  out = attention(q, k, v)
 
 The projection's output belongs to this Function, so q and k turn in their own memory, and so do
-their gradients: 2 C elements read and written each way, none kept beside qkv. A norm's gradient
-needs q and k as they came: with one the turned q and k take memory of their own.
-Saved: x, weight, qkv, out, lse; with a norm the turned q and k. Precision: that of its parts.
+their gradients: 2 C elements read and written each way, none kept beside qkv. The gradients of a
+norm and of tables that learn need q and k as they came: turned ones take memory of their own then.
+Saved: x, weight, qkv, out, lse; turned q and k apart from qkv. Precision: that of its parts.
 Specification: `rope_attention_ref`. Derivation: docs/rope.md, docs/attention.md.
 """
 
@@ -31,8 +31,9 @@ from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum
-from ..common.rotation import Rotation, rotate, rotate_norm_bwd, tables_of
-from ..rope import Norm, check_rotation, rope_ref
+from ..common.rotation import Rotation, rotate, tables_of
+from ..common.rotation_tables import turn_back
+from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import (
     check_head_dim,
     default_scale,
@@ -86,12 +87,12 @@ def _empty_fwd(
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
     k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
     num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float,
+    dropout_p: float, apart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     out = x.new_empty((B, T, num_heads, D))
-    turned = x.new_empty((B, T, 2, num_heads, D) if norm else (0,))
+    turned = x.new_empty((B, T, 2, num_heads, D) if apart else (0,))
     rows = empty_rows(out, _packing(cu_seqlens, max_seqlen))
     return x.new_empty((B, T, 3, num_heads, D)), turned, out, rows
 
@@ -108,21 +109,21 @@ def rope_attention_fwd(
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
     k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
     num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float,
+    dropout_p: float, apart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """qkv (B, T, 3, H, D), of which q and k are turned without a norm; with one these apart,
+    """qkv (B, T, 3, H, D), its q and k turned, or where `apart` as they came, and turned ones
     (B, T, 2, H, D); out (B, T, H, D), lse (B, H, T), or of packed sequences as `empty_rows`."""
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    turned = qkv.new_empty((B, T, 2, num_heads, D) if norm else (0,))
+    turned = qkv.new_empty((B, T, 2, num_heads, D) if apart else (0,))
     out = qkv.new_empty((B, T, num_heads, D))
     packing = _packing(cu_seqlens, max_seqlen)
     lse = empty_rows(out, packing)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
-        turned_q, turned_k = turned.unbind(2) if norm else (q, k)
+        turned_q, turned_k = turned.unbind(2) if apart else (q, k)
         rotate(
             (turned_q, turned_k), q, k, tables_of(cos, sin),
             Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
@@ -133,15 +134,17 @@ def rope_attention_fwd(
 
 def _empty_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
-    cu_seqlens: Tensor | None, max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str,
-    eps: float, scale: float, dropout_p: float,
-    param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None, k_norm_bias: Tensor | None, cu_seqlens: Tensor | None,
+    max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
+    dropout_p: float, param_dtype: torch.dtype, table_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _, _, _, H, D = qkv.shape
-    dparams = qkv.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
-    return dqkv, dparams, qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dbias = qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
+    sums = empty_sums(qkv, D, cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
+    return dqkv, *sums, dbias
 
 
 def _flops_bwd(dout, *_, **__):
@@ -152,41 +155,37 @@ def _flops_bwd(dout, *_, **__):
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def rope_attention_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, k_norm_weight: Tensor | None,
-    cu_seqlens: Tensor | None, max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str,
-    eps: float, scale: float, dropout_p: float,
-    param_dtype: torch.dtype, bias_dtype: torch.dtype, needs_dparams: bool, needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dqkv (B, T, 3, H, D) of the projection's output; dparams (4, D) of the norms, as in rope;
-    dbias (3 H D,) of the projection. The last two are empty where they are not needed."""
-    dqkv, dparams, dbias = _empty_bwd(
-        dout, qkv, turned, out, lse, seed, cos, sin, q_norm_weight, k_norm_weight, cu_seqlens,
-        max_seqlen, interleaved, prefix_tokens, norm, eps, scale, dropout_p, param_dtype,
-        bias_dtype, needs_dparams, needs_dbias,
+    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None, k_norm_bias: Tensor | None, cu_seqlens: Tensor | None,
+    max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
+    dropout_p: float, param_dtype: torch.dtype, table_dtype: torch.dtype, bias_dtype: torch.dtype,
+    needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D) of the projection's output; dparams and dtables as in rope; dbias
+    (3 H D,) of the projection. The last three are empty where they are not needed."""
+    norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
+    dqkv, dparams, dtables, dbias = _empty_bwd(
+        dout, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens, max_seqlen, interleaved,
+        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, table_dtype, bias_dtype,
+        needs_dparams, needs_dtables, needs_dbias,
     )  # fmt: skip
     if not qkv.numel():
-        return dqkv, dparams.zero_(), dbias.zero_()
+        return dqkv, dparams.zero_(), dtables.zero_(), dbias.zero_()
     q, k, v = readable(qkv).unbind(2)
-    turned_q, turned_k = readable(turned).unbind(2) if norm else (q, k)
+    turned_q, turned_k = readable(turned).unbind(2) if turned.numel() else (q, k)
     dq, dk, dv = dqkv.unbind(2)
     launch_bwd(
         dq, dk, dv, readable(dout), turned_q, turned_k, v, out.contiguous(), lse, None, seed,
         scale, dropout_p, False, packing=_packing(cu_seqlens, max_seqlen),
     )  # fmt: skip
-    tables = tables_of(cos, sin)
     rotation = Rotation(interleaved, prefix_tokens, norm, eps)
-    if norm:
-        weights = contiguous(q_norm_weight), contiguous(k_norm_weight)
-        partial = rotate_norm_bwd(
-            (dq, dk), (dq, dk), q, k, tables, rotation, weights, needs_dparams
-        )
-        if partial is not None:
-            column_sum(partial, dparams)
-    else:
-        rotate((dq, dk), dq, dk, tables, rotation, transpose=True)
+    turn_back(
+        (dq, dk), (dq, dk), q, k, tables_of(cos, sin), rotation, tuple(map(contiguous, norms)),
+        dparams, dtables,
+    )  # fmt: skip
     if needs_dbias:
         column_sum(dqkv.view(-1, dbias.numel()), dbias)
-    return dqkv, dparams, dbias
+    return dqkv, dparams, dtables, dbias
 
 
 class RopeAttentionDecision(NamedTuple):
@@ -203,7 +202,9 @@ class RopeAttentionDecision(NamedTuple):
     weight_dtype: torch.dtype
     bias_dtype: torch.dtype
     param_dtype: torch.dtype  # of the norms
+    table_dtype: torch.dtype
     max_seqlen: int
+    apart: bool  # the backward reads q and k as they came
 
 
 @differentiable
@@ -219,9 +220,7 @@ class RopeAttentionFunction(torch.autograd.Function):
         x, weight, qkv, turned, out, lse = _forward(
             x, weight, bias, cos, sin, norms, seed, cu_seqlens, decision
         )
-        ctx.save_for_backward(
-            x, weight, qkv, turned, out, lse, seed, cos, sin, q_weight, k_weight, cu_seqlens
-        )
+        ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens)
         ctx.decision = decision
         return out
 
@@ -231,21 +230,17 @@ class RopeAttentionFunction(torch.autograd.Function):
         x, weight, *saved = ctx.saved_tensors
         decision, needs = ctx.decision, ctx.needs_input_grad
         ops = ops_for(decision.ops, dout)
-        needs_dparams = any(needs[5:9])
-        dqkv, sums, dbias = ops.rope_attention_bwd(
+        dqkv, dparams, dtables, dbias = ops.rope_attention_bwd(
             dout, *saved, decision.max_seqlen, *decision.rotation, decision.scale,
-            decision.dropout_p, decision.param_dtype, decision.bias_dtype, needs_dparams, needs[2],
+            decision.dropout_p, decision.param_dtype, decision.table_dtype, decision.bias_dtype,
+            any(needs[5:9]), any(needs[3:5]), needs[2],
         )  # fmt: skip
         dx, dweight = ops.qkv_projection_bwd(
             dqkv, x, weight, decision.weight_dtype, list(needs[:2])
         )
-        dparams = (None,) * 4
-        if needs_dparams:
-            pairs = zip(sums.unbind(0), needs[5:9], strict=True)
-            dparams = tuple(dparam if needed else None for dparam, needed in pairs)
         return (
             dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
-            None, None, *dparams, None, None, None,
+            *parts(dtables, needs[3:5]), *parts(dparams, needs[5:9]), None, None, None,
         )  # fmt: skip
 
 
@@ -261,7 +256,7 @@ def _forward(
     assert decision.ops is not None
     return x, weight, *decision.ops.rope_attention_fwd(
         x, weight, bias, cos, sin, *norms, seed, cu_seqlens, decision.max_seqlen,
-        decision.num_heads, *decision.rotation, decision.scale, decision.dropout_p,
+        decision.num_heads, *decision.rotation, decision.scale, decision.dropout_p, decision.apart,
     )  # fmt: skip
 
 
@@ -292,7 +287,7 @@ def _decide(
     elif max_seqlen is not None:
         raise ValueError(f"{op}: cu_seqlens must come with max_seqlen, got None")
     params = (q_weight, q_bias, k_weight, k_bias)
-    cannot_turn, rotation, param_dtype = check_rotation(
+    cannot_turn, rotation, param_dtype, table_dtype = check_rotation(
         op, (B, T, num_heads, D), x, cos, sin, params, interleaved, prefix_tokens, norm, eps
     )
     check_dropout(op, dropout_p)
@@ -300,12 +295,14 @@ def _decide(
     scale = default_scale(D) if scale is None else scale
     check_number(op, "scale", scale)
     unsupported = cannot_turn or unsupported_scale(scale)
+    learns = needs_gradient(cos, sin)
     return RopeAttentionDecision(
         route(op, ops, unsupported, x, weight, bias, cos, sin, *params, cu_seqlens),
-        needs_gradient(x, weight, bias, *params), dtype,
+        learns or needs_gradient(x, weight, bias, *params), dtype,
         any(t is not None and t.dtype != dtype for t in (x, weight, bias)), num_heads,
         rotation, scale, dropout_p, weight.dtype,
-        weight.dtype if bias is None else bias.dtype, param_dtype, max_seqlen or 0,
+        weight.dtype if bias is None else bias.dtype, param_dtype, table_dtype, max_seqlen or 0,
+        learns or norm is not None,
     )  # fmt: skip
 
 
@@ -343,7 +340,8 @@ def rope_attention(
     Returns:
         (B, T, H, D), contiguous, in the compute dtype.
     Precision: as `qkv_attention` and `rope`; q and k are rounded before and after they turn.
-    Saved: x, weight, qkv with q and k turned, out, lse; with a norm q and k as they came too.
+    Saved: x, weight, qkv with q and k turned, out, lse; with a norm, or where cos or sin wants a
+        gradient, q and k as they came too.
     Raises: as `qkv_attention` and `rope`.
     Specification: rope_attention_ref. Derivation: docs/rope.md.
     """

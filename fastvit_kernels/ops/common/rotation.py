@@ -223,6 +223,35 @@ def _rope_fwd_kernel(
 
 
 @triton.jit
+def _norm_bwd(
+    da, db, xhat_a, xhat_b, rstd, weight_a, weight_b, D: tl.constexpr, NORM: tl.constexpr
+):
+    """From the gradient of a norm's output to that of its input."""
+    g_a, g_b = da * weight_a, db * weight_b
+    mean_g_xhat = (tl.sum(g_a * xhat_a, axis=1) + tl.sum(g_b * xhat_b, axis=1)) / D
+    if NORM == "layer_norm":
+        mean_g = (tl.sum(g_a, axis=1) + tl.sum(g_b, axis=1)) / D
+        g_a, g_b = g_a - mean_g[:, None], g_b - mean_g[:, None]
+    a = rstd[:, None] * (g_a - xhat_a * mean_g_xhat[:, None])
+    b = rstd[:, None] * (g_b - xhat_b * mean_g_xhat[:, None])
+    return a, b
+
+
+@triton.jit
+def _store_partial(
+    partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """[dweight (D) | dbias (D)] of one program, from sums (BLOCK_ROWS, BLOCK_P) each."""
+    BLOCK_P: tl.constexpr = dweight_a.shape[1]
+    one = tl.arange(0, 1)
+    dweight_a, dweight_b = tl.sum(dweight_a, axis=0)[None, :], tl.sum(dweight_b, axis=0)[None, :]
+    dbias_a, dbias_b = tl.sum(dbias_a, axis=0)[None, :], tl.sum(dbias_b, axis=0)[None, :]
+    _store_pairs(partial_ptr + one, dweight_a, dweight_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
+    _store_pairs(partial_ptr + D + one, dbias_a, dbias_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
+
+
+@triton.jit
 def _normed_rows_bwd(
     dx_ptr, partial_ptr, dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr,
     num_rows, T, H, prefix_tokens, strides_dx, strides_dy, strides_x, strides_table, eps,
@@ -254,24 +283,11 @@ def _normed_rows_bwd(
             dweight_b += db * xhat_b
             dbias_a += da
             dbias_b += db
-        g_a, g_b = da * weight_a, db * weight_b
-        mean_g_xhat = (tl.sum(g_a * xhat_a, axis=1) + tl.sum(g_b * xhat_b, axis=1)) / D
-        if NORM == "layer_norm":
-            mean_g = (tl.sum(g_a, axis=1) + tl.sum(g_b, axis=1)) / D
-            g_a, g_b = g_a - mean_g[:, None], g_b - mean_g[:, None]
-        a = rstd[:, None] * (g_a - xhat_a * mean_g_xhat[:, None])
-        b = rstd[:, None] * (g_b - xhat_b * mean_g_xhat[:, None])
+        a, b = _norm_bwd(da, db, xhat_a, xhat_b, rstd, weight_a, weight_b, D, NORM)
         dx_ptrs = dx_ptr + _offsets(places, strides_dx)
         _store_pairs(dx_ptrs, a, b, mask_row, D, R, INTERLEAVED, BLOCK_P)
-    if NEEDS_DPARAMS:  # [dweight (D) | dbias (D)]
-        one = tl.arange(0, 1)
-        dweight_a, dweight_b = (
-            tl.sum(dweight_a, axis=0)[None, :],
-            tl.sum(dweight_b, axis=0)[None, :],
-        )
-        dbias_a, dbias_b = tl.sum(dbias_a, axis=0)[None, :], tl.sum(dbias_b, axis=0)[None, :]
-        _store_pairs(partial_ptr + one, dweight_a, dweight_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
-        _store_pairs(partial_ptr + D + one, dbias_a, dbias_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
+    if NEEDS_DPARAMS:
+        _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, D, R, INTERLEAVED)
 
 
 @triton.jit

@@ -100,10 +100,6 @@ class Fused:
         and writes for each token. For the report."""
         yield from ()
 
-    def fused_by_learnt_tables(self) -> Iterator[tuple[str, float]]:
-        """The same, where RoPE's tables have a gradient."""
-        yield from ()
-
     def fused_products(self) -> Iterator[nn.Module]:
         """Linears further inside that the fused forward computes, besides its own children."""
         yield from ()

@@ -38,11 +38,10 @@ class HeadNorms(NamedTuple):
 
 
 def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = False) -> Turn | None:
-    """The tables for queries of this shape, (B, H, T, D); None where `rope` does not take them,
-    as where they have a gradient."""
+    """The tables for queries of this shape, (B, H, T, D); None where `rope` does not take them."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape):
         return None
-    if cos.requires_grad or sin.requires_grad or not (is_raw(cos) and is_raw(sin)):
+    if not (is_raw(cos) and is_raw(sin)):
         return None
     B, H, T, D = shape
     *leading, tokens, R = cos.shape if cos.ndim > 1 else (0, 0)

@@ -198,8 +198,7 @@ tables_by_head._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class RopeAttention(Attention):
-    """EvaAttention and AttentionRope. A table with a gradient (learnt frequencies) turns q and k by
-    the host's function, in PyTorch."""
+    """EvaAttention and AttentionRope. Where frequencies are learnt the tables have a gradient."""
 
     fused_children = Attention.fused_children | names("q_proj k_proj v_proj q_bias v_bias")
     fused_extras = ("rope", "attn_mask")
@@ -218,14 +217,8 @@ class RopeAttention(Attention):
         if groups > 1:
             yield "k and v repeated", 2 * (1 + 1 / groups) * self.proj.in_features
         if self.fused_norms() is None:
-            yield "RoPE", self.fused_rotation()
-
-    def fused_by_learnt_tables(self: Any) -> Iterator[tuple[str, float]]:
-        yield "RoPE, its frequencies learnt", self.fused_rotation()
-
-    def fused_rotation(self: Any) -> float:
-        """q and k in PyTorch: halves rotated, two products, a sum, cat with the prefix."""
-        return 2 * 9 * self.proj.in_features
+            # q and k: halves rotated, two products, a sum, cat with the prefix
+            yield "RoPE", 2 * 9 * self.proj.in_features
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         prefix, D = getattr(self, "num_prefix_tokens", 1), self.fused_head_dim()

@@ -32,8 +32,7 @@ from .transformers_layers import Attention, Dinov2Layer, HfMlp, HfSwiGLU, ViTLay
 
 
 class RopeAttention(Attention):
-    """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix. A
-    table with a gradient turns them by the host's function, in PyTorch."""
+    """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix."""
 
     fused_dropout = "dropout"
     fused_extras = ("position_embeddings", "attention_mask")

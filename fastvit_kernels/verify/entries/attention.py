@@ -13,7 +13,7 @@ from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, in_memory, sized
 from .arguments import FIRST, MATRIX, OPERAND, SCALE
-from .rope import ROPE, rope_at, rope_shapes
+from .rope import ROPE, TABLES, rope_at, rope_shapes
 
 
 def without_dropout(function: Any) -> Any:
@@ -129,7 +129,8 @@ def _rope_attention_shapes(s: Any) -> dict[str, Shape]:
 def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
     heads = _heads(pick)
     D, T = heads["D"], heads["T"]
-    rest = dict(prefix=pick(0, pick.integer(0, T)), lead=(), C=pick.up_to(100))
+    lead = pick((), (), (1, heads["H"]))
+    rest = dict(prefix=pick(0, pick.integer(0, T)), lead=lead, C=pick.up_to(100))
     return dict(
         **heads,
         **rest,
@@ -154,8 +155,9 @@ ROPE_ATTENTION = Op(
     at=lambda v: dict(**rope_at(v), C=v.C),
     fuzz=_rope_attention_fuzz, fuzz_share=2,
     check=lambda v: [
-        Example({**rope_at(v), "C": v.C}),
-        Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm"),
+        Example({**rope_at(v), "C": v.C}, frozen=TABLES),
+        Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm", frozen=TABLES),
+        Example({**rope_at(v), "C": v.C, "lead": (1, v.H)}, "learnt tables by head"),
     ],
     configs=lambda large: [],  # the kernels of `attention` and `rope`
 )  # fmt: skip

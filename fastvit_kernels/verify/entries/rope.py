@@ -9,6 +9,7 @@ from ...ops.rope import rope, rope_ref
 from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, sized
 from .arguments import FIRST
 
+TABLES = ("cos", "sin")
 _NORM_PARAMETERS = {None: (), "layer_norm": ("weight", "bias"), "rms_norm": ("weight",)}
 
 
@@ -37,26 +38,30 @@ def _rope_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 def _rope_check(v: Sizes) -> list[Example]:
     sizes = rope_at(v)
+    normed, by_head = {**sizes, "norm": "layer_norm"}, {**sizes, "lead": (1, v.H)}
+    interleaved = dict(interleaved=True)
     return [
-        Example(sizes),
-        Example({**sizes, "norm": "layer_norm"}, "interleaved, LayerNorm", dict(interleaved=True)),
-        Example({**sizes, "norm": "rms_norm", "lead": (1, v.H), "R": v.C // v.H - 4}, "RMSNorm"),
+        Example(sizes, frozen=TABLES),
+        Example(normed, "interleaved, LayerNorm", interleaved, frozen=TABLES),
+        Example({**by_head, "norm": "rms_norm", "R": v.C // v.H - 4}, "RMSNorm", frozen=TABLES),
+        Example(by_head, "learnt tables by head", interleaved),
+        Example(normed, "LayerNorm, learnt tables"),
     ]
 
 
 def _rope_configs(large: bool) -> list[Example]:
     B, T = (4, 261) if large else (1, 11)
     heads = ((3, 16, 16), (2, 64, 60), (2, 80, 80), (1, 128, 128), (1, 512, 512))
-    return [
-        sized(
-            dict(B=B, T=T, H=H, D=D, R=R, prefix=5, lead=(), norm="layer_norm"),
-            options=dict(interleaved=R < D),
-        )
-        for H, D, R in heads
-    ]  # fmt: skip
+
+    def case(H: int, D: int, R: int, **example: Any) -> Example:
+        sizes = dict(B=B, T=T, H=H, D=D, R=R, prefix=5, lead=(), norm="layer_norm")
+        return sized(sizes, options=dict(interleaved=R < D), **example)
+
+    learnt = [case(*head) for head in (heads[0], heads[1], heads[-1])]
+    return [*(case(*head, frozen=TABLES) for head in heads), *learnt]
 
 
-_TABLE = Arg(required=True, grad=False, trained=False)
+_TABLE = Arg(required=True, trained=False)
 ROPE = Op(
     rope, rope_ref,
     args={
