@@ -204,10 +204,10 @@ def test_rope_of_tables_that_learn(interleaved, norm, lead):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_rope_of_tables_that_learn_in_ranges(dtype):
     """Forty heads share a table: more than one program sums them."""
-    inputs = _learnt(_inputs(20, 4, 2, 16, dtype, prefix=1))
+    inputs = _learnt(_inputs(20, 4, 2, 16, dtype, prefix=1, norm="rms_norm"))
     inputs["cos"] = inputs["cos"].detach().to(bf16).requires_grad_()
     shifted = inputs["q"].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    _check({**inputs, "q": shifted}, prefix_tokens=1)
+    _check({**inputs, "q": shifted}, prefix_tokens=1, norm="rms_norm")
 
 
 def test_rope_of_tables_that_learn_of_the_prefix_alone():
