@@ -28,7 +28,7 @@ Decision = TypeVar("Decision")
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_SCALARS = frozenset({type(None), bool, int, float, str, torch.dtype})
+_SCALARS = frozenset({bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (FakeTensor, FunctionalTensor)
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore[reportAttributeAccessIssue]
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
@@ -78,6 +78,9 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
         learn = facts.append
         try:
             for x in args:
+                if x is None:
+                    learn(None)
+                    continue
                 cls = x.__class__
                 if cls in _PLAIN:
                     if x.is_neg() or not (x.data_ptr() or x.numel() == 0):

@@ -835,7 +835,7 @@ GATED_MLP = [
     Fault(
         "gated-library-residual", "ops/gated_mlp/functions.py", "_forward",
         "the residual left out where the library multiplies",
-        "fc2_bias, epilogue[0])", "fc2_bias, None)",
+        "fc2_bias, residual)", "fc2_bias, None)",
     ),
     Fault(
         "gated-library-scale", "ops/gated_mlp/functions.py", "_decide",

@@ -22,7 +22,6 @@ Source: arXiv:2002.05202; the LayerNorm: arXiv:2303.11331. Derivation: docs/gate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,13 +118,14 @@ class GatedMlpFunction(torch.autograd.Function):
         ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
         norm_bias, residual, layer_scale, row_scale, decision,
     ):  # fmt: skip
-        operands = _operands(
-            decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias
-        )
+        if decision.casts:
+            x, fc1_weight, fc2_weight, gate_weight = _cast(
+                decision.dtype, x, fc1_weight, fc2_weight, gate_weight
+            )
         y, hidden, z, value, stats = _forward(
-            operands, (norm_weight, norm_bias), (residual, layer_scale, row_scale), decision
-        )
-        x, fc1_weight, _, fc2_weight, fc2_bias, gate_weight, _ = operands
+            decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
+            norm_weight, norm_bias, residual, layer_scale, row_scale,
+        )  # fmt: skip
         saves_z = decision.saves_z
         ctx.save_for_backward(
             x if decision.saves_x else None,
@@ -173,33 +173,31 @@ class GatedMlpFunction(torch.autograd.Function):
         return (*grads, dresidual, dlayer_scale, None, None)
 
 
-def _operands(decision: GatedMlpDecision, *operands: Tensor | None) -> Sequence[Any]:
-    """x, the weights of fc1, fc2, gate, each with its bias; all but biases in the compute dtype."""
-    if not decision.casts:
-        return operands
-    biases = (2, 4, 6)  # the products read them in any dtype
-    return [
-        t if t is None or i in biases else t.to(decision.dtype) for i, t in enumerate(operands)
-    ]  # fmt: skip
+def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
+    """x and the weights in the compute dtype; the products read biases in any."""
+    return [None if t is None else t.to(dtype) for t in operands]
 
 
 def _forward(
-    operands: Sequence[Any], norm: Sequence[Tensor | None], epilogue: Sequence[Tensor | None],
-    decision: GatedMlpDecision,
+    decision: GatedMlpDecision, x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None,
+    fc2_weight: Tensor, fc2_bias: Tensor | None, gate_weight: Tensor | None,
+    gate_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, hidden, z, value and stats from operands in the compute dtype."""
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias = operands
-    assert decision.ops is not None
-    hidden, z, value, stats = decision.ops.gated_hidden_fwd(
-        x, fc1_weight, fc1_bias, gate_weight, gate_bias, *norm,
+    ops = decision.ops
+    assert ops is not None
+    hidden, z, value, stats = ops.gated_hidden_fwd(
+        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
         decision.activation, decision.gate_last, decision.norm_eps,
     )  # fmt: skip
     if decision.fc2_by_library:
-        y = by_library(hidden, fc2_weight, fc2_bias, epilogue[0])
+        y = by_library(hidden, fc2_weight, fc2_bias, residual)
     else:
-        y, _ = decision.ops.linear_fwd(
-            hidden, fc2_weight, fc2_bias, *epilogue, "", decision.out_dtype, False
-        )
+        y, _ = ops.linear_fwd(
+            hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "",
+            decision.out_dtype, False,
+        )  # fmt: skip
     return y, hidden, z, value, stats
 
 
@@ -363,5 +361,11 @@ def gated_mlp(
         )
     if decision.needs_gradient:
         return ops.GatedMlpFunction(*inputs, decision)
-    operands = _operands(decision, *inputs[:7])
-    return _forward(operands, inputs[7:9], inputs[9:], decision)[0]
+    if decision.casts:
+        x, fc1_weight, fc2_weight, gate_weight = _cast(
+            decision.dtype, x, fc1_weight, fc2_weight, gate_weight
+        )
+    return _forward(
+        decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
+        *inputs[7:],
+    )[0]  # fmt: skip
