@@ -1323,12 +1323,6 @@ HOSTS = [
         "turn_of(cos, sin, shape)", "turn_of(cos, sin, shape, True)",
     ),
     Fault(
-        "rope-structure-pairing", "swap/hosts/structure/attention.py", "turn_by",
-        "the pairing that was not proven",
-        '"interleaved" in roles.kernel', '"interleaved" not in roles.kernel',
-        only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
-    ),
-    Fault(
         "rope-structure-sines", "swap/hosts/structure/attention.py", "turn_by",
         "sines taken for cosines", "(two, one) if", "(one, two) if",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
