@@ -1318,11 +1318,6 @@ HOSTS = [
         "    q, k = rope(q, k, **_arguments(None, norms, q, q.shape[1]))",
     ),
     Fault(
-        "rope-host-pairing-of-tables", "swap/hosts/transformers_towers.py",
-        "RopeAttention.fused_heads", "interleaved pairs where the host's are halves",
-        "turn_of(cos, sin, shape)", "turn_of(cos, sin, shape, True)",
-    ),
-    Fault(
         "rope-structure-sines", "swap/hosts/structure/attention.py", "turn_by",
         "sines taken for cosines", "(two, one) if", "(one, two) if",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
