@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
-from fastvit_kernels.ops.attention.configs import BwdForm
+from fastvit_kernels.ops.attention.configs import BwdForm, FwdConfig, SplitConfig
 from fastvit_kernels.runtime.backend import reason_for_torch
 from fastvit_kernels.runtime.configs import forced
 
@@ -88,16 +88,32 @@ def test_sdpa_masks_of_keys(T, D, one_row):
     assert all(x[3].eq(0).all() for x in (out, *grads)), "a sample without a key gives zeros"
 
 
-def test_sdpa_masks_of_keys_pass_over_tiles_without_a_key():
-    """Keys that no program may load are NaN: their products would be."""
-    mask = torch.zeros(1, 1, 1, 300, dtype=torch.bool, device=DEVICE)
-    mask[..., 70:120] = True
-    inputs = _heads(1, 1, 300, 300, 16, torch.bfloat16)
-    with torch.no_grad():
-        for x in (inputs["key"], inputs["value"]):
-            x[:, :, 128:] = float("nan")
-        out = scaled_dot_product_attention(**inputs, attn_mask=mask)
-    assert out.isfinite().all()
+@pytest.mark.parametrize("T_kv", [300, 1100], ids=["a tile", "two tiles"])
+def test_sdpa_masks_of_keys_pass_over_tiles_without_a_key(T_kv):
+    """Before, between and behind those that are shown. Keys that no program may load are NaN: their
+    products would be. A program has 32 bits for tiles of 32 keys: above 1024, a bit is two tiles.
+    """
+    mask = torch.zeros(1, 1, 1, T_kv, dtype=torch.bool, device=DEVICE)
+    mask[..., 70:110] = mask[..., 200:202] = mask[..., T_kv - 70 : T_kv - 66] = True
+    inputs = _heads(1, 1, 20, T_kv, 16, torch.bfloat16)
+    # whole tiles, or pairs of them, that the mask hides
+    each = 32 * -(-T_kv // 1024)
+    tiles = F.pad(mask.flatten(), (0, -T_kv % each)).unflatten(0, (-1, each)).any(1)
+    unread = ~tiles.repeat_interleave(each)[:T_kv]
+    assert unread[:64].all() and unread[128:192].all() and unread[-4:].all()
+    clean = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
+    for x in (inputs["key"], inputs["value"]):
+        x.data[:, :, unread] = float("nan")
+    forward, dq = FwdConfig(64, 32, 32, 1, 4, 1), SplitConfig(64, 32, 32, 4, 1)
+    found = []
+    with backend("triton"), forced("attention_fwd", forward), forced("attention_bwd_dq", dq):
+        for given in (clean, inputs):
+            leaves = [x.detach().requires_grad_() for x in given.values()]
+            out = scaled_dot_product_attention(*leaves, attn_mask=mask)
+            found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+        _check(clean, attn_mask=mask)
+    for wanted, got in zip(*found, strict=True):
+        assert torch.equal(wanted, got)
 
 
 def test_sdpa_fully_masked_rows_give_zeros():

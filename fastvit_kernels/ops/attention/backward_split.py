@@ -17,11 +17,12 @@ from .samples import (
     Packing,
     head_rows,
     kept_rows,
+    next_tile,
     packed_rows,
     row_ptr,
     sample_of,
-    seen_tiles,
     shown_keys,
+    shown_tiles,
 )
 from .tiles import (
     Dropout,
@@ -91,22 +92,31 @@ def _dq_query_tile(
     lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
     dq = zeros_head(FORM, BLOCK_Q)
 
-    full_kv = full_tiles(T_kv, WALK.BLOCK, WALK.TAIL) * WALK.BLOCK
-    first_kv, end_kv = 0, full_kv
-    if FORM.IS_CAUSAL:
-        end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK) * WALK.BLOCK)
     if FORM.MASK == "keys":
-        first_kv, end_kv = seen_tiles(scores, T_kv, WALK.BLOCK)
-    tl.assume(end_kv > first_kv)  # with a way around the loop ptxas would wait for each wgmma
-    for start_kv in tl.range(first_kv, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
-        dq = _dq_step(
-            dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
-            WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
-        )  # fmt: skip
-    if WALK.TAIL > 0 and WALK.TAIL < WALK.BLOCK:
-        dq = _dq_step(
-            dq, q, do, lse, delta, k_rows, v_rows, full_kv, start_q, scores, FORM, WALK.TAIL, True
-        )
+        shown, steps = shown_tiles(scores, T_kv, WALK.BLOCK)
+        tl.assume(steps > 0)
+        for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
+            start_kv, shown = next_tile(shown, WALK.BLOCK)
+            dq = _dq_step(
+                dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
+                WALK.BLOCK, True,
+            )  # fmt: skip
+    else:
+        full_kv = full_tiles(T_kv, WALK.BLOCK, WALK.TAIL) * WALK.BLOCK
+        end_kv = full_kv
+        if FORM.IS_CAUSAL:
+            end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, WALK.BLOCK) * WALK.BLOCK)
+        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
+        for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
+            dq = _dq_step(
+                dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
+                WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
+            )  # fmt: skip
+        if WALK.TAIL > 0 and WALK.TAIL < WALK.BLOCK:
+            dq = _dq_step(
+                dq, q, do, lse, delta, k_rows, v_rows, full_kv, start_q, scores, FORM,
+                WALK.TAIL, True,
+            )  # fmt: skip
     dq = scaled_head(dq, scores.scale, FORM)
     store_head(dq_rows, dq, start_q, T_q, FORM, BLOCK_Q)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import tl, triton
-from .samples import Packing, head_rows, packed_rows, row_ptr, sample_of, seen_tiles
+from .samples import Packing, head_rows, next_tile, packed_rows, row_ptr, sample_of, shown_tiles
 from .tiles import (
     LOG2_E,
     Dropout,
@@ -112,15 +112,22 @@ def _fwd_tile(
             acc, row_max, row_sum, q, k_rows, v_rows, 0, start_q, scores, FORM,
             BLOCK_KV, CHECK_KV, True,
         )  # fmt: skip
+    elif FORM.MASK == "keys":
+        shown, steps = shown_tiles(scores, T_kv, BLOCK_KV)
+        tl.assume(steps > 0)
+        for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
+            start_kv, shown = next_tile(shown, BLOCK_KV)
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
+                BLOCK_KV, CHECK_KV, False,
+            )  # fmt: skip
     else:
         full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
-        first_kv, end_kv = 0, full_kv
+        end_kv = full_kv
         if FORM.IS_CAUSAL:
             end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-        if FORM.MASK == "keys":
-            first_kv, end_kv = seen_tiles(scores, T_kv, BLOCK_KV)
-        tl.assume(end_kv > first_kv)  # with a way around the loop ptxas would wait for each wgmma
-        for start_kv in tl.range(first_kv, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
+        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
+        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
                 BLOCK_KV, CHECK_KV, False,

@@ -12,6 +12,7 @@ from ...runtime.triton import constant, tl, triton
 from .tiles import ROW_PAD, Mask, Rows, Scores, padded
 
 KEYS_AT_ONCE = constant(1024)  # of a mask, to find which tiles it shows
+BITS = constant(32)  # of a word that has one for each tile, or for several
 
 
 class Packing(NamedTuple):
@@ -30,6 +31,14 @@ class Sample(NamedTuple):
     first_q: Any  # among the queries of all samples
     first_kv: Any
     row: Any  # offset of its row of lse and delta
+
+
+class Shown(NamedTuple):
+    """Tiles of keys that are still to be walked, by groups of `each` tiles."""
+
+    bits: Any  # a group is left, the lowest bit's first
+    tile: Any  # the next of the group's
+    each: Any
 
 
 @triton.jit
@@ -78,28 +87,55 @@ def row_ptr(ptr, sample):
 
 
 @triton.jit
-def seen_tiles(scores, T_kv, BLOCK_KV: tl.constexpr):
-    """Where the tiles begin and end that hold all keys which a "keys" mask shows; the first tile
-    where it shows none: loops need one."""
-    mask = scores.mask
-    first, end = T_kv, 0
+def _mask_ptrs(scores, offs_kv):
+    return scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.stride_kv
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def shown_tiles(scores, T_kv, BLOCK_KV: tl.constexpr):
+    """The tiles that hold a key which a "keys" mask shows, and how many steps of `next_tile`.
+
+    Bit i stands for the `each` tiles from i * each on, so that 32 bits are enough. A mask that
+    shows no key has the first bit: loops need a step.
+    """
+    each = tl.cdiv(T_kv, BITS * BLOCK_KV)
+    bits = tl.zeros((), dtype=tl.int32)
+    TILES: tl.constexpr = KEYS_AT_ONCE // BLOCK_KV
     for start in tl.range(0, T_kv, KEYS_AT_ONCE):
         offs_kv = start + tl.arange(0, KEYS_AT_ONCE)
-        keys = tl.load(
-            mask.ptr + offs_kv.to(tl.int64) * mask.stride_kv, mask=offs_kv < T_kv, other=0
-        )
-        first = tl.minimum(first, tl.min(tl.where(keys != 0, offs_kv, T_kv), axis=0))
-        end = tl.maximum(end, tl.max(tl.where(keys != 0, offs_kv + 1, 0), axis=0))
-    first = tl.where(end == 0, 0, first // BLOCK_KV * BLOCK_KV)
-    return first, tl.maximum(tl.cdiv(end, BLOCK_KV) * BLOCK_KV, BLOCK_KV)
+        keys = tl.load(_mask_ptrs(scores, offs_kv), mask=offs_kv < T_kv, other=0)
+        tiles = tl.max(tl.reshape((keys != 0).to(tl.int32), (TILES, BLOCK_KV)), axis=1)
+        bit = tl.minimum((start // BLOCK_KV + tl.arange(0, TILES)) // each, BITS - 1)
+        bits |= tl.reduce(tiles << bit, 0, _either)
+    bits = tl.where(bits == 0, 1, bits)
+    steps = tl.sum((bits >> tl.arange(0, BITS)) & 1, axis=0) * each
+    return Shown(bits.to(tl.uint32), tl.zeros((), dtype=tl.int32), each), steps
+
+
+@triton.jit
+def next_tile(shown, BLOCK_KV: tl.constexpr):
+    """Where the next shown tile begins, and what is left behind it. No branch, so that loads of a
+    step run ahead of the products of the one before."""
+    others = shown.bits & (shown.bits - 1)
+    lowest = (shown.bits ^ others).to(tl.float32)  # a power of two, whose exponent is its number
+    bit = (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+    start_kv = (bit * shown.each + shown.tile) * BLOCK_KV
+    tile = shown.tile + 1
+    is_last = tile == shown.each
+    bits = tl.where(is_last, others, shown.bits)
+    return start_kv, Shown(bits, tl.where(is_last, 0, tile), shown.each)
 
 
 @triton.jit
 def shown_keys(start_kv, scores, BLOCK_KV: tl.constexpr):
     """Which keys of a tile a "keys" mask shows."""
     offs_kv = start_kv + tl.arange(0, BLOCK_KV)
-    ptrs = scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.stride_kv
-    return tl.load(ptrs, mask=offs_kv < scores.T_kv, other=0) != 0
+    return tl.load(_mask_ptrs(scores, offs_kv), mask=offs_kv < scores.T_kv, other=0) != 0
 
 
 @triton.jit
