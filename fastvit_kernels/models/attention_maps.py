@@ -102,7 +102,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     Args:
         model: a VisionTransformer or any module that contains our Attention; else a model of timm,
             torchvision, transformers or torch.nn, swapped or not.
-        images: what the model takes, (B, in_chans, height, width).
+        images: what the model takes, (B, in_chans, height, width); uint8 if it normalises bytes.
     Returns:
         One (B, H, T, T) fp32 tensor per layer, in running order; row t is where token t looks.
         Memory: 4 B H T T bytes per layer.
@@ -111,7 +111,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
-    check_tensor("attention_maps", "images", images)
+    if not (isinstance(images, Tensor) and images.dtype is torch.uint8):
+        check_tensor("attention_maps", "images", images)
     attentions = [m for m in model.modules() if isinstance(m, Attention)]
     maps: list[Tensor] = []
     with ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Notes a model's calls of the public functions, and replays them on random inputs.
 
-A noted call keeps shapes, strides, dtypes, which inputs want a gradient, and autocast's dtype; its
-replay has the op's specification beside it, so that any launch config can be judged at the very
-shapes of a step.
+A noted call keeps shapes, strides, dtypes, which inputs want a gradient, and autocast's dtype; of
+tensors of integers and booleans, which may be indices, the values too. Its replay has the op's
+specification beside it, so that any launch config can be judged at the very shapes of a step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -46,6 +47,16 @@ class TensorSpec(NamedTuple):
         return numbers.to(self.dtype).as_strided(self.shape, self.stride)
 
 
+@dataclass(frozen=True)
+class IntegerSpec:
+    """A tensor of integers or booleans: calls differ by its kind, the first one's values serve."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    values: Tensor = field(compare=False, repr=False)
+
+
 class Call(NamedTuple):
     """One call of a public function: its arguments by name, tensors as specs."""
 
@@ -54,12 +65,13 @@ class Call(NamedTuple):
     autocast: torch.dtype | None
 
     def __str__(self) -> str:
-        shapes = (a.shape for _, a in self.arguments if isinstance(a, TensorSpec))
+        specs = (TensorSpec, IntegerSpec)
+        shapes = (a.shape for _, a in self.arguments if isinstance(a, specs))
         return f"{self.function.__name__} {next(shapes, ())}"
 
 
 def _noted(function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
-    """The call; None with dropout, whose bits no specification gives, or a mask of booleans."""
+    """The call; None with dropout, whose bits no specification gives."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     if bound.arguments.get("dropout_p"):
@@ -68,11 +80,14 @@ def _noted(function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
     autocast = None
     for name, value in bound.arguments.items():
         if isinstance(value, Tensor):
-            if not value.is_floating_point():
-                return None
-            autocast = autocast or autocast_dtype(value)
-            wants = value.requires_grad and torch.is_grad_enabled()
-            value = TensorSpec(tuple(value.shape), value.stride(), value.dtype, wants)
+            kind = tuple(value.shape), value.stride(), value.dtype
+            if value.is_floating_point():
+                autocast = autocast or autocast_dtype(value)
+                value = TensorSpec(*kind, value.requires_grad and torch.is_grad_enabled())
+            else:
+                value = IntegerSpec(*kind, value)
+        elif isinstance(value, list):
+            value = tuple(value)
         named.append((name, value))
     return Call(function, tuple(named), autocast)
 
@@ -131,6 +146,8 @@ class Replay:
             if isinstance(argument, TensorSpec):
                 x = argument.random(name, generator)
                 self.inputs[name] = x.requires_grad_(argument.requires_grad)
+            elif isinstance(argument, IntegerSpec):
+                self.inputs[name] = argument.values.to(device)
             else:
                 self.constants[name] = argument
 

@@ -499,7 +499,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(words, capsys, tmp_path):
 def test_every_op_has_a_specification_with_its_arguments():
     ops = {op for op in map(fk.__dict__.get, fk.__all__) if hasattr(op, "__code__")}
     ops = {op for op in ops if op.__module__.startswith("fastvit_kernels.ops.")}
-    ops -= {fk.keep_samples}  # draws, and launches nothing
+    ops -= {fk.keep_samples}  # draws: no specification gives its numbers
     assert set(replay.SPECIFICATIONS) == ops
     fitted = {"cu_seqlens", "max_seqlen", "mean", "std"}  # to the tensors: by Op.settings
     for op in OPS.values():
@@ -527,6 +527,35 @@ def test_noted_calls_of_a_model_keep_the_2x_rule():
         wanted = [spec.requires_grad for _, spec in call.arguments if hasattr(spec, "stride")]
         assert any(wanted) and len(replayed.reference.oracle_grads) == sum(wanted)
     assert modules.mlp is fk.mlp and fk.mlp in replay.SPECIFICATIONS  # as they were
+
+
+def test_noted_calls_keep_integers():
+    """Bytes of images, patches to keep, samples to keep, starts of packed sequences, masks of keys;
+    a second step with other numbers is a call of the same kind."""
+    vit = fk.create_vit(
+        "vit_mnist", img_size=12, depth=1, embed_dim=32, num_heads=2, mean=[0.4], std=[0.3],
+        patch_drop_rate=0.5, drop_path_rate=0.5, drop_path="skip",
+    ).train()  # fmt: skip
+    qkv = torch.randn(7, 3, 1, 8, requires_grad=True)
+    with replay.noting() as calls, backend_module.backend("triton"):
+        for i in range(2):
+            images = torch.randint(256, (3, 1, 12, 12), dtype=torch.uint8)
+            vit(images).square().sum().backward()
+            starts = torch.tensor([0, 3 + i, 7], dtype=torch.int32)
+            fk.varlen_attention(qkv, starts, 4)
+            fk.attention(qkv[None], attn_mask=torch.rand(1, 1, 1, 7) > 0.2 * i)
+    of_integers = {
+        call.function.__name__: (call, count)
+        for call, count in calls.items()
+        if any(isinstance(x, replay.IntegerSpec) for _, x in call.arguments)
+    }
+    assert {*of_integers} >= {
+        "patch_embed", "layer_norm_and_input", "linear", "varlen_attention", "attention"
+    }  # fmt: skip
+    for call, count in of_integers.values():
+        replayed = replay.Replay(call, CPU)
+        assert count in (2, 4)  # of two steps, twice in a block
+        assert 0 < tuning.check(replayed.reference, replayed.function, repeats=1) <= 1
 
 
 def test_an_overlapping_view_is_replayed_with_its_strides():
