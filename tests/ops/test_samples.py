@@ -24,15 +24,24 @@ def _samples(batch=B, rate=0.4):
     return keep_samples(batch, rate, DEVICE)
 
 
+@pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize(
-    ("batch", "rate", "kept"), [(5, 0.4, 3), (7, 0.5, 3), (1, 0.9, 1), (4, 1.0, 1), (3, 0.0, 3)]
+    ("batch", "rate", "kept"),
+    [(5, 0.4, 3), (7, 0.5, 3), (1, 0.9, 1), (4, 1.0, 1), (3, 0.0, 3), (300, 0.3, 210)],
 )
-def test_as_many_and_the_same_samples_as_dinov2(batch, rate, kept):
+def test_as_many_and_the_same_samples_as_dinov2(batch, rate, kept, way, monkeypatch):
+    scatters = []
+    scatter = torch.Tensor.scatter_
+    monkeypatch.setattr(
+        torch.Tensor, "scatter_", lambda *given: scatters.append(1) or scatter(*given)
+    )
     torch.manual_seed(2)
     index = torch.randperm(batch, device=DEVICE)[: max(int(batch * (1 - rate)), 1)]
     after = torch.rand(3, device=DEVICE)
-    samples = _samples(batch, rate)
+    with fk.backend(way):
+        samples = _samples(batch, rate)
     assert torch.equal(torch.rand(3, device=DEVICE), after)
+    assert len(scatters) == (way == "torch")
     assert len(index) == kept and torch.equal(samples[:kept], index)
     place = samples[kept:]
     assert torch.equal(place[index], torch.arange(kept, device=DEVICE))

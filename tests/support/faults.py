@@ -1107,6 +1107,12 @@ VARLEN = [
         only=_VARLEN,
     ),
     Fault(
+        "skip-place", "ops/common/samples.py", "_place_samples_kernel",
+        "places beyond the first tile of samples begin at 0 again",
+        "offs.to(tl.int64), mask=mask", "tl.arange(0, BLOCK_B).to(tl.int64), mask=mask",
+        only=("ops/test_samples.py",),
+    ),
+    Fault(
         "keys-mask", "ops/attention/tiles.py", "mask_scores",
         "a mask by key hides nothing within a tile",
         "shown = tl.load(ptrs, mask=kv_index < scores.T_kv, other=0) != 0",
@@ -1114,15 +1120,21 @@ VARLEN = [
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "keys-last-tile", "ops/attention/samples.py", "seen_tiles",
+        "keys-last-tile", "ops/attention/samples.py", "shown_tiles",
         "the last tile of keys that a mask shows skipped",
-        "tl.cdiv(end, BLOCK_KV) * BLOCK_KV", "(end - 1) // BLOCK_KV * BLOCK_KV",
+        "& 1, axis=0) * each", "& 1, axis=0) * each - 1",
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "keys-first-tile", "ops/attention/samples.py", "seen_tiles",
-        "the first tile of keys that a mask shows skipped",
-        "first // BLOCK_KV * BLOCK_KV)", "tl.cdiv(first, BLOCK_KV) * BLOCK_KV)",
+        "keys-shared-bit", "ops/attention/samples.py", "next_tile",
+        "of tiles that share a bit, the first alone is walked",
+        "tl.where(is_last, others, shown.bits)", "others",
+        only=("ops/test_sdpa.py",),
+    ),
+    Fault(
+        "keys-hidden-tile", "ops/attention/samples.py", "shown_tiles",
+        "tiles without a key that a mask shows are walked too",
+        "tiles << bit", "(tiles | 1) << bit",
         only=("ops/test_sdpa.py",),
     ),
     Fault(

@@ -11,6 +11,7 @@ from fastvit_kernels import (
     attention,
     create_vit,
     gated_mlp,
+    keep_samples,
     linear,
     mlp,
     rms_norm,
@@ -151,6 +152,7 @@ def _recorded_calls():
         scaled_dot_product_attention(*heads, bias).sum().backward()
         lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
         varlen_attention(qkv[0], lengths, 3).sum().backward()
+        keep_samples(5, 0.4)
         weight = torch.randn(32, requires_grad=True)
         rms_norm(x, weight).sum().backward()
         rms_norm(linear(x, model.weight, model.bias), weight).sum().backward()

@@ -19,14 +19,17 @@ from typing import Literal, TypeGuard, get_args
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import check_int, check_probability
+from ...runtime.arguments import check_int, check_probability, empty
 from ...runtime.backend import device_guard
+from ...runtime.dispatch import is_watched, route
+from ...runtime.operator import DIRECT, OPERATORS, operator
 from ...runtime.triton import tl, triton
 
 DropPathMode = Literal["mask", "skip"]
 
 # Tile of rows of one sample and columns, warps. Not yet measured.
 _PASS_TILE = dict(BLOCK_R=16, BLOCK_N=128, num_warps=4)
+_PLACE_TILE = dict(BLOCK_B=128, num_warps=4)  # samples
 
 
 def check_drop_path(op: str, name: str, mode: object) -> None:
@@ -43,7 +46,7 @@ def num_kept(B: int, rate: float) -> int:
 
 
 def keep_samples(B: int, rate: float, device: torch.device | str | None = None) -> Tensor:
-    """Draw the samples that a branch keeps, as DINOv2 and DINOv3 do.
+    """Draw the samples that a branch keeps, as DINOv2 and DINOv3 do: the first of torch.randperm.
 
     Args:
         B: samples of the batch, at least 1.
@@ -56,9 +59,37 @@ def keep_samples(B: int, rate: float, device: torch.device | str | None = None) 
     """
     check_int("keep_samples", "B", B)
     check_probability("keep_samples", "rate", rate)
-    order = torch.randperm(B, device=device)
+    order, kept = torch.randperm(B, device=device), num_kept(B, rate)
+    routed = OPERATORS if is_watched() else DIRECT
+    ops = route("keep_samples", routed, None, torch.empty(0, device=order.device))
+    if ops is not None:
+        return ops.place_samples(order, kept)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(B, device=order.device))
-    return torch.cat((order[: num_kept(B, rate)], place))
+    return torch.cat((order[:kept], place))
+
+
+@triton.jit
+def _place_samples_kernel(samples_ptr, order_ptr, num_kept, B, BLOCK_B: tl.constexpr):
+    # Program i writes the places of a tile of the order, and its kept samples.
+    offs = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask = offs < B
+    sample = tl.load(order_ptr + offs, mask=mask, other=0)
+    tl.store(samples_ptr + offs, sample, mask=offs < num_kept)
+    tl.store(samples_ptr + num_kept + sample, offs.to(tl.int64), mask=mask)
+
+
+def _empty_samples(order: Tensor, num_kept: int) -> Tensor:
+    return empty((num_kept + order.shape[0],), order.dtype, order.device)
+
+
+@operator(fake=_empty_samples)
+def place_samples(order: Tensor, num_kept: int) -> Tensor:
+    """Of a permutation of B samples, the kept ones first: what `keep_samples` returns."""
+    samples, B = _empty_samples(order, num_kept), order.shape[0]
+    grid = (triton.cdiv(B, _PLACE_TILE["BLOCK_B"]),)
+    with device_guard(order):
+        _place_samples_kernel[grid](samples, order, num_kept, B, **_PLACE_TILE)
+    return samples
 
 
 def keeps_some(row_scale: Tensor | None) -> TypeGuard[Tensor]:
