@@ -49,6 +49,7 @@ def _compared(host: nn.Module, shape: tuple[int, ...], name: str) -> None:
     swapped = copy.deepcopy(host)
     report = swap_in(swapped)
     assert [(row.level, row.host) for row in report.swapped] == [("patch_embed", "Conv3d")]
+    assert 0 < report.flops == report.fused_flops
     x = torch.randn(shape, device=DEVICE, requires_grad=True)
     results = []
     for module in (swapped, host):

@@ -534,8 +534,10 @@ def test_noted_calls_keep_integers():
     a second step with other numbers is a call of the same kind."""
     vit = fk.create_vit(
         "vit_mnist", img_size=12, depth=1, embed_dim=32, num_heads=2, mean=[0.4], std=[0.3],
-        patch_drop_rate=0.5, drop_path_rate=0.5, drop_path="skip",
+        patch_drop_rate=0.5, drop_path="skip",
     ).train()  # fmt: skip
+    block = vit.blocks[0]
+    block.drop_path1.drop_prob = block.drop_path2.drop_prob = 0.5
     qkv = torch.randn(7, 3, 1, 8, requires_grad=True)
     with replay.noting() as calls, backend_module.backend("triton"):
         for i in range(2):

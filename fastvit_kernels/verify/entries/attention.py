@@ -191,6 +191,7 @@ def _sdpa_configs(large: bool) -> list[Example]:
         return [
             sized({**sizes, "mask": None}),
             sized({**sizes, "mask": mask}, "boolean", boolean=True),
+            sized({**sizes, "mask": (1, 1, 1, S)}, "mask of keys", boolean=True),
             sized({**sizes, "mask": mask}, "additive"),
             sized({**sizes, "mask": None}, "causal", options=dict(is_causal=True)),
         ]
