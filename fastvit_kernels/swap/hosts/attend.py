@@ -15,6 +15,9 @@ from torch import Tensor
 from ...ops.attention.functions import MAX_D, attention, qkv_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear import linear
+from .read_once import is_readable, read_once
+
+LEAST = torch.finfo(torch.float32).min  # what hosts add to the scores of a hidden key, or less
 
 
 def packable(D: int, dropout_p: float) -> bool:
@@ -25,6 +28,28 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, 3HD) -> q, k, v, views (B, H, T, D)"""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
+
+
+def by_keys(mask: Tensor | None) -> Tensor | None:
+    """The mask as (B, 1, 1, T), boolean, where it hides keys alike from all heads and queries: the
+    kernels then read a byte a key. Any other mask as it is. Whether it does is read once for all
+    layers that share it, by a host that reads it anyway as it makes the mask."""
+    if mask is None or mask.ndim != 4 or not is_readable(mask) or not mask.numel():
+        return mask
+    if not read_once(mask, _hides_keys):
+        return mask
+    row = mask[:, :1, :1]
+    return row if mask.dtype is torch.bool else row == 0
+
+
+def _hides_keys(mask: Tensor) -> bool:
+    row = mask[:, :1, :1]
+    alike = (mask == row).all()
+    if mask.dtype is not torch.bool:
+        hidden, shown = row <= max(LEAST, torch.finfo(mask.dtype).min), row == 0
+        # Without a key that is shown, the host's softmax is over the hidden ones.
+        alike = alike & (hidden | shown).all() & shown.any(-1).all()
+    return bool(alike)
 
 
 def attend(

@@ -10,7 +10,9 @@ from ...ops.attention.sdpa import scaled_dot_product_attention
 from .. import hosts
 from . import transformers_bias as biased
 from . import transformers_layers as layers
+from . import transformers_mae as mae
 from . import transformers_packed as packed
+from . import transformers_padded as padded
 from . import transformers_towers as towers
 from . import windows
 from .fused import Fused
@@ -71,6 +73,11 @@ _CLIP = (
     ("Attention", layers.ClipAttention),
     ("MLP", layers.HfMlp),
 )
+_SIGLIP = (
+    ("EncoderLayer", padded.ClipLayer),
+    ("Attention", padded.ClipAttention),
+    ("MLP", layers.HfMlp),
+)
 _DINO = (
     ("Layer", layers.Dinov2Layer),
     ("Attention", layers.Attention),
@@ -83,7 +90,10 @@ _DINO = (
 TABLE: dict[str, type[Fused]] = {
     **_family("vit", "ViT", *_VIT),
     **_family("deit", "DeiT", *_VIT),
-    **_family("vit_mae", "ViTMAE", *_VIT),
+    **_family(
+        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", mae.MaeEmbeddings),
+        ("PatchEmbeddings", mae.MaePatches),
+    ),
     **_family("vit_msn", "ViTMSN", *_VIT),
     **_family("ijepa", "IJepa", *_VIT),
     **_family("dinov2", "Dinov2", *_DINO),
@@ -94,8 +104,8 @@ TABLE: dict[str, type[Fused]] = {
         ("GatedMLP", layers.HfSwiGLU), ("LayerScale", layers.HfLayerScale),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": layers.HfDropPath,
-    **_family("siglip", "Siglip", *_CLIP),
-    **_family("siglip2", "Siglip2", *_CLIP),
+    **_family("siglip", "Siglip", *_SIGLIP),
+    **_family("siglip2", "Siglip2", *_SIGLIP),
     **_family("clip", "CLIP", *_CLIP),
     **_family(
         "aimv2", "Aimv2", ("EncoderLayer", towers.Aimv2Layer), ("Attention", layers.ClipAttention),

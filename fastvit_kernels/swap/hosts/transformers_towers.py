@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops.linear import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain
-from .attend import attend
+from .attend import attend, by_keys
 from .fused import (
     Child,
     RmsNorm,
@@ -287,7 +287,7 @@ class GemmaAttention(Attention):
             q,
             k,
             v.transpose(1, 2),
-            mask=attention_mask,
+            mask=by_keys(attention_mask),
             dropout_p=self.fused_dropout_p(),
             scale=self.scaling,
         )
