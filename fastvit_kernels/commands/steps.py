@@ -353,6 +353,27 @@ def _heads(D: int) -> Callable[[], None]:
     return step
 
 
+def _dropped(D: int) -> Callable[[], None]:
+    """Dropout beside causal scores and each kind of mask, of one head dim at every length."""
+
+    def step() -> None:
+        for T in TOKENS:
+            q, k, v = (
+                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+            attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
+            for out in (
+                attend(is_causal=True),
+                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
+                attend(torch.empty(T, T, dtype=torch.bool)),
+                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
+            ):
+                out.backward(torch.empty_like(out))
+
+    return step
+
+
 def _packed_sequences() -> None:
     """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
     for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
@@ -405,6 +426,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention configs": _attention_configs,
     "attention, one image": _one_image,
     **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},
+    **{f"attention, D={D}, masks and dropout": _dropped(D) for D in HEAD_DIMS},
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
@@ -412,4 +434,5 @@ LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "learnt bias", "narrow MLP",
     "attention configs", "attention, one image", "rotary attention", "packed sequences",
     *(f"attention, D={D}" for D in HEAD_DIMS),
+    *(f"attention, D={D}, masks and dropout" for D in HEAD_DIMS),
 }  # fmt: skip

@@ -980,7 +980,7 @@ BACKWARD = [
     Fault(
         "qkv-bias-part", "ops/attention/backward_one_pass.py", "_one_pass_sample",
         "all parts of the queries leave their sum of dq in one row",
-        "row = b * len(parts) + i", "row = b * len(parts)",
+        "sum_ptr = dbias_ptr + i * 3 * H * FORM.D", "sum_ptr = dbias_ptr",
     ),
     Fault(
         "qkv-bias-dropout", "ops/attention/launch.py", "bias_partials",

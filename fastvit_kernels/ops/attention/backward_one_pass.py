@@ -111,6 +111,16 @@ def _one_pass_key_tile(
 
 
 @triton.jit
+def _store_do_sums(dbias_ptr, parts, T_q, H, FORM: tl.constexpr):
+    for i in tl.static_range(len(parts)):
+        part = parts[i]
+        store_do_sum(
+            dbias_ptr + i * 3 * H * FORM.D, part.do, part.lse, T_q - part.start_q, H,
+            FORM.D, 0, FORM.BLOCK_D0,
+        )  # fmt: skip
+
+
+@triton.jit
 def _one_pass_head(
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing, head, H,
     stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
@@ -173,19 +183,21 @@ def _one_pass_sample(
             dq += (tl.zeros((PART2, FORM.BLOCK_D0), dtype=tl.float32),)
             parts = (part0, part1, part2)
 
-    if HAS_DBIAS:
-        for i in tl.static_range(len(parts)):
-            part = parts[i]
-            store_do_sum(
-                dbias_ptr, part.do, part.lse, T_q - part.start_q, b * len(parts) + i, h, H,
-                FORM.D, 0, FORM.BLOCK_D0,
-            )  # fmt: skip
+    # By mma.sync dout's sums come after the one tile of keys: before, they cost its products
+    # registers. After a loop they would keep dout alive, and so they do with wgmma.
+    SUMS_LAST: tl.constexpr = TILES.ONE_KV and not keeps_invariants()
+    if HAS_DBIAS:  # one pointer for both sums: b and h would take a register more in the loop
+        dbias_ptr += (b * (len(parts) * 3) * H + h) * FORM.D
+        if not SUMS_LAST:
+            _store_do_sums(dbias_ptr, parts, T_q, H, FORM)
     BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
     TAIL_KV: tl.constexpr = TILES.TAIL_KV
     if TILES.ONE_KV:
         dq = _one_pass_key_tile(
             dq, parts, dk_rows, dv_rows, k_rows, v_rows, 0, scores, FORM, BLOCK_KV, TAIL_KV > 0
         )
+        if HAS_DBIAS and SUMS_LAST:
+            _store_do_sums(dbias_ptr, parts, T_q, H, FORM)
     else:
         full_kv = T_kv  # not rounded up where all tiles are in the loop: that would spill on sm_80
         if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
@@ -207,8 +219,8 @@ def _one_pass_sample(
             part.q.shape[0], 0, FORM.BLOCK_D0,
         )  # fmt: skip
         if HAS_DBIAS:
-            row = b * len(parts) + i
-            store_dq_sum(dbias_ptr, dq[i], scores.scale, row, h, H, FORM.D, 0, FORM.BLOCK_D0)
+            sum_ptr = dbias_ptr + i * 3 * H * FORM.D
+            store_dq_sum(sum_ptr, dq[i], scores.scale, H, FORM.D, 0, FORM.BLOCK_D0)
 
 
 @triton.jit

@@ -170,7 +170,16 @@ DQ = {
 DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
-DQ_CONFIGS = [*DQ.values(), DQ_MMA, DQ_MASKED, DQ_MASKED_WIDE, SplitConfig(128, 32, 16, 8, 2)]
+# By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
+MMA_MASKED_WIDE = SplitConfig(32, 32, 32, 4, 1)
+DQ_CONFIGS = [
+    *DQ.values(),
+    DQ_MMA,
+    DQ_MASKED,
+    DQ_MASKED_WIDE,
+    MMA_MASKED_WIDE,
+    SplitConfig(128, 32, 16, 8, 2),
+]
 DKDV = {
     (2, 64): SplitConfig(128, 32, 16, 8, 2),
     (2, 96): SplitConfig(128, 32, 32, 8, 2),
@@ -189,9 +198,8 @@ DKDV_MMA = {  # without mask and dropout
 }
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
-DKDV_MMA_ADDED = SplitConfig(32, 32, 32, 4, 1)  # additive mask, D above 96: the above spills
 DKDV_CONFIGS = list(
-    dict.fromkeys([*DKDV.values(), *DKDV_MMA.values(), DKDV_HOPPER, DKDV_MASKED, DKDV_MMA_ADDED])
+    dict.fromkeys([*DKDV.values(), *DKDV_MMA.values(), DKDV_HOPPER, DKDV_MASKED, MMA_MASKED_WIDE])
 )
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
 ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)
@@ -243,8 +251,12 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
+        if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
+            return MMA_MASKED_WIDE
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
+        if mask == "keys" and D > 32:
+            return DQ[2, 128]  # 32 rows a warp spill 8 bytes with triton 3.9
         return DQ_MMA
     if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D > 64:
         return DQ[4, 256]  # the next larger tile spills 16 bytes on sm_80
@@ -252,9 +264,11 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    crowded = mask.startswith("add") or mask in ("bool+dropout", "keys+dropout")
+    if crowded and 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
+        return MMA_MASKED_WIDE
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
-        added_wide = mask.startswith("add") and D > 96 and _is_ampere(gpu)
-        return DKDV_MMA_ADDED if added_wide else DKDV_MASKED
+        return DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
         return DKDV_HOPPER
     keys_on_hopper = (gpu.arch, mask) == ("sm_90", "keys") and D > 64  # wgmma would be serialised

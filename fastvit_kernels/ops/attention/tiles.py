@@ -174,16 +174,17 @@ def store_part(
 
 # Gradients of the projection's bias. Without dropout a query's probabilities add up to 1, so
 # sum_s dv[s] = sum_t do[t]; and its ds to 0, so that k's bias, which adds the same to all scores of
-# a query, has none. A tile of queries leaves its sums in a row of (rows, 3, H, D) fp32.
+# a query, has none. A tile of queries leaves its sums in a row of (rows, 3, H, D) fp32, from ptr on
+# those of its head.
 
 
 @triton.jit
 def store_dq_sum(
-    ptr, dq, scale, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
+    ptr, dq, scale, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """The parts of q and k; k's is 0, or NaN where dq is not finite."""
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs, mask = ptr + (row * 3 * H + h) * D + offs_d, offs_d < D
+    ptrs, mask = ptr + offs_d, offs_d < D
     x = tl.sum(dq, axis=0) * scale
     tl.store(ptrs, x, mask=mask)
     tl.store(ptrs + H * D, x * 0.0, mask=mask)
@@ -191,12 +192,11 @@ def store_dq_sum(
 
 @triton.jit
 def store_do_sum(
-    ptr, do, lse, num_queries, row, h, H, D: tl.constexpr, FIRST_D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    ptr, do, lse, num_queries, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """The part of v; NaN where a query's lse is not finite, whose probabilities have no sum."""
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
-    ptrs = ptr + ((row * 3 + 2) * H + h) * D + offs_d
+    ptrs = ptr + 2 * H * D + offs_d
     is_query = tl.arange(0, lse.shape[0]) < num_queries
     zero = tl.sum(tl.where(is_query, lse * 0.0, 0.0), axis=0)
     tl.store(ptrs, tl.sum(do.to(tl.float32), axis=0) + zero, mask=offs_d < D)
