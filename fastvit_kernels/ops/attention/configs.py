@@ -168,6 +168,7 @@ DQ = {
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
 }
 DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
+DQ_MMA_KEYS = SplitConfig(128, 16, 16, 4, 2)  # at D = 64, where that spills with triton 3.9
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
@@ -175,6 +176,7 @@ MMA_MASKED_WIDE = SplitConfig(32, 32, 32, 4, 1)
 DQ_CONFIGS = [
     *DQ.values(),
     DQ_MMA,
+    DQ_MMA_KEYS,
     DQ_MASKED,
     DQ_MASKED_WIDE,
     MMA_MASKED_WIDE,
@@ -255,18 +257,18 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
             return MMA_MASKED_WIDE
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
-        if mask == "keys" and D > 32:
-            return DQ[2, 128]  # 32 rows a warp spill 8 bytes with triton 3.9
-        return DQ_MMA
+        return DQ_MMA_KEYS if mask == "keys" and D > 32 else DQ_MMA
     if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D > 64:
         return DQ[4, 256]  # the next larger tile spills 16 bytes on sm_80
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    crowded = mask.startswith("add") or mask in ("bool+dropout", "keys+dropout")
-    if crowded and 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
-        return MMA_MASKED_WIDE
+    if 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
+        if mask.startswith("add") or mask == "bool+dropout":
+            return MMA_MASKED_WIDE
+        if mask == "keys+dropout":
+            return DKDV[4, 64]  # by one stage it spills with triton 3.6
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
