@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
+from fastvit_kernels import linear
 from fastvit_kernels.ops.norm.functions import (
     layer_norm,
     layer_norm_and_input,
@@ -55,6 +56,44 @@ def _inputs(norm, rows, C, dtype, param_dtype=None):
 )
 def test_norm_backward(norm, C, dtype):
     assert_accurate(norm.op, norm.ref, _inputs(norm, (3, 7), C, dtype))
+
+
+@all_dtypes
+@both_norms
+def test_norm_adds_a_residual(norm, dtype):
+    """In the residual's dtype where that is wider; its rows apart, in another order, or dense."""
+    B, T, C = 2, 5, 72
+    inputs = _inputs(norm, (B, T), C, dtype)
+    wide, turned = rand(B, T, C + 8, grad=False)[..., :C], rand(T, B, C, grad=False).transpose(0, 1)
+    for residual in (wide, turned, rand(B, T, C, dtype=dtype, grad=False)):
+        residual = residual.detach().requires_grad_()
+        assert_accurate(norm.op, norm.ref, {**inputs, "residual": residual})
+        assert norm.op(**inputs, residual=residual).dtype is residual.dtype
+
+
+@both_norms
+def test_norm_adds_a_residual_behind_a_linear(norm):
+    """x of a linear: the norm leaves it the sums of its gradient, and the residual's is dy."""
+    inputs = _inputs(norm, (2, 5), 40, bf16)
+    inputs |= {"w": rand(40, 40, dtype=bf16, scale=40**-0.5), "b": rand(40, dtype=bf16, seed=8)}
+    residual = rand(2, 5, 40, seed=9)
+
+    def run(norm_op, product):
+        def call(x, w, b, residual, **params):
+            return norm_op(product(x, w, b), **params, residual=residual)
+
+        return call
+
+    given = {**inputs, "residual": residual}
+    assert_accurate(run(norm.op, linear), run(norm.ref, F.linear), given)
+
+
+@both_norms
+def test_norm_of_a_frozen_branch_hands_the_residual_its_gradient(norm):
+    inputs = {n: x.detach() for n, x in _inputs(norm, (2, 3), 16, fp32).items()}
+    residual = rand(2, 3, 16, dtype=bf16)
+    norm.op(**inputs, residual=residual).sum().backward()
+    assert residual.grad.eq(1).all()
 
 
 @pytest.mark.parametrize("T", [201, 261, 576, 1370], ids=lambda t: f"T{t}")

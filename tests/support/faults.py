@@ -342,6 +342,36 @@ LAYER_NORM = [
         "if layer_scale is None:", "if True:",
     ),
     Fault(
+        "norm-residual-row", "ops/norm/kernels.py", "_norm_fwd_kernel",
+        "the residual read by the rows of x",
+        "offs_row, stride_residual_row, offs_c", "offs_row, stride_x_row, offs_c",
+        only=("ops/test_norm.py::test_norm_adds_a_residual",),
+    ),
+    Fault(
+        "norm-residual-before", "ops/norm/kernels.py", "_norm_fwd_kernel",
+        "the residual added to what is normed",
+        "centered = x\n", "centered = x + residual if HAS_RESIDUAL else x\n",
+        only=("ops/test_norm.py::test_norm_adds_a_residual",),
+    ),
+    Fault(
+        "norm-residual-gradient", "ops/norm/functions.py", "NormPlusFunction.backward",
+        "the residual gets the gradient of the norm's input",
+        "as_dtype(dy, ctx.residual_dtype)", "as_dtype(dx, ctx.residual_dtype)",
+        only=("ops/test_norm.py::test_norm_adds_a_residual",),
+    ),
+    Fault(
+        "norm-residual-dtype", "ops/norm/functions.py", "_decide",
+        "a wide residual rounded to the dtype of x",
+        "torch.promote_types(out_dtype, residual.dtype)", "out_dtype",
+        only=("ops/test_norm.py::test_norm_adds_a_residual",),
+    ),
+    Fault(
+        "norm-residual-host", "swap/hosts/branch.py", "add_body",
+        "a norm behind a branch takes the branch alone",
+        "tail[:-1] if adds else tail", "tail",
+        only=("swap/test_rope_hosts.py::test_a_block_leaves_nothing_to_pytorch",),
+    ),
+    Fault(
         "norm-int32-offsets", "ops/norm/kernels.py", "_norm_fwd_kernel",
         "offsets of rows in 32 bits",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",

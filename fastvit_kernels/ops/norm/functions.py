@@ -8,7 +8,8 @@ With xhat = (x - mean) * rstd, mean 0 in RMSNorm, and g = dy * weight:
     dx      = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))  [+ dresidual]
     dweight = sum_rows dy * xhat,   dbias = sum_rows dy
 
-where RMSNorm has neither mean_C(g) nor a bias.
+where RMSNorm has neither mean_C(g) nor a bias. A norm behind a branch adds the residual to y as it
+writes it; the residual's gradient is dy.
 
 Saved: x; mean and rstd in one fp32 tensor (2, ...), of RMSNorm rstd alone.
 Precision: fp32 from the load to the store, weight included, and one rounding, as torch's own
@@ -56,11 +57,12 @@ def layer_norm_ref(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `layer_norm`: torch's own, in x.dtype, then one cast."""
+    """The specification of `layer_norm`: torch's own, in x.dtype, the sum, then one cast."""
     weight = None if weight is None else weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
+    return _added(F.layer_norm(x, x.shape[-1:], weight, bias, eps), residual, out_dtype)
 
 
 def rms_norm_ref(
@@ -68,10 +70,16 @@ def rms_norm_ref(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `rms_norm`: torch's own, in x.dtype, then one cast."""
+    """The specification of `rms_norm`: torch's own, in x.dtype, the sum, then one cast."""
     weight = None if weight is None else weight.to(x.dtype)
-    return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
+    return _added(F.rms_norm(x, x.shape[-1:], weight, eps), residual, out_dtype)
+
+
+def _added(y: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    y = y if residual is None else residual + y
+    return y.to(out_dtype or y.dtype)
 
 
 class NormDecision(NamedTuple):
@@ -88,13 +96,13 @@ class NormDecision(NamedTuple):
 
 def _forward(
     decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    save_stats: bool, samples: Tensor | None,
+    save_stats: bool, samples: Tensor | None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ops, _, center, _, eps, out_dtype, _ = decision
     assert ops is not None
     if center:
-        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, save_stats, samples)
-    return ops.rms_norm_fwd(x, weight, eps, out_dtype, save_stats, samples)
+        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, save_stats, samples, residual)
+    return ops.rms_norm_fwd(x, weight, eps, out_dtype, save_stats, samples, residual)
 
 
 @differentiable
@@ -136,9 +144,31 @@ class NormAndInputFunction(torch.autograd.Function):
         return _backward(ctx, dy, dresidual)
 
 
+@differentiable
+class NormPlusFunction(torch.autograd.Function):
+    """(x, weight, bias, residual) -> residual + norm(x)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, decision):
+        y, stats = _forward(decision, x, weight, bias, True, None, residual)
+        ctx.save_for_backward(x, weight, stats, None)
+        ctx.decision, ctx.residual_dtype = decision, residual.dtype
+        ctx.reader = reader_of(x)
+        return y
+
+    @staticmethod
+    @first_order(None)
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if any(needs[:3]):
+            dx, dweight, dbias, *_ = _backward(ctx, dy, None)
+        return dx, dweight, dbias, as_dtype(dy, ctx.residual_dtype) if needs[3] else None, None
+
+
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, stats, samples = ctx.saved_tensors
-    _, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
+    _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
     center, param_dtype = ctx.decision.center, ctx.decision.param_dtype
     ops, reader = ops_for(ctx.decision.ops, dy, dresidual), ctx.reader
@@ -163,7 +193,8 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
 @decide_once
 def _decide(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype | None, op: str, samples: Tensor | None, ops: Routed,
+    out_dtype: torch.dtype | None, op: str, samples: Tensor | None, residual: Tensor | None,
+    ops: Routed,
 ) -> NormDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     check_input(op, x)
@@ -172,34 +203,39 @@ def _decide(
     C = x.shape[-1]
     check_shape(op, "weight", weight, (C,), like=x)
     check_shape(op, "bias", bias, (C,), like=x)
+    check_shape(op, "residual", residual, tuple(x.shape), like=x)
     check_eps(op, eps)
     check_dtype(op, "out_dtype", out_dtype)
     unsupported = None if 0 < C <= MAX_C else f"C must be from 1 to {MAX_C}, got {C}"
     if out_dtype is None:  # a CPU's autocast leaves norms alone
         widens = autocast_dtype(x) is not None and x.device.type != "cpu"
         out_dtype = torch.float32 if widens else x.dtype
+        if residual is not None:
+            out_dtype = torch.promote_types(out_dtype, residual.dtype)
     param = weight if weight is not None else bias
     norm = op.removesuffix("_and_input")
     return NormDecision(
-        route(norm, ops, unsupported, x, weight, bias, samples), op, norm == "layer_norm",
-        needs_gradient(x, weight, bias), eps, out_dtype,
+        route(norm, ops, unsupported, x, weight, bias, samples, residual), op, norm == "layer_norm",
+        needs_gradient(x, weight, bias, residual), eps, out_dtype,
         torch.float32 if param is None else param.dtype,
     )  # fmt: skip
 
 
 def _norm(
     decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    samples: Tensor | None = None,
+    samples: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     ops, _, center, needs_gradient, eps, out_dtype, _ = decision
     if ops is None:
         some = x if samples is None else kept_rows(x, samples)
         if center:
-            return layer_norm_ref(some, weight, bias, eps, out_dtype)
-        return rms_norm_ref(some, weight, eps, out_dtype)
+            return layer_norm_ref(some, weight, bias, eps, out_dtype, residual)
+        return rms_norm_ref(some, weight, eps, out_dtype, residual)
+    if needs_gradient and residual is not None:
+        return ops.NormPlusFunction(x, weight, bias, residual, decision)
     if needs_gradient:
         return ops.NormFunction(x, weight, bias, decision, samples)
-    return _forward(decision, x, weight, bias, False, samples)[0]
+    return _forward(decision, x, weight, bias, False, samples, residual)[0]
 
 
 def _norm_and_input(
@@ -228,7 +264,7 @@ def layer_norm_and_input(
     and samples, what `keep_samples(B, rate)` gave: y is then that of the S samples that it keeps of
     x (B, ..., C), which alone are read.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples)
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples, None)
     return _norm_and_input(decision, x, weight, bias, samples)
 
 
@@ -239,17 +275,19 @@ def layer_norm(
     eps: float = 1e-6,
     *,
     out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm over the last axis.
 
-    y = (x - mean(x)) * (var(x) + eps)**-0.5 * weight + bias
+    y = (x - mean(x)) * (var(x) + eps)**-0.5 * weight + bias [+ residual]
 
     Args:
         x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
         weight, bias: (C,), any of these dtypes, or None for 1 and 0.
         eps: added to the variance, in squared units of x. timm and torchvision 1e-6, HF ViT 1e-12.
         out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
-            as torch's own.
+            as torch's own; promoted with residual.dtype.
+        residual: as x, any of these dtypes and strides: added to the norm, in fp32.
     Returns:
         (..., C) in out_dtype.
     Precision: statistics, sums and dweight/dbias partials fp32, whatever the dtypes.
@@ -257,8 +295,8 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None)
-    return _norm(decision, x, weight, bias)
+    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None, residual)
+    return _norm(decision, x, weight, bias, None, residual)
 
 
 def rms_norm_and_input(
@@ -275,7 +313,7 @@ def rms_norm_and_input(
     gradient is then added inside the norm's backward kernel. Arguments as for `rms_norm`; samples
     as for `layer_norm_and_input`.
     """
-    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples)
+    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples, None)
     return _norm_and_input(decision, x, weight, None, samples)
 
 
@@ -285,10 +323,11 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm over the last axis.
 
-    y = x * (mean(x^2) + eps)**-0.5 * weight
+    y = x * (mean(x^2) + eps)**-0.5 * weight [+ residual]
 
     Args:
         x: (..., C), fp16, bf16 or fp32, any strides (a last axis that is not contiguous is copied).
@@ -296,7 +335,8 @@ def rms_norm(
         weight: (C,), any of these dtypes, or None for 1.
         eps: added to the mean square, in squared units of x. AIMv2 1e-5, the other towers 1e-6.
         out_dtype: dtype of the result. Default x.dtype; fp32 under a GPU's autocast,
-            as torch's own.
+            as torch's own; promoted with residual.dtype.
+        residual: as x, any of these dtypes and strides: added to the norm, in fp32.
     Returns:
         (..., C) in out_dtype.
     Precision: fp32 until the store, the product with weight included; dweight's partials fp32.
@@ -304,5 +344,5 @@ def rms_norm(
     Raises: ValueError, such as "rms_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1910.07467. Specification: rms_norm_ref. Derivation: docs/rms_norm.md.
     """
-    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm", None)
-    return _norm(decision, x, weight, None)
+    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm", None, residual)
+    return _norm(decision, x, weight, None, None, residual)

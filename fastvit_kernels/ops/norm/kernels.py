@@ -12,10 +12,11 @@ from ..common.samples import compact_rows, stream_rows
 
 @triton.jit
 def _norm_fwd_kernel(
-    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr,
-    num_rows, C, rows_per_sample, stride_x_row, eps,
+    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr, residual_ptr,
+    num_rows, C, rows_per_sample, stride_x_row, stride_residual_row, eps,
     CENTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SAVE_STATS: tl.constexpr, SOME: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr, SOME: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid_rows = tl.program_id(0).to(tl.int64)
     offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -31,6 +32,8 @@ def _norm_fwd_kernel(
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+    if HAS_RESIDUAL:
+        residual = load_rows(residual_ptr, offs_row, stride_residual_row, offs_c, mask)
     centered = x
     if CENTER:
         mean = tl.sum(x, axis=1) / C
@@ -43,6 +46,8 @@ def _norm_fwd_kernel(
         y *= weight.to(tl.float32)[None, :]
     if HAS_BIAS:
         y += bias.to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        y += residual
 
     if SAVE_STATS:  # [mean (rows), if centered | rstd (rows)]
         if CENTER:

@@ -37,19 +37,23 @@ class FwdPlan(NamedTuple):
     """All that a forward launch derives from the kind of its arguments."""
 
     launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    sizes: tuple[int, int, int, int, float]  # rows of y, C, rows a sample, row stride of x, eps
+    # rows of y, C, rows a sample, row strides of x and of the residual, eps
+    sizes: tuple[float, ...]
     options: dict[str, Any]
     y: Layout
     stats: Layout
     copies_x: bool  # its rows are no view
+    copies_residual: bool
 
 
 @launch_plan
 def _fwd_plan(
     gpu: Gpu, center: bool, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool,
     has_bias: bool, eps: float, save_stats: bool, num_samples: int,
+    residual_strides: tuple[int, ...] | None,
 ) -> FwdPlan:  # fmt: skip
     stride = row_stride(shape, strides)
+    residual_stride = 0 if residual_strides is None else row_stride(shape, residual_strides)
     some = num_samples > 0
     shape = (num_samples - shape[0], *shape[1:]) if some else shape
     C, num_rows = shape[-1], math.prod(shape[:-1])
@@ -59,36 +63,42 @@ def _fwd_plan(
     return FwdPlan(
         launch=_norm_fwd_kernel[grid] if num_rows * C else None,
         sizes=(
-            num_rows, C, math.prod(shape[1:-1]) if some else 0, C if stride is None else stride, eps
+            num_rows, C, math.prod(shape[1:-1]) if some else 0,
+            *(C if s is None else s for s in (stride, residual_stride)), eps,
         ),
         options=dict(
-            CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, SAVE_STATS=save_stats,
+            CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
+            HAS_RESIDUAL=residual_strides is not None, SAVE_STATS=save_stats,
             SOME=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
         ),
         y=layout(shape),
         stats=layout(_stats_shape(center, shape, save_stats)),
         copies_x=stride is None,
+        copies_residual=residual_stride is None,
     )  # fmt: skip
 
 
 def _launch_fwd(
     center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None,
+    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None, residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     device = x.device
-    launch, sizes, options, y_layout, stats_layout, copies_x = _fwd_plan(
+    launch, sizes, options, y_layout, stats_layout, copies_x, copies_residual = _fwd_plan(
         gpu(device), center, x.shape, x.stride(), weight is not None, bias is not None, eps,
         save_stats, 0 if samples is None else samples.shape[0],
+        None if residual is None else residual.stride(),
     )  # fmt: skip
     y = empty_strided(*y_layout, dtype=out_dtype, device=device)
     stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
     if launch is not None:
         if copies_x:
             x = x.contiguous()
+        if copies_residual and residual is not None:
+            residual = residual.contiguous()
         with device_guard(x):
             launch(
-                y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), *sizes,
-                **options,
+                y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), residual,
+                *sizes, **options,
             )  # fmt: skip
     return y, stats
 
@@ -96,6 +106,7 @@ def _launch_fwd(
 def _empty_fwd(
     center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = kept_shape(x, samples)
     stats_shape = _stats_shape(center, shape, save_stats)
@@ -105,22 +116,22 @@ def _empty_fwd(
 @operator(fake=functools.partial(_empty_fwd, True))
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool, samples: Tensor | None = None,
+    save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved.
 
-    Both of the samples of x that `samples` keeps, where it is given.
+    Both of the samples of x that `samples` keeps, where it is given; y with the residual added.
     """
-    return _launch_fwd(True, x, weight, bias, eps, out_dtype, save_stats, samples)
+    return _launch_fwd(True, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
 
 
 @operator(fake=lambda x, weight, *others: _empty_fwd(False, x, weight, None, *others))
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool,
-    samples: Tensor | None = None,
+    samples: Tensor | None = None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_fwd`: y, and rstd (...) fp32."""
-    return _launch_fwd(False, x, weight, None, eps, out_dtype, save_stats, samples)
+    return _launch_fwd(False, x, weight, None, eps, out_dtype, save_stats, samples, residual)
 
 
 class BwdPlan(NamedTuple):

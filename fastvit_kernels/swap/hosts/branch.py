@@ -110,10 +110,11 @@ def add_body(
     folds = samples is not None or (bypass and not body.fused_draws())
     epilogue = fold(tail, x, samples) if folds else None
     if epilogue is None:
-        y = call(y)
-        for item in tail:
+        y, last = call(y), tail[-1] if tail else None
+        adds = bypassed(last) and isinstance(last, Norm)
+        for item in tail[:-1] if adds else tail:
             y = _apply(item, y)
-        return x + y
+        return last.fused_added(y, x) if adds else x + y  # pyright: ignore
     gamma, rows = epilogue
     if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
         x = x.to(torch.promote_types(x.dtype, gamma.dtype))

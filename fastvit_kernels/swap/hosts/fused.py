@@ -316,6 +316,18 @@ class Norm(Fused):
         of the samples that `samples` keeps, where it is given."""
         raise NotImplementedError
 
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        """The dtype of the host's result; None: torch's own rule."""
+        return None
+
+    def fused_sum_dtype(self, x: Tensor, residual: Tensor) -> torch.dtype | None:
+        dtype = self.fused_dtype(x)
+        return None if dtype is None else torch.promote_types(dtype, residual.dtype)
+
+    def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + norm(x), of a norm behind a branch."""
+        raise NotImplementedError
+
 
 class LayerNorm(Norm):
     """nn.LayerNorm over the last axis."""
@@ -337,6 +349,10 @@ class LayerNorm(Norm):
         return layer_norm_and_input(
             x, self.weight, self.bias, self.eps, out_dtype=out_dtype, samples=samples
         )
+
+    def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
+        dtype = self.fused_sum_dtype(x, residual)
+        return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=dtype, residual=residual)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -364,16 +380,17 @@ class RmsNorm(Norm):
         shape = tuple(getattr(self, "normalized_shape", () if weight is None else weight.shape))
         return x.ndim in self.fused_axes and shape in ((), tuple(x.shape[-1:]))
 
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        """The dtype of the host's result; None: torch's own rule."""
-        return None
-
     def fused_and_input(
         self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         weight, _, eps = self.fused_parameters()
         dtype = out_dtype or self.fused_dtype(x)
         return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
+
+    def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
+        weight, _, eps = self.fused_parameters()
+        dtype = self.fused_sum_dtype(x, residual)
+        return rms_norm(x, weight, eps, out_dtype=dtype, residual=residual)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         weight, _, eps = self.fused_parameters()

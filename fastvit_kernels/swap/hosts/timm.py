@@ -58,6 +58,9 @@ class LayerNormFp32(LayerNorm):
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=x.dtype)
 
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return x.dtype
+
     def fused_and_input(
         self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

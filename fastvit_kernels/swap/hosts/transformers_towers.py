@@ -319,7 +319,7 @@ class GemmaMlp(HfSwiGLU):
 
 
 class GemmaLayer(ViTLayer):
-    """Norms before and behind each branch; the sum stands alone."""
+    """Norms before and behind each branch; the latter add the residual."""
 
     fused_children = names(
         "input_layernorm self_attn post_attention_layernorm pre_feedforward_layernorm mlp "
@@ -332,7 +332,10 @@ class GemmaLayer(ViTLayer):
     fused_extras = GemmaAttention.fused_extras
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield "sums behind a norm", 2 * 3 * width_of(self)
+        behind = (self.post_attention_layernorm, self.post_feedforward_layernorm)
+        alone = sum(not bypassed(norm) for norm in behind)
+        if alone:
+            yield "sums behind a norm", 3 * alone * width_of(self)
 
 
 class Dinov3Layer(Dinov2Layer):

@@ -32,9 +32,9 @@ def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, *,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype))
+    return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype), residual)
 
 
 def _some(x: Tensor, samples: Tensor | None) -> Tensor:
@@ -49,9 +49,9 @@ def _layer_norm_and_input(
 
 def _rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype))
+    return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype), residual)
 
 
 def _rms_norm_and_input(
@@ -90,6 +90,20 @@ def _with_samples(norm: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _with_residual(norm: Mapping[str, Any]) -> dict[str, Any]:
+    """What a norm that adds says besides."""
+    shapes = norm["shapes"]
+    return {
+        **norm,
+        "args": {**norm["args"], "residual": Arg(usual=False)},
+        "shapes": lambda s: shapes(s) | dict(residual=(*s.rows, s.C)),
+        "check": lambda v: [
+            Example(sizes := dict(rows=(v.B, v.T), C=v.C), without=("residual",)),
+            Example(sizes, "residual"),
+        ],
+    }
+
+
 def _norm_configs(large: bool) -> list[Example]:
     found = []
     for C in (60, 96, 200, 384, 768, 1280, 3000, *((8192,) if large else ())):
@@ -116,7 +130,8 @@ _NORM: dict[str, Any] = dict(
 )  # fmt: skip
 LAYER_NORM = Op(
     layer_norm, _layer_norm, configs=lambda large: [],
-    eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), **_NORM,
+    eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6),
+    **_with_residual(_NORM),
 )  # fmt: skip
 # The same kernels, and a second gradient: it reaches the configs of both.
 LAYER_NORM_AND_INPUT = Op(
@@ -131,7 +146,8 @@ _RMS: dict[str, Any] = {
 }
 RMS_NORM = Op(
     rms_norm, _rms_norm, configs=lambda large: [],
-    eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6), **_RMS,
+    eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
+    **_with_residual(_RMS),
 )  # fmt: skip
 RMS_NORM_AND_INPUT = Op(
     rms_norm_and_input, _rms_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
