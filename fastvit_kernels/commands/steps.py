@@ -107,8 +107,8 @@ def _learnt_bias() -> None:
 
 
 def _rms_norm() -> None:
-    """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries; and
-    where a linear layer gave its input, with DropPath and without."""
+    """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries;
+    where a linear layer gave its input, with DropPath and without; and behind a branch."""
     for C, dtype in ((768, torch.float32), (1024, torch.bfloat16), (3200, torch.bfloat16)):
         x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
         weight = torch.empty(C, requires_grad=True)
@@ -125,6 +125,11 @@ def _rms_norm() -> None:
     for D in (64, 128):
         q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
         rms_norm(q, torch.empty(D, requires_grad=True)).backward(torch.empty_like(q))
+    for C, dtype in ((768, torch.float32), (1152, torch.bfloat16)):
+        x, residual = torch.empty(64, 257, C, dtype=torch.bfloat16), torch.empty(64, 257, C)
+        params = x.requires_grad_(), torch.empty(C, requires_grad=True)
+        y = rms_norm(*params, residual=residual.to(dtype).requires_grad_())
+        y.backward(torch.empty_like(y))
 
 
 def _skipped_samples() -> None:

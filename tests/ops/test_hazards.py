@@ -272,6 +272,7 @@ def norm():
     x = parameter(8, 197, 768)
     fk.layer_norm(x, parameter(768), parameter(768)).backward(torch.empty_like(x))
     fk.rms_norm(x, parameter(768)).backward(torch.empty_like(x))
+    fk.rms_norm(x, parameter(768), residual=parameter(8, 197, 768)).backward(torch.empty_like(x))
 
 def attend(B, T, H, D, dtype=bf16, dropout_p=0.0):
     def step():
