@@ -200,9 +200,14 @@ DKDV_MMA = {  # without mask and dropout
 }
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
-DKDV_CONFIGS = list(
-    dict.fromkeys([*DKDV.values(), *DKDV_MMA.values(), DKDV_HOPPER, DKDV_MASKED, MMA_MASKED_WIDE])
-)
+DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
+DKDV_CONFIGS = [
+    *dict.fromkeys([*DKDV.values(), *DKDV_MMA.values()]),
+    DKDV_HOPPER,
+    DKDV_MASKED,
+    DKDV_MMA_KEYS,
+    MMA_MASKED_WIDE,
+]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
 ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)
 ONE_PASS_HOPPER = OnePassConfig(64, 64, False, 1, 8, 2)  # above T = 256 it spills
@@ -268,7 +273,7 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         if mask.startswith("add") or mask == "bool+dropout":
             return MMA_MASKED_WIDE
         if mask == "keys+dropout":
-            return DKDV[4, 64]  # by one stage it spills with triton 3.6
+            return DKDV_MMA_KEYS
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
