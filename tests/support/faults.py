@@ -249,7 +249,7 @@ LAYER_NORM = [
         "norm-variance-of-squares", "ops/norm/kernels.py", "_norm_fwd_kernel",
         "variance as E[x^2] - mean^2",
         "tl.sum(centered * centered, axis=1) / C",
-        "tl.maximum(tl.sum(x * x, axis=1) / C - mean * mean, 0.0)",
+        "tl.maximum(tl.sum(x * x, axis=1) / C - (mean * mean if CENTER else 0.0), 0.0)",
     ),
     Fault(
         "norm-eps-outside", "ops/norm/kernels.py", "_norm_fwd_kernel",
@@ -388,7 +388,7 @@ RMS_NORM = [
         "variance in place of the mean square",
         "x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)",
         "x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)\n"
-        "    x = tl.where(mask, x - tl.sum(x, axis=1)[:, None] / C, 0.0)",
+        "    if not CENTER:\n        x = tl.where(mask, x - tl.sum(x, axis=1)[:, None] / C, 0.0)",
     ),
     Fault(
         "rms-width", "ops/norm/kernels.py", "_norm_fwd_kernel",
