@@ -1322,7 +1322,78 @@ PATCH_EMBED = [
 PROOF = ("swap/test_prove.py::test_a_proof_copes_with_weights_that_are_not_there_or_not_plain",)
 NOTICED = ("swap/test_prove.py::test_an_error_in_a_fused_forward_is_noticed",)
 HOLD = ("swap/test_prove.py::test_facts_hold_until_something_changes",)
+PACKED = "swap/test_packed_hosts.py::"
+PADDED = "swap/test_padded_hosts.py::"
+PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
+OTHER_MASKS = (PADDED + "test_other_masks_are_taken_as_they_are",)
+TOLD = (PADDED + "test_mae_keeps_what_it_is_told",)
+PACKED_FILE = "swap/hosts/transformers_packed.py"
 HOSTS = [
+    Fault(
+        "packed-one-sequence", PACKED_FILE, "PackedAttention.fused_heads",
+        "windows and images are one sequence",
+        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
+        "cu_seqlens=cu_seqlens[:: len(cu_seqlens) - 1],\n                max_seqlen=len(x),",
+        only=PACKED_BLOCK,
+    ),
+    Fault(
+        "packed-shifted", PACKED_FILE, "PackedAttention.fused_heads",
+        "all sequences but the first begin a token late",
+        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
+        "cu_seqlens=(cu_seqlens + (cu_seqlens > 0)).clamp(max=len(x)),\n"
+        "                max_seqlen=len(x),",
+        only=PACKED_BLOCK,
+    ),
+    Fault(
+        "packed-shortest", PACKED_FILE, "longest", "the shortest sequence for the longest",
+        "max(most, 1)", "max(least, 1)", only=PACKED_BLOCK,
+    ),
+    Fault(
+        "packed-total", PACKED_FILE, "longest", "lengths of other tokens are taken",
+        "end == total and", "", only=(PACKED + "test_what_the_kernels_do_not_take_is_the_hosts",),
+    ),
+    Fault(
+        "packed-merger-norm", PACKED_FILE, "Qwen3Merger.fused_forward", "the norm left out",
+        "normed(self.norm, x, self).view", "x.view", only=PACKED_BLOCK,
+    ),
+    Fault(
+        "packed-stale", "swap/hosts/read_once.py", "read_once",
+        "lengths that were overwritten count", "or known[0] != tensor._version", "",
+        only=(PACKED + "test_lengths_are_read_once_and_anew_when_they_change",),
+    ),
+    Fault(
+        "padded-mask-dropped", "swap/hosts/transformers_padded.py", "ClipAttention.fused_heads",
+        "the mask is dropped", "by_keys(attention_mask)", "None", only=OTHER_MASKS,
+    ),
+    Fault(
+        "padded-rows-differ", "swap/hosts/attend.py", "_hides_keys",
+        "the mask of the first query for all", "(mask == row)", "(row == row)", only=OTHER_MASKS,
+    ),
+    Fault(
+        "padded-none-shown", "swap/hosts/attend.py", "_hides_keys",
+        "an added mask that hides all keys gives zeros", "& shown.any(-1).all()", "",
+        only=OTHER_MASKS,
+    ),
+    Fault(
+        "padded-some-added", "swap/hosts/attend.py", "_hides_keys",
+        "finite values of an added mask are lost", "& (hidden | shown).all()", "",
+        only=OTHER_MASKS,
+    ),
+    Fault(
+        "mae-order", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_forward",
+        "kept patches in the order of the image",
+        "keep=keep.squeeze(-1)", "keep=keep.squeeze(-1).sort(1).values", only=TOLD,
+    ),
+    Fault(
+        "mae-noise", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_forward",
+        "the given noise is not used", "(places, noise)", "(places, None)", only=TOLD,
+    ),
+    Fault(
+        "mae-none-kept", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_given",
+        "a list of no patches is taken", "self.config.mask_ratio)) > 0",
+        "self.config.mask_ratio)) >= 0",
+        only=(PADDED + "test_mae_otherwise_is_the_hosts",),
+    ),
     Fault(
         "rope-host-prefix", "swap/hosts/rotary.py", "_arguments", "no token is prefix",
         "prefix_tokens=tokens - turn.cos.shape[-2]", "prefix_tokens=0",

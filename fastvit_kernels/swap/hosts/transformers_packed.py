@@ -86,6 +86,8 @@ class PackedAttention(Attention):
         turn = turn_of(cos, sin, (1, 1, len(x), D))
         if turn is None or turn.cos.shape != (len(x), D) or turn.cos.device != x.device:
             return None
+        if cos.requires_grad or sin.requires_grad:
+            return None  # towers compute theirs; what no call is tried with has no proof
         most: Any = extras.get("max_seqlen")
         if most is None:
             most = longest(starts, len(x))
