@@ -46,6 +46,8 @@ TESTS = {  # by file of the package
     "swap/hosts/parts.py": ROPE_HOSTS,
     "swap/hosts/rotary.py": ROPE_HOSTS,
     "swap/hosts/timm.py": ROPE_HOSTS,
+    "swap/hosts/timm_models.py": ("swap/test_timm_models.py",),
+    "models/patch_dropout.py": ("swap/test_timm_models.py",),
     "swap/hosts/transformers_towers.py": ROPE_HOSTS,
     "swap/prove.py": ("swap/test_prove.py",),
     "ops/linear.py": ("ops/test_linear.py", "ops/test_mlp.py"),
@@ -1434,6 +1436,29 @@ HOSTS = [
         "rope-structure-sines", "swap/hosts/structure/attention.py", "turn_by",
         "sines taken for cosines", "(two, one) if", "(one, two) if",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
+    ),
+    Fault(
+        "naflex-mask", "swap/hosts/timm_models.py", "_forward_embeds",
+        "the mask of keys shows padding", '.bool()', '.bool() | True',
+    ),
+    Fault(
+        "naflex-hooks", "swap/hosts/timm_models.py", "NaFlexVit.fused_blocked",
+        "a hook sees other rows of padding than the host's", "if is_watched_inside(*readers)",
+        "if False",
+    ),
+    Fault(
+        "patch-drop-kept", "swap/hosts/timm_models.py", "fused_tokens",
+        "each image keeps the patches of another", "keep=keep", "keep=keep.roll(1, 0)",
+    ),
+    Fault(
+        "patch-drop-draw", "models/patch_dropout.py", "draw_kept",
+        "the patches to keep drawn as no host draws them", "torch.randn(", "torch.rand(",
+    ),
+    Fault(
+        "swin-skip-windows", "swap/hosts/windows.py", "SwinBlock.fused_forward",
+        "the attention of a shifted window computes what DropPath drops", "samples=kept",
+        "samples=None",
+        only=("swap/test_swap_skip.py::test_windows_of_dropped_samples_are_not_computed",),
     ),
     Fault(
         "rope-structure-axes", "swap/hosts/structure/attention.py", "turn_by",

@@ -120,6 +120,48 @@ def test_equals_the_mask_of_the_same_samples(host, counted, monkeypatch):
         assert torch.equal(evaluated[0], _step(twin.eval(), x)[0])
 
 
+def _swin_block():
+    from timm.models.swin_transformer import SwinTransformerBlock
+
+    return SwinTransformerBlock(16, (4, 4), 2, window_size=2, shift_size=1, drop_path=0.5)
+
+
+def test_windows_of_dropped_samples_are_not_computed(counted, monkeypatch):
+    """timm's Swin: a shift's mask is by window, for whichever samples are left."""
+    monkeypatch.setitem(HOSTS, "swin", _swin_block)
+    model, report = _swapped("swin")
+    twin = copy.deepcopy(model)
+    swap_in(twin)
+    assert report.skipping == ["blocks.0.norm1", "blocks.0.norm2"]
+
+    def dense(self, x, dtype):
+        samples = keep_samples(len(x), 0.5, x.device)
+        return torch.zeros(len(x), device=x.device).index_fill_(0, samples[:2], len(x) / 2)
+
+    x = rand(4, 4, 4, 16)
+    with backend("triton"), forced_route("triton"):
+        del counted[:]
+        skipped = _step(model, x)
+        assert counted == [2, 2]
+        path = type(twin.blocks[0].drop_path1)
+        monkeypatch.setattr(path, "fused_row_scale", dense)
+        for a, b in zip(skipped, _step(twin, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_transformers_swin_keeps_its_masks_and_is_reported(monkeypatch):
+    from transformers import SwinConfig
+    from transformers.models.swin import modeling_swin
+
+    layer = modeling_swin.SwinLayer(
+        SwinConfig(window_size=2, attn_implementation="sdpa"), 16, (4, 4), 2, drop_path_rate=0.5
+    )
+    model = _Holder(layer)
+    report = swap_in(model, drop_path="skip")
+    assert report.skipping == [] and report.level == "block"
+    assert "does not reach it" in str(report)
+
+
 def test_dinos_own_nested_drop_path_runs_without_copies(counted, monkeypatch):
     """The host's own samples, above a ratio of 0.1, by default."""
     torch.manual_seed(0)

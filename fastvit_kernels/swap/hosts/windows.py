@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...runtime.plain import is_hooked, is_plain
 from .attend import attend_packed
-from .branch import PreNormBlock, pre_norm_branch
+from .branch import PreNormBlock, kept_of, pre_norm_branch
 from .fused import (
     Child,
     DropPath,
@@ -146,13 +146,13 @@ class WindowAttention(Fused):
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None, mask: Tensor | None = None, windows: Windows | None = None,
     ) -> Tensor:  # fmt: skip
-        x = x if windows is None else windows.cut(x)
+        x = x if windows is None else windows.cut(x.unflatten(1, windows.grid))
         out = attend_packed(
             project(self.qkv, x), self.num_heads, mask=with_shift(self._get_rel_pos_bias(), mask),
             dropout_p=self.attn_drop.p if self.training else 0.0,
             scale=None if self.fused_attn else self.scale,
         ).flatten(2)  # fmt: skip
-        out = out if windows is None else windows.joined(out)
+        out = out if windows is None else windows.joined(out).flatten(1, 2)
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 
     def fused_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -190,20 +190,23 @@ class SwinBlock(PreNormBlock):
         yield (example(generator, 1, *grid, width),), {}
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        grid, rebuild, skip = tuple(x.shape[1:3]), self.fused_memory == "low", self.fused_drop_path
         given = dict(windows=self.fused_cut(x), mask=self.fused_mask(x))
-        rebuild = self.fused_memory == "low"
-        y = pre_norm_branch(x, self.norm1, self.attn, self.drop_path1, call=self._attn, **given)
+        y = x.flatten(1, 2)
+        kept = None
+        if skip == "skip":  # what is given is of windows, and alike for all samples
+            kept = kept_of(y, self.norm1, self.attn, (self.drop_path1,), {})
         y = pre_norm_branch(
-            y.flatten(1, 2), self.norm2, self.mlp, self.drop_path2, rebuild=rebuild,
-            drop_path=self.fused_drop_path,
+            y, self.norm1, self.attn, self.drop_path1, samples=kept,
+            call=lambda y: self._attn(y.unflatten(1, grid)).flatten(1, 2), **given,
         )  # fmt: skip
-        return y.unflatten(1, tuple(x.shape[1:3]))
+        y = pre_norm_branch(
+            y, self.norm2, self.mlp, self.drop_path2, rebuild=rebuild, drop_path=skip
+        )
+        return y.unflatten(1, grid)
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
         yield from (name for name in super().fused_rebuilt() if name != "norm1")
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        yield from (pair for pair in super().fused_skips() if pair[0] != "norm1")
 
 
 class StochasticDepth(DropPath):
