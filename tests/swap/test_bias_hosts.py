@@ -1,4 +1,4 @@
-"""Hosts whose scores have a learnt bias of positions, some in windows: BEiT, Swin, Data2Vec.
+"""Hosts whose scores have a learnt bias of positions, some in windows: BEiT, Swin, SAM, Data2Vec.
 
 Every table has its gradient, in a training step in float64 and through the kernels by the 2x rule.
 """
@@ -56,6 +56,11 @@ def _beit(name: str, **settings: Any):
     return lambda: timm.create_model(name, **NARROW, **settings)
 
 
+def _sam():  # windows of a grid of 3 that is padded, then all of it
+    settings = NARROW | dict(depth=2, img_size=24, patch_size=8, window_size=2)
+    return timm.create_model("samvit_base_patch16", global_attn_indexes=(1,), **settings)
+
+
 def _tower(family: str, **settings: Any):
     config, model = (getattr(transformers, family + end) for end in ("Config", "Model"))
     return lambda: model(config(**TOWER, **settings))
@@ -66,6 +71,7 @@ MODELS: dict[str, tuple[Any, int]] = {
     "swin_torchvision": (_torchvision_swin, 24),
     "swin_transformers": (_hf_swin, 32),
     "beit_timm": (_beit("beit_base_patch16_224"), 32),
+    "sam_timm": (_sam, 24),
     "relpos_timm": (_beit("vit_relpos_small_patch16_224"), 32),
     "data2vec": (_tower("Data2VecVision", use_relative_position_bias=True), 32),
     "beit_transformers": (_tower("Beit", use_relative_position_bias=True), 32),
@@ -93,12 +99,32 @@ def test_a_learnt_bias_trains_in_fused_blocks(name):
         assert difference(model, inputs) == ""
 
 
-@pytest.mark.parametrize("name", ["swin_timm", "swin_torchvision", "data2vec", "beit_timm"])
+@pytest.mark.parametrize(
+    "name", ["swin_timm", "swin_torchvision", "data2vec", "beit_timm", "sam_timm"]
+)
 def test_a_learnt_bias_through_the_kernels(name):
     model, inputs = _built(name)
     model.eval()
     failed = [str(e) for e in model_errors(model, inputs) if not e.passed]
     assert not failed, "\n".join(failed)
+
+
+def test_another_grid_is_the_hosts_to_interpolate():
+    block = _built("sam_timm")[0].blocks[1]
+    swapped = copy.deepcopy(block)
+    assert swap_in(swapped).level == "block"
+    for grid in ((3, 3), (4, 3)):
+        x = torch.randn(1, *grid, 16)
+        torch.testing.assert_close(swapped(x), block(x))
+
+
+def test_what_drops_by_window_is_left_to_the_host():
+    model = _built("sam_timm")[0]
+    for block in model.blocks:
+        block.drop_path1 = timm.layers.DropPath(0.3)
+    report = swap_in(model)
+    assert [s.host for s in report.swapped if s.level == "block"] == ["Block"], str(report)
+    assert any(row.reason == "it drops by window" for row in report.left), str(report)
 
 
 @pytest.mark.parametrize("pads_first", [False, True])

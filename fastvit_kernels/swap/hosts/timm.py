@@ -14,7 +14,7 @@ from ...ops.linear import linear
 from ...ops.norm.functions import layer_norm
 from ...runtime.plain import is_plain
 from .. import hosts
-from . import windows
+from . import timm_sam, windows
 from .attend import attend, attend_packed, together, unpack
 from .fused import (
     Child,
@@ -369,6 +369,7 @@ class RelPosAttention(Attention):
 
 TABLE: dict[str, type[Fused]] = {
     **windows.TIMM,
+    **timm_sam.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
     "timm.layers.drop.DropPath": DropPath,

@@ -1,0 +1,159 @@
+"""timm's SAM encoder: x is (B, height, width, C), windows that are padded, decomposed positions:
+
+scores = q k^T / sqrt(D) + q R_h + q R_w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.plain import is_hooked, is_plain
+from .attend import attend, attend_packed, unpack
+from .branch import PreNormBlock, pre_norm_branch
+from .fused import (
+    Child,
+    Fused,
+    example,
+    inert,
+    left_dropouts,
+    left_linears,
+    names,
+    project,
+    project_out,
+    width_of,
+)
+from .structure.positions import with_decomposed
+from .windows import Windows
+
+
+class SamAttention(Fused):
+    fused_level = "attention"
+    fused_children = names("qkv q_norm k_norm attn_drop proj proj_drop rope rel_pos_h rel_pos_w")
+    fused_attention_dropout = names("attn_drop")
+    fused_axes = (4,)
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
+            return "it normalises queries and keys"
+        return None if getattr(module, "rope", None) is None else "it turns queries and keys"
+
+    def fused_blocked(self: Any) -> str | None:
+        return "its probabilities are hooked" if is_hooked(self.attn_drop) else None
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, "qkv", "proj")
+        yield from left_dropouts(self, "proj_drop")
+
+    def fused_reads_low(self: Any) -> bool:
+        return is_plain(self.qkv)
+
+    def fused_draws(self: Any) -> bool:
+        return not inert(self.proj_drop)
+
+    def fused_grid(self: Any) -> tuple[int, int] | None:
+        """What its tables are for; the host interpolates them for others."""
+        if not self.use_rel_pos:
+            return None
+        return (len(self.rel_pos_h) + 1) // 2, (len(self.rel_pos_w) + 1) // 2
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 4 and self.fused_grid() in (None, tuple(x.shape[1:3]))
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for batch in (1, 2):
+            grid = self.fused_grid() or (3, 3 + batch)
+            yield (example(generator, batch, *grid, width_of(self)),), {}
+
+    def fused_heads(self: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """x (B, T, C) -> (B, T, H, D)"""
+        p = self.attn_drop.p if self.training else 0.0
+        qkv, scale = project(self.qkv, x), None if self.fused_attn else self.scale
+        if not self.use_rel_pos:
+            return attend_packed(qkv, self.num_heads, dropout_p=p, scale=scale)
+        q, k, v = unpack(qkv, self.num_heads)
+        along, D = (self.rel_pos_h, self.rel_pos_w), v.shape[-1]
+        q, k, v = with_decomposed(q, k, v, D**-0.5 if scale is None else scale, along, grid)
+        return attend(q, k, v, dropout_p=p, scale=1.0)[..., :D]
+
+    def fused_branch(
+        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+        row_scale: Tensor | None = None, windows: Windows | None = None,
+    ) -> Tensor:  # fmt: skip
+        if windows is None:
+            grid = (x.shape[1], x.shape[2])
+            out = self.fused_heads(x.flatten(1, 2), grid).flatten(2).unflatten(1, grid)
+        else:
+            out = windows.joined(self.fused_heads(windows.cut(x), windows.size).flatten(2))
+        return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
+
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return self.fused_branch(x)
+
+
+class SamBlock(PreNormBlock):
+    fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
+    fused_names = (
+        "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
+    )  # fmt: skip
+    fused_axes = (4,)
+
+    def fused_blocked(self: Any) -> str | None:
+        if self.window_size and not (inert(self.drop_path1) and inert(self.attn.proj_drop)):
+            return "it drops by window"
+        return None
+
+    def fused_cut(self: Any, x: Tensor) -> Windows | None:
+        size = self.window_size
+        return Windows((x.shape[1], x.shape[2]), (size, size), (0, 0)) if size else None
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        if x.ndim != 4:
+            return False
+        attn, size = self.attn, self.window_size
+        if not isinstance(attn, SamAttention):
+            return True
+        return attn.fused_grid() in (None, (size, size) if size else tuple(x.shape[1:3]))
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        size = self.window_size
+        grid = (size + 1, 2 * size) if size else SamAttention.fused_grid(self.attn) or (3, 4)
+        yield (example(generator, 1, *grid, width_of(self)),), {}
+
+    def fused_by_window(self: Any, y: Tensor) -> Tensor:
+        """The attention as the host calls it."""
+        windows = self.fused_cut(y)
+        if windows is None:
+            return self.attn(y)
+        cut = windows.cut(y).unflatten(1, windows.size)
+        return windows.joined(self.attn(cut).flatten(1, 2))
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        rebuild, skip = self.fused_memory == "low", self.fused_drop_path
+        windows = self.fused_cut(x)
+        given = {} if windows is None else {"windows": windows}
+        y = pre_norm_branch(
+            x, self.norm1, self.attn, self.ls1, self.drop_path1, call=self.fused_by_window,
+            **given,
+        )  # fmt: skip
+        y = pre_norm_branch(
+            y.flatten(1, 2), self.norm2, self.mlp, self.ls2, self.drop_path2, rebuild=rebuild,
+            drop_path=skip,
+        )  # fmt: skip
+        return y.unflatten(1, tuple(x.shape[1:3]))
+
+    def fused_rebuilt(self: Any) -> Iterator[str]:
+        yield from (name for name in super().fused_rebuilt() if name != "norm1")
+
+    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
+        yield from (pair for pair in super().fused_skips() if pair[0] != "norm1")
+
+
+TIMM: dict[str, type[Fused]] = {
+    "timm.models.vision_transformer_sam.Attention": SamAttention,
+    "timm.models.vision_transformer_sam.Block": SamBlock,
+}
