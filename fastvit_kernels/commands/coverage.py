@@ -266,7 +266,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
             "Triton kernels and through PyTorch.",
             "`same parts`: its swapped modules, their settings and their places are in models",
             "here that ran. `as` another: from that one it differs in sizes alone. A name without",
-            "a word was not run: the host refuses the step.",
+            "a word was not run: the host refuses the step, or has no small version.",
             f"{runs}.",
         ]
     for host in hosts:
