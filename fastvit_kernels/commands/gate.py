@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import tools
 from ..tools.aot import TARGETS, CompileError, Kernel, trace_step
 from ..tools.examine import examine
 from .resources import compare, resources_page
@@ -89,26 +90,9 @@ def compile_cases(archs: Sequence[str], jobs: int, known: Iterable[str] = ()) ->
     return Compiled(list(kernels.values()), errors, digests, met)
 
 
-RULES = (
-    "aot",
-    "examine",
-    "faults",
-    "flow",
-    "loop_model",
-    "machine_code",
-    "ptx",
-    "sass",
-    "useful",
-    "specialisation",
-)
-
-
 def rules_digest() -> str:
     """Of the gate's own code: rules that change are asked of every kernel again."""
-    files = [
-        Path(__file__),
-        *(Path(examine.__code__.co_filename).with_name(f"{n}.py") for n in RULES),
-    ]
+    files = [Path(__file__), *sorted(Path(tools.__path__[0]).glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

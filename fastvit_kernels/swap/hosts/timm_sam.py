@@ -30,6 +30,12 @@ from .structure.positions import with_decomposed
 from .windows import Windows
 
 
+def windows_of(x: Tensor, side: int) -> Windows:
+    """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
+    grid = (x.shape[1], x.shape[2])
+    return Windows(grid, (side, side) if side else grid, (0, 0))
+
+
 class SamAttention(Fused):
     fused_level = "attention"
     fused_children = names("qkv q_norm k_norm attn_drop proj proj_drop rope rel_pos_h rel_pos_w")
@@ -84,11 +90,8 @@ class SamAttention(Fused):
         self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
         row_scale: Tensor | None = None, windows: Windows | None = None,
     ) -> Tensor:  # fmt: skip
-        if windows is None:
-            grid = (x.shape[1], x.shape[2])
-            out = self.fused_heads(x.flatten(1, 2), grid).flatten(2).unflatten(1, grid)
-        else:
-            out = windows.joined(self.fused_heads(windows.cut(x), windows.size).flatten(2))
+        windows = windows or windows_of(x, 0)
+        out = windows.joined(self.fused_heads(windows.cut(x), windows.size).flatten(2))
         return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
 
     def fused_forward(self, x: Tensor) -> Tensor:
@@ -107,17 +110,10 @@ class SamBlock(PreNormBlock):
             return "it drops by window"
         return None
 
-    def fused_cut(self: Any, x: Tensor) -> Windows | None:
-        size = self.window_size
-        return Windows((x.shape[1], x.shape[2]), (size, size), (0, 0)) if size else None
-
     def fused_takes(self: Any, x: Tensor) -> bool:
-        if x.ndim != 4:
-            return False
-        attn, size = self.attn, self.window_size
-        if not isinstance(attn, SamAttention):
-            return True
-        return attn.fused_grid() in (None, (size, size) if size else tuple(x.shape[1:3]))
+        if x.ndim != 4 or not isinstance(self.attn, SamAttention):
+            return x.ndim == 4
+        return self.attn.fused_grid() in (None, windows_of(x, self.window_size).size)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         size = self.window_size
@@ -126,19 +122,14 @@ class SamBlock(PreNormBlock):
 
     def fused_by_window(self: Any, y: Tensor) -> Tensor:
         """The attention as the host calls it."""
-        windows = self.fused_cut(y)
-        if windows is None:
-            return self.attn(y)
-        cut = windows.cut(y).unflatten(1, windows.size)
-        return windows.joined(self.attn(cut).flatten(1, 2))
+        windows = windows_of(y, self.window_size)
+        return windows.joined(self.attn(windows.cut(y).unflatten(1, windows.size)).flatten(1, 2))
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         rebuild, skip = self.fused_memory == "low", self.fused_drop_path
-        windows = self.fused_cut(x)
-        given = {} if windows is None else {"windows": windows}
         y = pre_norm_branch(
             x, self.norm1, self.attn, self.ls1, self.drop_path1, call=self.fused_by_window,
-            **given,
+            windows=windows_of(x, self.window_size),
         )  # fmt: skip
         y = pre_norm_branch(
             y.flatten(1, 2), self.norm2, self.mlp, self.ls2, self.drop_path2, rebuild=rebuild,
