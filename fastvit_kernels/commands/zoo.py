@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import library as torch_library
+from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 # Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
@@ -48,13 +48,13 @@ def define_torchvision_operators() -> None:
         except OSError:
             continue
         return
-    operators = torch_library.Library("torchvision", "DEF")
+    operators = Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _defined.append(operators)  # a definition lasts as long as its Library
 
 
-_defined: list[torch_library.Library] = []
+_defined: list[Library] = []
 
 
 class _RatesOnCpu(TorchFunctionMode):

@@ -5,7 +5,7 @@ is the launcher itself, `OPERATORS.linear_fwd` is `torch.ops.fastvit_kernels.lin
 dispatch.py says which of the two namespaces a call gets. Gradients live in the `autograd.Function`
 around the operators, which every compiler traces through.
 
-`define` + `impl` + `register_fake` dispatch in 6.3 us where `torch.library.custom_op` takes 10.7
+`define` + `impl` + `register_fake` dispatch in 6.3 us where torch's `custom_op` takes 10.7
 (figures of attention-gym #302, not measured here).
 """
 
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from torch.library import Library, infer_schema, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
@@ -27,7 +28,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; 
 
 # Two builds of the Hub's kernels library may live in one process: each has a name of its own.
 NAMESPACE = __name__.partition(".")[0]
-_library = torch.library.Library(NAMESPACE, "DEF")
+_operators = Library(NAMESPACE, "DEF")
 
 
 def operator(
@@ -47,10 +48,10 @@ def operator(
 
     def register(launcher: Callable[..., Any]) -> Any:
         name = launcher.__name__
-        _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
+        _operators.define(name + infer_schema(launcher, mutates_args=()))
         whole = _whole(launcher)
-        _library.impl(name, whole, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        _operators.impl(name, whole, "CompositeExplicitAutograd")
+        register_fake(f"{NAMESPACE}::{name}", fake, lib=_operators)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         registered = packet.default
         if flops is not None:
