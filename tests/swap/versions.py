@@ -4,7 +4,8 @@
 
 For each set of packages: install it without dependencies under DIR, where it is not there yet, and
 run `coverage --verify` of one model for each structure: a training step in float64, swapped beside
-the host's. No model may crash, none may differ. The versions that are installed run first.
+the host's. No model may crash, none may differ. One set runs on each core, and its lines are
+printed together when it is done.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 # name -> packages, each with what it imports that the environment may have in another version
@@ -70,12 +73,17 @@ def run(name: str, folder: Path) -> bool:
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     if HOSTS[name]:
         path.insert(0, str(installed(name, folder)))
-    print(f"== {name}", flush=True)
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "fastvit_kernels", "coverage", "--verify", "--backends"]
         command += ["--out", f"{out}/coverage.md", "--hosts", *libraries, "--models", *models]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
-        return subprocess.run(command, env=environment, check=False).returncode == 0
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
+        ran = subprocess.run(
+            command, env=environment, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    print(f"== {name}\n{ran.stdout}", end="", flush=True)
+    return ran.returncode == 0
 
 
 def main() -> int:
@@ -84,7 +92,9 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "hosts")
     arguments = parser.parse_args()
     names = arguments.names or list(HOSTS)
-    failed = [name for name in names if not run(name, arguments.dir)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        passed = pool.map(partial(run, folder=arguments.dir), names)
+        failed = [name for name, ok in zip(names, passed, strict=True) if not ok]
     print(f"failed: {', '.join(failed)}" if failed else f"{len(names)} sets of versions pass")
     return 1 if failed else 0
 
