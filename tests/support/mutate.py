@@ -96,9 +96,8 @@ def project_copy() -> Iterator[Path]:
     """A temporary folder with the package, its tests and pytest's settings."""
     with tempfile.TemporaryDirectory(prefix="fastvit-mutate-") as folder:
         root = Path(folder).resolve()
-        ignore = shutil.ignore_patterns("__pycache__", ".*")
         for name in ("fastvit_kernels", "tests"):
-            shutil.copytree(ROOT / name, root / name, ignore=ignore)
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(".*"))
         shutil.copy(ROOT / "pyproject.toml", root)
         yield root
 
@@ -163,6 +162,8 @@ def check(fault: Fault, timeout: float) -> Result:
     with project_copy() as root:
         path = package_file(fault, root)
         path.write_text(plant(fault, path.read_text()))
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()  # its time and size may be those of the planted file
         run = run_tests(root, fault.tests, timeout, "-x")
     if run.failed:
         return Result(fault, "noticed", run.failed[0], run.output)
