@@ -175,8 +175,7 @@ def _linear_fwd_kernel(
 
 
 def _empty_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
+    x: Tensor, weight: Tensor, residual: Tensor | None, row_scale: Tensor | None, activation: str,
     out_dtype: torch.dtype, save_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (*x.shape[:-1], weight.shape[0])
@@ -186,7 +185,7 @@ def _empty_fwd(
     return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
 
 
-def _flops_fwd(x, weight, *_, **__):
+def _flops_fwd(x, weight):
     return 2 * math.prod(x) * weight[0]
 
 
@@ -243,11 +242,9 @@ def linear_fwd(
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, row_scale: Tensor | None,
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     return empty_gradients(
@@ -259,10 +256,7 @@ def _empty_bwd(
     )
 
 
-def _flops_bwd(
-    dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype, dx_dtype, dweight_dtype,
-    *_, **__,
-):  # fmt: skip
+def _flops_bwd(dy, x, weight, row_scale, dx_dtype, dweight_dtype):
     wide = (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
     return 2 * count_rows(dy, row_scale) * dy[-1] * wide
 
@@ -281,9 +275,8 @@ def linear_bwd(
     wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
-        dy, x, weight, bias, z, layer_scale, row_scale, activation, dtype,
-        dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype,
-    )  # fmt: skip
+        dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
+    )
     if dy.numel() == 0:
         for grad in grads:
             grad.zero_()
@@ -328,7 +321,7 @@ def _empty_by_library_bwd(
     )
 
 
-def _flops_by_library_bwd(dy, x, weight, *_, **__):
+def _flops_by_library_bwd(dy, x, weight):
     return 2 * math.prod(dy) * ((weight[1] if weight else 0) + (x[-1] if x else 0))
 
 

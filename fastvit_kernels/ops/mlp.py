@@ -181,13 +181,10 @@ def _hidden_gradient(
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
-    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
-    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, z: Tensor | None, act: Tensor | None,
+    row_scale: Tensor | None, dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-    g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = dy.shape[-1]
     hidden = z if z is not None else act
@@ -204,8 +201,8 @@ def _empty_bwd(
 
 
 def _flops_bwd(
-    dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
-    dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, *_, **__,
+    dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
+    dfc2_weight_dtype,
 ):  # fmt: skip
     M, N = count_rows(dy, row_scale), dy[-1]
     F = (z or act or (0,))[-1]
@@ -232,9 +229,8 @@ def mlp_bwd(
     g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     grads = _empty_bwd(
-        dy, x, fc1_weight, fc2_weight, fc2_bias, z, act, layer_scale, row_scale, activation, dtype,
-        dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
-        dlayer_scale_dtype,
+        dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
+        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
     )  # fmt: skip
     if dy.numel() == 0:
         for grad in grads:

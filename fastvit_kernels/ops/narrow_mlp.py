@@ -270,16 +270,12 @@ def _weight_rows(x: Tensor, num_rows: int) -> Tensor:
     return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _empty(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _empty(x: Tensor, fc2_weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     shape = (*x.shape[:-1], fc2_weight.shape[0])
     return torch.empty(shape, dtype=out_dtype, device=x.device)
 
 
-def _flops(x, fc1_weight, fc1_bias, fc2_weight, *_, **__):
+def _flops(x, fc1_weight, fc2_weight):
     (F, C), N = fc1_weight, fc2_weight[0]
     return 2 * math.prod(x[:-1]) * F * (C + N)
 
@@ -291,10 +287,7 @@ def narrow_mlp_fwd(
     row_scale: Tensor | None, activation: str, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """y (..., N) in out_dtype. x and the weights share one dtype."""
-    y = _empty(
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
-        activation, out_dtype,
-    )  # fmt: skip
+    y = _empty(x, fc2_weight, out_dtype)
     if y.numel() == 0:
         return y
     (F, C), N, rows = fc1_weight.shape, fc2_weight.shape[0], as_rows(x)

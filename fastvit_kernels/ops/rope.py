@@ -104,15 +104,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _empty_fwd(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
-    q_norm_bias: Tensor | None, k_norm_weight: Tensor | None, k_norm_bias: Tensor | None,
-    interleaved: bool, prefix_tokens: int, norm: str, eps: float, transpose: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape)
-
-
-@operator(fake=_empty_fwd)
+@operator(fake=lambda q: (q.new_empty(q.shape), q.new_empty(q.shape)))
 def rope_fwd(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
     q_norm_bias: Tensor | None, k_norm_weight: Tensor | None, k_norm_bias: Tensor | None,
@@ -139,10 +131,8 @@ def empty_sums(
 
 
 def _empty_bwd(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, interleaved: bool, prefix_tokens: int, norm: str, eps: float,
-    param_dtype: torch.dtype, needs_dparams: bool, table_dtype: torch.dtype, needs_dtables: bool,
+    q: Tensor, cos: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
+    table_dtype: torch.dtype, needs_dtables: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sums = empty_sums(q, q.shape[-1], cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
     return q.new_empty(q.shape), q.new_empty(q.shape), *sums
@@ -159,9 +149,8 @@ def rope_bwd(
     norm, then of k's; dtables (2, ...), of cos and of sin."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     dq, dk, dparams, dtables = _empty_bwd(
-        dq_out, dk_out, q, k, cos, sin, *norms, interleaved, prefix_tokens, norm, eps, param_dtype,
-        needs_dparams, table_dtype, needs_dtables,
-    )  # fmt: skip
+        q, cos, param_dtype, needs_dparams, table_dtype, needs_dtables
+    )
     if q.numel() == 0:
         return dq, dk, dparams.zero_(), dtables.zero_()
     turn_back(

@@ -12,6 +12,7 @@ around the operators, which every compiler traces through.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -40,9 +41,10 @@ def operator(
     operator, all of whose outputs are tensors, gives (0,) in fp32 for it, as its fake must.
 
     Args:
-        fake: same arguments, returns uninitialised outputs; the launcher may call it to allocate.
-        flops: the first arguments, shapes in place of tensors, and any more -> what torch's
-            FlopCounterMode counts for torch's own functions: matrix products, 2 a multiply-add.
+        fake: returns uninitialised outputs, from those of the launcher's arguments that its own
+            names say; the launcher may call it to allocate.
+        flops: likewise, with shapes in place of tensors -> what torch's FlopCounterMode counts for
+            torch's own functions: matrix products, 2 a multiply-add.
     Returns: a decorator whose result is the operator, called like the launcher.
     """
 
@@ -51,17 +53,31 @@ def operator(
         _operators.define(name + infer_schema(launcher, mutates_args=()))
         whole = _whole(launcher)
         _operators.impl(name, whole, "CompositeExplicitAutograd")
-        register_fake(f"{NAMESPACE}::{name}", fake, lib=_operators)
+        register_fake(f"{NAMESPACE}::{name}", _by_name(fake, launcher), lib=_operators)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         registered = packet.default
         if flops is not None:
-            register_flop_formula(packet)(flops)
+            register_flop_formula(packet)(_by_name(flops, launcher))
         LAUNCHERS[name] = whole
         setattr(DIRECT, name, launcher)
         setattr(OPERATORS, name, registered)
         return registered
 
     return register
+
+
+def _by_name(function: Callable[..., Any], launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called like the launcher, with the arguments that have its parameters' names."""
+    signature = inspect.signature(launcher)
+    names = inspect.signature(function).parameters
+    assert names.keys() <= signature.parameters.keys(), f"{launcher.__name__}: {list(names)}"
+
+    def call(*arguments: Any, out_shape: Any = None, **options: Any) -> Any:
+        bound = signature.bind(*arguments, **options)
+        bound.apply_defaults()
+        return function(**{name: bound.arguments[name] for name in names})
+
+    return call
 
 
 def _whole(launcher: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,6 @@ from ...runtime.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
-    empty,
     needs_gradient,
 )
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
@@ -38,7 +37,16 @@ from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .configs import MAX_D
-from .launch import bias_partials, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
+from .launch import (
+    bias_partials,
+    bwd_flops,
+    empty_dqkv,
+    empty_outputs,
+    fwd_flops,
+    launch_bwd,
+    launch_fwd,
+    readable,
+)
 from .masked import as_four_axes, check_mask, unsupported_mask
 
 # Torch's own: F's attribute of this name may be ours by now, as a drop-in.
@@ -94,25 +102,13 @@ def attention_fwd(
     return out, lse
 
 
-def _empty_attention_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float,
-) -> Tensor:  # fmt: skip
-    return empty(qkv.shape, qkv.dtype, qkv.device)
-
-
-def _flops_bwd(dout, *_, **__):
-    B, T, H, D = dout
-    return 10 * B * H * T * T * D  # as torch counts it, with the scores computed anew
-
-
-@operator(fake=_empty_attention_bwd, flops=_flops_bwd)
+@operator(fake=empty_dqkv, flops=bwd_flops)
 def attention_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
     dropout_p: float,
 ) -> Tensor:  # fmt: skip
     """dqkv (B, T, 3, H, D), contiguous."""
-    dqkv = _empty_attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p)
+    dqkv = empty_dqkv(qkv)
     if qkv.numel():
         q, k, v = readable(qkv).unbind(2)
         dq, dk, dv = dqkv.unbind(2)
@@ -123,23 +119,17 @@ def attention_bwd(
     return dqkv
 
 
-def _empty_attention_and_bias_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    return dqkv, qkv.new_empty(qkv.shape[2:].numel(), dtype=bias_dtype)
+def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return empty_dqkv(qkv), qkv.new_empty(qkv.shape[2:].numel(), dtype=bias_dtype)
 
 
-@operator(fake=_empty_attention_and_bias_bwd, flops=_flops_bwd)
+@operator(fake=_empty_attention_and_bias_bwd, flops=bwd_flops)
 def attention_and_bias_bwd(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
     dropout_p: float, bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dqkv (B, T, 3, H, D) contiguous, and its column sums (3 H D,) in bias_dtype."""
-    dqkv, dbias = _empty_attention_and_bias_bwd(
-        dout, qkv, out, lse, seed, scale, dropout_p, bias_dtype
-    )
+    dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
     if qkv.numel() == 0:
         return dqkv, dbias.zero_()
     q, k, v = readable(qkv).unbind(2)
@@ -187,23 +177,26 @@ class AttentionFunction(torch.autograd.Function):
         return dqkv, None, None
 
 
+def empty_qkv(x: Tensor, weight: Tensor, num_heads: int) -> Tensor:
+    """Of a projection: (B, T, 3, H, D)."""
+    return x.new_empty((*x.shape[:-1], 3, num_heads, weight.shape[0] // (3 * num_heads)))
+
+
 def _empty_qkv_attention_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
-    scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, _ = x.shape
-    D = weight.shape[0] // (3 * num_heads)
-    qkv = x.new_empty((B, T, 3, num_heads, D))
+    x: Tensor, weight: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = empty_qkv(x, weight, num_heads)
     return qkv, *empty_outputs(qkv)
 
 
-def _flops_qkv_fwd(x, weight, *_, **__):
+def projected_flops(x, weight):
+    """Of a forward with its projection."""
     B, T, C = x
     rows = weight[0]  # 3 H D
     return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
 
 
-@operator(fake=_empty_qkv_attention_fwd, flops=_flops_qkv_fwd)
+@operator(fake=_empty_qkv_attention_fwd, flops=projected_flops)
 def qkv_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
     scale: float, dropout_p: float,
@@ -220,7 +213,7 @@ def qkv_attention_fwd(
 
 
 def _empty_qkv_projection_bwd(
-    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
+    x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
     needs_dx, needs_dweight = needs
     return (
@@ -229,7 +222,7 @@ def _empty_qkv_projection_bwd(
     )
 
 
-def _flops_qkv_projection_bwd(dqkv, x, weight, weight_dtype, needs, **__):
+def _flops_qkv_projection_bwd(x, weight, needs):
     return 2 * math.prod(x) * weight[0] * (needs[0] + needs[1])
 
 
@@ -239,7 +232,7 @@ def qkv_projection_bwd(
 ) -> tuple[Tensor, Tensor]:
     """dx and dweight of the projection; each empty where it is not needed."""
     needs_dx, needs_dweight = needs
-    dx, dweight = _empty_qkv_projection_bwd(dqkv, x, weight, weight_dtype, needs)
+    dx, dweight = _empty_qkv_projection_bwd(x, weight, weight_dtype, needs)
     dqkv = dqkv.view(-1, weight.shape[0])
     x = x.reshape(-1, x.shape[-1])
     if needs_dx:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import empty_strided, is_aligned
+from ...runtime.arguments import empty, empty_strided, is_aligned
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
@@ -251,18 +251,29 @@ def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
     return rows if length == T else rows.narrow(2, 0, T)
 
 
-def empty_outputs(qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Of packed (B, T, 3, H, D), whatever else a forward takes: out (B, T, H, D), lse (B, H, T)."""
+def empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Of packed (B, T, 3, H, D): out (B, T, H, D), lse (B, H, T)."""
     B, T, _, H, D = qkv.shape
     C = H * D
     out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=qkv.device)
     return out, empty_rows(out)
 
 
-def fwd_flops(qkv: Any, *others: Any, **more: Any) -> int:
+def fwd_flops(qkv: Any) -> int:
     """Of a forward of packed (B, T, 3, H, D), by its shape."""
     B, T, _, H, D = qkv
     return 4 * B * H * T * T * D
+
+
+def empty_dqkv(qkv: Tensor) -> Tensor:
+    """Contiguous, whatever the strides of packed qkv are."""
+    return empty(qkv.shape, qkv.dtype, qkv.device)
+
+
+def bwd_flops(dout: Any) -> int:
+    """Of a backward, by the shape of its upstream gradient (B, T, H, D)."""
+    B, T, H, D = dout
+    return 10 * B * H * T * T * D  # as torch counts it, with the scores computed anew
 
 
 def padded_rows(lse: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import check_device, check_tensor, empty
+from ...runtime.arguments import check_device, check_tensor
 from ...runtime.dispatch import first_order, ops_for
 from ...runtime.operator import differentiable, operator
 from .backward_bias import launch_bias_grad
-from .launch import empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
+from .launch import empty_dqkv, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
 
 
 def as_four_axes(mask: Tensor) -> Tensor:
@@ -61,15 +61,11 @@ def masked_attention_fwd(
     return out, lse
 
 
-def _empty_masked_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, mask: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, needs_dmask: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dqkv = empty(qkv.shape, qkv.dtype, qkv.device)
-    return dqkv, mask.new_empty(mask.shape if needs_dmask else (0,))
+def _empty_masked_bwd(qkv: Tensor, mask: Tensor, needs_dmask: bool) -> tuple[Tensor, Tensor]:
+    return empty_dqkv(qkv), mask.new_empty(mask.shape if needs_dmask else (0,))
 
 
-def _flops_bwd(dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask, **__):
+def _flops_bwd(dout, needs_dmask):
     return (14 if needs_dmask else 10) * math.prod(dout) * dout[1]
 
 
@@ -79,7 +75,7 @@ def masked_attention_bwd(
     scale: float, dropout_p: float, needs_dmask: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dqkv (B, T, 3, H, D), contiguous; the mask's gradient, empty where none is needed."""
-    dqkv, dmask = _empty_masked_bwd(dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask)
+    dqkv, dmask = _empty_masked_bwd(qkv, mask, needs_dmask)
     if qkv.numel() == 0:
         return dqkv, dmask.zero_()
     q, k, v = readable(qkv).unbind(2)

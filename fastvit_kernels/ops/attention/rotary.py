@@ -38,10 +38,12 @@ from .functions import (
     check_head_dim,
     default_scale,
     draw_seed,
+    empty_qkv,
+    projected_flops,
     torch_sdpa,
     unsupported_scale,
 )
-from .launch import Packing, empty_rows, launch_bwd, launch_fwd, readable
+from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 from .varlen import check_lengths, check_packing, varlen_attention_ref
 
 
@@ -83,27 +85,17 @@ def _packing(cu_seqlens: Tensor | None, max_seqlen: int) -> Packing | None:
 
 
 def _empty_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
-    num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float, apart: bool,
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, num_heads: int,
+    apart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, T, _ = x.shape
-    D = weight.shape[0] // (3 * num_heads)
-    out = x.new_empty((B, T, num_heads, D))
-    turned = x.new_empty((B, T, 2, num_heads, D) if apart else (0,))
-    rows = empty_rows(out, _packing(cu_seqlens, max_seqlen))
-    return x.new_empty((B, T, 3, num_heads, D)), turned, out, rows
+    qkv = empty_qkv(x, weight, num_heads)
+    B, T, _, H, D = qkv.shape
+    out = x.new_empty((B, T, H, D))
+    turned = x.new_empty((B, T, 2, H, D) if apart else (0,))
+    return qkv, turned, out, empty_rows(out, _packing(cu_seqlens, max_seqlen))
 
 
-def _flops_fwd(x, weight, *_, **__):
-    B, T, C = x
-    rows = weight[0]  # 3 H D
-    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
-
-
-@operator(fake=_empty_fwd, flops=_flops_fwd)
+@operator(fake=_empty_fwd, flops=projected_flops)
 def rope_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
@@ -133,26 +125,16 @@ def rope_attention_fwd(
 
 
 def _empty_bwd(
-    dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, q_norm_bias: Tensor | None,
-    k_norm_weight: Tensor | None, k_norm_bias: Tensor | None, cu_seqlens: Tensor | None,
-    max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float, param_dtype: torch.dtype, table_dtype: torch.dtype, bias_dtype: torch.dtype,
-    needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
+    qkv: Tensor, cos: Tensor, param_dtype: torch.dtype, table_dtype: torch.dtype,
+    bias_dtype: torch.dtype, needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _, _, _, H, D = qkv.shape
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dbias = qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
     sums = empty_sums(qkv, D, cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
-    return dqkv, *sums, dbias
+    return empty_dqkv(qkv), *sums, dbias
 
 
-def _flops_bwd(dout, *_, **__):
-    B, T, H, D = dout
-    return 10 * B * H * T * T * D
-
-
-@operator(fake=_empty_bwd, flops=_flops_bwd)
+@operator(fake=_empty_bwd, flops=bwd_flops)
 def rope_attention_bwd(
     dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, q_norm_bias: Tensor | None,
@@ -165,10 +147,8 @@ def rope_attention_bwd(
     (3 H D,) of the projection. The last three are empty where they are not needed."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     dqkv, dparams, dtables, dbias = _empty_bwd(
-        dout, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens, max_seqlen, interleaved,
-        prefix_tokens, norm, eps, scale, dropout_p, param_dtype, table_dtype, bias_dtype,
-        needs_dparams, needs_dtables, needs_dbias,
-    )  # fmt: skip
+        qkv, cos, param_dtype, table_dtype, bias_dtype, needs_dparams, needs_dtables, needs_dbias
+    )
     if not qkv.numel():
         return dqkv, dparams.zero_(), dtables.zero_(), dbias.zero_()
     q, k, v = readable(qkv).unbind(2)

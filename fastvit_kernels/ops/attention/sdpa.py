@@ -31,16 +31,13 @@ from .launch import empty_rows, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
 
-def _empty_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, is_causal: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _empty_fwd(q: Tensor) -> tuple[Tensor, Tensor]:
     B, H, T_q, D = q.shape
     out = q.new_empty((B, T_q, H, D)).transpose(1, 2)
     return out, empty_rows(out.transpose(1, 2))
 
 
-def _flops_fwd(q, k, *_, **__):
+def _flops_fwd(q, k):
     return 4 * math.prod(q) * k[2]
 
 
@@ -50,17 +47,14 @@ def sdpa_fwd(
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    out, lse = _empty_fwd(q, k, v, mask, seed, scale, dropout_p, is_causal)
+    out, lse = _empty_fwd(q)
     if out.numel():
         q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
         launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
     return out, lse
 
 
-def _empty_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _empty_bwd(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     B, H, T_q, D = q.shape
     T_kv = k.shape[2]
     dq = q.new_empty((B, T_q, H, D)).transpose(1, 2)
@@ -68,7 +62,7 @@ def _empty_bwd(
     return dq, dk, torch.empty_like(dk)
 
 
-def _flops_bwd(dout, q, k, *_, **__):
+def _flops_bwd(q, k):
     return 10 * math.prod(q) * k[2]  # as torch counts it, with the scores computed anew
 
 
@@ -78,7 +72,7 @@ def sdpa_bwd(
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
-    dq, dk, dv = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
+    dq, dk, dv = _empty_bwd(q, k)
     if out.numel():
         dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         launch_bwd(
@@ -93,14 +87,12 @@ def sdpa_bwd(
 
 
 def _empty_and_mask_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor,
-    seed: Tensor | None, scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = _empty_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, False)
-    return *grads, mask.new_empty(mask.shape)
+    q: Tensor, k: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_empty_bwd(q, k), mask.new_empty(mask.shape)
 
 
-def _flops_and_mask_bwd(dout, q, k, *_, **__):
+def _flops_and_mask_bwd(q, k):
     return 14 * math.prod(q) * k[2]  # the scores and dp once more
 
 
@@ -110,7 +102,7 @@ def sdpa_and_mask_bwd(
     seed: Tensor | None, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
-    dq, dk, dv, dmask = _empty_and_mask_bwd(dout, q, k, v, out, lse, mask, seed, scale, dropout_p)
+    dq, dk, dv, dmask = _empty_and_mask_bwd(q, k, mask)
     if out.numel():
         dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         delta = launch_bwd(

@@ -33,7 +33,7 @@ from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ...runtime.values import values_are_checked
 from .functions import attention_ref, check_head_dim, default_scale, draw_seed, unsupported_scale
-from .launch import Packing, empty_rows, launch_bwd, launch_fwd, readable
+from .launch import Packing, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 
 MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
 
@@ -100,16 +100,13 @@ def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> N
         lengths_of(op, cu_seqlens, total, max_seqlen)
 
 
-def _empty_fwd(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _empty_fwd(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
     total, _, H, D = qkv.shape
     out = empty((total, H, D), qkv.dtype, qkv.device)
     return out, empty_rows(out.unsqueeze(0), Packing(cu_seqlens, max_seqlen))
 
 
-def _flops_fwd(qkv, cu_seqlens, seed, max_seqlen, *_, **__):
+def _flops_fwd(qkv, max_seqlen):
     total, _, H, D = qkv  # as if all were of the longest: what the sum of squares is, no shape says
     return 4 * H * total * max_seqlen * D
 
@@ -120,7 +117,7 @@ def varlen_attention_fwd(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
-    out, lse = _empty_fwd(qkv, cu_seqlens, seed, max_seqlen, scale, dropout_p)
+    out, lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
@@ -130,25 +127,18 @@ def varlen_attention_fwd(
     return out, lse
 
 
-def _empty_bwd(
-    dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    max_seqlen: int, scale: float, dropout_p: float,
-) -> Tensor:  # fmt: skip
-    return empty(qkv.shape, qkv.dtype, qkv.device)
-
-
-def _flops_bwd(dout, qkv, cu_seqlens, out, lse, seed, max_seqlen, *_, **__):
+def _flops_bwd(dout, max_seqlen):
     total, H, D = dout
     return 10 * H * total * max_seqlen * D
 
 
-@operator(fake=_empty_bwd, flops=_flops_bwd)
+@operator(fake=empty_dqkv, flops=_flops_bwd)
 def varlen_attention_bwd(
     dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
     max_seqlen: int, scale: float, dropout_p: float,
 ) -> Tensor:  # fmt: skip
     """dqkv (total, 3, H, D), contiguous."""
-    dqkv = _empty_bwd(dout, qkv, cu_seqlens, out, lse, seed, max_seqlen, scale, dropout_p)
+    dqkv = empty_dqkv(qkv)
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)

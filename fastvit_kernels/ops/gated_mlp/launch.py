@@ -23,10 +23,8 @@ from .kernels import gate_bwd, gate_fwd
 
 
 def _empty_hidden(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, gate_weight: Tensor | None,
-    gate_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    activation: str, gate_last: bool, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, fc1_weight: Tensor, gate_weight: Tensor | None, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, C = fc1_weight.shape
     M, F = x.numel() // C, rows if gate_weight is not None else rows // 2
     return (
@@ -40,7 +38,7 @@ def _empty_hidden(
     )
 
 
-def _flops_hidden(x, fc1_weight, fc1_bias, gate_weight, *_, **__):
+def _flops_hidden(x, fc1_weight, gate_weight):
     rows = fc1_weight[0] + (gate_weight[0] if gate_weight else 0)
     return 2 * math.prod(x) * rows
 
@@ -57,10 +55,7 @@ def gated_hidden_fwd(
     value (M, F). stats (2, M) of an inner LayerNorm: mean, rstd; else None.
     """
     if x.numel() == 0:
-        return _empty_hidden(
-            x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
-            activation, gate_last, norm_eps,
-        )  # fmt: skip
+        return _empty_hidden(x, fc1_weight, gate_weight, norm_weight)
     shape = x.shape
     rows = x.reshape(-1, shape[-1])
     value: Any = None
@@ -82,17 +77,13 @@ def _width(z: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> int
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
-    fc2_bias: Tensor | None, gate_weight: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-    z: Tensor | None, value: Tensor | None, hidden: Tensor | None, stats: Tensor | None,
-    activation: str, gate_last: bool, norm_eps: float, dtype: torch.dtype,
+    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, row_scale: Tensor | None,
+    z: Tensor | None, value: Tensor | None, hidden: Tensor | None,
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
     dgate_bias_dtype: torch.dtype | None, dnorm_weight_dtype: torch.dtype | None,
     dnorm_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-    g: Tensor | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
@@ -115,10 +106,8 @@ def _empty_bwd(
 
 
 def _flops_bwd(
-    dy, x, fc1_weight, fc2_weight, fc2_bias, gate_weight, norm_weight, norm_bias, layer_scale,
-    row_scale, z, value, hidden, stats, activation, gate_last, norm_eps, dtype,
-    dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
-    dgate_weight_dtype, *_, **__,
+    dy, x, fc1_weight, row_scale, z, value, hidden, dx_dtype, dfc1_weight_dtype, dfc2_weight_dtype,
+    dgate_weight_dtype,
 ):  # fmt: skip
     M, N = count_rows(dy, row_scale), dy[-1]
     F = value[1] if value else z[1] // 2 if z else hidden[-1] if hidden else 0
@@ -195,11 +184,9 @@ def gated_mlp_bwd(
     """
     if dy.numel() == 0:
         grads = _empty_bwd(
-            dy, x, fc1_weight, fc2_weight, fc2_bias, gate_weight, norm_weight, norm_bias,
-            layer_scale, row_scale, z, value, hidden, stats, activation, gate_last, norm_eps,
-            dtype, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype,
-            dfc2_bias_dtype, dgate_weight_dtype, dgate_bias_dtype, dnorm_weight_dtype,
-            dnorm_bias_dtype, dlayer_scale_dtype,
+            dy, x, fc1_weight, row_scale, z, value, hidden, dx_dtype, dfc1_weight_dtype,
+            dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype, dgate_weight_dtype,
+            dgate_bias_dtype, dnorm_weight_dtype, dnorm_bias_dtype, dlayer_scale_dtype,
         )  # fmt: skip
         for grad in grads:
             grad.zero_()

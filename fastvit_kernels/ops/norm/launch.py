@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import Layout, contiguous, empty_strided, layout, row_stride
+from ...runtime.arguments import (
+    Layout,
+    contiguous,
+    empty_gradients,
+    empty_strided,
+    layout,
+    row_stride,
+)
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.operator import operator
@@ -104,10 +111,8 @@ def _launch_fwd(
 
 
 def _empty_fwd(
-    center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    center: bool, x: Tensor, out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None
+) -> tuple[Tensor, Tensor]:
     shape = kept_shape(x, samples)
     stats_shape = _stats_shape(center, shape, save_stats)
     return x.new_empty(shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
@@ -125,7 +130,7 @@ def layer_norm_fwd(
     return _launch_fwd(True, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
 
 
-@operator(fake=lambda x, weight, *others: _empty_fwd(False, x, weight, None, *others))
+@operator(fake=functools.partial(_empty_fwd, False))
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool,
     samples: Tensor | None = None, residual: Tensor | None = None,
@@ -146,6 +151,7 @@ class BwdPlan(NamedTuple):
     dx: Layout
     sums: Layout
     partial: Layout
+    d: Layout
 
 
 @launch_plan
@@ -183,6 +189,7 @@ def _bwd_plan(
         dx=layout(shape),
         sums=layout((sums, C)),
         partial=layout((programs, sums * C)),
+        d=layout((kept_of_d, *shape[1:]) if kept_of_d else shape),
     )  # fmt: skip
 
 
@@ -194,20 +201,21 @@ def _num_sums(center: bool, needs_dparams: bool, needs_g: bool = False) -> int:
 def _launch_bwd(
     center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
     stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None,
-    d: Tensor | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx and sums; d is written where it is not None."""
+    d_dtype: torch.dtype | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
+) -> Any:  # fmt: skip
+    """dx, sums, and d, None where its dtype is."""
     device = x.device
-    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout = _bwd_plan(
+    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout, d_layout = _bwd_plan(
         gpu(device), center, x.shape, weight is not None, needs_dparams, row_scale is not None,
-        d is not None, needs_g, 0 if samples is None else samples.shape[0],
+        d_dtype is not None, needs_g, 0 if samples is None else samples.shape[0],
         row_scale.shape[0] if keeps_some(row_scale) else 0,
         dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
     )  # fmt: skip
     dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
     sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
+    d = None if d_dtype is None else empty_strided(*d_layout, dtype=d_dtype, device=device)
     if launch is None:
-        return dx, sums.zero_()
+        return dx, sums.zero_(), d
     rows = (dy, dresidual, x)
     if any(copies):
         rows = [contiguous(t) if c else t for t, c in zip(rows, copies, strict=True)]
@@ -221,19 +229,21 @@ def _launch_bwd(
         )  # fmt: skip
     if partial is not None:
         column_sum(partial, sums)
-    return dx, sums
+    return dx, sums, d
 
 
 def _empty_bwd(
-    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
-    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
-    needs_g: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    sums_shape = (_num_sums(center, needs_dparams, needs_g), x.shape[-1])
-    return x.new_empty(x.shape), x.new_empty(sums_shape, dtype=sum_dtype)
+    center: bool, x: Tensor, sum_dtype: torch.dtype, needs_dparams: bool,
+    d_dtype: torch.dtype | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    sums = (_num_sums(center, needs_dparams, needs_g), x.shape[-1])
+    d, *_ = empty_gradients(x.device, (tuple(shape_of_d(x, row_scale)), d_dtype))
+    return x.new_empty(x.shape), x.new_empty(sums, dtype=sum_dtype), d
 
 
-@operator(fake=functools.partial(_empty_bwd, True))
+@operator(
+    fake=lambda x, param_dtype, needs_dparams: _empty_bwd(True, x, param_dtype, needs_dparams)[:2]
+)
 def layer_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
@@ -241,10 +251,14 @@ def layer_norm_bwd(
     """Gradients: dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, or (0, C)."""
     return _launch_bwd(
         True, dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
-    )  # fmt: skip
+    )[:2]  # fmt: skip
 
 
-@operator(fake=functools.partial(_empty_bwd, False))
+@operator(
+    fake=lambda x, weight_dtype, needs_dweight: _empty_bwd(False, x, weight_dtype, needs_dweight)[
+        :2
+    ]
+)
 def rms_norm_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     weight_dtype: torch.dtype, needs_dweight: bool, samples: Tensor | None = None,
@@ -252,38 +266,10 @@ def rms_norm_bwd(
     """Gradients: dx (..., C) in x.dtype; dweight (1, C) in weight_dtype, or (0, C)."""
     return _launch_bwd(
         False, dy, dresidual, x, weight, rstd, weight_dtype, needs_dweight, samples
-    )  # fmt: skip
+    )[:2]  # fmt: skip
 
 
-def _empty_d(x: Tensor, d_dtype: torch.dtype | None, row_scale: Tensor | None) -> Tensor:
-    return x.new_empty((0,) if d_dtype is None else shape_of_d(x, row_scale), dtype=d_dtype)
-
-
-def _launch_rows_bwd(
-    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
-    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    d = _empty_d(x, d_dtype, row_scale)
-    dx, sums = _launch_bwd(
-        center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples,
-        None if d_dtype is None else d, row_scale, needs_g,
-    )  # fmt: skip
-    return dx, sums, d
-
-
-def _empty_rows_bwd(
-    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
-    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, sums = _empty_bwd(
-        center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, needs_g
-    )
-    return dx, sums, _empty_d(x, d_dtype, row_scale)
-
-
-@operator(fake=functools.partial(_empty_rows_bwd, True))
+@operator(fake=functools.partial(_empty_bwd, True))
 def layer_norm_rows_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
     sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
@@ -292,22 +278,26 @@ def layer_norm_rows_bwd(
     """`layer_norm_bwd`, and what the linear layer reads that gave x.
 
     Returns: dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
-        d = row_scale * dx (..., C) in d_dtype, empty where that is None.
+        d = row_scale * dx (..., C) in d_dtype, None where that is None.
     """
-    return _launch_rows_bwd(
-        True, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, d_dtype, row_scale,
-        needs_g, samples,
+    return _launch_bwd(
+        True, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
+        row_scale, needs_g,
     )  # fmt: skip
 
 
-@operator(fake=functools.partial(_empty_rows_bwd, False))
+@operator(
+    fake=lambda x, sum_dtype, needs_dweight, d_dtype, row_scale, needs_g: _empty_bwd(
+        False, x, sum_dtype, needs_dweight, d_dtype, row_scale, needs_g
+    )
+)
 def rms_norm_rows_bwd(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     sum_dtype: torch.dtype, needs_dweight: bool, d_dtype: torch.dtype | None,
     row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_rows_bwd`, without dbias."""
-    return _launch_rows_bwd(
-        False, dy, dresidual, x, weight, rstd, sum_dtype, needs_dweight, d_dtype, row_scale,
-        needs_g, samples,
+    return _launch_bwd(
+        False, dy, dresidual, x, weight, rstd, sum_dtype, needs_dweight, samples, d_dtype,
+        row_scale, needs_g,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.arguments import contiguous, empty_gradients
 from ...runtime.backend import device_guard, gpu
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
@@ -83,9 +84,8 @@ def _pixel_constants(
 
 
 def _empty_fwd(
-    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
-    pos_embed: Tensor | None, keep: Tensor | None, scales: Sequence[float] | None,
-    offsets: Sequence[float] | None, out_dtype: torch.dtype,
+    images: Tensor, weight: Tensor, prefix_tokens: Tensor | None, keep: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     C, _, *patch = weight.shape
     num_prefix = 0 if prefix_tokens is None else prefix_tokens.shape[-2]
@@ -94,7 +94,7 @@ def _empty_fwd(
     return torch.empty(shape, dtype=out_dtype, device=images.device)
 
 
-def _flops_fwd(images, weight, bias=None, prefix=None, pos=None, keep=None, *_, **__):
+def _flops_fwd(images, weight, keep):
     if keep is not None:
         return 2 * math.prod(keep) * math.prod(weight)
     return 2 * math.prod(images) * weight[0]  # a pixel lies in one patch only
@@ -110,16 +110,14 @@ def patch_embed_fwd(
 
     keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
     """
-    out = _empty_fwd(
-        images, weight, bias, prefix_tokens, pos_embed, keep, scales, offsets, out_dtype
-    )
+    out = _empty_fwd(images, weight, prefix_tokens, keep, out_dtype)
     if out.numel() == 0:
         return out
     B, T, C = out.shape
     _, channels, *patch = weight.shape
     grid = grid_of(images.shape, patch)
     weight = weight.reshape(C, -1).contiguous()
-    bias = None if bias is None else bias.contiguous()
+    bias = contiguous(bias)
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
     num_prefix, num_patches = 0 if prefix is None else prefix.shape[0], math.prod(grid)
     config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype])
@@ -132,7 +130,7 @@ def patch_embed_fwd(
     precision = input_precision()
     with device_guard(images):
         _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
-            out, images, weight, bias, prefix, pos, None if keep is None else keep.contiguous(),
+            out, images, weight, bias, prefix, pos, contiguous(keep),
             B * T, T, C, num_prefix,
             0 if pos is None else num_prefix + num_patches - pos.shape[0], num_patches,
             *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
@@ -148,15 +146,13 @@ def patch_embed_fwd(
 
 
 def _empty_bwd_weight(
-    dout: Tensor, images: Tensor, patch: Sequence[int], keep: Tensor | None,
-    scales: Sequence[float] | None, offsets: Sequence[float] | None, compute_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    dout: Tensor, images: Tensor, patch: Sequence[int], weight_dtype: torch.dtype
+) -> Tensor:
     shape = (dout.shape[2], images.shape[1], *patch)
     return torch.empty(shape, dtype=weight_dtype, device=dout.device)
 
 
-def _flops_bwd_weight(dout, images, patch, keep=None, *_, **__):
+def _flops_bwd_weight(dout, images, patch, keep):
     if keep is not None:
         return 2 * math.prod(keep) * dout[2] * images[1] * math.prod(patch)
     return 2 * math.prod(images) * dout[2]
@@ -169,9 +165,7 @@ def patch_embed_bwd_weight(
     weight_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """dout (B, T, C) -> dweight (C, Cin, *patch) in weight_dtype."""
-    dweight = _empty_bwd_weight(
-        dout, images, patch, keep, scales, offsets, compute_dtype, weight_dtype
-    )
+    dweight = _empty_bwd_weight(dout, images, patch, weight_dtype)
     if dout.numel() == 0:
         return dweight.zero_()
     dout = dout.contiguous()
@@ -196,7 +190,7 @@ def patch_embed_bwd_weight(
     precision = input_precision()
     with device_guard(dout):
         _patch_embed_bwd_weight_kernel[(tiles, splits)](
-            partial, dout, images, None if keep is None else keep.contiguous(),
+            partial, dout, images, contiguous(keep),
             num_rows, rows_per_split, C, T - rows_per_image, rows_per_image, num_patches,
             *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
             CHANNELS=images.shape[1], **_patch_constants(patch),
@@ -214,17 +208,12 @@ def patch_embed_bwd_weight(
 
 
 def _empty_bwd_tokens(
-    dout: Tensor, num_prefix: int, num_patches: int, num_pos: int, keep: Tensor | None,
-    bias_dtype: torch.dtype | None, prefix_dtype: torch.dtype | None,
-    pos_dtype: torch.dtype | None,
+    dout: Tensor, num_prefix: int, num_pos: int, bias_dtype: torch.dtype | None,
+    prefix_dtype: torch.dtype | None, pos_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    C, device = dout.shape[2], dout.device
-    return (
-        torch.empty(0 if bias_dtype is None else C, dtype=bias_dtype, device=device),
-        torch.empty(
-            (0 if prefix_dtype is None else num_prefix, C), dtype=prefix_dtype, device=device
-        ),
-        torch.empty((0 if pos_dtype is None else num_pos, C), dtype=pos_dtype, device=device),
+    C = dout.shape[2]
+    return empty_gradients(
+        dout.device, ((C,), bias_dtype), ((num_prefix, C), prefix_dtype), ((num_pos, C), pos_dtype)
     )
 
 
@@ -235,9 +224,7 @@ def patch_embed_bwd_tokens(
     pos_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; empty where that is None."""
-    grads = _empty_bwd_tokens(
-        dout, num_prefix, num_patches, num_pos, keep, bias_dtype, prefix_dtype, pos_dtype
-    )
+    grads = _empty_bwd_tokens(dout, num_prefix, num_pos, bias_dtype, prefix_dtype, pos_dtype)
     dbias, dprefix, dpos = grads
     B, T, C = dout.shape
     dout = dout.contiguous()
@@ -279,13 +266,12 @@ def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) 
 
 
 def _empty_bwd_images(
-    dout: Tensor, weight: Tensor, images_shape: Sequence[int], keep: Tensor | None,
-    images_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    dout: Tensor, images_shape: Sequence[int], images_dtype: torch.dtype
+) -> Tensor:
     return torch.empty(tuple(images_shape), dtype=images_dtype, device=dout.device)
 
 
-def _flops_bwd_images(dout, weight, images_shape, keep=None, *_, **__):
+def _flops_bwd_images(dout, weight, images_shape, keep):
     if keep is not None:
         return 2 * math.prod(keep) * math.prod(weight)
     return 2 * math.prod(images_shape) * dout[2]
@@ -297,7 +283,7 @@ def patch_embed_bwd_images(
     images_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """dout (B, T, C) -> dimages of images_shape, computed in weight's dtype."""
-    dimages = _empty_bwd_images(dout, weight, images_shape, keep, images_dtype)
+    dimages = _empty_bwd_images(dout, images_shape, images_dtype)
     if keep is not None or dout.numel() == 0:
         dimages.zero_()  # dropped patches
     if dout.numel() == 0:
@@ -319,7 +305,7 @@ def patch_embed_bwd_images(
         _patch_embed_bwd_images_kernel[
             (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),)
         ](
-            dimages, dout, weight, None if keep is None else keep.contiguous(),
+            dimages, dout, weight, contiguous(keep),
             num_rows, rows_per_image, C, T - rows_per_image, num_patches, *grid[-2:],
             *_strides(dimages)[:4],
             CHANNELS=channels, **_patch_constants(patch),
