@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.arguments import (
-    as_dtype,
     as_rows,
     autocast_dtype,
     check_epilogue,
@@ -68,7 +67,7 @@ from .common.gemm import (
     tile_product,
 )
 from .common.gemm_configs import FWD_TABLE, gemm_key
-from .common.handover import Reads, offer, reads_of, taken, takes_rows
+from .common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
 from .common.reduction import column_sum
 from .common.samples import add_kept, keeps_some
 
@@ -392,31 +391,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
-        decision = ctx.decision
-        dx_dtype, dweight_dtype, dbias_dtype, dresidual_dtype, dlayer_scale_dtype = (
-            dtype if needed else None
-            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
-        )
-        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        if not (dx_dtype or dweight_dtype or dbias_dtype or dlayer_scale_dtype):
-            return None, None, None, dresidual, None, None, None
-        *saved, layer_scale, row_scale = ctx.saved_tensors
-        d, row_scale, g, known = taken(ctx, dy, layer_scale, row_scale)
-        dx, dweight, dbias, dlayer_scale = ops_for(decision.ops, d).linear_bwd(
-            d, *saved, layer_scale, row_scale, decision.activation, decision.dtype,
-            dx_dtype, dweight_dtype, dbias_dtype if known is None else None, dlayer_scale_dtype, g,
-        )  # fmt: skip
-        if known is not None:
-            dbias = known
-        return (
-            dx if dx_dtype else None,
-            dweight if dweight_dtype else None,
-            dbias if dbias_dtype else None,
-            dresidual,
-            dlayer_scale if dlayer_scale_dtype else None,
-            None,
-            None,
-        )
+        options = (ctx.decision.activation, ctx.decision.dtype)
+        return layer_gradients(ctx, dy, "linear_bwd", options, bias=2, layer_scale=4)
 
 
 def _forward(

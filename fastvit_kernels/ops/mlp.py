@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import (
-    as_dtype,
     check_epilogue,
     check_flags,
     check_input,
@@ -36,7 +35,7 @@ from ..runtime.arguments import (
     needs_gradient,
 )
 from ..runtime.backend import device_guard, gpu
-from ..runtime.dispatch import decide_once, first_order, ops_for, route
+from ..runtime.dispatch import decide_once, first_order, route
 from ..runtime.operator import Routed, differentiable, operator
 from ..runtime.triton import tl, triton
 from .common import gemm
@@ -59,7 +58,7 @@ from .common.gemm import (
     tile_product,
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
-from .common.handover import Reads, offer, reads_of, taken, takes_rows
+from .common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
 from .common.reduction import column_sum
 from .common.samples import keeps_some
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
@@ -319,39 +318,8 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     @first_order("mlp")
     def backward(ctx, dy):
-        decision = ctx.decision
-        (
-            dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype,
-            dresidual_dtype, dlayer_scale_dtype,
-        ) = (
-            dtype if needed else None
-            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
-        )  # fmt: skip
-        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        wanted = (dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype, dfc2_weight_dtype)
-        if not (any(wanted) or dfc2_bias_dtype or dlayer_scale_dtype):
-            return None, None, None, None, None, dresidual, None, None, None
-        *saved, layer_scale, row_scale = ctx.saved_tensors
-        d, row_scale, g, known = taken(ctx, dy, layer_scale, row_scale)
-        dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = ops_for(
-            decision.ops, d
-        ).mlp_bwd(
-            d, *saved, layer_scale, row_scale, decision.activation, decision.dtype,
-            *wanted, dfc2_bias_dtype if known is None else None, dlayer_scale_dtype, g,
-        )  # fmt: skip
-        if known is not None:
-            dfc2_bias = known
-        return (
-            dx if dx_dtype else None,
-            dfc1_weight if dfc1_weight_dtype else None,
-            dfc1_bias if dfc1_bias_dtype else None,
-            dfc2_weight if dfc2_weight_dtype else None,
-            dfc2_bias if dfc2_bias_dtype else None,
-            dresidual,
-            dlayer_scale if dlayer_scale_dtype else None,
-            None,
-            None,
-        )
+        options = (ctx.decision.activation, ctx.decision.dtype)
+        return layer_gradients(ctx, dy, "mlp_bwd", options, bias=4, layer_scale=6)
 
 
 def _operands(decision: MlpDecision, *operands: Tensor | None) -> Sequence[Any]:

@@ -875,10 +875,9 @@ GATED_MLP = [
         "not (casts or scaled)", "not casts",
     ),
     Fault(
-        "gated-row-scale-twice", "ops/gated_mlp/functions.py", "backward",
+        "layer-row-scale-twice", "ops/common/handover.py", "layer_gradients",
         "a d that a norm has scaled scaled again",
-        "d, saved[ROW_SCALE], g, known", "d, _, g, known",
-        only=("ops/test_handover.py",),
+        "d, saved[row_scale], g, known", "d, _, g, known",
     ),
     Fault(
         "gated-saved-hidden", "ops/gated_mlp/functions.py", "_decide",

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.arguments import as_dtype
+from ...runtime.dispatch import ops_for
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
@@ -112,3 +113,38 @@ def taken(
     if layer_scale is None:
         return handed.d, None, None, handed.g
     return handed.d, None, handed.g, None
+
+
+def layer_gradients(
+    ctx: Any, dy: Tensor, operator: str, options: tuple[Any, ...], *, bias: int, layer_scale: int
+) -> tuple[Tensor | None, ...]:
+    """The backward of a layer that ends in residual + row_scale * layer_scale * (... + bias).
+
+    Its inputs are those of its products, then residual, layer_scale, row_scale and the decision,
+    which has the dtypes of all but row_scale.
+
+    Args:
+        operator: (d, *saved, *options, a dtype for each gradient but the residual's, g) -> these
+            gradients, without a dtype empty or None.
+        bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
+    """
+    decision = ctx.decision
+    *wanted, dresidual_dtype, dlayer_scale_dtype = (
+        dtype if needed else None
+        for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+    )
+    wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
+    dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
+    if not any(wanted):
+        return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
+    saved = list(ctx.saved_tensors)
+    row_scale = layer_scale + 1
+    d, saved[row_scale], g, known = taken(ctx, dy, saved[layer_scale], saved[row_scale])
+    asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
+    grads = getattr(ops_for(decision.ops, d), operator)(d, *saved, *options, *asked, g)
+    *grads, dlayer_scale = (
+        grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
+    )
+    if known is not None:
+        grads[bias] = known
+    return (*grads, dresidual, dlayer_scale, None, None)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import (
-    as_dtype,
     check_epilogue,
     check_eps,
     check_flags,
@@ -38,15 +37,13 @@ from ...runtime.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.dispatch import decide_once, first_order, route
 from ...runtime.operator import DIRECT, Routed, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.handover import Reads, offer, reads_of, taken, takes_rows
+from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
 from ..linear import by_library, is_by_library, linear_ref
 from . import launch as launch  # registers the operators
 from .kernels import MAX_NORM_F
-
-LAYER_SCALE, ROW_SCALE = 7, 8  # their places among what is saved
 
 # Names that `mlp` has for an MLP with packed weights -> the activation of its gate.
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -150,27 +147,8 @@ class GatedMlpFunction(torch.autograd.Function):
     @first_order("gated_mlp")
     def backward(ctx, dy):
         decision = ctx.decision
-        *wanted, dresidual_dtype, dlayer_scale_dtype = (
-            dtype if needed else None
-            for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
-        )
-        wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
-        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-        if not any(wanted):
-            return (*[None] * 9, dresidual, None, None, None)
-        saved = list(ctx.saved_tensors)
-        d, saved[ROW_SCALE], g, known = taken(ctx, dy, saved[LAYER_SCALE], saved[ROW_SCALE])
-        asked = wanted if known is None else (*wanted[:4], None, *wanted[5:])  # all but dfc2_bias
-        grads = ops_for(decision.ops, d).gated_mlp_bwd(
-            d, *saved, decision.activation, decision.gate_last, decision.norm_eps, decision.dtype,
-            *asked, g,
-        )  # fmt: skip
-        *grads, dlayer_scale = (
-            grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
-        )
-        if known is not None:
-            grads[4] = known
-        return (*grads, dresidual, dlayer_scale, None, None)
+        options = (decision.activation, decision.gate_last, decision.norm_eps, decision.dtype)
+        return layer_gradients(ctx, dy, "gated_mlp_bwd", options, bias=4, layer_scale=7)
 
 
 def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
