@@ -27,12 +27,11 @@ define_torchvision_operators()
 
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
-    from fast_interpreter import patch_once_a_launch, remember_types
+    from fast_interpreter import make_fast
     from interpreter import mend_bf16
 
     mend_bf16()
-    patch_once_a_launch()
-    remember_types()
+    make_fast()
 
 
 @pytest.fixture(autouse=True)

@@ -16,26 +16,23 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def patch_once_a_launch() -> None:
-    """Let a device function that a kernel calls reuse the kernel's patches of triton.language.
+def patch_once() -> None:
+    """Patch triton.language at the first launch and leave it so: no process compiles as well.
 
-    triton walks the whole module at each such call.
+    triton walks the whole module at each launch and each call of a device function.
     """
-    original, unpatched = interpreter._patch_lang, tl.static_range
-    patched: set[int] = set()  # modules, since the kernel that now runs began
-    seen_by: dict[int, set[int]] = {}  # of those, what the globals of a function hold
+    original, patched, nothing = interpreter._patch_lang, set(), interpreter._LangPatchScope()
+    seen_by: dict[int, tuple[Any, set[int]]] = {}  # what the globals of a function hold
 
-    def patch_lang(fn):
-        if tl.static_range is unpatched:
-            patched.clear()
-        modules = seen_by.get(id(fn.__globals__))
-        if modules is None:
+    def patch_lang(fn: Any) -> Any:
+        known = seen_by.get(id(fn.__globals__))
+        if known is None:
             modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
-            seen_by[id(fn.__globals__)] = modules
-        if modules and modules <= patched:
-            return interpreter._LangPatchScope()
-        patched.update(modules)
-        return original(fn)
+            known = seen_by[id(fn.__globals__)] = fn.__globals__, modules
+        if not (known[1] and known[1] <= patched):
+            original(fn)
+            patched.update(known[1])
+        return nothing  # to restore
 
     interpreter._patch_lang = patch_lang
 
@@ -140,18 +137,6 @@ def numpy_type(type: Any) -> np.dtype:
     return known
 
 
-def typed_operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """binary_op_type_checking_impl, at once where both operands are of one type already."""
-    if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor and lhs.type is rhs.type:
-        dtype = lhs.dtype
-        if dtype is tl.float32 or dtype is tl.int32 or dtype is tl.int1 or dtype is tl.int64:
-            return lhs, rhs
-    return _typed_operands(self, lhs, rhs, *args, **kwargs)
-
-
-_typed_operands = TritonSemantic.binary_op_type_checking_impl
-
-
 def check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
     """What asserts in debug mode is computed there alone."""
     if self.builder.options.debug:
@@ -161,8 +146,9 @@ def check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
 _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 
 
-def remember_types() -> None:
-    """Install the replacements in the triton that they were written for; leave others alone."""
+def make_fast() -> None:
+    """Install the replacements; those that name types in the triton they were written for alone."""
+    patch_once()
     if not triton.__version__.startswith("3.6."):
         return
     core._unwrap_if_constexpr = unwrap
@@ -175,5 +161,7 @@ def remember_types() -> None:
     core.tuple.__eq__ = tuple_eq
     core.dtype.__eq__ = dtype_eq
     interpreter._get_np_dtype = numpy_type
-    TritonSemantic.binary_op_type_checking_impl = typed_operands
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
+    from fast_operations import compute_at_once
+
+    compute_at_once()

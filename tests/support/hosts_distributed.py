@@ -132,14 +132,13 @@ def rank_of(rank: int, world: int, out: str) -> None:
 
 def main() -> int:
     """0 where every process has ended well."""
-    from fast_interpreter import patch_once_a_launch, remember_types
+    from fast_interpreter import make_fast
     from interpreter import mend_bf16
 
     from fastvit_kernels.commands.zoo import define_torchvision_operators
 
     mend_bf16()
-    patch_once_a_launch()
-    remember_types()
+    make_fast()
     define_torchvision_operators()
     torch.set_num_threads(1)
     build()  # what it imports, before the forks

@@ -229,11 +229,10 @@ if __name__ == "__main__":
 
     define_torchvision_operators()
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from fast_interpreter import patch_once_a_launch, remember_types
+        from fast_interpreter import make_fast
         from interpreter import mend_bf16
 
         mend_bf16()
-        patch_once_a_launch()
-        remember_types()
+        make_fast()
     torch.set_num_threads(1)
     sys.exit(main())
