@@ -1507,7 +1507,7 @@ HOSTS = [
     Fault(
         "swap-layer-scale", "swap/hosts/branch.py", "add_body",
         "the branch's layer scale not handed on",
-        "body.fused_branch(y, x, gamma, rows,", "body.fused_branch(y, x, None, rows,", only=PROOF,
+        '"layer_scale": gamma', '"layer_scale": None', only=PROOF,
     ),
     Fault(
         "swap-eps", "swap/hosts/fused.py", "LayerNorm.fused_and_input",

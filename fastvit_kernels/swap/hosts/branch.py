@@ -118,7 +118,8 @@ def add_body(
     gamma, rows = epilogue
     if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
         x = x.to(torch.promote_types(x.dtype, gamma.dtype))
-    return body.fused_branch(y, x, gamma, rows, **context)
+    epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
+    return body.fused_branch(y, epilogue, **context)
 
 
 def normed(norm: Any, x: Tensor, reader: Any) -> Tensor:

@@ -32,6 +32,9 @@ _DROPOUT = nn.Dropout.forward
 _modes = torch._C._len_torch_dispatch_stack
 
 Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the others that count
+# What a branch's last matmul ends in: residual + row_scale * layer_scale * y, of what is there.
+Epilogue = dict[str, Any]
+NOTHING: Epilogue = {}
 
 
 class Arguments(NamedTuple):
@@ -279,18 +282,12 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
-def project_out(
-    module: nn.Module, drop: nn.Module | None, x: Tensor, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
     """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right."""
     if is_plain(module) and inert(drop):
-        return linear(
-            x, module.weight, module.bias,
-            residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-        )  # fmt: skip
+        return linear(x, module.weight, module.bias, **epilogue)
     y = project(module, x)
-    return add_branch(y if drop is None else drop(y), residual, layer_scale, row_scale)
+    return add_branch(y if drop is None else drop(y), **epilogue)
 
 
 class Norm(Fused):

@@ -1,9 +1,9 @@
-"""The parts that several hosts share: patch embedding and the kinds of MLP."""
+"""The parts that several hosts share: patch embedding, attention and the kinds of MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
 from .fused import (
+    NOTHING,
     Child,
+    Epilogue,
     Fused,
     LayerNorm,
     bypassed,
@@ -24,6 +26,7 @@ from .fused import (
     left_dropouts,
     left_linears,
     norm_in_pytorch,
+    part,
     project,
     project_out,
 )
@@ -92,6 +95,41 @@ class PatchConv3dOfTokens(PatchConv3d, PatchConvOfTokens):
     pass
 
 
+class SelfAttention(Fused):
+    """Linears to q, k and v -> attention -> a Linear -> a dropout, by a host's names."""
+
+    fused_level = "attention"
+    fused_linears: ClassVar[tuple[str, ...]] = ("qkv",)  # to q, k and v: one each, or one of all
+    fused_out, fused_after = "proj", "proj_drop"  # "" for no dropout
+
+    def fused_projections(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.fused_linears)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from left_linears(self, *self.fused_linears, self.fused_out)
+        yield from left_dropouts(self, self.fused_after)
+
+    def fused_reads_low(self) -> bool:
+        return all(map(is_plain, self.fused_projections()))
+
+    def fused_draws(self) -> bool:
+        return not inert(part(self, self.fused_after))
+
+    def fused_heads(self, x: Tensor, **extras: Any) -> Tensor:
+        """(B, T, C) -> (B, T, H, D)"""
+        raise NotImplementedError
+
+    def fused_project_out(self, out: Tensor, epilogue: Epilogue) -> Tensor:
+        after = part(self, self.fused_after)
+        return project_out(part(self, self.fused_out), after, out, epilogue)
+
+    def fused_branch(self, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
+        return self.fused_project_out(self.fused_heads(x, **extras).flatten(-2), epilogue)
+
+    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
+        return self.fused_branch(x, **extras)
+
+
 class Mlp(Fused):
     """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses have other names."""
 
@@ -123,26 +161,21 @@ class Mlp(Fused):
             yield self.fused_act, act, "it is hooked" if hooked else "no kernel for this activation"
         yield from left_dropouts(self, "drop1", self.fused_after)
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         get = self.fused_get
         fc1, act, fc2 = get(self.fused_fc1), get(self.fused_act), get(self.fused_fc2)
         between, after = [get(n) for n in self.fused_between], get(self.fused_after)
         name = activation_name(act)
         if is_plain(fc1) and name is not None:
             if is_plain(fc2) and inert(after) and all(inert(m) for m in between):
-                return mlp(
-                    x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name,
-                    residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-                )  # fmt: skip
+                weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
+                return mlp(x, *weights, activation=name, **epilogue)
             hidden = linear(x, fc1.weight, fc1.bias, activation=name)
         else:
             hidden = act(project(fc1, x))
         for m in between:
             hidden = hidden if m is None else m(hidden)
-        return project_out(fc2, after, hidden, residual, layer_scale, row_scale)
+        return project_out(fc2, after, hidden, epilogue)
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return self.fused_branch(x)
@@ -162,7 +195,7 @@ def norm_inside(norm: Any) -> tuple[Tensor | None, Tensor | None, float] | None:
 def gated_branch(
     x: Tensor, fc1: Any, gate: Any, fc2: Any,
     norm: tuple[Tensor | None, Tensor | None, float], gate_last: bool, activation: str,
-    **epilogue: Any,
+    epilogue: Epilogue,
 ) -> Tensor:  # fmt: skip
     """fc2(norm(act(gate(x)) * fc1(x))) and its epilogue in one op; gate None: fc1 has both."""
     norm_weight, norm_bias, norm_eps = norm
@@ -222,22 +255,16 @@ class Gated(Mlp):
         yield from left_linears(self, self.fused_fc1, self.fused_gate, self.fused_fc2)
         yield from left_dropouts(self, "drop2")
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         fc1, gate = self.fused_first()
         fc2, act, norm = (self.fused_get(n) for n in (self.fused_fc2, self.fused_act, "norm"))
-        name, last = activation_name(act), self.fused_gate_last()
-        if name is not None and self.fused_together():
-            return gated_branch(
-                x, fc1, gate, fc2, norm_inside(norm), last, name,  # type: ignore[arg-type]
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-            )  # fmt: skip
+        name, last, inside = activation_name(act), self.fused_gate_last(), norm_inside(norm)
+        if name is not None and inside is not None and self.fused_together():
+            return gated_branch(x, fc1, gate, fc2, inside, last, name, epilogue)
         hidden = gated_hidden(x, fc1, gate, last, act)
         for m in (self.fused_get("drop1"), norm):
             hidden = hidden if m is None else m(hidden)
-        return project_out(fc2, self.fused_get("drop2"), hidden, residual, layer_scale, row_scale)
+        return project_out(fc2, self.fused_get("drop2"), hidden, epilogue)
 
 
 class GluMlp(Gated):

@@ -17,25 +17,25 @@ from .. import hosts
 from . import timm_sam, windows
 from .attend import attend, attend_packed, together, unpack
 from .fused import (
+    NOTHING,
     Child,
     DropPath,
+    Epilogue,
     Fused,
     Given,
     LayerNorm,
     LayerScale,
     RmsNorm,
     example,
-    inert,
     left_dropouts,
     left_linears,
     names,
     norm_in_pytorch,
     normed_inside,
     project,
-    project_out,
     width_of,
 )
-from .parts import GluMlp, Mlp, SwiGLU
+from .parts import GluMlp, Mlp, SelfAttention, SwiGLU
 from .rotary import HeadNorms, Turn, attend_turned, head_norms, turn_of, turned
 from .timm_blocks import (
     BeitBlock,
@@ -76,10 +76,9 @@ class RmsNormFp32(RmsNorm):
         return x.dtype
 
 
-class Attention(Fused):
+class Attention(SelfAttention):
     """qkv -> q_norm, k_norm -> attention -> norm -> gate -> proj -> proj_drop."""
 
-    fused_level = "attention"
     fused_children = names("qkv q_norm k_norm attn_drop norm gate proj proj_drop")
     fused_attention_dropout = names("attn_drop")
     fused_extras = ("attn_mask",)
@@ -109,9 +108,6 @@ class Attention(Fused):
 
     def fused_reads_low(self: Any) -> bool:
         return self.qkv is not None and is_plain(self.qkv) and self.fused_part("gate") is None
-
-    def fused_draws(self: Any) -> bool:
-        return not inert(self.proj_drop)
 
     def fused_part(self: Any, name: str) -> Any:
         """A child that not every version of timm has."""
@@ -151,19 +147,13 @@ class Attention(Fused):
         q, k = self.fused_normed(q, k)
         return attend(q, k, v, mask=mask, dropout_p=dropout_p)
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **extras: Any,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
         gate = self.fused_part("gate")
         gate = None if gate is None else project(gate, x).sigmoid()
         out = self.fused_heads(x, **extras).flatten(2)
         out = normed_inside(self.fused_part("norm"), out, is_plain(self.proj))
         out = out if gate is None else out * gate
-        return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> Tensor:
-        return self.fused_branch(x, **extras)
+        return self.fused_project_out(out, epilogue)
 
 
 def _qkv_bias(self: Any) -> Tensor:

@@ -132,19 +132,20 @@ class ParallelScalingBlock(Fused):
         hidden = hidden if self.mlp_bias is None else hidden + self.mlp_bias
         out = self.fused_heads(qkv)
         hidden = self.mlp_drop(self.mlp_act(hidden))
-        epilogue = fold((self.ls, self.drop_path), x)
+        folded = fold((self.ls, self.drop_path), x)
         out_proj = getattr(self, "out_proj", None)  # absent before timm 1.0.16
         if out_proj is not None:
             pairs = [(out_proj, torch.cat((out, hidden), dim=-1))]
         else:
             pairs = [(self.attn_out_proj, out), (self.mlp_out_proj, hidden)]
-        if epilogue is None:
+        if folded is None:
             return x + self.drop_path(self.ls(sum(project(m, h) for m, h in pairs)))
-        gamma, rows = epilogue
+        gamma, rows = folded
         if gamma is not None:
             x = x.to(torch.promote_types(x.dtype, gamma.dtype))
         for module, h in pairs:  # x + s (a + b) = (x + s a) + s b
-            x = project_out(module, None, h, x, gamma, rows)
+            epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
+            x = project_out(module, None, h, epilogue)
         return x
 
 

@@ -11,23 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.plain import is_hooked, is_plain
+from ...runtime.plain import is_hooked
 from .attend import attend, attend_packed, unpack
 from .branch import PreNormBlock, pre_norm_branch
-from .fused import (
-    Child,
-    Fused,
-    example,
-    inert,
-    left_dropouts,
-    left_linears,
-    names,
-    project,
-    project_out,
-    width_of,
-)
+from .fused import NOTHING, Epilogue, Fused, example, inert, names, project, width_of
 from .structure.positions import with_decomposed
-from .windows import Windows
+from .windows import Windowed, Windows
 
 
 def windows_of(x: Tensor, side: int) -> Windows:
@@ -36,8 +25,7 @@ def windows_of(x: Tensor, side: int) -> Windows:
     return Windows(grid, (side, side) if side else grid, (0, 0))
 
 
-class SamAttention(Fused):
-    fused_level = "attention"
+class SamAttention(Windowed):
     fused_children = names("qkv q_norm k_norm attn_drop proj proj_drop rope rel_pos_h rel_pos_w")
     fused_attention_dropout = names("attn_drop")
     fused_axes = (4,)
@@ -50,16 +38,6 @@ class SamAttention(Fused):
 
     def fused_blocked(self: Any) -> str | None:
         return "its probabilities are hooked" if is_hooked(self.attn_drop) else None
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "qkv", "proj")
-        yield from left_dropouts(self, "proj_drop")
-
-    def fused_reads_low(self: Any) -> bool:
-        return is_plain(self.qkv)
-
-    def fused_draws(self: Any) -> bool:
-        return not inert(self.proj_drop)
 
     def fused_grid(self: Any) -> tuple[int, int] | None:
         """What its tables are for; the host interpolates them for others."""
@@ -86,16 +64,11 @@ class SamAttention(Fused):
         q, k, v = with_decomposed(q, k, v, D**-0.5 if scale is None else scale, along, grid)
         return attend(q, k, v, dropout_p=p, scale=1.0)[..., :D]
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, windows: Windows | None = None,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(  # type: ignore[override]
+        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, windows: Windows | None = None
+    ) -> Tensor:
         windows = windows or windows_of(x, 0)
-        out = windows.joined(self.fused_heads(windows.cut(x), windows.size).flatten(2))
-        return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
-
-    def fused_forward(self, x: Tensor) -> Tensor:
-        return self.fused_branch(x)
+        return super().fused_branch(x, epilogue, windows=windows, grid=windows.size)
 
 
 class SamBlock(PreNormBlock):

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear import linear
-from ...ops.mlp import mlp
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain, is_raw
 from .. import hosts
 from ..activations import activation_name
 from .attend import attend_packed, attend_weights
 from .fused import (
+    NOTHING,
     Child,
+    Epilogue,
     Fused,
     Given,
     LayerNorm,
@@ -28,10 +29,9 @@ from .fused import (
     left_dropouts,
     left_linears,
     names,
-    project,
-    project_out,
 )
 from .parts import (
+    Mlp,
     PatchConv,
     PatchConv3d,
     PatchConv3dOfTokens,
@@ -69,10 +69,7 @@ class MultiheadAttention(Fused):
     def fused_reads_low(self) -> bool:
         return True
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
         if self.batch_first:
@@ -80,10 +77,7 @@ class MultiheadAttention(Fused):
         else:  # (T, B, C)
             qkv = linear(x, weight, bias).transpose(0, 1)
             out = attend_packed(qkv, H, dropout_p=dropout_p).transpose(0, 1)
-        return linear(
-            out.flatten(2), self.out_proj.weight, self.out_proj.bias,
-            residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-        )  # fmt: skip
+        return linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
@@ -127,6 +121,9 @@ class TransformerEncoderLayer(Fused):
     )
 
     fused_pieces = ("self_attn", "norm1", "norm2")
+    fused_fc1, fused_act, fused_fc2 = "linear1", "activation", "linear2"
+    fused_between, fused_after = ("dropout",), "dropout2"
+    fused_get = Mlp.fused_get
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -150,20 +147,12 @@ class TransformerEncoderLayer(Fused):
     def fused_attend(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout1(self_attn(y))"""
         if inert(self.dropout1):
-            return self.self_attn.fused_branch(y, x)
+            return self.self_attn.fused_branch(y, {"residual": x})
         return x + self.dropout1(self.self_attn.fused_as_host(self.self_attn.fused_branch(y)))
 
     def fused_feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout2(linear2(dropout(act(linear1(y)))))"""
-        fc1, fc2, name = self.linear1, self.linear2, activation_name(self.activation)
-        at_rest = inert(self.dropout) and inert(self.dropout2)
-        if name is not None and is_plain(fc1) and is_plain(fc2) and at_rest:
-            return mlp(y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name, residual=x)
-        if is_plain(fc1):
-            hidden = linear(y, fc1.weight, fc1.bias, activation=name)
-        else:
-            hidden = self.activation(project(fc1, y))
-        return project_out(fc2, self.dropout2, self.dropout(hidden), x, None, None)
+        return Mlp.fused_branch(self, y, {"residual": x})
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         if not self.norm_first:

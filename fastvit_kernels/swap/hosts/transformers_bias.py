@@ -22,18 +22,18 @@ from .fused import (
     names,
     part,
     project,
-    project_out,
     width_of,
 )
-from .parts import Mlp
+from .parts import Mlp, SelfAttention
 from .rotary import HeadNorms, attend_turned
 from .transformers_layers import BeitAttention, HfDropPath, HfMlp, ViTLayer
 
 
-class Data2VecAttention(Fused):
+class Data2VecAttention(SelfAttention):
     """A module of projections and attention, and one of the output projection."""
 
-    fused_level = "attention"
+    fused_linears = ("query", "key", "value")
+    fused_out, fused_after = "output.dense", "output.dropout"
     fused_children = names("attention output")
     fused_extras = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
@@ -55,22 +55,16 @@ class Data2VecAttention(Fused):
         """H D"""
         return self.attention.all_head_size
 
-    def fused_projections(self: Any) -> list[nn.Module]:
-        return [self.attention.query, self.attention.key, self.attention.value]
+    def fused_projections(self: Any) -> tuple[nn.Module, ...]:
+        return tuple(getattr(self.attention, name) for name in self.fused_linears)
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
         yield from (*self.fused_projections(), self.output.dense)
 
     def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self.attention, "query", "key", "value")
+        yield from left_linears(self.attention, *self.fused_linears)
         yield from left_linears(self.output, "dense")
         yield from left_dropouts(self.output, "dropout")
-
-    def fused_reads_low(self: Any) -> bool:
-        return all(map(is_plain, self.fused_projections()))
-
-    def fused_draws(self: Any) -> bool:
-        return not inert(self.output.dropout)
 
     def fused_tokens(self: Any) -> int:
         """As many as its table is for."""
@@ -113,21 +107,13 @@ class Data2VecAttention(Fused):
         inner, mask = self.attention, self.fused_bias(x, **extras)
         heads, projections = inner.num_attention_heads, self.fused_projections()
         dropout_p = inner.config.attention_probs_dropout_prob if self.training else 0.0
-        packed = together(projections) if self.fused_reads_low() else None
+        packed = together(list(projections)) if self.fused_reads_low() else None
         if packed is not None:
             return attend_turned(
                 x, packed, heads, None, HeadNorms(), mask=mask, dropout_p=dropout_p
             )
         q, k, v = (project(m, x).unflatten(-1, (heads, -1)).transpose(1, 2) for m in projections)
         return attend(q, k, v, mask=mask, dropout_p=dropout_p)
-
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **extras: Any,
-    ) -> Tensor:  # fmt: skip
-        out = self.fused_heads(x, **extras).flatten(2)
-        dense, dropout = self.output.dense, self.output.dropout
-        return project_out(dense, dropout, out, residual, layer_scale, row_scale)
 
     def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
         return self.fused_branch(x, **extras), None

@@ -6,24 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...runtime.plain import is_plain
 from .attend import attend, registered, together
 from .branch import PreNormBlock
 from .fused import (
-    Child,
     DropPath,
-    Fused,
     LayerScale,
     example,
-    left_linears,
     names,
     project,
-    project_out,
     width_of,
 )
-from .parts import Mlp, SwiGLU
+from .parts import Mlp, SelfAttention, SwiGLU
 from .rotary import HeadNorms, Turn, attend_turned, turned
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
@@ -42,13 +37,14 @@ def _is_sdpa(function: Any) -> bool:
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
 
 
-class Attention(Fused):
+class Attention(SelfAttention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
-    fused_level = "attention"
+    fused_linears = ("q_proj", "k_proj", "v_proj")
     fused_children = names("q_proj k_proj v_proj o_proj")
     fused_unread = UNREAD
     fused_scaling, fused_dropout, fused_out = "scaling", "attention_dropout", "o_proj"
+    fused_after = ""
     fused_attention_dropout = names("attention_dropout dropout dropout_prob")
 
     def fused_facts(self: Any) -> Any:
@@ -65,23 +61,6 @@ class Attention(Fused):
             return "CLIP's text attention is causal"
         if not _is_sdpa(registered(chosen)):
             return f"another function is registered as {chosen!r}"
-        return None
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "q_proj", "k_proj", "v_proj", self.fused_out)
-
-    def fused_projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.q_proj, self.k_proj, self.v_proj
-
-    def fused_reads_low(self: Any) -> bool:
-        return all(is_plain(m) for m in self.fused_projections())
-
-    def fused_inner(self, projection: Any) -> Any:
-        """The Linear of a projection."""
-        return projection
-
-    def fused_after(self) -> Any:
-        """The dropout behind the output projection."""
         return None
 
     def fused_dropout_p(self: Any) -> float:
@@ -112,14 +91,6 @@ class Attention(Fused):
         q, k, v = self.fused_qkv(x)
         q, k = turned(q, k, turn, HeadNorms())
         return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
-
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, **extras: Any,
-    ) -> Tensor:  # fmt: skip
-        out = self.fused_heads(x, **extras).flatten(-2)
-        out_proj = self.fused_inner(getattr(self, self.fused_out))
-        return project_out(out_proj, self.fused_after(), out, residual, layer_scale, row_scale)
 
     def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
         return self.fused_branch(x, **extras), None

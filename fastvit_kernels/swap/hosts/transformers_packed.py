@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops.attention.rotary import rope_attention
 from ...ops.attention.varlen import varlen_attention
@@ -20,7 +20,7 @@ from ...ops.rope import rope
 from ...runtime.plain import is_plain, is_raw
 from .attend import packable
 from .branch import PreNormBlock, normed
-from .fused import Child, Fused, Given, bypassed, example, left_linears, names, project, width_of
+from .fused import Fused, Given, bypassed, example, names, project, width_of
 from .read_once import is_readable, read_once
 from .rotary import turn_of
 from .transformers_layers import UNREAD, Attention, HfMlp, HfSwiGLU
@@ -46,16 +46,10 @@ class PackedAttention(Attention):
     """qkv -> q and k turn -> attention within each sequence -> proj; x is (total, C)."""
 
     fused_children = names("qkv proj")
-    fused_out = "proj"
+    fused_linears, fused_out = ("qkv",), "proj"
     fused_extras = ("cu_seqlens", "position_embeddings", "max_seqlen")
     fused_axes = (2,)
     fused_tolerance = 1e-5  # the host turns in fp32
-
-    def fused_projections(self: Any) -> tuple[nn.Module, ...]:  # type: ignore[override]
-        return (self.qkv,)
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "qkv", "proj")
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         D = self.proj.in_features // self.num_heads

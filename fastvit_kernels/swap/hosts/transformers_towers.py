@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops.linear import linear
 from ...runtime.arguments import autocast_dtype
@@ -15,16 +15,17 @@ from ...runtime.plain import is_plain
 from .attend import attend, by_keys
 from .fused import (
     Child,
+    Epilogue,
     RmsNorm,
     Unfused,
     bypassed,
     example,
     inert,
-    left_dropouts,
     names,
     norm_in_pytorch,
     normed_inside,
     project,
+    project_out,
     width_of,
 )
 from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
@@ -82,14 +83,7 @@ class InternAttention(Attention):
     """InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection."""
 
     fused_children = names("q_proj k_proj v_proj projection_layer projection_dropout q_norm k_norm")
-    fused_scaling, fused_out = "scale", "projection_layer"
-
-    def fused_draws(self: Any) -> bool:
-        return not inert(self.projection_dropout)
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from super().fused_left()
-        yield from left_dropouts(self, "projection_dropout")
+    fused_scaling, fused_out, fused_after = "scale", "projection_layer", "projection_dropout"
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         for name in ("q_norm", "k_norm"):
@@ -109,15 +103,13 @@ class InternAttention(Attention):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
 
-    def fused_after(self: Any) -> Any:
-        return self.projection_dropout
-
 
 class VJepaAttention(Attention):
     """V-JEPA 2: three thirds of a head turn by frame, row and column of their token."""
 
     fused_children = names("query key value proj dropout")
-    fused_dropout, fused_out = "dropout_prob", "proj"
+    fused_linears, fused_dropout = ("query", "key", "value"), "dropout_prob"
+    fused_out = "proj"
     fused_attention_dropout = names("dropout_prob")
     fused_extras = ("position_mask",)
 
@@ -134,9 +126,6 @@ class VJepaAttention(Attention):
         derived = cls.fused_derived(module)
         same = all(getattr(module, name) == width for name, width in derived.items())
         return None if same else "its thirds of a head have other widths"
-
-    def fused_projections(self: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.query, self.key, self.value
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         most = self.grid_depth * self.grid_size**2
@@ -204,15 +193,14 @@ class GemmaAttention(Attention):
     def fused_reject(cls, module: Any) -> str | None:
         return "k and v have fewer heads" if module.num_key_value_groups > 1 else None
 
-    def fused_inner(self, projection: Any) -> Any:
-        return _linear_of(projection)
+    def fused_projections(self) -> tuple[Any, ...]:
+        return tuple(map(_linear_of, super().fused_projections()))
 
-    def fused_projections(self: Any) -> tuple[Any, Any, Any]:
-        q, k, v = map(_linear_of, (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
+    def fused_project_out(self: Any, out: Tensor, epilogue: Epilogue) -> Tensor:
+        return project_out(_linear_of(self.o_proj), None, out, epilogue)
 
     def fused_left(self: Any) -> Iterator[Child]:
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for name in (*self.fused_linears, self.fused_out):
             child = getattr(self, name)
             if not is_plain(_linear_of(child)):
                 yield name, child, "its Linear cannot be read past it"

@@ -21,18 +21,17 @@ from ...runtime.plain import is_hooked, is_plain
 from .attend import attend_packed
 from .branch import PreNormBlock, kept_of, pre_norm_branch
 from .fused import (
-    Child,
+    NOTHING,
     DropPath,
+    Epilogue,
     Fused,
     example,
     inert,
-    left_dropouts,
-    left_linears,
     names,
     project,
-    project_out,
     width_of,
 )
+from .parts import SelfAttention
 from .transformers_layers import Attention, HfMlp, ViTLayer
 
 
@@ -106,10 +105,44 @@ def _area(copy: Any) -> dict[str, int]:
     return {"window_area": copy.window_size[0] * copy.window_size[1]}
 
 
-class WindowAttention(Fused):
+class Windowed(SelfAttention):
+    """Attention on windows (B windows, N, C), or on x and the windows that it is cut into."""
+
+    def fused_branch(
+        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, windows: Windows | None = None,
+        **extras: Any,
+    ) -> Tensor:  # fmt: skip
+        if windows is None:
+            return super().fused_branch(x, epilogue, **extras)
+        tokens = x.ndim == 3  # (B, height width, C), else (B, height, width, C)
+        y = windows.cut(x.unflatten(1, windows.grid) if tokens else x)
+        out = windows.joined(self.fused_heads(y, **extras).flatten(2))
+        return self.fused_project_out(out.flatten(1, 2) if tokens else out, epilogue)
+
+
+class WindowedAttention(Windowed):
+    """The same where the host's forward takes the windows, with or without a mask of the shift."""
+
+    def fused_area(self: Any) -> int:
+        """N"""
+        return self.window_area
+
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        yield self, self.fused_area()
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] == self.fused_area()
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        N = self.fused_area()
+        yield (example(generator, 2, N, width_of(self)),), {}
+        mask = example(generator, 2, N, N).detach()
+        yield (example(generator, 4, N, width_of(self)),), {self.fused_extras[0]: mask}
+
+
+class WindowAttention(WindowedAttention):
     """timm's: it forms the scores by default, so `fused_attn` says nothing here."""
 
-    fused_level = "attention"
     fused_children = names("relative_position_bias_table qkv attn_drop softmax proj proj_drop")
     fused_attention_dropout = names("attn_drop")
     fused_extras = ("mask",)
@@ -120,43 +153,12 @@ class WindowAttention(Fused):
             return "its probabilities are hooked"
         return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "qkv", "proj")
-        yield from left_dropouts(self, "proj_drop")
-
-    def fused_reads_low(self: Any) -> bool:
-        return is_plain(self.qkv)
-
-    def fused_draws(self: Any) -> bool:
-        return not inert(self.proj_drop)
-
-    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
-        yield self, self.window_area
-
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[1] == self.window_area
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        N = self.window_area
-        yield (example(generator, 2, N, width_of(self)),), {}
-        mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {"mask": mask}
-
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, mask: Tensor | None = None, windows: Windows | None = None,
-    ) -> Tensor:  # fmt: skip
-        x = x if windows is None else windows.cut(x.unflatten(1, windows.grid))
-        out = attend_packed(
+    def fused_heads(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return attend_packed(
             project(self.qkv, x), self.num_heads, mask=with_shift(self._get_rel_pos_bias(), mask),
             dropout_p=self.attn_drop.p if self.training else 0.0,
             scale=None if self.fused_attn else self.scale,
-        ).flatten(2)  # fmt: skip
-        out = out if windows is None else windows.joined(out).flatten(1, 2)
-        return project_out(self.proj, self.proj_drop, out, residual, layer_scale, row_scale)
-
-    def fused_forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.fused_branch(x, mask=mask)
+        )  # fmt: skip
 
 
 class SwinBlock(PreNormBlock):
@@ -226,10 +228,10 @@ class StochasticDepth(DropPath):
         return scale.div_(1 - self.p) if self.p < 1 else scale
 
 
-class ShiftedWindowAttention(Fused):
+class ShiftedWindowAttention(Windowed):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_level = "attention"
+    fused_after = ""
     fused_children = names("relative_position_bias_table qkv proj")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
@@ -240,12 +242,6 @@ class ShiftedWindowAttention(Fused):
         if self.training and self.dropout > 0:
             return "its dropout draws by window"
         return None
-
-    def fused_reads_low(self: Any) -> bool:
-        return True
-
-    def fused_draws(self: Any) -> bool:
-        return False
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         rows, columns = self.window_size
@@ -262,22 +258,17 @@ class ShiftedWindowAttention(Fused):
         shift = [0 if n >= length else step for step, n, length in bounds]
         return windows._replace(shift=tuple(shift))
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        windows = self.fused_cut(x)
-        bias = self.get_relative_position_bias()
-        out = attend_packed(
-            project(self.qkv, windows.cut(x)), self.num_heads,
-            mask=with_shift(bias, windows.mask(bias)),
+    def fused_heads(self: Any, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        return attend_packed(
+            project(self.qkv, x), self.num_heads,
+            mask=with_shift(self.get_relative_position_bias(), mask),
             dropout_p=self.attention_dropout if self.training else 0.0,
         )  # fmt: skip
-        out = windows.joined(out.flatten(2))
-        return project_out(self.proj, None, out, residual, layer_scale, row_scale)
 
-    def fused_forward(self, x: Tensor) -> Tensor:
-        return self.fused_branch(x)
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:  # type: ignore[override]
+        windows = self.fused_cut(x)
+        mask = windows.mask(self.relative_position_bias_table)
+        return super().fused_branch(x, epilogue, windows=windows, mask=mask)
 
 
 class TorchvisionSwinBlock(PreNormBlock):
@@ -286,40 +277,18 @@ class TorchvisionSwinBlock(PreNormBlock):
     fused_axes = (4,)
 
 
-class HfSwinAttention(Attention):
+class HfSwinAttention(WindowedAttention, Attention):
     """transformers', from 5.x on."""
 
     fused_children = names("q_proj k_proj v_proj o_proj relative_position_bias")
     fused_extras = ("attention_mask",)
 
-    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
-        yield self, self.relative_position_bias.window_area
-
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[1] == self.relative_position_bias.window_area
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        N = self.relative_position_bias.window_area
-        yield (example(generator, 2, N, width_of(self)),), {}
-        mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {"attention_mask": mask}
+    def fused_area(self: Any) -> int:
+        return self.relative_position_bias.window_area
 
     def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         mask = with_shift(self.relative_position_bias(), attention_mask)
         return super().fused_heads(x, mask)
-
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, attention_mask: Tensor | None = None,
-        windows: Windows | None = None,
-    ) -> Tensor:  # fmt: skip
-        if windows is None:
-            return super().fused_branch(
-                x, residual, layer_scale, row_scale, attention_mask=attention_mask
-            )
-        y = windows.cut(x.unflatten(1, windows.grid))
-        out = windows.joined(self.fused_heads(y, attention_mask).flatten(2)).flatten(1, 2)
-        return project_out(self.o_proj, None, out, residual, layer_scale, row_scale)
 
 
 class HfSwinLayer(ViTLayer):

@@ -22,7 +22,7 @@ from ..attend import (
     shares_a_matmul,
     together,
 )
-from ..fused import Given, example, inert, part, project_out, width_of
+from ..fused import NOTHING, Epilogue, Given, example, inert, part, project_out, width_of
 from ..rotary import Turn, attend_turned, turn_of
 from .masks import READINGS, example_of_mask, fits, reading_of
 from .positions import bias_of, grid_of, turned, windows_of, with_decomposed
@@ -280,16 +280,14 @@ class Attention(Roles):
         return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
 
     def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None, window: int = 0, **extras: Any,
-    ) -> Tensor:  # fmt: skip
+        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, window: int = 0, **extras: Any
+    ) -> Tensor:
         roles, grid = self.fused_roles, x.shape[1:3]
         if window:
             x = windows_of(x, window)
         shape = x.shape
-        y, residual = entered(
-            self.fused_part("norm"), x, residual, part(self, roles.projections[0])
-        )
+        first = part(self, roles.projections[0])
+        y, epilogue = entered(self.fused_part("norm"), x, epilogue, first)
         angles = extras.get(roles.rope)
         y = y.flatten(1, 2) if roles.grid else y
         y = self.fused_heads(y, angles, extras.get(roles.mask)).flatten(2)
@@ -300,8 +298,8 @@ class Attention(Roles):
             y = grid_of(y, *grid)
         out, after = self.fused_part("out"), self.fused_part("after")
         if out is None:
-            return add_branch(y, residual, layer_scale, row_scale)
-        return project_out(out, after, y, residual, layer_scale, row_scale)
+            return add_branch(y, **epilogue)
+        return project_out(out, after, y, epilogue)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         roles = self.fused_roles

@@ -350,5 +350,5 @@ class Block(Roles):
             for item in tail:
                 y = y * item if isinstance(item, Tensor) else item(y)
         else:
-            y = body.fused_branch(y, None, folded[0], None, **context)
+            y = body.fused_branch(y, {"layer_scale": folded[0]}, **context)
         return torch.index_add(residual, 0, index, y.to(residual.dtype), alpha=B / kept)

@@ -11,7 +11,7 @@ from ....ops.common.activation import ACTIVATIONS
 from ....ops.linear import linear
 from ....ops.mlp import mlp
 from ....runtime.plain import is_plain
-from ..fused import inert, norm_in_pytorch, part, project_out
+from ..fused import NOTHING, Epilogue, inert, norm_in_pytorch, part, project_out
 from ..parts import gated_branch, gated_hidden, norm_inside
 from .roles import Roles, as_result, entered
 
@@ -61,35 +61,27 @@ class Mlp(Roles):
     def fused_draws(self) -> bool:
         return not (inert(self.fused_part("drop")) and inert(self.fused_part("after")))
 
-    def fused_branch(
-        self: Any, x: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         roles = self.fused_roles
         fc1, fc2 = self.fused_part("fc1"), self.fused_part("fc2")
         drop, norm, after = (self.fused_part(r) for r in ("drop", "inner_norm", "after"))
-        y, residual = entered(self.fused_part("norm"), x, residual, fc1)
-        epilogue: dict[str, Any] = dict(
-            residual=residual, layer_scale=layer_scale, row_scale=row_scale
-        )
+        y, epilogue = entered(self.fused_part("norm"), x, epilogue, fc1)
         if roles.gate:
             gate = None if roles.gate in ("first", "second") else part(self, roles.gate)
             last, inside = roles.gate == "second", norm_inside(norm)
             if inside is not None and self.fused_together():
-                return gated_branch(y, fc1, gate, fc2, inside, last, roles.activation, **epilogue)
+                return gated_branch(y, fc1, gate, fc2, inside, last, roles.activation, epilogue)
             hidden = gated_hidden(y, fc1, gate, last, ACTIVATIONS[roles.activation])
         elif is_plain(fc1):
             if is_plain(fc2) and inert(drop) and norm is None and inert(after):
-                return mlp(
-                    y, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=roles.activation,
-                    **epilogue,
-                )  # fmt: skip
+                weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
+                return mlp(y, *weights, activation=roles.activation, **epilogue)
             hidden = linear(y, fc1.weight, fc1.bias, activation=roles.activation)
         else:
             hidden = ACTIVATIONS[roles.activation](fc1(y))
         for m in (drop, norm):
             hidden = hidden if m is None else m(hidden)
-        return project_out(fc2, after, hidden, residual, layer_scale, row_scale)
+        return project_out(fc2, after, hidden, epilogue)
 
     def fused_forward(self, x: Tensor) -> Any:
         return as_result(self.fused_branch(x), self.fused_roles.result)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....ops.linear import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_hooked, is_plain
-from ..fused import Child, Fused, Norm, bypassed, part, why_not_plain
+from ..fused import Child, Epilogue, Fused, Norm, bypassed, part, why_not_plain
 
 
 class Roles(Fused):
@@ -44,17 +44,15 @@ class Roles(Fused):
                 yield name, module, why_not_plain(module)
 
 
-def entered(
-    norm: Any, x: Tensor, residual: Tensor | None, reader: Any
-) -> tuple[Tensor, Tensor | None]:
-    """norm(x) for a norm at a branch's entry, and the residual."""
+def entered(norm: Any, x: Tensor, epilogue: Epilogue, reader: Any) -> tuple[Tensor, Epilogue]:
+    """norm(x) for a norm at a branch's entry, and the epilogue."""
     if norm is None:
-        return x, residual
+        return x, epilogue
     if not (bypassed(norm) and isinstance(norm, Norm)):
-        return norm(x), residual
+        return norm(x), epilogue
     low = autocast_dtype(x) if is_ours(reader) else None
     y, same = norm.fused_and_input(x, low)
-    return y, same if residual is x else residual
+    return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue
 
 
 def as_result(y: Tensor, form: tuple[int, int] | None) -> Any:
