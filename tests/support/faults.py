@@ -1485,9 +1485,9 @@ HOSTS = [
         "return None if parameters[0] is None else parameters", "return None, None, 1e-6",
     ),
     Fault(
-        "rms-host-eps", "swap/hosts/fused.py", "RmsNorm.fused_and_input",
+        "rms-host-eps", "swap/hosts/fused.py", "Norm.fused_and_input",
         "eps of the host's RMSNorm ignored",
-        "weight, eps, out_dtype=dtype", "weight, out_dtype=dtype", only=ROPE_HOSTS,
+        "x, weight, eps, out_dtype=dtype", "x, weight, out_dtype=dtype", only=ROPE_HOSTS,
     ),
     Fault(
         "gemma-quarters", "swap/hosts/transformers_towers.py", "_by_pairs",
@@ -1510,9 +1510,9 @@ HOSTS = [
         '"layer_scale": gamma', '"layer_scale": None', only=PROOF,
     ),
     Fault(
-        "swap-eps", "swap/hosts/fused.py", "LayerNorm.fused_and_input",
+        "swap-eps", "swap/hosts/fused.py", "Norm.fused_and_input",
         "eps of the host's norm ignored",
-        "self.bias, self.eps,", "self.bias, 1e-2,", only=PROOF,
+        "bias, eps, out_dtype", "bias, 1e-2, out_dtype", only=PROOF,
     ),
     Fault(
         "prove-distance", "swap/prove.py", "_difference", "outputs are not compared",

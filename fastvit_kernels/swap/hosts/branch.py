@@ -185,6 +185,9 @@ class PreNormBlock(Fused):
     fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
     fused_drop_path: DropPathMode = "mask"  # "skip": branches leave out what they drop
     fused_names: ClassVar[tuple[str, str, tuple[str, ...], str, str, tuple[str, ...]]]
+    # Whether the attention's branch does both, too; where it sees windows it may not.
+    fused_first_rebuilds: ClassVar[bool] = True
+    fused_first_skips: ClassVar[bool] = True
 
     @property
     def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -221,33 +224,46 @@ class PreNormBlock(Fused):
         else:
             yield from super().fused_examples(generator)
 
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:
+    def fused_child(self: Any, name: str) -> Any:
+        """What a name of `fused_names` stands for."""
+        return getattr(self, name)
+
+    def fused_branches(self: Any) -> list[tuple[str, Any, Any, list[Any]]]:
+        """Of both branches: the name of the norm, the norm, the body, its tail."""
         norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
-        rebuild = self.fused_memory == "low"
+        child = self.fused_child
+        return [
+            (norm, child(norm), child(body), [child(name) for name in tail])
+            for norm, body, tail in ((norm1, attention, tail1), (norm2, mlp, tail2))
+        ]
+
+    def fused_context(self: Any, x: Tensor, **extras: Any) -> dict[str, Any]:
+        """What attention gets besides its input, of the arguments of a call."""
+        return extras
+
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Any:
+        (_, norm1, attention, tail1), (_, norm2, mlp, tail2) = self.fused_branches()
+        low, skip = self.fused_memory == "low", self.fused_drop_path
+        given = self.fused_context(x, **extras)
         x = pre_norm_branch(
-            x, getattr(self, norm1), getattr(self, attention), *(getattr(self, t) for t in tail1),
-            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild,
-            drop_path=self.fused_drop_path, **extras,
+            x, norm1, attention, *tail1, call=lambda y: self.fused_call_attention(y, given),
+            rebuild=low and self.fused_first_rebuilds,
+            drop_path=skip if self.fused_first_skips else "mask", **given,
         )  # fmt: skip
-        return pre_norm_branch(
-            x, getattr(self, norm2), getattr(self, mlp), *(getattr(self, t) for t in tail2),
-            rebuild=rebuild, drop_path=self.fused_drop_path,
-        )  # fmt: skip
+        return pre_norm_branch(x, norm2, mlp, *tail2, rebuild=low, drop_path=skip)
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
         """The norms whose output no fused branch keeps for its backward."""
-        norm1, attention, _, norm2, mlp, _ = self.fused_names
-        for norm, body in ((norm1, attention), (norm2, mlp)):
-            child = getattr(self, norm)
-            fused = isinstance(child, Norm) and bypassed(child)
-            if self.fused_memory == "low" and fused and bypassed(getattr(self, body)):
-                yield norm
+        low, first = self.fused_memory == "low", self.fused_names[0]
+        for name, norm, body, _ in self.fused_branches():
+            fused = isinstance(norm, Norm) and bypassed(norm) and bypassed(body)
+            if low and fused and (name != first or self.fused_first_rebuilds):
+                yield name
 
     def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
         """The norms of branches that leave out what their DropPath drops, with that DropPath."""
-        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
-        for norm, body, tail in ((norm1, attention, tail1), (norm2, mlp, tail2)):
-            items = [getattr(self, name) for name in tail]
-            path = skips(getattr(self, norm), getattr(self, body), items)
-            if self.fused_drop_path == "skip" and path is not None:
-                yield norm, path
+        skip, first = self.fused_drop_path == "skip", self.fused_names[0]
+        for name, norm, body, tail in self.fused_branches():
+            path = skips(norm, body, tail)
+            if skip and path is not None and (name != first or self.fused_first_skips):
+                yield name, path

@@ -298,6 +298,13 @@ class Norm(Fused):
         Literal["layer_norm", "rms_norm"]
     ]  # what `rope` calls such a norm of each head
 
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        axes = len(getattr(module, "normalized_shape", (0,)))
+        if axes != 1:
+            return f"it normalizes {axes} axes"
+        return "its eps depends on the dtype" if module.eps is None else None
+
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""
         return self.weight, getattr(self, "bias", None), self.eps
@@ -306,24 +313,42 @@ class Norm(Fused):
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
         return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
 
-    def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The norm in `out_dtype`, by default in the host's own, and x for the residual. The norm
-        of the samples that `samples` keeps, where it is given."""
-        raise NotImplementedError
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        weight, _, _ = self.fused_parameters()
+        shape = tuple(getattr(self, "normalized_shape", () if weight is None else weight.shape))
+        return x.ndim in self.fused_axes and shape in ((), tuple(x.shape[-1:]))
 
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         """The dtype of the host's result; None: torch's own rule."""
         return None
 
-    def fused_sum_dtype(self, x: Tensor, residual: Tensor) -> torch.dtype | None:
-        dtype = self.fused_dtype(x)
-        return None if dtype is None else torch.promote_types(dtype, residual.dtype)
+    def fused_norm(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """[residual +] norm(x) in `out_dtype`"""
+        weight, bias, eps = self.fused_parameters()
+        if self.fused_kind == "layer_norm":
+            return layer_norm(x, weight, bias, eps, out_dtype=out_dtype, residual=residual)
+        return rms_norm(x, weight, eps, out_dtype=out_dtype, residual=residual)
+
+    def fused_and_input(
+        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm in `out_dtype`, by default in the host's own, and x for the residual. The norm
+        of the samples that `samples` keeps, where it is given."""
+        (weight, bias, eps), dtype = self.fused_parameters(), out_dtype or self.fused_dtype(x)
+        if self.fused_kind == "layer_norm":
+            return layer_norm_and_input(x, weight, bias, eps, out_dtype=dtype, samples=samples)
+        return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
 
     def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
         """residual + norm(x), of a norm behind a branch."""
-        raise NotImplementedError
+        dtype = self.fused_dtype(x)
+        dtype = None if dtype is None else torch.promote_types(dtype, residual.dtype)
+        return self.fused_norm(x, dtype, residual)
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        return self.fused_norm(x, self.fused_dtype(x))
 
 
 class LayerNorm(Norm):
@@ -332,27 +357,8 @@ class LayerNorm(Norm):
     fused_level = "layer_norm"
     fused_kind = "layer_norm"
 
-    @classmethod
-    def fused_reject(cls, module: Any) -> str | None:
-        axes = len(module.normalized_shape)
-        return None if axes == 1 else f"it normalizes {axes} axes"
-
     def fused_takes(self: Any, x: Tensor) -> bool:
         return x.ndim in self.fused_axes and x.shape[-1:] == self.normalized_shape
-
-    def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return layer_norm_and_input(
-            x, self.weight, self.bias, self.eps, out_dtype=out_dtype, samples=samples
-        )
-
-    def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
-        dtype = self.fused_sum_dtype(x, residual)
-        return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=dtype, residual=residual)
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RmsNorm(Norm):
@@ -360,38 +366,9 @@ class RmsNorm(Norm):
 
     fused_level = "rms_norm"
     fused_kind = "rms_norm"
-    fused_eps = "eps"
-
-    @classmethod
-    def fused_reject(cls, module: Any) -> str | None:
-        axes = len(getattr(module, "normalized_shape", (0,)))
-        if axes != 1:
-            return f"it normalizes {axes} axes"
-        return "its eps depends on the dtype" if getattr(module, cls.fused_eps) is None else None
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
-        return getattr(self, "weight", None), None, getattr(self, self.fused_eps)
-
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        weight, _, _ = self.fused_parameters()
-        shape = tuple(getattr(self, "normalized_shape", () if weight is None else weight.shape))
-        return x.ndim in self.fused_axes and shape in ((), tuple(x.shape[-1:]))
-
-    def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        weight, _, eps = self.fused_parameters()
-        dtype = out_dtype or self.fused_dtype(x)
-        return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
-
-    def fused_added(self: Any, x: Tensor, residual: Tensor) -> Tensor:
-        weight, _, eps = self.fused_parameters()
-        dtype = self.fused_sum_dtype(x, residual)
-        return rms_norm(x, weight, eps, out_dtype=dtype, residual=residual)
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        weight, _, eps = self.fused_parameters()
-        return rms_norm(x, weight, eps, out_dtype=self.fused_dtype(x))
+        return getattr(self, "weight", None), None, self.eps
 
 
 def normed_inside(norm: Any, x: Tensor, low: bool) -> Tensor:
@@ -418,14 +395,25 @@ class DropPath(Unfused):
 
     fused_level = "epilogue"
 
-    def fused_rate(self: Any) -> float | None:
+    def fused_way(self: Any) -> tuple[float, str, bool]:
+        """The share that is dropped, how its numbers are drawn ("bernoulli", or "rand" for
+        floor(keep + uniform)), and whether what is kept is scaled."""
+        return self.drop_prob, "bernoulli", getattr(self, "scale_by_keep", True)
+
+    def fused_rate(self) -> float | None:
         """The share that is dropped in training; None where what is kept is not scaled."""
-        return self.drop_prob if getattr(self, "scale_by_keep", True) else None
+        rate, _, scaled = self.fused_way()
+        return rate if scaled else None
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """(B,) of 0 or 1 / keep, drawn as timm draws it, None where nothing is dropped."""
-        if self.drop_prob == 0 or not self.training:
+        """(B,) of 0 or 1 / keep, drawn as the host draws it, None where nothing is dropped."""
+        rate, drawn, scaled = self.fused_way()
+        if not rate or not self.training:
             return None
-        keep = 1 - self.drop_prob
+        keep = 1 - rate
+        if drawn == "rand":
+            scale = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
+            scale = torch.floor(scale + keep).flatten()
+            return scale / keep if scaled else scale
         scale = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep)
-        return scale.div_(keep) if keep > 0 and self.scale_by_keep else scale
+        return scale.div_(keep) if keep > 0 and scaled else scale

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.linear import linear
-from ...ops.norm.functions import layer_norm
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
@@ -55,25 +54,15 @@ class LayerNormFp32(LayerNorm):
 
     fused_tolerance = 1e-5  # the host rounds to fp32
 
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=x.dtype)
-
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         return x.dtype
-
-    def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return super().fused_and_input(x, out_dtype or x.dtype, samples)
 
 
 class RmsNormFp32(RmsNorm):
     """RMSNorm that reads fp32 and writes x.dtype, autocast or not."""
 
     fused_tolerance = 1e-5  # the host rounds to fp32
-
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        return x.dtype
+    fused_dtype = LayerNormFp32.fused_dtype
 
 
 class Attention(SelfAttention):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...runtime.plain import is_hooked
 from .attend import attend, attend_packed, unpack
-from .branch import PreNormBlock, pre_norm_branch
+from .branch import PreNormBlock
 from .fused import NOTHING, Epilogue, Fused, example, inert, names, project, width_of
 from .structure.positions import with_decomposed
 from .windows import Windowed, Windows
@@ -77,6 +77,7 @@ class SamBlock(PreNormBlock):
         "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
     )  # fmt: skip
     fused_axes = (4,)
+    fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
         if self.window_size and not (inert(self.drop_path1) and inert(self.attn.proj_drop)):
@@ -93,28 +94,12 @@ class SamBlock(PreNormBlock):
         grid = (size + 1, 2 * size) if size else SamAttention.fused_grid(self.attn) or (3, 4)
         yield (example(generator, 1, *grid, width_of(self)),), {}
 
-    def fused_by_window(self: Any, y: Tensor) -> Tensor:
-        """The attention as the host calls it."""
-        windows = windows_of(y, self.window_size)
+    def fused_context(self: Any, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"windows": windows_of(x, self.window_size)}
+
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        windows = extras["windows"]
         return windows.joined(self.attn(windows.cut(y).unflatten(1, windows.size)).flatten(1, 2))
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        rebuild, skip = self.fused_memory == "low", self.fused_drop_path
-        y = pre_norm_branch(
-            x, self.norm1, self.attn, self.ls1, self.drop_path1, call=self.fused_by_window,
-            windows=windows_of(x, self.window_size),
-        )  # fmt: skip
-        y = pre_norm_branch(
-            y.flatten(1, 2), self.norm2, self.mlp, self.ls2, self.drop_path2, rebuild=rebuild,
-            drop_path=skip,
-        )  # fmt: skip
-        return y.unflatten(1, tuple(x.shape[1:3]))
-
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        yield from (name for name in super().fused_rebuilt() if name != "norm1")
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        yield from (pair for pair in super().fused_skips() if pair[0] != "norm1")
 
 
 TIMM: dict[str, type[Fused]] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...runtime.plain import is_hooked, is_plain
 from .attend import attend, together
-from .branch import PreNormBlock, pre_norm_branch, skips
+from .branch import PreNormBlock
 from .fused import (
     Child,
     Fused,
@@ -177,6 +177,9 @@ class Data2VecLayer(PreNormBlock):
         yield from left_linears(self.output, "dense")
         yield from left_dropouts(self.output, "dropout")
 
+    def fused_child(self: Any, name: str) -> Any:
+        return _TwoHalves(self) if name == "intermediate" else getattr(self, name)
+
     def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
         return self.attention(y, **extras)[0]
 
@@ -188,26 +191,8 @@ class Data2VecLayer(PreNormBlock):
         missing = given[1].get("resolution") is None
         return None if missing and inner.attention.has_relative_position_bias else given
 
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        rebuild = self.fused_memory == "low"
-        x = pre_norm_branch(
-            x, self.layernorm_before, self.attention, self.lambda_1, self.drop_path,
-            call=lambda y: self.fused_call_attention(y, extras), rebuild=rebuild,
-            drop_path=self.fused_drop_path, **extras,
-        )  # fmt: skip
-        return pre_norm_branch(
-            x, self.layernorm_after, _TwoHalves(self), self.lambda_2, self.drop_path,
-            rebuild=rebuild, drop_path=self.fused_drop_path,
-        ), None  # fmt: skip
-
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        yield from (name for name in super().fused_rebuilt() if name != "layernorm_after")
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        yield from (pair for pair in super().fused_skips() if pair[0] != "layernorm_after")
-        path = skips(self.layernorm_after, _TwoHalves(self), (self.lambda_2, self.drop_path))
-        if self.fused_drop_path == "skip" and path is not None:
-            yield "layernorm_after", path
+    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
+        return super().fused_forward(x, **extras), None
 
 
 class BeitLayer(ViTLayer):
@@ -218,15 +203,14 @@ class BeitLayer(ViTLayer):
         "relative_position_bias"
     )
     fused_names = (
-        "layernorm_before", "attention", ("dropout", "drop_path"),
-        "layernorm_after", "mlp", ("dropout", "drop_path"),
+        "layernorm_before", "attention", ("dropout", "lambda_1", "drop_path"),
+        "layernorm_after", "mlp", ("dropout", "lambda_2", "drop_path"),
     )  # fmt: skip
     fused_extras = ("attention_mask", "interpolate_pos_encoding", "resolution")
 
-    def fused_gamma(self: Any, name: str) -> Tensor | None:
-        """LayerScale, or None for the 1.0 of a layer without."""
-        gamma = getattr(self, name)
-        return gamma if isinstance(gamma, Tensor) else None
+    def fused_child(self: Any, name: str) -> Any:
+        child = getattr(self, name)
+        return None if isinstance(child, (int, float)) else child  # 1.0: no LayerScale
 
     def fused_blocked(self: Any) -> str | None:
         for gamma in (self.lambda_1, self.lambda_2):
@@ -262,20 +246,8 @@ class BeitLayer(ViTLayer):
         own = self.relative_position_bias(grid, interpolate_pos_encoding, dim_size=x.shape[1])
         return own if attention_mask is None else own + attention_mask
 
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        given, rebuild = (
-            {"attention_mask": self.fused_mask(x, **extras)},
-            self.fused_memory == "low",
-        )
-        x = pre_norm_branch(
-            x, self.layernorm_before, self.attention, self.dropout, self.fused_gamma("lambda_1"),
-            self.drop_path, call=lambda y: self.attention(y, **given)[0], rebuild=rebuild,
-            drop_path=self.fused_drop_path, **given,
-        )  # fmt: skip
-        return pre_norm_branch(
-            x, self.layernorm_after, self.mlp, self.dropout, self.fused_gamma("lambda_2"),
-            self.drop_path, rebuild=rebuild, drop_path=self.fused_drop_path,
-        )  # fmt: skip
+    def fused_context(self, x: Tensor, **extras: Any) -> dict[str, Any]:
+        return {"attention_mask": self.fused_mask(x, **extras)}
 
 
 _DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"

@@ -139,12 +139,8 @@ class HfLayerScale(LayerScale):
 
 
 class HfDropPath(DropPath):
-    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        if self.drop_prob == 0.0 or not self.training:
-            return None
-        keep = 1 - self.drop_prob
-        drawn = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
-        return torch.floor(drawn + keep).flatten() / keep
+    def fused_way(self: Any) -> tuple[float, str, bool]:
+        return self.drop_prob, "rand", True
 
 
 class ViTLayer(PreNormBlock):

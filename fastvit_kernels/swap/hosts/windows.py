@@ -10,7 +10,6 @@ computes nothing that was padded. Swin V2's cosine attention is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +166,7 @@ class SwinBlock(PreNormBlock):
     fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
     fused_names = ("norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",))
     fused_axes = (4,)
+    fused_first_rebuilds = False
     fused_derived = staticmethod(_area)
 
     def fused_cut(self: Any, x: Tensor) -> Windows:
@@ -207,9 +207,6 @@ class SwinBlock(PreNormBlock):
         )
         return y.unflatten(1, grid)
 
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        yield from (name for name in super().fused_rebuilt() if name != "norm1")
-
 
 class StochasticDepth(DropPath):
     """torchvision's DropPath."""
@@ -218,14 +215,8 @@ class StochasticDepth(DropPath):
     def fused_reject(cls, module: Any) -> str | None:
         return None if module.mode == "row" else "it drops whole batches"
 
-    def fused_rate(self: Any) -> float | None:
-        return self.p
-
-    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        if self.p == 0 or not self.training:
-            return None
-        scale = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(1 - self.p)
-        return scale.div_(1 - self.p) if self.p < 1 else scale
+    def fused_way(self: Any) -> tuple[float, str, bool]:
+        return self.p, "bernoulli", True
 
 
 class ShiftedWindowAttention(Windowed):
@@ -300,6 +291,7 @@ class HfSwinLayer(ViTLayer):
         "layernorm_after", "mlp", ("dropout",),
     )  # fmt: skip
     fused_extras = ("input_dimensions", "always_partition")
+    fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
         return None if inert(self.dropout) else "its dropout draws by window"
@@ -314,35 +306,23 @@ class HfSwinLayer(ViTLayer):
             x = example(generator, 1, grid[0] * grid[1], width)
             yield (x,), {"input_dimensions": grid}
 
-    def fused_forward(  # type: ignore[override]
+    def fused_context(  # type: ignore[override]
         self: Any, x: Tensor, input_dimensions: tuple[int, int], always_partition: bool = False
-    ) -> tuple[Tensor, None]:
+    ) -> dict[str, Any]:
         if not always_partition:
             self.set_shift_and_window_size(input_dimensions)
         size, shift = self.window_size, self.shift_size
         height, width = input_dimensions
         windows = Windows((height, width), (size, size), (shift, shift))
-        given: dict[str, Any] = dict(windows=windows, attention_mask=windows.mask(x))
-        x = pre_norm_branch(
-            x, self.layernorm_before, self.attention, self.dropout, self.drop_path,
-            call=partial(self.fused_by_window, **given), **given,
-        )  # fmt: skip
-        rebuild = self.fused_memory == "low"
-        norm, mlp = self.layernorm_after, self.mlp
-        return pre_norm_branch(x, norm, mlp, self.dropout, rebuild=rebuild), None
+        return {"windows": windows, "attention_mask": windows.mask(x)}
 
-    def fused_by_window(
-        self: Any, y: Tensor, windows: Windows, attention_mask: Tensor | None
-    ) -> Tensor:
-        """The attention as the host calls it."""
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        windows, mask = extras["windows"], extras["attention_mask"]
         y = windows.cut(y.unflatten(1, windows.grid))
-        return windows.joined(self.attention(y, attention_mask)[0]).flatten(1, 2)
+        return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
 
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        yield from (name for name in super().fused_rebuilt() if name != "layernorm_before")
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        yield from ()
+    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
+        return super().fused_forward(x, **extras), None
 
 
 TIMM: dict[str, type[Fused]] = {

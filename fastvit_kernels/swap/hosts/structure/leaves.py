@@ -27,14 +27,8 @@ class Norm(LayerNorm, Roles):
     def fused_blocked(self) -> str | None:
         return None
 
-    def fused_and_input(
-        self: Any, x: Tensor, out_dtype: torch.dtype | None, samples: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        low = out_dtype or (x.dtype if self.fused_roles.fp32 else None)
-        return super().fused_and_input(x, low, samples)
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        return self.fused_and_input(x, None)[0]
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return x.dtype if self.fused_roles.fp32 else None
 
 
 class RmsRoles(NamedTuple):
@@ -114,20 +108,8 @@ class Path(DropPath, Roles):
     fused_axes = (2, 3, 4)
     fused_verdict = Fused.fused_verdict
 
-    def fused_rate(self: Any) -> float | None:
-        return self.fused_part("rate") if self.fused_roles.scaled else None
-
-    def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        rate = self.fused_part("rate")
-        if not rate or not self.training:
-            return None
-        keep = 1 - rate
-        if self.fused_roles.drawn == "rand":
-            drawn = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
-            drawn = torch.floor(drawn + keep).flatten()
-            return drawn / keep if self.fused_roles.scaled else drawn
-        drawn = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep)
-        return drawn.div_(keep) if keep > 0 and self.fused_roles.scaled else drawn
+    def fused_way(self: Any) -> tuple[float, str, bool]:
+        return self.fused_part("rate"), self.fused_roles.drawn, self.fused_roles.scaled
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         rows = self.fused_row_scale(x, x.dtype)
