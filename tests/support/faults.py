@@ -1472,7 +1472,7 @@ HOSTS = [
         only=("swap/test_rope_hosts.py::test_other_tables_are_the_hosts_to_read",),
     ),
     Fault(
-        "bias-of-k", "swap/hosts/attend.py", "together", "the bias of v stands for that of k",
+        "bias-of-k", "swap/hosts/attend.py", "as_one", "the bias of v stands for that of k",
         "zeros if b is None", "biases[-1] if b is None",
     ),
     Fault(

@@ -7,6 +7,7 @@ has torch's path for them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...ops.attention.functions import MAX_D, attention, qkv_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear import linear
+from ...runtime.plain import is_plain
 from .read_once import is_readable, read_once
 
 LEAST = torch.finfo(torch.float32).min  # what hosts add to the scores of a hidden key, or less
@@ -85,7 +87,7 @@ def attend_weights(
     return attend_packed(linear(x, weight, bias), num_heads, dropout_p=dropout_p, scale=scale)
 
 
-def shares_a_matmul(parameters: list[Tensor]) -> bool:
+def _shares_a_matmul(parameters: list[Tensor]) -> bool:
     """Whether q, k and v can share one: one dtype and shape, frozen together."""
     first = parameters[0]
     return all(
@@ -94,11 +96,18 @@ def shares_a_matmul(parameters: list[Tensor]) -> bool:
     )
 
 
-def together(projections: list[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """One weight and bias of three Linears, None where they must stay apart."""
-    weights, biases = [m.weight for m in projections], [m.bias for m in projections]
+def together(projections: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """One weight and bias of three Linears; None where they must stay apart, or be called."""
+    if not all(map(is_plain, projections)):
+        return None
+    return as_one([m.weight for m in projections], [m.bias for m in projections])
+
+
+def as_one(
+    weights: list[Tensor], biases: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None] | None:
     given = [b for b in biases if b is not None]
-    if not shares_a_matmul(weights) or (given and not shares_a_matmul(given)):
+    if not _shares_a_matmul(weights) or (given and not _shares_a_matmul(given)):
         return None
     # A copy of the weights is small beside three passes over x.
     if not given:

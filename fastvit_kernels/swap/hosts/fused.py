@@ -202,7 +202,7 @@ def width_of(module: Any) -> int:
         width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", None)
         if width:
             return width if isinstance(width, int) else width[-1]
-    return next(p.shape[-1] for p in module.parameters())
+    return next((p.shape[-1] for p in module.parameters()), 8)  # without parameters: any
 
 
 def part(module: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ from ...ops.mlp import mlp
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
+from .attend import together
 from .fused import (
     NOTHING,
     Child,
@@ -108,6 +109,10 @@ class SelfAttention(Fused):
     def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, *self.fused_linears, self.fused_out)
         yield from left_dropouts(self, self.fused_after)
+
+    def fused_packed(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
+        return together(self.fused_projections())
 
     def fused_reads_low(self) -> bool:
         return all(map(is_plain, self.fused_projections()))

@@ -14,7 +14,7 @@ from ...ops.linear import linear
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
-from .attend import attend, attend_packed, together, unpack
+from .attend import attend, attend_packed, unpack
 from .fused import (
     NOTHING,
     Child,
@@ -96,11 +96,24 @@ class Attention(SelfAttention):
             yield "gate of attention", 5 * width  # sigmoid: 2, product: 3
 
     def fused_reads_low(self: Any) -> bool:
-        return self.qkv is not None and is_plain(self.qkv) and self.fused_part("gate") is None
+        return super().fused_reads_low() and self.fused_part("gate") is None
 
     def fused_part(self: Any, name: str) -> Any:
         """A child that not every version of timm has."""
         return getattr(self, name, None)
+
+    def fused_projections(self: Any) -> tuple[Any, ...]:
+        if self.fused_part("qkv") is None:
+            return self.q_proj, self.k_proj, self.v_proj
+        return (self.qkv,)
+
+    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
+        if self.fused_part("qkv") is None:
+            return super().fused_packed()
+        if not is_plain(self.qkv):
+            return None
+        apart = self.fused_part("q_bias") is not None
+        return self.qkv.weight, _qkv_bias(self) if apart else self.qkv.bias
 
     def fused_dropout_p(self: Any) -> float:
         return self.attn_drop.p if self.training else 0.0
@@ -121,14 +134,15 @@ class Attention(SelfAttention):
         return self.q_norm(q), self.k_norm(k)
 
     def fused_heads(self: Any, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, H, D)"""
+        return self.fused_attend(x, as_read(attn_mask, x))
+
+    def fused_attend(self: Any, x: Tensor, mask: Tensor | None) -> Tensor:
         norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
-        mask = as_read(attn_mask, x)
-        if norms is not None and is_plain(self.qkv):
+        packed = None if norms is None else self.fused_packed()
+        if norms is not None and packed is not None:
             return attend_turned(
-                x, (self.qkv.weight, self.qkv.bias), self.num_heads, None, norms, mask=mask,
-                dropout_p=dropout_p,
-            )  # fmt: skip
+                x, packed, self.num_heads, None, norms, mask=mask, dropout_p=dropout_p
+            )
         qkv = project(self.qkv, x)
         if norms is not None and norms.norm is None:
             return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
@@ -151,7 +165,7 @@ def _qkv_bias(self: Any) -> Tensor:
 
 def _biased_qkv(self: Any, x: Tensor) -> Tensor:
     """qkv of a module that holds q_bias and v_bias apart, beside a k_bias of zeros."""
-    if self.q_bias is None:
+    if getattr(self, "q_bias", None) is None:
         return project(self.qkv, x)
     bias = _qkv_bias(self)
     if is_plain(self.qkv):
@@ -188,11 +202,6 @@ class RopeAttention(Attention):
     def fused_blocked(self: Any) -> str | None:
         return _lost_qkv(self) or super().fused_blocked()
 
-    def fused_reads_low(self: Any) -> bool:
-        separate = (self.q_proj, self.k_proj, self.v_proj)
-        projections = separate if self.qkv is None else (self.qkv,)
-        return all(is_plain(m) for m in projections) and self.fused_part("gate") is None
-
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         yield from super().fused_pytorch()
         groups = getattr(self, "num_kv_groups", 1)
@@ -225,25 +234,13 @@ class RopeAttention(Attention):
         shape = (B, self.num_heads, T, self.fused_head_dim())
         return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
 
-    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
-        if self.qkv is None:
-            separate = [self.q_proj, self.k_proj, self.v_proj]
-            return together(separate) if all(map(is_plain, separate)) else None
-        if not is_plain(self.qkv):
-            return None
-        has_bias = getattr(self, "q_bias", None) is not None
-        return self.qkv.weight, _qkv_bias(self) if has_bias else self.qkv.bias
-
     def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, each (B, H, T, D), with fewer heads of k and v where they are grouped"""
         if self.qkv is not None:
-            has_bias = getattr(self, "q_bias", None) is not None
-            qkv = _biased_qkv(self, x) if has_bias else project(self.qkv, x)
-            return unpack(qkv, self.num_heads)
+            return unpack(_biased_qkv(self, x), self.num_heads)
         return tuple(
             project(m, x).unflatten(-1, (-1, self.fused_head_dim())).transpose(1, 2)
-            for m in (self.q_proj, self.k_proj, self.v_proj)
+            for m in self.fused_projections()
         )
 
     def fused_heads(  # type: ignore[override]
@@ -300,8 +297,7 @@ class BeitAttention(Attention):
         if self.relative_position_bias_table is not None:
             mask = self._get_rel_pos_bias()
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
-        qkv, dropout_p = _biased_qkv(self, x), self.fused_dropout_p()
-        return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
+        return self.fused_attend(x, mask)
 
 
 LONG = 256  # tokens
@@ -338,12 +334,7 @@ class RelPosAttention(Attention):
 
     def fused_heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias()
-        qkv, norms, dropout_p = project(self.qkv, x), self.fused_norms(), self.fused_dropout_p()
-        if norms is not None and norms.norm is None:
-            return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
-        q, k, v = unpack(qkv, self.num_heads)
-        q, k = self.fused_normed(q, k)
-        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
+        return self.fused_attend(x, mask)
 
 
 TABLE: dict[str, type[Fused]] = {

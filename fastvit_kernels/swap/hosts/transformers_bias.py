@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...runtime.plain import is_hooked, is_plain
-from .attend import attend, together
+from .attend import attend
 from .branch import PreNormBlock
 from .fused import (
     Child,
     Fused,
+    Given,
     Inline,
     example,
     inert,
@@ -29,7 +30,48 @@ from .rotary import HeadNorms, attend_turned
 from .transformers_layers import BeitAttention, HfDropPath, HfMlp, ViTLayer
 
 
-class Data2VecAttention(SelfAttention):
+class OwnBias(Fused):
+    """A module with a bias of relative positions. Its caller may add another, by the first of
+    `fused_extras`."""
+
+    fused_extras: ClassVar[tuple[str, ...]]
+
+    def fused_table(self: Any) -> tuple[Any, int]:
+        """The module that gives the bias, None for none; the side of a patch."""
+        return self.relative_position_bias, self.patch_size
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        (table, patch), width, given = self.fused_table(), width_of(self), {}
+        heads, tokens = self.attention.num_attention_heads, (5, 4)
+        if table is not None:
+            rows, columns = table.window_size
+            given = {"resolution": (rows * patch, columns * patch)}
+            tokens = (rows * columns + 1,) * 2
+        yield (example(generator, 2, tokens[0], width),), given
+        T = tokens[1]
+        shared = {self.fused_extras[0]: example(generator, 1, heads, T, T)}
+        yield (example(generator, 1, T, width),), given | shared
+
+    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fused_resolved(super().fused_given(args, kwargs))
+
+    def fused_resolved(self, given: Given | None) -> Given | None:
+        """The call; None where the bias needs a resolution that it does not give."""
+        if given is None or self.fused_table()[0] is None:
+            return given
+        return given if given[1].get("resolution") is not None else None
+
+    def fused_mask(self, x: Tensor, **extras: Any) -> Tensor | None:
+        (table, patch), shared = self.fused_table(), extras.get(self.fused_extras[0])
+        if table is None:
+            return shared
+        height, width = extras["resolution"]
+        interpolates = extras.get("interpolate_pos_encoding", False)
+        own = table((height // patch, width // patch), interpolates, dim_size=x.shape[1])
+        return own if shared is None else own + shared
+
+
+class Data2VecAttention(OwnBias, SelfAttention):
     """A module of projections and attention, and one of the output projection."""
 
     fused_linears = ("query", "key", "value")
@@ -51,6 +93,11 @@ class Data2VecAttention(SelfAttention):
                 return f"{name} is hooked"
         return None
 
+    def fused_table(self: Any) -> tuple[Any, int]:
+        inner = self.attention
+        table = inner.relative_position_bias if inner.has_relative_position_bias else None
+        return table, inner.config.patch_size
+
     def fused_width(self: Any) -> int:
         """H D"""
         return self.attention.all_head_size
@@ -66,48 +113,11 @@ class Data2VecAttention(SelfAttention):
         yield from left_linears(self.output, "dense")
         yield from left_dropouts(self.output, "dropout")
 
-    def fused_tokens(self: Any) -> int:
-        """As many as its table is for."""
-        rows, columns = self.attention.relative_position_bias.window_size
-        return rows * columns + 1
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        inner, given, tokens = self.attention, {}, (5, 4)
-        width, heads = inner.query.in_features, inner.num_attention_heads
-        if inner.has_relative_position_bias:
-            rows, columns = inner.relative_position_bias.window_size
-            patch, tokens = inner.config.patch_size, (self.fused_tokens(),) * 2
-            given = {"resolution": (rows * patch, columns * patch)}
-        yield (example(generator, 2, tokens[0], width),), given
-        T = tokens[1]
-        shared = {"relative_position_bias": example(generator, 1, heads, T, T)}
-        yield (example(generator, 1, T, width),), given | shared
-
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        if given is None or not self.attention.has_relative_position_bias:
-            return given
-        return given if given[1].get("resolution") is not None else None
-
-    def fused_bias(
-        self: Any, x: Tensor, relative_position_bias: Tensor | None = None,
-        interpolate_pos_encoding: bool = False, resolution: tuple[int, int] | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        inner, shared = self.attention, relative_position_bias
-        if not inner.has_relative_position_bias:
-            return shared
-        assert resolution is not None  # fused_given
-        height, width = resolution
-        patch = inner.config.patch_size
-        grid = (height // patch, width // patch)
-        own = inner.relative_position_bias(grid, interpolate_pos_encoding, dim_size=x.shape[1])
-        return own if shared is None else own + shared
-
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        inner, mask = self.attention, self.fused_bias(x, **extras)
+        inner, mask = self.attention, self.fused_mask(x, **extras)
         heads, projections = inner.num_attention_heads, self.fused_projections()
         dropout_p = inner.config.attention_probs_dropout_prob if self.training else 0.0
-        packed = together(list(projections)) if self.fused_reads_low() else None
+        packed = self.fused_packed()
         if packed is not None:
             return attend_turned(
                 x, packed, heads, None, HeadNorms(), mask=mask, dropout_p=dropout_p
@@ -184,18 +194,14 @@ class Data2VecLayer(PreNormBlock):
         return self.attention(y, **extras)[0]
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        if given is None or not isinstance(self.attention, Data2VecAttention):
-            return given
-        inner: Any = self.attention
-        missing = given[1].get("resolution") is None
-        return None if missing and inner.attention.has_relative_position_bias else given
+        given, inner = super().fused_given(args, kwargs), self.attention
+        return inner.fused_resolved(given) if isinstance(inner, Data2VecAttention) else given
 
     def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
         return super().fused_forward(x, **extras), None
 
 
-class BeitLayer(ViTLayer):
+class BeitLayer(OwnBias, ViTLayer):
     """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
 
     fused_children = names(
@@ -217,34 +223,6 @@ class BeitLayer(ViTLayer):
             if not isinstance(gamma, Tensor) and gamma != 1.0:
                 return "its LayerScale is a number"
         return None
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, heads = width_of(self), self.attention.num_attention_heads
-        given, tokens = {}, 5
-        if self.relative_position_bias is not None:
-            rows, columns = self.relative_position_bias.window_size
-            given = {"resolution": (rows * self.patch_size, columns * self.patch_size)}
-            tokens = rows * columns + 1
-        yield (example(generator, 2, tokens, width),), given
-        mask = example(generator, 1, heads, tokens, tokens)
-        yield (example(generator, 1, tokens, width),), given | {"attention_mask": mask}
-
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        if given is None or self.relative_position_bias is None:
-            return given
-        return given if given[1].get("resolution") is not None else None
-
-    def fused_mask(
-        self: Any, x: Tensor, attention_mask: Tensor | None = None,
-        interpolate_pos_encoding: bool = False, resolution: tuple[int, int] | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        if self.relative_position_bias is None:
-            return attention_mask
-        assert resolution is not None  # fused_given
-        grid = (resolution[0] // self.patch_size, resolution[1] // self.patch_size)
-        own = self.relative_position_bias(grid, interpolate_pos_encoding, dim_size=x.shape[1])
-        return own if attention_mask is None else own + attention_mask
 
     def fused_context(self, x: Tensor, **extras: Any) -> dict[str, Any]:
         return {"attention_mask": self.fused_mask(x, **extras)}

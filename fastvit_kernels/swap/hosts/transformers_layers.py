@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attend import attend, registered, together
+from .attend import attend, registered
 from .branch import PreNormBlock
 from .fused import (
     DropPath,
@@ -65,10 +65,6 @@ class Attention(SelfAttention):
 
     def fused_dropout_p(self: Any) -> float:
         return getattr(self, self.fused_dropout) if self.training else 0.0
-
-    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
-        return together(list(self.fused_projections())) if self.fused_reads_low() else None
 
     def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, C) -> q, k, v, each (B, H, T, D)"""

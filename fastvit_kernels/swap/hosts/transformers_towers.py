@@ -289,12 +289,6 @@ class GemmaRmsNorm(RmsNorm):
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         return x.dtype
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        weight, _, _ = self.fused_parameters()
-        width = 8 if weight is None else len(weight)
-        for shape in ((3, 5, width), (2, 4, width)):
-            yield (example(generator, *shape),), {}
-
 
 class GemmaMlp(HfSwiGLU):
     def fused_get(self: Any, name: str) -> Any:

@@ -14,14 +14,7 @@ from ....ops.linear import linear
 from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary
-from ..attend import (
-    attend_packed,
-    attend_weights,
-    packable,
-    registered,
-    shares_a_matmul,
-    together,
-)
+from ..attend import as_one, attend_packed, attend_weights, packable, registered, together
 from ..fused import NOTHING, Epilogue, Given, example, inert, part, project_out, width_of
 from ..rotary import Turn, attend_turned, turn_of
 from .masks import READINGS, example_of_mask, fits, reading_of
@@ -181,16 +174,9 @@ class Attention(Roles):
         roles = self.fused_roles
         modules = [part(self, n) for n in roles.projections]
         if not roles.raw:
-            return together(modules) if all(map(is_plain, modules)) else None
-        weights = [m.weight for m in modules]
-        biases = [b for place in range(3) if (b := self.fused_weights(place)[1]) is not None]
-        if not (shares_a_matmul(weights) and (not biases or shares_a_matmul(biases))):
-            return None
-        if not biases:
-            return torch.cat(weights), None
-        zeros = torch.zeros_like(biases[0])
-        made = [self.fused_weights(place)[1] for place in range(3)]
-        return torch.cat(weights), torch.cat([zeros if b is None else b for b in made])
+            return together(modules)
+        biases = [self.fused_weights(place)[1] for place in range(3)]
+        return as_one([m.weight for m in modules], biases)
 
     def fused_heads(self: Any, x: Tensor, angles: Any = None, mask: Tensor | None = None) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""

@@ -62,11 +62,6 @@ class Rms(RmsNorm, Roles):
         weight = self.fused_part("weight")
         return x.dtype if self.fused_roles.kept else torch.promote_types(x.dtype, weight.dtype)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width = len(self.fused_part("weight"))
-        for shape in ((3, 5, width), (2, 4, width)):
-            yield (example(generator, *shape),), {}
-
 
 class ScaleRoles(NamedTuple):
     """x * gamma"""
@@ -86,11 +81,6 @@ class Scale(LayerScale, Roles):
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return x * self.fused_scale()
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width = self.fused_scale().shape[-1]
-        for shape in ((3, 5, width), (2, 4, width)):
-            yield (example(generator, *shape),), {}
 
 
 class PathRoles(NamedTuple):
