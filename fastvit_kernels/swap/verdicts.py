@@ -77,7 +77,8 @@ def refusal(module: nn.Module, cls: Any) -> str | None:
     ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
     if ours:
         return f"a part of it has a name of ours: {', '.join(ours)}"
-    unknown = sorted(present - cls.fused_children) if cls.fused_children else []
+    known = cls.fused_known()
+    unknown = sorted(present - known) if known else []
     if unknown:
         return f"it has a part that we do not know: {', '.join(unknown)}"
     return cls.fused_reject(module)

@@ -189,6 +189,12 @@ class PreNormBlock(Fused):
     fused_first_rebuilds: ClassVar[bool] = True
     fused_first_skips: ClassVar[bool] = True
 
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        """Those of `fused_names`, and `fused_children` besides."""
+        norm1, attention, tail1, norm2, mlp, tail2 = cls.fused_names
+        return cls.fused_children | {norm1, attention, *tail1, norm2, mlp, *tail2}
+
     @property
     def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
         norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names

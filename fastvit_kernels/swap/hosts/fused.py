@@ -90,6 +90,11 @@ class Fused:
         """Why a module of the host's class is not of our kind; "" where nobody expects it."""
         return None
 
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        """The children and parameters that a module may have; empty: any."""
+        return cls.fused_children
+
     def fused_blocked(self) -> str | None:
         """Why the fused forward must not run as things are now."""
         return None

@@ -46,14 +46,12 @@ class MaskedBlock(PreNormBlock):
 class Block(MaskedBlock):
     """LayerScale and DropPath as children."""
 
-    fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
     fused_names = ("norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"))
 
 
 class EvaBlock(MaskedBlock):
     """LayerScale as parameters of its own; RoPE."""
 
-    fused_children = names("norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2")
     fused_names = (
         "norm1", "attn", ("gamma_1", "drop_path1"), "norm2", "mlp", ("gamma_2", "drop_path2")
     )  # fmt: skip

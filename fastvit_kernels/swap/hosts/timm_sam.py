@@ -72,7 +72,6 @@ class SamAttention(Windowed):
 
 
 class SamBlock(PreNormBlock):
-    fused_children = names("norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2")
     fused_names = (
         "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
     )  # fmt: skip

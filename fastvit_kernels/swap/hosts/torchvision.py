@@ -13,14 +13,13 @@ from torch import Tensor
 from .. import hosts
 from . import windows
 from .branch import PreNormBlock
-from .fused import Fused, names
+from .fused import Fused
 from .parts import SequentialMlp
 
 
 class EncoderBlock(PreNormBlock):
     """x = x + dropout(self_attention(ln_1(x)));  x = x + mlp(ln_2(x))"""
 
-    fused_children = names("ln_1 self_attention dropout ln_2 mlp")
     fused_names = ("ln_1", "self_attention", ("dropout",), "ln_2", "mlp", ())
 
     def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:

@@ -156,9 +156,7 @@ class _TwoHalves(Inline):
 class Data2VecLayer(PreNormBlock):
     """LayerScale as parameters of its own; one DropPath module serves both branches."""
 
-    fused_children = names(
-        "attention intermediate output layernorm_before drop_path layernorm_after lambda_1 lambda_2"
-    )
+    fused_children = names("output")
     fused_names = (
         "layernorm_before", "attention", ("lambda_1", "drop_path"),
         "layernorm_after", "intermediate", ("lambda_2", "drop_path"),
@@ -204,10 +202,7 @@ class Data2VecLayer(PreNormBlock):
 class BeitLayer(OwnBias, ViTLayer):
     """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
 
-    fused_children = names(
-        "attention layernorm_before layernorm_after mlp dropout drop_path lambda_1 lambda_2 "
-        "relative_position_bias"
-    )
+    fused_children = names("relative_position_bias")
     fused_names = (
         "layernorm_before", "attention", ("dropout", "lambda_1", "drop_path"),
         "layernorm_after", "mlp", ("dropout", "lambda_2", "drop_path"),

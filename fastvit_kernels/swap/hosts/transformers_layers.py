@@ -142,7 +142,6 @@ class HfDropPath(DropPath):
 class ViTLayer(PreNormBlock):
     """x = x + dropout(attention(layernorm_before(x)));  x = x + dropout(mlp(layernorm_after(x)))"""
 
-    fused_children = names("attention layernorm_before layernorm_after mlp dropout")
     fused_names = (
         "layernorm_before", "attention", ("dropout",), "layernorm_after", "mlp", ("dropout",)
     )  # fmt: skip
@@ -155,7 +154,6 @@ class ViTLayer(PreNormBlock):
 class Dinov2Layer(ViTLayer):
     """LayerScale and DropPath in each branch; one DropPath module serves both."""
 
-    fused_children = names("norm1 attention layer_scale1 drop_path norm2 mlp layer_scale2")
     fused_names = (
         "norm1", "attention", ("layer_scale1", "drop_path"),
         "norm2", "mlp", ("layer_scale2", "drop_path"),
@@ -165,5 +163,4 @@ class Dinov2Layer(ViTLayer):
 class ClipLayer(ViTLayer):
     """CLIP and SigLIP: the same with other names, and without dropout."""
 
-    fused_children = names("layer_norm1 self_attn layer_norm2 mlp")
     fused_names = ("layer_norm1", "self_attn", (), "layer_norm2", "mlp", ())

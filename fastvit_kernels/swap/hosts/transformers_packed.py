@@ -113,7 +113,6 @@ class PackedAttention(Attention):
 
 
 class PackedLayer(PreNormBlock):
-    fused_children = names("norm1 attn norm2 mlp")
     fused_names = ("norm1", "attn", (), "norm2", "mlp", ())
     fused_unread = UNREAD
     fused_extras = PackedAttention.fused_extras

@@ -303,10 +303,6 @@ class GemmaMlp(HfSwiGLU):
 class GemmaLayer(ViTLayer):
     """Norms before and behind each branch; the latter add the residual."""
 
-    fused_children = names(
-        "input_layernorm self_attn post_attention_layernorm pre_feedforward_layernorm mlp "
-        "post_feedforward_layernorm"
-    )
     fused_names = (
         "input_layernorm", "self_attn", ("post_attention_layernorm",),
         "pre_feedforward_layernorm", "mlp", ("post_feedforward_layernorm",),
@@ -325,21 +321,16 @@ class Dinov3Layer(Dinov2Layer):
 
 
 class PixtralLayer(Dinov3Layer):
-    fused_children = names("attention_norm attention ffn_norm feed_forward")
     fused_names = ("attention_norm", "attention", (), "ffn_norm", "feed_forward", ())
 
 
 class Aimv2Layer(ViTLayer):
-    fused_children = names("rms_norm1 attention rms_norm2 ffn")
     fused_names = ("rms_norm1", "attention", (), "rms_norm2", "ffn", ())
 
 
 class InternLayer(ViTLayer):
     """LayerScale as parameters of its own; a dropout before the second."""
 
-    fused_children = names(
-        "layernorm_before attention lambda_1 layernorm_after mlp dropout lambda_2"
-    )
     fused_names = (
         "layernorm_before", "attention", ("lambda_1",), "layernorm_after", "mlp",
         ("dropout", "lambda_2"),
@@ -349,7 +340,6 @@ class InternLayer(ViTLayer):
 class VJepaLayer(ViTLayer):
     """Its result has a place for the probabilities."""
 
-    fused_children = names("norm1 attention drop_path norm2 mlp")
     fused_names = ("norm1", "attention", ("drop_path",), "norm2", "mlp", ("drop_path",))
     fused_extras = ("position_mask",)
 

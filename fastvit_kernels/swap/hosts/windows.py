@@ -163,7 +163,6 @@ class WindowAttention(WindowedAttention):
 class SwinBlock(PreNormBlock):
     """timm's: x is (B, height, width, C)."""
 
-    fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
     fused_names = ("norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",))
     fused_axes = (4,)
     fused_first_rebuilds = False
@@ -263,7 +262,6 @@ class ShiftedWindowAttention(Windowed):
 
 
 class TorchvisionSwinBlock(PreNormBlock):
-    fused_children = names("norm1 attn stochastic_depth norm2 mlp")
     fused_names = ("norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",))
     fused_axes = (4,)
 
@@ -285,7 +283,6 @@ class HfSwinAttention(WindowedAttention, Attention):
 class HfSwinLayer(ViTLayer):
     """transformers': x is (B, height width, C) of the grid that comes with it."""
 
-    fused_children = names("attention layernorm_before layernorm_after mlp dropout drop_path")
     fused_names = (
         "layernorm_before", "attention", ("dropout", "drop_path"),
         "layernorm_after", "mlp", ("dropout",),
