@@ -145,11 +145,6 @@ def _host_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _reason(module: Fused) -> str | None:
-    """Why a swapped module runs its host's forward as things are, or None."""
-    return module.fused_verdict()
-
-
 def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     """The children of a block that it must call, with the reason."""
     for name in block.fused_pieces:
@@ -158,7 +153,7 @@ def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
             if is_hooked(child):
                 reason = "it is hooked"
             else:
-                reason = _reason(child) if isinstance(child, Fused) else None
+                reason = child.fused_verdict() if isinstance(child, Fused) else None
             yield name, child, reason or "no fused class for it: the block calls it"
 
 
@@ -234,7 +229,7 @@ def _count_swapped(
     prefix = f"{name}." if name else ""
     if module.fused_level == "epilogue":
         return
-    reason = _reason(module)
+    reason = module.fused_verdict()
     if reason is not None:
         leave(name, module, reason)
         return
@@ -295,7 +290,7 @@ def _computes_all(module: Any) -> bool:
 
 
 def _runs_fused(module: Any) -> bool:
-    return isinstance(module, Fused) and _reason(module) is None
+    return isinstance(module, Fused) and module.fused_verdict() is None
 
 
 def _attention_width(module: Any) -> int:

@@ -306,9 +306,7 @@ def _value(op: Op, registers: Registers, known: Mapping[str, int | None]) -> int
     if any(value is None for value in values):
         return None
     a, *rest = (value for value in values if value is not None)
-    if kind == "mov" or kind == "cvta":
-        return a
-    if kind == "cvt":
+    if kind in ("mov", "cvta", "cvt"):
         return a
     if kind == "setp":
         return int(_COMPARE[modifiers[0]](a, rest[0])) if len(modifiers) == 2 else None
@@ -392,7 +390,6 @@ def count(ops: Sequence[Op]) -> Counts:
         integer=integer,
         shared_bytes=shared,
         async_bytes=traffic(ops).copied,
-        bulk_copies=sum(op.name.startswith("cp.async.bulk.tensor") for op in ops),
         barriers=sum(op.name.startswith(("bar.sync", "barrier.sync")) for op in ops),
         waits=sum(op.name.startswith("wgmma.wait") for op in ops),
         operand_bytes=operand_bytes,

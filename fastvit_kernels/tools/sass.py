@@ -127,7 +127,6 @@ class Counts:
     integer: int  # arithmetic, logic, minimum, selection: the ALU's
     shared_bytes: int  # of LDS, STS, LDSM, STSM
     async_bytes: int  # of LDGSTS
-    bulk_copies: int  # UTMALDG
     barriers: int  # BAR
     waits: int  # WARPGROUP.DEPBAR: until products have ended
     operand_bytes: int = 0  # of shared memory that a warp's quarter of its HGMMA reads
@@ -172,7 +171,6 @@ def count(code: Iterable[Instruction]) -> Counts:
         integer=integer,
         shared_bytes=sum(_bytes(one.name) for one in shared),
         async_bytes=sum(_bytes(one.name) for one in code if one.kind == "LDGSTS"),
-        bulk_copies=kinds["UTMALDG"],
         barriers=kinds["BAR"],
         waits=sum(one.name.startswith("WARPGROUP.DEPBAR") for one in code),
         operand_bytes=operand_bytes,
