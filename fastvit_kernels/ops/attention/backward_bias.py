@@ -212,21 +212,20 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
 
 
 def launch_bias_grad(
-    dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    dbias: Tensor, dout: Tensor, qkv: tuple[Tensor, ...], lse: Tensor, delta: Tensor,
     bias: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
 ) -> None:  # fmt: skip
     """Fill dbias, contiguous, of the shape of bias: (batch, H or 1, T_q or 1, T_kv).
 
     Args:
-        q, k, v, dout: (B, T, H, D) views; sample b has bias b % batch.
+        qkv, dout: q, k, v and dout, (B, T, H, D) views; sample b has bias b % batch.
         lse, delta: (B, H, T_q) fp32 in padded rows, delta as the dq kernel left it.
     """
+    q, k, v = qkv
     whole = (*bias.shape[:2], q.shape[1], k.shape[1])
     if bias.shape != whole:  # shared by all queries
         each = torch.empty(whole, dtype=torch.float32, device=bias.device)
-        launch_bias_grad(
-            each, dout, q, k, v, lse, delta, bias.expand(whole), seed, scale, dropout_p
-        )
+        launch_bias_grad(each, dout, qkv, lse, delta, bias.expand(whole), seed, scale, dropout_p)
         dbias.copy_(each.sum(2, keepdim=True))
         return
     fields = problem_of(q, k, bias, seed, False)

@@ -97,8 +97,7 @@ def attention_fwd(
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
     out, lse = empty_outputs(qkv)
     if qkv.numel():
-        q, k, v = readable(qkv).unbind(2)
-        launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+        launch_fwd(out, lse, readable(qkv).unbind(2), None, seed, scale, dropout_p, False)
     return out, lse
 
 
@@ -110,11 +109,9 @@ def attention_bwd(
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
     if qkv.numel():
-        q, k, v = readable(qkv).unbind(2)
-        dq, dk, dv = dqkv.unbind(2)
         launch_bwd(
-            dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse, None, seed,
-            scale, dropout_p, False,
+            dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None,
+            seed, scale, dropout_p, False,
         )  # fmt: skip
     return dqkv
 
@@ -132,13 +129,11 @@ def attention_and_bias_bwd(
     dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
     if qkv.numel() == 0:
         return dqkv, dbias.zero_()
-    q, k, v = readable(qkv).unbind(2)
-    dq, dk, dv = dqkv.unbind(2)
-    rows, partial = bias_partials(q, seed is not None), None
+    rows, partial = bias_partials(out, seed is not None), None
     if rows:
         partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
     launch_bwd(
-        dq, dk, dv, readable(dout), q, k, v, out.contiguous(), lse, None, seed,
+        dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None, seed,
         scale, dropout_p, False, partial,
     )  # fmt: skip
     column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
@@ -146,7 +141,7 @@ def attention_and_bias_bwd(
 
 
 class AttentionDecision(NamedTuple):
-    """What `_decide` found for a kind of call."""
+    """What `_decide` found for a kind of call, here and in varlen.py."""
 
     ops: Routed | None  # None: the specification runs
     needs_gradient: bool
@@ -154,27 +149,37 @@ class AttentionDecision(NamedTuple):
     casts: bool  # qkv has another dtype
     scale: float
     dropout_p: float
+    max_seqlen: int = 0  # of packed sequences
 
 
 @differentiable
 class AttentionFunction(torch.autograd.Function):
-    """qkv -> out. Saves qkv, out, lse and the dropout seed."""
+    """qkv, mask -> out. Saves both, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, qkv, seed, decision):
-        out, lse = decision.ops.attention_fwd(qkv, seed, decision.scale, decision.dropout_p)
-        ctx.save_for_backward(qkv, out, lse, seed)
+    def forward(ctx, qkv, mask, seed, decision):
+        ops, _, _, _, scale, dropout_p, _ = decision
+        if mask is None:
+            out, lse = ops.attention_fwd(qkv, seed, scale, dropout_p)
+        else:
+            out, lse = ops.masked_attention_fwd(qkv, mask, seed, scale, dropout_p)
+        ctx.save_for_backward(qkv, out, lse, mask, seed)
         ctx.decision = decision
         return out
 
     @staticmethod
     @first_order("attention")
     def backward(ctx, dout):
-        decision = ctx.decision
-        dqkv = ops_for(decision.ops, dout).attention_bwd(
-            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p
+        qkv, out, lse, mask, seed = ctx.saved_tensors
+        ops, _, _, _, scale, dropout_p, _ = ctx.decision
+        ops = ops_for(ops, dout)
+        if mask is None:
+            return ops.attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p), None, None, None
+        needs_dmask = ctx.needs_input_grad[1]
+        dqkv, dmask = ops.masked_attention_bwd(
+            dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask
         )
-        return dqkv, None, None
+        return dqkv, dmask if needs_dmask else None, None, None
 
 
 def empty_qkv(x: Tensor, weight: Tensor, num_heads: int) -> Tensor:
@@ -207,8 +212,7 @@ def qkv_attention_fwd(
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     out, lse = empty_outputs(qkv)
     if qkv.numel():
-        q, k, v = qkv.unbind(2)
-        launch_fwd(out, lse, q, k, v, None, seed, scale, dropout_p, False)
+        launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
     return qkv, out, lse
 
 
@@ -309,6 +313,30 @@ def check_head_dim(op: str, D: int) -> None:
         raise ValueError(f"{op}: D must be a multiple of 8, got {D}")
 
 
+def check_scores(op: str, D: int, scale: float | None, dropout_p: float) -> float:
+    """Raise unless the kernels can have such heads, scale and dropout; the scale."""
+    check_head_dim(op, D)
+    check_dropout(op, dropout_p)
+    scale = default_scale(D) if scale is None else scale
+    check_number(op, "scale", scale)
+    return scale
+
+
+def check_projection(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int
+) -> int:
+    """Raise unless they project x (B, T, C) to q, k and v of this many heads; D."""
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    rows = weight.shape[0]
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    return rows // (3 * num_heads)
+
+
 def default_scale(D: int) -> float:
     """D**-0.5, as torch's own."""
     return float(D) ** -0.5
@@ -327,10 +355,7 @@ def _decide(
     check_tensor("attention", "qkv", qkv, ndim=5)
     if qkv.shape[2] != 3:
         raise ValueError(f"attention: qkv must be (B, T, 3, H, D), got {tuple(qkv.shape)}")
-    check_head_dim("attention", qkv.shape[4])
-    check_dropout("attention", dropout_p)
-    scale = default_scale(qkv.shape[4]) if scale is None else scale
-    check_number("attention", "scale", scale)
+    scale = check_scores("attention", qkv.shape[4], scale, dropout_p)
     check_mask(attn_mask, qkv)
     dtype = autocast_dtype(qkv) or qkv.dtype
     unsupported = unsupported_scale(scale) or unsupported_mask(attn_mask)
@@ -347,20 +372,9 @@ def _decide_qkv(
 ) -> QkvAttentionDecision:  # fmt: skip
     """Check the arguments of `qkv_attention`; what runs, and how."""
     op = "qkv_attention"
-    check_tensor(op, "x", x, ndim=3)
-    check_tensor(op, "weight", weight, ndim=2)
-    rows = weight.shape[0]
-    check_int(op, "num_heads", num_heads)
-    if rows % (3 * num_heads):
-        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
-    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
-    check_shape(op, "bias", bias, (rows,), like=x)
-    D = rows // (3 * num_heads)
-    check_head_dim(op, D)
-    check_dropout(op, dropout_p)
+    D = check_projection(op, x, weight, bias, num_heads)
+    scale = check_scores(op, D, scale, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
-    scale = default_scale(D) if scale is None else scale
-    check_number(op, "scale", scale)
     return QkvAttentionDecision(
         route(op, ops, unsupported_scale(scale), x, weight, bias),
         needs_gradient(x, weight, bias), dtype,
@@ -397,7 +411,7 @@ def attention(
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """
     decision = _decide(qkv, attn_mask, scale, dropout_p)
-    ops, needs_gradient, dtype, casts, scale_, _ = decision
+    ops, needs_gradient, dtype, casts, scale_, _, _ = decision
     if ops is None:
         return attention_ref(qkv, scale, dropout_p, attn_mask)
     if casts:
@@ -405,12 +419,11 @@ def attention(
     seed = draw_seed(qkv.device) if dropout_p > 0 else None
     if attn_mask is not None:
         attn_mask = as_four_axes(attn_mask)
-        if not needs_gradient:
-            return ops.masked_attention_fwd(qkv, attn_mask, seed, scale_, dropout_p)[0]
-        return ops.MaskedAttentionFunction(qkv, attn_mask, seed, decision)
-    if not needs_gradient:
-        return ops.attention_fwd(qkv, seed, scale_, dropout_p)[0]
-    return ops.AttentionFunction(qkv, seed, decision)
+    if needs_gradient:
+        return ops.AttentionFunction(qkv, attn_mask, seed, decision)
+    if attn_mask is not None:
+        return ops.masked_attention_fwd(qkv, attn_mask, seed, scale_, dropout_p)[0]
+    return ops.attention_fwd(qkv, seed, scale_, dropout_p)[0]
 
 
 def qkv_attention(

@@ -7,6 +7,7 @@ tables of configs.py; `launch_fwd` and `launch_bwd` add pointers and strides.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -289,15 +290,16 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 
 def launch_fwd(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
-    packing: Packing | None = None,
+    out: Tensor, lse: Tensor, qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None,
+    scale: float, dropout_p: float, is_causal: bool, packing: Packing | None = None,
 ) -> None:  # fmt: skip
     """Fill out (B, T, H, D) and lse (`empty_rows`).
 
+    qkv: q, k and v, (B, T, H, D) views.
     mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
     packing: with it B is 1, and there is no mask.
     """
+    q, k, v = qkv
     launch = fwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
     mask, mask_strides = mask_arguments(mask)
     cu_seqlens, totals = _sequences(q, lse, packing)
@@ -321,9 +323,9 @@ def bias_partials(q: Tensor, has_dropout: bool) -> int:
 
 
 def launch_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool, dbias: Tensor | None = None, packing: Packing | None = None,
+    grads: Sequence[Tensor], dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor,
+    mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+    dbias: Tensor | None = None, packing: Packing | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
@@ -331,8 +333,9 @@ def launch_bwd(
 
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
-    mask, packing: as for `launch_fwd`.
+    qkv, mask, packing: as for `launch_fwd`.
     """
+    (dq, dk, dv), (q, k, v) = grads, qkv
     one_pass, split = bwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
     assert dbias is None or (mask is None and seed is None and one_pass is not None)
     lse = padded_rows(lse)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import check_device, check_tensor
-from ...runtime.dispatch import first_order, ops_for
-from ...runtime.operator import differentiable, operator
+from ...runtime.operator import operator
 from .backward_bias import launch_bias_grad
 from .launch import empty_dqkv, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
 
@@ -56,8 +55,7 @@ def masked_attention_fwd(
     """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
     out, lse = empty_outputs(qkv)
     if qkv.numel():
-        q, k, v = readable(qkv).unbind(2)
-        launch_fwd(out, lse, q, k, v, mask, seed, scale, dropout_p, False)
+        launch_fwd(out, lse, readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
     return out, lse
 
 
@@ -78,36 +76,11 @@ def masked_attention_bwd(
     dqkv, dmask = _empty_masked_bwd(qkv, mask, needs_dmask)
     if qkv.numel() == 0:
         return dqkv, dmask.zero_()
-    q, k, v = readable(qkv).unbind(2)
-    dq, dk, dv = dqkv.unbind(2)
-    dout = readable(dout)
+    dout, heads = readable(dout), readable(qkv).unbind(2)
     delta = launch_bwd(
-        dq, dk, dv, dout, q, k, v, out.contiguous(), lse, mask, seed, scale, dropout_p, False
+        dqkv.unbind(2), dout, heads, out.contiguous(), lse, mask, seed, scale, dropout_p, False
     )
     if needs_dmask:
         assert delta is not None
-        launch_bias_grad(dmask, dout, q, k, v, lse, delta, mask, seed, scale, dropout_p)
+        launch_bias_grad(dmask, dout, heads, lse, delta, mask, seed, scale, dropout_p)
     return dqkv, dmask
-
-
-@differentiable
-class MaskedAttentionFunction(torch.autograd.Function):
-    """qkv, mask -> out. Saves both, out, lse and the dropout seed."""
-
-    @staticmethod
-    def forward(ctx, qkv, mask, seed, decision):
-        out, lse = decision.ops.masked_attention_fwd(
-            qkv, mask, seed, decision.scale, decision.dropout_p
-        )
-        ctx.save_for_backward(qkv, out, lse, mask, seed)
-        ctx.decision = decision
-        return out
-
-    @staticmethod
-    @first_order("attention")
-    def backward(ctx, dout):
-        decision, needs_dmask = ctx.decision, ctx.needs_input_grad[1]
-        dqkv, dmask = ops_for(decision.ops, dout).masked_attention_bwd(
-            dout, *ctx.saved_tensors, decision.scale, decision.dropout_p, needs_dmask
-        )
-        return dqkv, dmask if needs_dmask else None, None, None

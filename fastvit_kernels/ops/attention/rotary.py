@@ -18,11 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import (
-    check_dropout,
-    check_int,
-    check_number,
-    check_shape,
-    check_tensor,
     compute_dtype,
     contiguous,
     needs_gradient,
@@ -35,8 +30,8 @@ from ..common.rotation import Rotation, rotate, tables_of
 from ..common.rotation_tables import turn_back
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import (
-    check_head_dim,
-    default_scale,
+    check_projection,
+    check_scores,
     draw_seed,
     empty_qkv,
     projected_flops,
@@ -120,7 +115,7 @@ def rope_attention_fwd(
             (turned_q, turned_k), q, k, tables_of(cos, sin),
             Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
         )  # fmt: skip
-        launch_fwd(out, lse, turned_q, turned_k, v, None, seed, scale, dropout_p, False, packing)
+        launch_fwd(out, lse, (turned_q, turned_k, v), None, seed, scale, dropout_p, False, packing)
     return qkv, turned, out, lse
 
 
@@ -155,13 +150,13 @@ def rope_attention_bwd(
     turned_q, turned_k = readable(turned).unbind(2) if turned.numel() else (q, k)
     dq, dk, dv = dqkv.unbind(2)
     launch_bwd(
-        dq, dk, dv, readable(dout), turned_q, turned_k, v, out.contiguous(), lse, None, seed,
+        (dq, dk, dv), readable(dout), (turned_q, turned_k, v), out.contiguous(), lse, None, seed,
         scale, dropout_p, False, packing=_packing(cu_seqlens, max_seqlen),
     )  # fmt: skip
-    rotation = Rotation(interleaved, prefix_tokens, norm, eps)
     turn_back(
-        (dq, dk), (dq, dk), q, k, tables_of(cos, sin), rotation, tuple(map(contiguous, norms)),
-        dparams, dtables,
+        (dq, dk), (dq, dk), q, k, tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)), dparams,
+        dtables,
     )  # fmt: skip
     if needs_dbias:
         column_sum(dqkv.view(-1, dbias.numel()), dbias)
@@ -250,16 +245,9 @@ def _decide(
 ) -> RopeAttentionDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "rope_attention"
-    check_tensor(op, "x", x, ndim=3)
-    check_tensor(op, "weight", weight, ndim=2)
-    (B, T, C), rows = x.shape, weight.shape[0]
-    check_int(op, "num_heads", num_heads)
-    if rows % (3 * num_heads):
-        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
-    check_shape(op, "weight", weight, (rows, C), like=x)
-    check_shape(op, "bias", bias, (rows,), like=x)
-    D = rows // (3 * num_heads)
-    check_head_dim(op, D)
+    D = check_projection(op, x, weight, bias, num_heads)
+    scale = check_scores(op, D, scale, dropout_p)
+    B, T, _ = x.shape
     if cu_seqlens is not None:
         check_packing(op, cu_seqlens, max_seqlen, T, like=x)
         if B != 1:
@@ -270,10 +258,7 @@ def _decide(
     cannot_turn, rotation, param_dtype, table_dtype = check_rotation(
         op, (B, T, num_heads, D), x, cos, sin, params, interleaved, prefix_tokens, norm, eps
     )
-    check_dropout(op, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
-    scale = default_scale(D) if scale is None else scale
-    check_number(op, "scale", scale)
     unsupported = cannot_turn or unsupported_scale(scale)
     learns = needs_gradient(cos, sin)
     return RopeAttentionDecision(

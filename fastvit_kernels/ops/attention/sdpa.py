@@ -49,8 +49,8 @@ def sdpa_fwd(
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
     out, lse = _empty_fwd(q)
     if out.numel():
-        q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v))
-        launch_fwd(out.transpose(1, 2), lse, q, k, v, mask, seed, scale, dropout_p, is_causal)
+        heads = [readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v)]
+        launch_fwd(out.transpose(1, 2), lse, heads, mask, seed, scale, dropout_p, is_causal)
     return out, lse
 
 
@@ -74,11 +74,10 @@ def sdpa_bwd(
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
     dq, dk, dv = _empty_bwd(q, k)
     if out.numel():
-        dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         launch_bwd(
-            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
-            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
-            is_causal,
+            [x.transpose(1, 2) for x in (dq, dk, dv)], dout, heads,
+            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p, is_causal,
         )  # fmt: skip
     else:
         for grad in (dk, dv):  # there may be keys without a query
@@ -104,13 +103,13 @@ def sdpa_and_mask_bwd(
     """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
     dq, dk, dv, dmask = _empty_and_mask_bwd(q, k, mask)
     if out.numel():
-        dout, q, k, v = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         delta = launch_bwd(
-            dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dout, q, k, v,
+            [x.transpose(1, 2) for x in (dq, dk, dv)], dout, heads,
             out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p, False,
         )  # fmt: skip
         assert delta is not None
-        launch_bias_grad(dmask, dout, q, k, v, lse, delta, mask, seed, scale, dropout_p)
+        launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
     else:
         for grad in (dk, dv, dmask):
             grad.zero_()

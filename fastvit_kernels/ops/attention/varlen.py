@@ -13,7 +13,6 @@ Source: arXiv:2307.08691. Specification: `varlen_attention_ref`. Derivation: doc
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...runtime.arguments import (
     autocast_dtype,
     check_device,
-    check_dropout,
     check_int,
-    check_number,
     check_tensor,
     empty,
     needs_gradient,
@@ -32,7 +29,13 @@ from ...runtime.arguments import (
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ...runtime.values import values_are_checked
-from .functions import attention_ref, check_head_dim, default_scale, draw_seed, unsupported_scale
+from .functions import (
+    AttentionDecision,
+    attention_ref,
+    check_scores,
+    draw_seed,
+    unsupported_scale,
+)
 from .launch import Packing, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 
 MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
@@ -120,10 +123,8 @@ def varlen_attention_fwd(
     out, lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
-        q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
-        launch_fwd(
-            out.unsqueeze(0), lse, q, k, v, None, seed, scale, dropout_p, False, packing
-        )  # fmt: skip
+        heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
+        launch_fwd(out.unsqueeze(0), lse, heads, None, seed, scale, dropout_p, False, packing)
     return out, lse
 
 
@@ -141,26 +142,12 @@ def varlen_attention_bwd(
     dqkv = empty_dqkv(qkv)
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
-        q, k, v = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
-        dq, dk, dv = dqkv.unsqueeze(0).unbind(2)
+        dout, heads = (readable(x, token_axis=0).unsqueeze(0) for x in (dout, qkv))
         launch_bwd(
-            dq, dk, dv, readable(dout, token_axis=0).unsqueeze(0), q, k, v,
-            out.contiguous().unsqueeze(0), lse, None, seed, scale, dropout_p, False,
-            packing=packing,
+            dqkv.unsqueeze(0).unbind(2), dout, heads.unbind(2), out.contiguous().unsqueeze(0), lse,
+            None, seed, scale, dropout_p, False, packing=packing,
         )  # fmt: skip
     return dqkv
-
-
-class VarlenDecision(NamedTuple):
-    """What `_decide` found for a kind of call."""
-
-    ops: Routed | None  # None: the specification runs
-    needs_gradient: bool
-    dtype: torch.dtype  # to compute in
-    casts: bool  # qkv has another dtype
-    max_seqlen: int
-    scale: float
-    dropout_p: float
 
 
 @differentiable
@@ -185,7 +172,7 @@ class VarlenAttentionFunction(torch.autograd.Function):
 
 
 def _forward(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, decision: VarlenDecision
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, decision: AttentionDecision
 ) -> tuple[Tensor, Tensor]:
     assert decision.ops is not None
     return decision.ops.varlen_attention_fwd(
@@ -197,22 +184,18 @@ def _forward(
 def _decide(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, dropout_p: float,
     ops: Routed,
-) -> VarlenDecision:  # fmt: skip
+) -> AttentionDecision:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "varlen_attention"
     check_tensor(op, "qkv", qkv, ndim=4)
     if qkv.shape[1] != 3:
         raise ValueError(f"{op}: qkv must be (total, 3, H, D), got {tuple(qkv.shape)}")
     check_packing(op, cu_seqlens, max_seqlen, qkv.shape[0], like=qkv)
-    D = qkv.shape[3]
-    check_head_dim(op, D)
-    check_dropout(op, dropout_p)
-    scale = default_scale(D) if scale is None else scale
-    check_number(op, "scale", scale)
+    scale = check_scores(op, qkv.shape[3], scale, dropout_p)
     dtype = autocast_dtype(qkv) or qkv.dtype
-    return VarlenDecision(
+    return AttentionDecision(
         route(op, ops, unsupported_scale(scale), qkv, cu_seqlens), needs_gradient(qkv), dtype,
-        qkv.dtype != dtype, max_seqlen, scale, dropout_p,
+        qkv.dtype != dtype, scale, dropout_p, max_seqlen,
     )  # fmt: skip
 
 
