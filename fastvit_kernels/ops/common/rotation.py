@@ -353,19 +353,26 @@ def tables_of(cos: Tensor, sin: Tensor) -> Tables:
     return Tables(cos, sin, (stride_b, strides[-2], stride_h))
 
 
+def chosen(
+    table: ConfigTable[RopeConfig], gpu: Gpu, D: int, R: int, rotation: Rotation, **flags: bool
+) -> tuple[RopeConfig, dict[str, Any]]:
+    """The config for heads of D columns, and the constexprs and options of the launch."""
+    block_p = triton.next_power_of_2(D // 2)
+    config = table.choose(gpu, block_p)
+    return config, dict(
+        flags, NORM=rotation.norm, INTERLEAVED=rotation.interleaved, D=D, R=R,
+        BLOCK_ROWS=config.block_rows, BLOCK_P=block_p, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
 @launch_plan
 def _fwd_plan(
     gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, transpose: bool
 ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
     """The kernel on its grid, sizes, options."""
     B, T, H, D = shape
-    block_p = triton.next_power_of_2(D // 2)
-    config = FWD_TABLE.choose(gpu, block_p)
+    config, options = chosen(FWD_TABLE, gpu, D, R, rotation, TRANSPOSE=transpose)
     num_rows = B * T * H
-    options = dict(
-        NORM=rotation.norm, TRANSPOSE=transpose, INTERLEAVED=rotation.interleaved, D=D, R=R,
-        BLOCK_ROWS=config.block_rows, BLOCK_P=block_p, num_warps=config.num_warps,
-    )  # fmt: skip
     grid = (triton.cdiv(num_rows, config.block_rows),)
     return _rope_fwd_kernel[grid], (num_rows, T, H, rotation.prefix_tokens), options
 
@@ -398,17 +405,12 @@ def _bwd_plan(
 ) -> tuple[Any, tuple[int, ...], dict[str, Any], int]:
     """The kernel on its grid, sizes, options, programs."""
     B, T, H, D = shape
-    block_p = triton.next_power_of_2(D // 2)
-    config = BWD_TABLE.choose(gpu, block_p)
+    config, options = chosen(BWD_TABLE, gpu, D, R, rotation, NEEDS_DPARAMS=needs_dparams)
     num_rows = B * T * H
     programs = min(
         triton.cdiv(num_rows, config.block_rows),
         max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
     )
-    options = dict(
-        NORM=rotation.norm, NEEDS_DPARAMS=needs_dparams, INTERLEAVED=rotation.interleaved, D=D, R=R,
-        BLOCK_ROWS=config.block_rows, BLOCK_P=block_p, num_warps=config.num_warps,
-    )  # fmt: skip
     sizes = (num_rows, T, H, rotation.prefix_tokens)
     return _rope_norm_bwd_kernel[(programs, 2)], sizes, options, programs
 

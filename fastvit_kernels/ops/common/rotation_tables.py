@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from ...runtime.backend import Gpu, device_guard, gpu
-from ...runtime.configs import ConfigTable, launch_plan
+from ...runtime.configs import launch_plan
 from ...runtime.triton import tl, triton
 from .reduction import column_sum
 from .rotation import (
     BWD_PAIRS,
-    CONFIGS,
-    RopeConfig,
     Rotation,
     Tables,
     _load_pairs,
@@ -36,21 +34,15 @@ from .rotation import (
     _rotated,
     _store_pairs,
     _store_partial,
+    _table,
     _tables,
+    chosen,
     rotate,
     rotate_norm_bwd,
 )
 
 # Key: BLOCK_P, as for rope_bwd: four pairs a thread, beside eight fp32 sums. Not yet measured.
-TABLES_TABLE: ConfigTable[RopeConfig] = ConfigTable(
-    "rope_tables_bwd",
-    CONFIGS,
-    lambda gpu, block_p: RopeConfig(min(64, max(1, BWD_PAIRS // block_p)), 4),
-    lambda gpu, config, block_p: (
-        1 <= config.block_rows * block_p // (32 * config.num_warps) <= 16
-        or config.block_rows == min(64, max(1, BWD_PAIRS // block_p))
-    ),
-)
+TABLES_TABLE = _table("rope_tables_bwd", BWD_PAIRS)
 PROGRAMS_PER_SM = 8
 MIN_SHARED = 8  # samples and heads of a range: its sums are 16 bytes for 12 of each of these
 
@@ -166,8 +158,7 @@ def _plan(
     *leading, _, R = table
     table_samples, table_heads = (*leading, 1, 1)[:2]
     samples_shared, heads_shared = B // table_samples, H // table_heads
-    block_p = triton.next_power_of_2(D // 2)
-    config = TABLES_TABLE.choose(gpu, block_p)
+    config, options = chosen(TABLES_TABLE, gpu, D, R, rotation, NEEDS_DPARAMS=needs_dparams)
     num_rows = table_samples * T * table_heads
     row_blocks = triton.cdiv(num_rows, config.block_rows)
     num_shared = samples_shared * heads_shared
@@ -176,10 +167,6 @@ def _plan(
     splits = triton.cdiv(num_shared, shared_per_split)
     rows = (num_rows, T, table_heads, rotation.prefix_tokens)
     sizes = (*rows, num_shared, shared_per_split, heads_shared)
-    options = dict(
-        NORM=rotation.norm, NEEDS_DPARAMS=needs_dparams, INTERLEAVED=rotation.interleaved, D=D, R=R,
-        BLOCK_ROWS=config.block_rows, BLOCK_P=block_p, num_warps=config.num_warps,
-    )  # fmt: skip
     grid = (row_blocks, splits)
     return _Plan(_rope_tables_bwd_kernel[grid], row_blocks * splits, splits, sizes, options)
 
