@@ -92,13 +92,14 @@ class NormDecision(NamedTuple):
     eps: float
     out_dtype: torch.dtype
     param_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
 
 
 def _forward(
     decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     save_stats: bool, samples: Tensor | None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ops, _, center, _, eps, out_dtype, _ = decision
+    ops, _, center, _, eps, out_dtype, _, _ = decision
     assert ops is not None
     if center:
         return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, save_stats, samples, residual)
@@ -107,11 +108,11 @@ def _forward(
 
 @differentiable
 class NormFunction(torch.autograd.Function):
-    """(x, weight, bias, samples) -> y."""
+    """(x, weight, bias, residual) -> y, with the residual added where there is one."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, decision, samples):
-        y, stats = _forward(decision, x, weight, bias, True, samples)
+    def forward(ctx, x, weight, bias, residual, decision, samples):
+        y, stats = _forward(decision, x, weight, bias, True, samples, residual)
         ctx.save_for_backward(x, weight, stats, samples)
         ctx.decision = decision
         ctx.reader = reader_of(x)
@@ -120,12 +121,17 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @first_order(None)
     def backward(ctx, dy):
-        return _backward(ctx, dy, None)
+        needs_dx, needs_dweight, needs_dbias, needs_dresidual, _, _ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if needs_dx or needs_dweight or needs_dbias:
+            dx, dweight, dbias = _backward(ctx, dy, None)
+        dresidual = as_dtype(dy, ctx.decision.residual_dtype) if needs_dresidual else None
+        return dx, dweight, dbias, dresidual, None, None
 
 
 @differentiable
 class NormAndInputFunction(torch.autograd.Function):
-    """(x, weight, bias, samples) -> (y, x): the second output is x, handed on to the residual.
+    """(x, weight, bias) -> (y, x): the second output is x, handed on to the residual.
 
     Its gradient arrives beside dy and is added inside the backward kernel, where autograd would
     launch an add over (rows, C) of its own.
@@ -134,36 +140,14 @@ class NormAndInputFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, decision, samples):
         ctx.set_materialize_grads(False)
-        return NormFunction.forward(ctx, x, weight, bias, decision, samples), x.view_as(x)
+        return NormFunction.forward(ctx, x, weight, bias, None, decision, samples), x.view_as(x)
 
     @staticmethod
     @first_order(None)
     def backward(ctx, dy, dresidual):
         if dy is None:
             return dresidual, None, None, None, None
-        return _backward(ctx, dy, dresidual)
-
-
-@differentiable
-class NormPlusFunction(torch.autograd.Function):
-    """(x, weight, bias, residual) -> residual + norm(x)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, residual, decision):
-        y, stats = _forward(decision, x, weight, bias, True, None, residual)
-        ctx.save_for_backward(x, weight, stats, None)
-        ctx.decision, ctx.residual_dtype = decision, residual.dtype
-        ctx.reader = reader_of(x)
-        return y
-
-    @staticmethod
-    @first_order(None)
-    def backward(ctx, dy):
-        needs = ctx.needs_input_grad
-        dx = dweight = dbias = None
-        if any(needs[:3]):
-            dx, dweight, dbias, *_ = _backward(ctx, dy, None)
-        return dx, dweight, dbias, as_dtype(dy, ctx.residual_dtype) if needs[3] else None, None
+        return *_backward(ctx, dy, dresidual), None, None
 
 
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -185,9 +169,9 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
         hand(reader, dx, d, sums)
         sums = as_dtype(sums, param_dtype)
     if not needs_dparams:
-        return dx, None, None, None, None
+        return dx, None, None
     dweight, *others = sums.unbind(0)  # others: dbias of LayerNorm, g
-    return dx, dweight if needs_dweight else None, others[0] if needs_dbias else None, None, None
+    return dx, dweight if needs_dweight else None, others[0] if needs_dbias else None
 
 
 @decide_once
@@ -218,6 +202,7 @@ def _decide(
         route(norm, ops, unsupported, x, weight, bias, samples, residual), op, norm == "layer_norm",
         needs_gradient(x, weight, bias, residual), eps, out_dtype,
         torch.float32 if param is None else param.dtype,
+        None if residual is None else residual.dtype,
     )  # fmt: skip
 
 
@@ -225,16 +210,14 @@ def _norm(
     decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     samples: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    ops, _, center, needs_gradient, eps, out_dtype, _ = decision
+    ops, _, center, needs_gradient, eps, out_dtype, _, _ = decision
     if ops is None:
         some = x if samples is None else kept_rows(x, samples)
         if center:
             return layer_norm_ref(some, weight, bias, eps, out_dtype, residual)
         return rms_norm_ref(some, weight, eps, out_dtype, residual)
-    if needs_gradient and residual is not None:
-        return ops.NormPlusFunction(x, weight, bias, residual, decision)
     if needs_gradient:
-        return ops.NormFunction(x, weight, bias, decision, samples)
+        return ops.NormFunction(x, weight, bias, residual, decision, samples)
     return _forward(decision, x, weight, bias, False, samples, residual)[0]
 
 
