@@ -99,11 +99,7 @@ def check_samples(op: str, x: Tensor, samples: Any) -> None:
 
 def _check_samples(op: str, name: str, samples: Any, B: int, like: Tensor) -> int:
     """How many of B samples it keeps; raise unless keep_samples(B, ...) can have given it."""
-    if not isinstance(samples, Tensor):
-        raise TypeError(f"{op}: {name} must be a Tensor, got {type(samples).__name__}")
-    if samples.layout is not torch.strided or samples.is_nested:
-        kind = "a nested tensor" if samples.is_nested else f"layout {samples.layout}"
-        raise TypeError(f"{op}: {name} must be a dense strided tensor, got {kind}")
+    check_dense(op, name, samples)
     if samples.dtype is not torch.int64:
         raise TypeError(
             f"{op}: {name} must be int64, as keep_samples gives it, got {samples.dtype}"

@@ -94,13 +94,16 @@ def _empty_fwd(
     return torch.empty(shape, dtype=out_dtype, device=images.device)
 
 
-def _flops_fwd(images, weight, keep):
+def _flops(images, C, patch, keep):
     if keep is not None:
-        return 2 * math.prod(keep) * math.prod(weight)
-    return 2 * math.prod(images) * weight[0]  # a pixel lies in one patch only
+        return 2 * math.prod(keep) * images[1] * math.prod(patch) * C
+    return 2 * math.prod(images) * C  # a pixel lies in one patch only
 
 
-@operator(fake=_empty_fwd, flops=_flops_fwd)
+@operator(
+    fake=_empty_fwd,
+    flops=lambda images, weight, keep: _flops(images, weight[0], weight[2:], keep),
+)
 def patch_embed_fwd(
     images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
     pos_embed: Tensor | None, keep: Tensor | None, scales: Sequence[float] | None,
@@ -152,13 +155,10 @@ def _empty_bwd_weight(
     return torch.empty(shape, dtype=weight_dtype, device=dout.device)
 
 
-def _flops_bwd_weight(dout, images, patch, keep):
-    if keep is not None:
-        return 2 * math.prod(keep) * dout[2] * images[1] * math.prod(patch)
-    return 2 * math.prod(images) * dout[2]
-
-
-@operator(fake=_empty_bwd_weight, flops=_flops_bwd_weight)
+@operator(
+    fake=_empty_bwd_weight,
+    flops=lambda dout, images, patch, keep: _flops(images, dout[2], patch, keep),
+)
 def patch_embed_bwd_weight(
     dout: Tensor, images: Tensor, patch: Sequence[int], keep: Tensor | None,
     scales: Sequence[float] | None, offsets: Sequence[float] | None, compute_dtype: torch.dtype,
@@ -271,13 +271,10 @@ def _empty_bwd_images(
     return torch.empty(tuple(images_shape), dtype=images_dtype, device=dout.device)
 
 
-def _flops_bwd_images(dout, weight, images_shape, keep):
-    if keep is not None:
-        return 2 * math.prod(keep) * math.prod(weight)
-    return 2 * math.prod(images_shape) * dout[2]
-
-
-@operator(fake=_empty_bwd_images, flops=_flops_bwd_images)
+@operator(
+    fake=_empty_bwd_images,
+    flops=lambda weight, images_shape, keep: _flops(images_shape, weight[0], weight[2:], keep),
+)
 def patch_embed_bwd_images(
     dout: Tensor, weight: Tensor, images_shape: Sequence[int], keep: Tensor | None,
     images_dtype: torch.dtype,
