@@ -108,19 +108,14 @@ def _linear_epilogue(
 ):  # fmt: skip
     """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
     if SUBTILES > 1:
-        left, right = column_halves(z, BLOCK_M, BLOCK_N)
-        _linear_epilogue(
-            y_ptr, z_ptr, left, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            first_m, first_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
-            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
-        _linear_epilogue(
-            y_ptr, z_ptr, right, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            first_m, first_n + BLOCK_N // 2, M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
-            SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
+        halves = column_halves(z, BLOCK_M, BLOCK_N)
+        for i in tl.static_range(2):
+            _linear_epilogue(
+                y_ptr, z_ptr, halves[i], x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr,
+                residual_ptr, first_m, first_n + i * (BLOCK_N // 2), M, N, rows_per_sample,
+                stride_residual_m, keep_scale, ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE,
+                HAS_ROW_SCALE, HAS_RESIDUAL, SOME, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+            )  # fmt: skip
     else:
         offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
         if HAS_BIAS:

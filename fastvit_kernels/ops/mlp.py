@@ -95,15 +95,13 @@ def _hidden_epilogue(
 ):  # fmt: skip
     """From the tile of dact at (first_m, first_f) to dz, act and the sums of dz over its rows."""
     if SUBTILES > 1:
-        left, right = column_halves(dact, BLOCK_M, BLOCK_N)
-        _hidden_epilogue(
-            dz_ptr, act_ptr, partial_ptr, left, z_ptr, first_m, first_f, M, F,
-            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
-        _hidden_epilogue(
-            dz_ptr, act_ptr, partial_ptr, right, z_ptr, first_m, first_f + BLOCK_N // 2, M, F,
-            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
+        halves = column_halves(dact, BLOCK_M, BLOCK_N)
+        for i in tl.static_range(2):
+            _hidden_epilogue(
+                dz_ptr, act_ptr, partial_ptr, halves[i], z_ptr, first_m,
+                first_f + i * (BLOCK_N // 2), M, F,
+                ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+            )  # fmt: skip
     else:
         offs_m, offs_f = first_m + tl.arange(0, BLOCK_M), first_f + tl.arange(0, BLOCK_N)
         mask_f = offs_f < F

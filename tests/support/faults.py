@@ -759,7 +759,7 @@ GEMM = [
     Fault(
         "linear-subtile", "ops/linear.py", "_linear_epilogue",
         "the right half of a tile stored at the columns of the left",
-        "first_n + BLOCK_N // 2", "first_n",
+        " + i * (BLOCK_N // 2)", "",
     ),
     Fault(
         "mlp-hidden-tail", "ops/mlp.py", "_hidden_epilogue",
