@@ -40,9 +40,11 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _a_smaller_run(request, monkeypatch):
-    """A few images and two layers, except for tests that ask for all_digits."""
+    """A few images, two layers and empty pictures, except for tests that ask for more."""
     if "all_digits" in request.fixturenames:
         return
+    if "pictures" not in request.fixturenames:  # they take longer than the training
+        monkeypatch.setattr(figures, "_save", lambda figure, path, dpi=0: path.touch())
     load_digits = data.load_digits
 
     def few(*arguments):
@@ -60,6 +62,11 @@ def _a_smaller_run(request, monkeypatch):
 @pytest.fixture
 def all_digits():
     """Asks for scikit-learn's 1797 images and the default model."""
+
+
+@pytest.fixture
+def pictures():
+    """Asks for pictures that are drawn."""
 
 
 def assert_same_run(first, second):
@@ -108,7 +115,7 @@ def test_train_writes_everything_and_learns(tmp_path, capsys, all_digits):
     assert all(torch.equal(weights[name], held[name]) for name in held)
 
 
-def test_attention_maps_of_the_weights_of_a_run(tmp_path, capsys):
+def test_attention_maps_of_the_weights_of_a_run(tmp_path, capsys, pictures):
     """weights.pth needs no --model where checkpoint.pt lies beside it, and is what is drawn."""
     assert run(*QUICK, "--out", "run") == 0
     Image.linear_gradient("L").save("image.png")
