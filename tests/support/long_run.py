@@ -12,6 +12,7 @@ TRITON_INTERPRET=1 is set.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import os
@@ -72,6 +73,7 @@ def build(size: Size, seed: int) -> nn.Module:
     return model.to(DEVICE)
 
 
+@functools.cache
 def images_and_labels() -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 

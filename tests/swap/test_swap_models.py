@@ -14,6 +14,7 @@ from fastvit_kernels.commands.coverage import model_errors, randomize
 from fastvit_kernels.commands.zoo import (
     HF_MODELS,
     hf_small,
+    timm_meta,
     timm_names,
     timm_small,
     torchvision_small,
@@ -164,9 +165,11 @@ def test_an_error_in_one_kernel_is_noticed(launcher, monkeypatch):
 
 
 def test_timm_lists_its_vits_at_block_level():
-    """At least 150 of timm's `vit_*` are understood as blocks, counted at their own sizes."""
-    from fastvit_kernels.commands.zoo import timm_meta
-
+    """timm's `vit_*` are understood as blocks, at their own sizes; two blocks stand for all."""
     names = [n for n in timm_names() if n.startswith("vit_")][::25]
-    levels = Counter(swap_in(timm_meta(name)).level for name in names)
+    levels = Counter()
+    for name in names:
+        model = timm_meta(name)
+        model.blocks = model.blocks[:2]
+        levels[swap_in(model).level] += 1
     assert levels["block"] / len(names) > 0.9, levels
