@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -11,11 +13,11 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-from ..runtime.configs import TABLES
-from ..tools.aot import TARGETS
+from ..runtime.configs import TABLES, Choice
+from ..tools.aot import TARGETS, tracing
 from ..tools.faults import faults
 from ..tools.loop_model import ROOFS
-from ..tools.rank import SIZES, Ranking, Row, rank, steps
+from ..tools.rank import SIZES, Ranking, Row, Step, decisions, rank, steps
 from .console import CommandError, aligned
 
 TOKENS = (197, 257, 577, 1025)
@@ -26,31 +28,36 @@ HEADER = (
 
 
 class Job(NamedTuple):
-    """A process's part: all sizes, so that a key that several of them share is ranked once."""
+    """A process's part: an op at all shapes, whose kernels mostly differ by arguments alone."""
 
     arch: str
-    tokens: int
+    case: str
+    tokens: tuple[int, ...]
     sizes: tuple[str, ...]
     tables: tuple[str, ...]
     batch: int
 
 
 def _rank(job: Job) -> list[dict[str, Any]]:
-    return [_as_dict(job, size, ranking) for size, ranking in _rankings(job)]
+    return [_as_dict(job, size, T, ranking) for size, T, ranking in _rankings(job)]
 
 
-def _rankings(job: Job) -> Iterator[tuple[str, Ranking]]:
-    seen: set[Any] = set()
-    for size in job.sizes:
-        for case, step in steps(size, job.tokens, job.batch).items():
-            for ranking in rank(case, step, TARGETS[job.arch], job.tables, seen):
-                yield size, ranking
+def _rankings(job: Job) -> Iterator[tuple[str, int, Ranking]]:
+    target = TARGETS[job.arch]
+    asked: dict[tuple[int, Choice], tuple[str, Step]] = {}  # a key that sizes share once
+    for T, size in itertools.product(job.tokens, job.sizes):
+        if step := steps(size, T, job.batch).get(job.case):
+            for choice in decisions(step, target, job.tables):
+                asked.setdefault((T, choice), (size, step))
+    with tracing(target) as trace:
+        for (T, choice), (size, step) in asked.items():
+            yield size, T, rank(job.case, step, choice, trace)
 
 
-def _as_dict(job: Job, size: str, ranking: Ranking) -> dict[str, Any]:
+def _as_dict(job: Job, size: str, T: int, ranking: Ranking) -> dict[str, Any]:
     """Plain values: they come from another process, and are what --json prints."""
     return {
-        "arch": job.arch, "model": f"ViT-{size}, T = {job.tokens}, batch {job.batch}",
+        "arch": job.arch, "model": f"ViT-{size}, T = {T}, batch {job.batch}",
         "case": ranking.case, "table": ranking.choice.table, "key": list(ranking.choice.key),
         "gpu": ROOFS[job.arch].gpu, "time": "modelled, not measured",
         "configs": [_row(row, row.config == ranking.default) for row in ranking.rows],
@@ -66,7 +73,7 @@ def _row(row: Row, default: bool) -> dict[str, Any]:
         return found
     kernels = [one.launch.kernel for one in row.launches]
     longest = max(row.launches, key=lambda one: one.modelled.us)
-    codes = [one.launch.code for one in row.launches]
+    codes = {one.launch.code for one in row.launches}
     return found | {
         "kernel_us": round(sum(one.modelled.us for one in row.launches), 1),
         "bound": longest.modelled.bound,
@@ -75,8 +82,11 @@ def _row(row: Row, default: bool) -> dict[str, Any]:
         "registers": max(k.registers for k in kernels),
         "spills": max(k.spills for k in kernels),
         "warps_per_sm": min(k.warps_per_sm or 0 for k in kernels),
-        "faults": sorted({fault for code in codes if code is not None for fault in faults(code)}),
+        "faults": sorted({fault for code in codes if code is not None for fault in _faults(code)}),
     }
+
+
+_faults = functools.cache(faults)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -99,9 +109,9 @@ def run_rank(args: argparse.Namespace) -> int:
     if missing := [arch for arch in archs if arch not in ROOFS]:
         raise CommandError(f"the model has no rates of {missing[0]}; it has {', '.join(ROOFS)}")
     jobs = [
-        Job(arch, T, tuple(args.sizes), tuple(args.rank), args.batch)
+        Job(arch, case, tuple(args.tokens), tuple(args.sizes), tuple(args.rank), args.batch)
         for arch in archs
-        for T in args.tokens
+        for case in steps("Ti", 197, 1)
     ]
     with ProcessPoolExecutor(args.jobs or 1, multiprocessing.get_context("spawn")) as pool:
         results = pool.map(_rank, jobs)

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 from . import sass
 from .aot import Kernel, Launch
 from .faults import faults
-from .loop_model import ROOFS, Modelled, bound, hot_loop, launch_time, unit_cycles, work
+from .loop_model import (
+    ROOFS,
+    Modelled,
+    Region,
+    bound,
+    hot_loop,
+    launch_time,
+    regions,
+    unit_cycles,
+    work,
+)
 from .useful import useful_products
 
 
@@ -22,15 +32,20 @@ class Timed(NamedTuple):
     useful: float | None  # useful multiply-adds over those done
 
 
+@functools.cache
+def _regions(key: str) -> list[Region]:
+    code = _LAUNCHES[key].code
+    assert code is not None
+    return regions(code.instructions, code.blocks)
+
+
 @functools.lru_cache(maxsize=4096)
 def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int) -> Modelled:
     launch, roof = _LAUNCHES[key], ROOFS[arch]
     code, kernel = launch.code, launch.kernel
     assert code is not None
     resident = (kernel.warps_per_sm or 0) // code.num_warps
-    done = work(
-        code.instructions, code.blocks, integers, grid, roof, code.num_stages, resident
-    )  # fmt: skip
+    done = work(_regions(key), code.blocks, integers, grid, roof, code.num_stages, resident)
     return launch_time(
         done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
         tensor_bytes=moved,
@@ -38,6 +53,17 @@ def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: 
 
 
 _LAUNCHES: dict[str, Launch] = {}  # one of each kernel, for _modelled
+_GUESSED: dict[str, bool] = {}  # by kernel: whether a loop ends by what memory holds
+
+
+def is_modelled(launch: Launch) -> bool:
+    """Whether PTX says how often each of its loops runs: a kernel is asked once, for all shapes."""
+    key = launch.kernel.key
+    if key not in _GUESSED:
+        assert launch.code is not None
+        run = launch.code.blocks.executions(launch.integers, (0, 0, 0), launch.grid)
+        _GUESSED[key] = run.guessed
+    return not _GUESSED[key]
 
 
 def timed(launch: Launch) -> Timed:

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .ptx import Ptx, traffic
-from .ptx import count as count_ptx
+from .ptx import Ptx
 from .sass import Counts, Instruction, Loop, count, loops
 
 WAIT = 20  # cycles: a wgmma's latency beyond its throughput, and its ARRIVE
@@ -137,13 +136,13 @@ def _scale(dynamic: float, static: float, otherwise: float) -> float:
 
 
 def work(
-    code: Sequence[Instruction], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
+    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
     roof: Roof, num_stages: int, resident: int,
 ) -> Work:  # fmt: skip
     """The work of a launch, averaged over PROGRAMS of its programs.
 
-    SASS has the instructions and PTX the branches: each class of SASS instructions in a region is
-    taken as often as PTX runs that class there.
+    SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
+    kernel's regions is taken as often as PTX runs that class there.
     """
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid)
@@ -156,11 +155,11 @@ def work(
         runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
         copied += 32 * run.copied / len(sampled)
         guessed |= run.guessed
-    blocks = [(count_ptx(block.ops), traffic(block.ops)) for block in ptx.blocks]
+    blocks = ptx.work
     cycles: dict[str, float] = dict.fromkeys(UNITS, 0.0)
     chain = float(START)
     multiply_adds, bytes_moved = 0.0, ptx.num_warps * copied
-    for region in regions(code, ptx):
+    for region in parts:
         fields = ("instructions", "special", "fp32", "integer", "shared_bytes", "barriers")
         static = {f: sum(getattr(blocks[b][0], f) for b in region.blocks) for f in fields}
         dynamic = {

@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from .flow import NaturalLoop, natural_loops
 from .sass import Counts
+from .scalar import REGISTER, SCALAR, Evaluate, Op, Registers, evaluator, is_scalar, written
 
 MAX_STEPS = 2_000_000
-Registers = dict[str, "int | None"]
-
-
-class Op(NamedTuple):
-    """One instruction; `guard` is its predicate, with "!" in front where it is negated."""
-
-    guard: str
-    name: str  # "add.s32"
-    operands: tuple[str, ...]
 
 
 @dataclass
@@ -40,7 +32,6 @@ class Block:
 
 _STATEMENT = re.compile(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _LABEL = re.compile(r"([\w$]+):")
-_REGISTER = re.compile(r"%[a-z]+\d+")
 
 
 def _operands(text: str) -> tuple[str, ...]:
@@ -60,6 +51,18 @@ class Run(NamedTuple):
     blocks: list[int]  # how often it runs each
     copied: int  # bytes, by cp.async
     guessed: bool  # the end of a loop is not known
+
+
+class _Step(NamedTuple):
+    """An instruction that bears on a branch, as `executions` takes it."""
+
+    kind: str  # "set", "branch", "copy", "end"
+    guard: str  # the register of its predicate; "" without
+    negated: bool
+    ends_a_loop: bool
+    number: int  # the block that a branch goes to; the bytes of a copy
+    names: list[str]  # registers that it writes; of a copy the one with its own size
+    value: Evaluate
 
 
 class Ptx:
@@ -121,7 +124,7 @@ class Ptx:
         writers: dict[str, list[Op]] = {}
         for block in self.blocks:
             for op in block.ops:
-                for name in _written(op):
+                for name in written(op):
                     writers.setdefault(name, []).append(op)
         wanted: set[str] = set()
         open_ = [
@@ -139,9 +142,9 @@ class Ptx:
                 continue
             wanted.add(name)
             for op in writers.get(name, ()):
-                if not _is_scalar(op):
+                if not is_scalar(op):
                     continue
-                open_ += _REGISTER.findall(" ".join(op.operands[1:]))
+                open_ += REGISTER.findall(" ".join(op.operands[1:]))
                 open_ += [op.guard.lstrip("!")] if op.guard else []
         return [
             [
@@ -150,7 +153,7 @@ class Ptx:
                 if op.name.startswith("bra")
                 or op.name in ("ret", "exit")
                 or op.name.startswith("cp.async.c")
-                or any(name in wanted for name in _written(op))
+                or any(name in wanted for name in written(op))
             ]
             for block in self.blocks
         ]
@@ -164,6 +167,32 @@ class Ptx:
             for loop in self.loops
         )
 
+    @cached_property
+    def work(self) -> list[tuple[Counts, Traffic]]:
+        """What a warp does in each block."""
+        return [(count(block.ops), traffic(block.ops)) for block in self.blocks]
+
+    @cached_property
+    def _program(self) -> list[list[_Step]]:
+        """What decides the branches of each block, read once for all programs and launches."""
+        return [
+            [self._step(at, op) for op in ops if not op.name.startswith("cp.") or op.operands[2:]]
+            for at, ops in enumerate(self._deciding)
+        ]
+
+    def _step(self, at: int, op: Op) -> _Step:
+        kind, number, names, value = "set", 0, written(op), evaluator(op)
+        if op.name.startswith("bra"):
+            kind, number = "branch", self.place[op.operands[0]]
+        elif op.name in ("ret", "exit"):
+            kind = "end"
+        elif op.name.startswith("cp.async.c"):
+            kind, number = "copy", int(op.operands[2], 0)
+            names = [op.operands[3]] if _is_partial_copy(op) else []
+        leaves = op.guard != "" and kind in ("branch", "end") and self._ends_a_loop(at, op)
+        guard = op.guard.lstrip("!")
+        return _Step(kind, guard, op.guard != guard, leaves, number, names, value)
+
     def executions(
         self, arguments: Sequence[int | None], program: Sequence[int], grid: Sequence[int],
         thread: int = 0,
@@ -174,45 +203,45 @@ class Ptx:
             arguments: of the kernel, in order; None for one that is not an integer.
             program, grid: program ids and their numbers, up to three.
         """
-        known: dict[str, int | None] = {
+        registers: Registers = {
             name: value for (_, name), value in zip(self.parameters, arguments, strict=False)
         }
         for axis, i, n in zip("xyz", (*program, 0, 0), (*grid, 1, 1), strict=False):
-            known |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": n}
-        known |= {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": thread % 32}
-        known |= {"%ntid.x": 32 * self.num_warps, "%clusterid.x": program[0]}
-        registers: Registers = {}
+            registers |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": n}
+        registers |= {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": thread % 32}
+        registers |= {"%ntid.x": 32 * self.num_warps, "%clusterid.x": program[0]}
         counts = [0] * len(self.blocks)
         at, steps, copied, guessed = 0, 0, 0, False
         while at < len(self.blocks):
             counts[at] += 1
-            steps += 1 + len(self._deciding[at])
+            steps += 1 + len(self._program[at])
             if steps > MAX_STEPS:
                 return Run(counts, copied, True)
             following = at + 1
-            for op in self._deciding[at]:
+            for kind, guard, negated, ends_a_loop, number, names, value in self._program[at]:
                 holds = True
-                if op.guard:
-                    value = registers.get(op.guard.lstrip("!"))
-                    if value is None and op.name.startswith(("bra", "ret", "exit")):
-                        guessed, holds = guessed or self._ends_a_loop(at, op), False
+                if guard:
+                    known = registers.get(guard)
+                    holds = known is not None and bool(known) != negated
+                    if known is None:
+                        guessed |= ends_a_loop
+                        if kind == "set":
+                            registers |= dict.fromkeys(names)
+                if not holds:
+                    continue
+                if kind == "set":
+                    if len(names) == 1:
+                        registers[names[0]] = value(registers)
                     else:
-                        holds = value is not None and bool(value) != op.guard.startswith("!")
-                if op.name.startswith("bra"):
-                    if holds:
-                        following = self.place[op.operands[0]]
-                        break
-                elif op.name.startswith("cp.async.c"):
-                    if holds and len(op.operands) > 2:
-                        partial = registers.get(op.operands[3]) if _is_partial_copy(op) else None
-                        copied += int(op.operands[2], 0) if partial is None else partial
-                elif op.name in ("ret", "exit"):
-                    if holds:
-                        return Run(counts, copied, guessed)
-                elif op.guard and registers.get(op.guard.lstrip("!")) is None:
-                    registers |= dict.fromkeys(_written(op))
-                elif holds:
-                    _run(op, registers, known)
+                        registers |= dict.fromkeys(names)
+                elif kind == "branch":
+                    following = number
+                    break
+                elif kind == "copy":
+                    own = registers.get(names[0]) if names else None
+                    copied += number if own is None else own
+                else:
+                    return Run(counts, copied, guessed)
             at = following
         return Run(counts, copied, guessed)
 
@@ -222,105 +251,6 @@ def _is_partial_copy(op: Op) -> bool:
     return (
         op.name.startswith("cp.async.c") and len(op.operands) > 3 and op.operands[3][:1] == "%"
     )  # fmt: skip
-
-
-def _is_scalar(op: Op) -> bool:
-    """Whether `_value` may know the result from known operands."""
-    return op.name.split(".")[0] in _SCALAR and (
-        not op.name.startswith("ld") or op.name.startswith("ld.param")
-    )
-
-
-def _written(op: Op) -> list[str]:
-    if not op.operands or op.name.startswith(("st.", "bra", "bar", "red.", "cp.")):
-        return []
-    return _REGISTER.findall(op.operands[0])
-
-
-_WIDTH = re.compile(r"\.([subf])(8|16|32|64)\b")
-_COMPARE = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "lo": lambda a, b: a < b, "ls": lambda a, b: a <= b, "hi": lambda a, b: a > b,
-    "hs": lambda a, b: a >= b,
-}  # fmt: skip
-
-
-def _quotient(a: int, b: int) -> int | None:
-    return None if b == 0 else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _remainder(a: int, b: int) -> int | None:
-    return None if b == 0 else abs(a) % abs(b) * (-1 if a < 0 else 1)
-
-
-_BINARY = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "div": _quotient, "rem": _remainder, "min": min, "max": max,
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-    "shl": lambda a, b: a << min(b, 64), "shr": lambda a, b: a >> min(b, 64),
-}  # fmt: skip
-_SCALAR = {*_BINARY, "ld", "selp", "mov", "cvta", "cvt", "setp", "not", "neg", "abs", "bfe", "mad"}
-
-
-def _signed(value: int | None, bits: int, signed: bool) -> int | None:
-    if value is None:
-        return None
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if signed and value >> (bits - 1) else value
-
-
-def _run(op: Op, registers: Registers, known: Mapping[str, int | None]) -> None:
-    """Evaluate one integer instruction; what it cannot evaluate becomes unknown."""
-    names = _written(op)
-    value = _value(op, registers, known) if len(names) == 1 else None
-    registers |= dict.fromkeys(names, value)
-
-
-def _value(op: Op, registers: Registers, known: Mapping[str, int | None]) -> int | None:
-    kind, *modifiers = op.name.split(".")
-    types = _WIDTH.findall(op.name)
-    predicate = op.name.endswith(".pred")
-    if (not types and not predicate) or (types and types[-1][0] == "f"):
-        return None
-    signed, bits = (False, 1) if predicate else (types[-1][0] == "s", int(types[-1][1]))
-
-    def read(text: str, wide: int = bits) -> int | None:
-        text = text.strip("[] ")
-        if text.startswith("%") and text not in known:
-            return _signed(registers.get(text), wide, signed)
-        if text in known:
-            return known[text]
-        try:
-            return int(text, 0)
-        except ValueError:
-            return None
-
-    sources = op.operands[1:]
-    if kind == "ld":
-        return read(sources[0]) if "param" in modifiers else None
-    if kind == "selp":
-        chosen = registers.get(sources[2])
-        return None if chosen is None else read(sources[0 if chosen else 1])
-    values = [read(source) for source in sources]
-    if any(value is None for value in values):
-        return None
-    a, *rest = (value for value in values if value is not None)
-    if kind in ("mov", "cvta", "cvt"):
-        return a
-    if kind == "setp":
-        return int(_COMPARE[modifiers[0]](a, rest[0])) if len(modifiers) == 2 else None
-    if kind == "not":
-        return ~a & ((1 << bits) - 1)
-    if kind in ("neg", "abs"):
-        return -a if kind == "neg" else abs(a)
-    if kind == "bfe":
-        return (a >> rest[0]) & ((1 << rest[1]) - 1) if not signed else None
-    if kind == "mad" and "hi" not in modifiers:
-        return a * rest[0] + rest[1]
-    if kind in _BINARY and "hi" not in modifiers and len(rest) == 1:
-        return _BINARY[kind](a, rest[0])
-    return None
 
 
 _WGMMA = re.compile(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)")
@@ -380,7 +310,7 @@ def count(ops: Sequence[Op]) -> Counts:
             shared += _moved(op.name)
         elif op.name.startswith(("ldmatrix", "stmatrix")):
             shared += 128 * int(op.name.partition(".x")[2][:1] or 1)
-        elif kind in _SCALAR | {"lop3", "prmt", "shf", "bfi", "mul24", "min", "max"}:
+        elif kind in SCALAR | {"lop3", "prmt", "shf", "bfi", "mul24", "min", "max"}:
             integer += kind not in ("ld", "mov", "cvta")
     return Counts(
         instructions=len(ops),

@@ -1,9 +1,10 @@
 """Ranks the launch configs that ship by the model of loop_model.py, at the shapes of a ViT.
 
-A case is one call of an op, forward and backward. It is traced with the defaults, which shows the
-decisions that it takes; then once for every other config that fits each of them. The figure is the
+A case is one call of an op, forward and backward. It is traced without compiling, which shows the
+decisions that it takes; then once for every config that fits each of them. The figure is the
 modelled time of the whole call, library products included, so that a config that changes its
-neighbours' work is charged for it. A model, not a measurement.
+neighbours' work is charged for it. A model, not a measurement. Traces that join one another inside
+`tracing` compile and read a kernel once for all shapes that it serves.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import Norm, rope
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
 from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
-from .examine import Timed, timed
+from .examine import Timed, is_modelled, timed
 from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
 
 Step = Callable[[], Any]
@@ -153,37 +154,41 @@ def chosen(table: ConfigTable[Any], key: tuple[Any, ...], config: Any) -> Iterat
         table.default = former
 
 
-def rank(
-    case: str, step: Step, target: Target, tables: Sequence[str], seen: set[Choice]
-) -> Iterator[Ranking]:
-    """A ranking for each decision that the step takes and that is not in `seen`.
+class _Everything:
+    """Known digests: those of all kernels, so that a step is traced and nothing is compiled."""
 
-    Args:
-        tables: names of config tables; empty for all.
-    """
+    def __contains__(self, digest: object) -> bool:
+        return True
+
+
+def decisions(step: Step, target: Target, tables: Sequence[str] = ()) -> list[Choice]:
+    """What the step asks these config tables, or all, in the order of first use."""
     with recording() as choices:
-        trace_step(step, target)
-    tables = tables or list(TABLES)
-    for choice in list(choices):
-        if choice.table not in tables or choice in seen:
-            continue
-        seen.add(choice)
-        table = TABLES[choice.table]
-        configs = table.candidates(choice.gpu, *choice.key)
-        rows = [_row(step, target, table, choice, config) for config in configs]
-        yield Ranking(case, choice, configs[0], sorted(rows, key=lambda row: row.us))
+        trace_step(step, target, known=_Everything())
+    return [choice for choice in choices if choice.table in (tables or TABLES)]
 
 
-def _row(step: Step, target: Target, table: ConfigTable[Any], choice: Choice, config: Any) -> Row:
+def rank(case: str, step: Step, choice: Choice, trace: Trace) -> Ranking:
+    """The configs that fit one decision of the step, inside the `tracing` that gave `trace`."""
+    table = TABLES[choice.table]
+    configs = table.candidates(choice.gpu, *choice.key)
+    rows = [_row(step, table, choice, config, trace) for config in configs]
+    return Ranking(case, choice, configs[0], sorted(rows, key=lambda row: row.us))
+
+
+def _row(step: Step, table: ConfigTable[Any], choice: Choice, config: Any, trace: Trace) -> Row:
+    trace.launches.clear()
+    trace.torch_calls.clear()
     try:
         with chosen(table, choice.key, config):
-            us, launches = trace_time(trace_step(step, target), target.name)
+            step()
     except CompileError as error:
         return Row(config, math.inf, [], str(error).splitlines()[0])
-    own = [one for one in launches if _belongs(one.launch, choice)]
-    if any(one.modelled.guessed for one in own):
+    own = [launch for launch in trace.launches if _belongs(launch, choice)]
+    if not all(map(is_modelled, own)):
         return Row(config, math.inf, [], "not modelled: its loops end by values in memory")
-    return Row(config, us, own)
+    us, _ = trace_time(trace, choice.gpu.arch)
+    return Row(config, us, [timed(launch) for launch in own])
 
 
 def _belongs(launch: Launch, choice: Choice) -> bool:
