@@ -379,6 +379,16 @@ def _dropped(D: int) -> Callable[[], None]:
     return step
 
 
+def _masks_in_fp32() -> None:
+    """Each kind of mask in fp32: of keys, of pairs, and additive."""
+    for D in (64, 80, 128):
+        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
+        keys = torch.empty(64, 1, 1, 197)
+        for mask in (keys.bool(), torch.empty(197, 197, dtype=torch.bool), keys):
+            out = scaled_dot_product_attention(q, k, v, mask)
+            out.backward(torch.empty_like(out))
+
+
 def _packed_sequences() -> None:
     """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
     for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
@@ -423,6 +433,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": _masked_attention,
+    "masks in fp32": _masks_in_fp32,
     "packed sequences": _packed_sequences,
     "learnt bias": _learnt_bias,
     "gated MLP": _gated_mlp,
@@ -436,7 +447,8 @@ CASES: dict[str, Callable[[], None]] = {
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
-    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "learnt bias", "narrow MLP",
+    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "masks in fp32", "learnt bias",
+    "narrow MLP",
     "attention configs", "attention, one image", "rotary attention", "packed sequences",
     *(f"attention, D={D}" for D in HEAD_DIMS),
     *(f"attention, D={D}, masks and dropout" for D in HEAD_DIMS),

@@ -287,6 +287,10 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return _row(DKDV_MMA, 2, D)
     if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D <= 128:
         return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
+    if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
+        return DKDV[4, 256]  # the next larger tile spills 16 bytes on sm_80 and sm_90
+    if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 4) and 32 < D <= 64:
+        return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
