@@ -248,6 +248,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         return _row(FWD_MMA, 2, D)
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
         return FWD_LONG
+    if mask.startswith(("keys", "bool")) and ITEMSIZE[dtype] == 4 and on_hopper:
+        return FWD[4, 256]  # the larger tile spills 24 bytes with triton 3.9
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
     if ITEMSIZE[dtype] == 2 and pads_alike and (gpu.arch, mask, D) == ("sm_90", "none", 64):
         return FWD_LONG
@@ -267,6 +269,8 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
     if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D > 64:
         return DQ[4, 256]  # the next larger tile spills 16 bytes on sm_80
+    if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
+        return DQ[4, 256]  # and 592 bytes on sm_90 with triton 3.9
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
@@ -289,7 +293,7 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
     if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
         return DKDV[4, 256]  # the next larger tile spills 16 bytes on sm_80 and sm_90
-    if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 4) and 32 < D <= 64:
+    if gpu.arch == "sm_90" and mask in ("none", "keys") and ITEMSIZE[dtype] == 4 and 32 < D <= 64:
         return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
