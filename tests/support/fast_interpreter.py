@@ -16,23 +16,26 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def patch_once() -> None:
-    """Patch triton.language at the first launch and leave it so: no process compiles as well.
+def patch_once_a_launch() -> None:
+    """Let a device function that a kernel calls reuse the kernel's patches of triton.language.
 
-    triton walks the whole module at each launch and each call of a device function.
+    triton walks the whole module at each such call.
     """
-    original, patched, nothing = interpreter._patch_lang, set(), interpreter._LangPatchScope()
-    seen_by: dict[int, tuple[Any, set[int]]] = {}  # what the globals of a function hold
+    original, unpatched = interpreter._patch_lang, tl.static_range
+    patched: set[int] = set()  # modules, since the kernel that now runs began
+    seen_by: dict[int, set[int]] = {}  # of those, what the globals of a function hold
 
-    def patch_lang(fn: Any) -> Any:
-        known = seen_by.get(id(fn.__globals__))
-        if known is None:
+    def patch_lang(fn):
+        if tl.static_range is unpatched:
+            patched.clear()
+        modules = seen_by.get(id(fn.__globals__))
+        if modules is None:
             modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
-            known = seen_by[id(fn.__globals__)] = fn.__globals__, modules
-        if not (known[1] and known[1] <= patched):
-            original(fn)
-            patched.update(known[1])
-        return nothing  # to restore
+            seen_by[id(fn.__globals__)] = modules
+        if modules and modules <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(modules)
+        return original(fn)
 
     interpreter._patch_lang = patch_lang
 
@@ -148,7 +151,7 @@ _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 
 def make_fast() -> None:
     """Install the replacements; those that name types in the triton they were written for alone."""
-    patch_once()
+    patch_once_a_launch()
     if not triton.__version__.startswith("3.6."):
         return
     core._unwrap_if_constexpr = unwrap
