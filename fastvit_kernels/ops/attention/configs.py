@@ -248,8 +248,11 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         return _row(FWD_MMA, 2, D)
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
         return FWD_LONG
-    if mask.startswith(("keys", "bool")) and ITEMSIZE[dtype] == 4 and on_hopper:
-        return FWD[4, 256]  # the larger tile spills 24 bytes with triton 3.9
+    crowded = ("keys", "bool") if on_hopper else ()
+    if _is_ampere(gpu) and 64 < D <= 96:
+        crowded = ("bool", "add")
+    if crowded and mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
+        return FWD[4, 256]  # the larger tile spills 8 to 24 bytes with triton 3.9
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
     if ITEMSIZE[dtype] == 2 and pads_alike and (gpu.arch, mask, D) == ("sm_90", "none", 64):
         return FWD_LONG
@@ -293,8 +296,10 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
     if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
         return DKDV[4, 256]  # the next larger tile spills 16 bytes on sm_80 and sm_90
-    if gpu.arch == "sm_90" and mask in ("none", "keys") and ITEMSIZE[dtype] == 4 and 32 < D <= 64:
+    if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and (gpu.arch, mask) == ("sm_90", "none"):
         return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
+    if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and mask == "keys":
+        return MMA_MASKED_WIDE  # and 8 to 24 here
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
