@@ -201,11 +201,13 @@ DKDV_MMA = {  # without mask and dropout
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
 DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
+DKDV_ADDED_FP32 = SplitConfig(16, 16, 16, 8, 1)
 DKDV_CONFIGS = [
     *dict.fromkeys([*DKDV.values(), *DKDV_MMA.values()]),
     DKDV_HOPPER,
     DKDV_MASKED,
     DKDV_MMA_KEYS,
+    DKDV_ADDED_FP32,
     MMA_MASKED_WIDE,
 ]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
@@ -296,6 +298,8 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
     if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
         return DKDV[4, 256]  # the next larger tile spills 16 bytes on sm_80 and sm_90
+    if mask.startswith("add") and ITEMSIZE[dtype] == 4 and D > 96 and _is_ampere(gpu):
+        return DKDV_ADDED_FP32  # by four warps triton 3.9 spills 8 bytes
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and (gpu.arch, mask) == ("sm_90", "none"):
         return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and mask == "keys":

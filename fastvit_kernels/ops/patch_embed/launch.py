@@ -123,7 +123,8 @@ def patch_embed_fwd(
     bias = contiguous(bias)
     prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
     num_prefix, num_patches = 0 if prefix is None else prefix.shape[0], math.prod(grid)
-    config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype])
+    pixels = "uint8" if images.dtype is torch.uint8 else "float"
+    config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype], pixels)
     block_m, block_n, block_k = config[:3]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
     K = weight.shape[1]
