@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import triton
+from ...runtime.triton import VERSION, triton
 
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_D = 256
@@ -302,6 +302,8 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV_ADDED_FP32  # by four warps triton 3.9 spills 8 bytes
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and (gpu.arch, mask) == ("sm_90", "none"):
         return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
+    if ITEMSIZE[dtype] == 4 and D <= 32 and (gpu.arch, mask) == ("sm_80", "none"):
+        return MMA_MASKED_WIDE if VERSION >= (3, 9) else DKDV[4, 64]  # and 16 here
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and mask == "keys":
         return MMA_MASKED_WIDE  # and 8 to 24 here
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)

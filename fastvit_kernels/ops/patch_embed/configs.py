@@ -43,6 +43,7 @@ FWD = [
     PatchConfig(128, 128, 64, 8, 3),
     PatchConfig(64, 128, 64, 8, 3),
     PatchConfig(64, 128, 64, 4, 3),
+    PatchConfig(128, 128, 32, 8, 3),
 ]
 FWD_FP32 = PatchConfig(64, 64, 32, 4, 3)
 
@@ -50,8 +51,10 @@ FWD_FP32 = PatchConfig(64, 64, 32, 4, 3)
 def _default_fwd(gpu: Gpu, dtype: str, pixels: str) -> PatchConfig:
     if dtype == "fp32":
         return FWD_FP32
-    # With triton 3.9 the larger tile spills 24 bytes at patches of 14.
-    return FWD[2] if (gpu.arch, pixels) == ("sm_90", "uint8") and VERSION >= (3, 9) else FWD[0]
+    if VERSION >= (3, 9):  # the larger tile spills 24 bytes at patches of 14
+        spared = {("sm_90", "uint8"): FWD[2], ("sm_80", "float"): FWD[3]}
+        return spared.get((gpu.arch, pixels), FWD[0])
+    return FWD[0]
 
 
 # Key: the compute dtype; the pixels' kind, "uint8" or "float".
