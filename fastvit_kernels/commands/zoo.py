@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import Library
+from torch import Tensor, library, nn
 from torch.overrides import TorchFunctionMode
 
 # Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
@@ -48,13 +47,13 @@ def define_torchvision_operators() -> None:
         except OSError:
             continue
         return
-    operators = Library("torchvision", "DEF")
+    operators = library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _defined.append(operators)  # a definition lasts as long as its Library
 
 
-_defined: list[Library] = []
+_defined: list[library.Library] = []
 
 
 class _RatesOnCpu(TorchFunctionMode):

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch.library import Library, infer_schema, register_fake
+from torch import library
 from torch.utils.flop_counter import register_flop_formula
 
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
@@ -29,7 +29,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; 
 
 # Two builds of the Hub's kernels library may live in one process: each has a name of its own.
 NAMESPACE = __name__.partition(".")[0]
-_operators = Library(NAMESPACE, "DEF")
+_operators = library.Library(NAMESPACE, "DEF")
 
 
 def operator(
@@ -50,10 +50,10 @@ def operator(
 
     def register(launcher: Callable[..., Any]) -> Any:
         name = launcher.__name__
-        _operators.define(name + infer_schema(launcher, mutates_args=()))
+        _operators.define(name + library.infer_schema(launcher, mutates_args=()))
         whole = _whole(launcher)
         _operators.impl(name, whole, "CompositeExplicitAutograd")
-        register_fake(f"{NAMESPACE}::{name}", _by_name(fake, launcher), lib=_operators)
+        library.register_fake(f"{NAMESPACE}::{name}", _by_name(fake, launcher), lib=_operators)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         registered = packet.default
         if flops is not None:

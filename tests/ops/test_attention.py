@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from philox import philox_keep
+from torch import library
 
 from fastvit_kernels.ops.attention import functions as attention_functions
 from fastvit_kernels.ops.attention.configs import BwdForm, split_head_dim, tail_tile
@@ -342,17 +343,17 @@ def test_operators_pass_opcheck():
     ops = torch.ops.fastvit_kernels
     out, lse = ops.attention_fwd(qkv.detach(), None, 0.2, 0.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.attention_fwd, (qkv.detach(), None, 0.2, 0.0), test_utils=checks)
+    library.opcheck(ops.attention_fwd, (qkv.detach(), None, 0.2, 0.0), test_utils=checks)
     backward = (out, qkv.detach(), out, lse, None, 0.2, 0.0)
-    torch.library.opcheck(ops.attention_bwd, backward, test_utils=checks)
+    library.opcheck(ops.attention_bwd, backward, test_utils=checks)
     x, weight = rand(1, 20, 32, grad=False), rand(96, 32, grad=False)
     projection = (x, weight, None, None, 1, 0.2, 0.0)
-    torch.library.opcheck(ops.qkv_attention_fwd, projection, test_utils=checks)
+    library.opcheck(ops.qkv_attention_fwd, projection, test_utils=checks)
     dqkv = rand(1, 20, 3, 1, 32, grad=False)
-    torch.library.opcheck(ops.attention_and_bias_bwd, (*backward, fp32), test_utils=checks)
+    library.opcheck(ops.attention_and_bias_bwd, (*backward, fp32), test_utils=checks)
     for needs in ([True, True], [True, False]):
         arguments = (dqkv, x, weight, fp32, needs)
-        torch.library.opcheck(ops.qkv_projection_bwd, arguments, test_utils=checks)
+        library.opcheck(ops.qkv_projection_bwd, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from philox import philox_keep
+from torch import library
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention import functions
@@ -132,12 +133,12 @@ def test_operators_pass_opcheck():
     qkv, mask = rand(4, 9, 3, 2, 16, grad=False), rand(2, 2, 9, 9, seed=3, grad=False)
     ops, checks = torch.ops.fastvit_kernels, ("test_schema", "test_faketensor")
     forward = (qkv, mask, None, 0.2, 0.0)
-    torch.library.opcheck(ops.masked_attention_fwd, forward, test_utils=checks)
+    library.opcheck(ops.masked_attention_fwd, forward, test_utils=checks)
     out, lse = ops.masked_attention_fwd(*forward)
     for needs in (True, False):
         backward = (out, qkv, out, lse, mask, None, 0.2, 0.0, needs)
-        torch.library.opcheck(ops.masked_attention_bwd, backward, test_utils=checks)
+        library.opcheck(ops.masked_attention_bwd, backward, test_utils=checks)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     out, lse = ops.sdpa_fwd(q, k, v, mask[:1], None, 0.2, 0.0, False)
     backward = (out, q, k, v, out, lse, mask[:1], None, 0.2, 0.0)
-    torch.library.opcheck(ops.sdpa_and_mask_bwd, backward, test_utils=checks)
+    library.opcheck(ops.sdpa_and_mask_bwd, backward, test_utils=checks)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
@@ -358,7 +359,7 @@ def test_gated_mlp_operators_pass_opcheck():
         gate, norm = given.get("gate_weight"), (given.get("norm_weight"), given.get("norm_bias"))
         options = ("silu", False, 1e-6)
         args = (given["x"], weights[0], given["fc1_bias"], gate, given.get("gate_bias"), *norm)
-        torch.library.opcheck(operators.gated_hidden_fwd.default, (*args, *options))
+        library.opcheck(operators.gated_hidden_fwd.default, (*args, *options))
         hidden, z, value, stats = operators.gated_hidden_fwd(*args, *options)
         scales = (given["layer_scale"], given["row_scale"])
         for kept in (hidden, None):
@@ -366,7 +367,7 @@ def test_gated_mlp_operators_pass_opcheck():
             both = (given["residual"], given["x"], *weights, gate, *norm, *scales, *saved)
             beside = (fp32, fp32) if gate is not None else (None, None)
             normed = (fp32, bf16) if norm[0] is not None else (None, None)
-            torch.library.opcheck(
+            library.opcheck(
                 operators.gated_mlp_bwd.default,
                 (*both, *options, bf16, fp32, fp32, bf16, bf16, fp32, *beside, *normed, fp32),
             )

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from numerics import DEVICE, assert_accurate, rand
+from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels.ops.common import handover
@@ -309,5 +310,5 @@ def test_handover_operators_pass_opcheck():
     for norm, shape in (("layer_norm", (2, B, T)), ("rms_norm", (B, T))):
         operator = getattr(torch.ops.fastvit_kernels, f"{norm}_rows_bwd").default
         given = (dy, dresidual, x, weight, rand(*shape, seed=4, grad=False), fp32)
-        torch.library.opcheck(operator, (*given, True, fp16, row_scale, True))
-        torch.library.opcheck(operator, (*given, False, None, None, True))
+        library.opcheck(operator, (*given, True, fp16, row_scale, True))
+        library.opcheck(operator, (*given, False, None, None, True))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
@@ -290,13 +291,11 @@ def test_linear_operators_pass_opcheck():
     dy, z = torch.randn_like(residual), torch.randn_like(residual)
     for activation, saved in (("", None), ("gelu", z)):
         epilogue = (residual, layer_scale, row_scale, activation)
-        torch.library.opcheck(fwd.default, (x, weight, bias, *epilogue, fp32, True))
-        torch.library.opcheck(
-            fwd.default, (x, weight, None, None, None, None, activation, bf16, False)
-        )
+        library.opcheck(fwd.default, (x, weight, bias, *epilogue, fp32, True))
+        library.opcheck(fwd.default, (x, weight, None, None, None, None, activation, bf16, False))
         tensors = (dy, x, weight, bias, saved, layer_scale, row_scale, activation, bf16)
-        torch.library.opcheck(bwd.default, (*tensors, fp32, fp32, bf16, fp32))
-        torch.library.opcheck(bwd.default, (*tensors, bf16, None, None, None))
+        library.opcheck(bwd.default, (*tensors, fp32, fp32, bf16, fp32))
+        library.opcheck(bwd.default, (*tensors, bf16, None, None, None))
 
 
 def test_linear_compiles_without_graph_breaks():

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
@@ -213,8 +214,8 @@ def test_mlp_operator_passes_opcheck(route):
     scales = (inputs["layer_scale"], inputs["row_scale"], "gelu", bf16)
     for act in (hidden, None):
         tensors = (dy, inputs["x"], *weights, hidden, act, *scales)
-        torch.library.opcheck(operator, (*tensors, fp32, fp32, bf16, bf16, fp32, fp32))
-    torch.library.opcheck(operator, (*tensors, None, None, None, fp32, None, None))
+        library.opcheck(operator, (*tensors, fp32, fp32, bf16, bf16, fp32, fp32))
+    library.opcheck(operator, (*tensors, None, None, None, fp32, None, None))
 
 
 def test_mlp_compiles_without_graph_breaks():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from guard import guard_pages
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -302,8 +303,8 @@ def test_narrow_mlp_operator_passes_opcheck():
         "row_scale",
     )  # fmt: skip
     arguments = [inputs[name] for name in names]
-    torch.library.opcheck(narrow_mlp_fwd, (*arguments, "gelu", bf16))
-    torch.library.opcheck(narrow_mlp_fwd, (*arguments[:5], None, None, None, "silu", bf16))
+    library.opcheck(narrow_mlp_fwd, (*arguments, "gelu", bf16))
+    library.opcheck(narrow_mlp_fwd, (*arguments[:5], None, None, None, "silu", bf16))
 
 
 def test_mlp_narrow_compiles_without_graph_breaks():

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 
 from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
 from fastvit_kernels.ops.patch_embed.launch import (
@@ -286,7 +287,7 @@ def test_patch_embed_operators_pass_opcheck():
         (patch_embed_bwd_tokens, (dout, 1, 6, 6, None, None, None, fp32)),
         (patch_embed_bwd_images, (dout, weight, images.shape, None, bf16)),
     ):
-        torch.library.opcheck(*calls)
+        library.opcheck(*calls)
 
 
 def test_patch_embed_compiles_without_graph_breaks():

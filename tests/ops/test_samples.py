@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
+from torch import library
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
@@ -198,7 +199,7 @@ def test_operators_have_schemas_and_fakes():
         ),
     ]  # fmt: skip
     for op, args in calls:
-        torch.library.opcheck(op, args, test_utils=tests)
+        library.opcheck(op, args, test_utils=tests)
 
 
 def _bad(name, value, error, message):

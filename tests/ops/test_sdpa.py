@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from torch import library
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention.configs import BwdForm, FwdConfig, SplitConfig
@@ -238,10 +239,10 @@ def test_operators_pass_opcheck():
     mask = (rand(1, 2, 9, 12, grad=False) > 0).to(DEVICE)
     ops, checks = torch.ops.fastvit_kernels, ("test_schema", "test_faketensor")
     forward = (q, k, v, mask, None, 0.2, 0.0, False)
-    torch.library.opcheck(ops.sdpa_fwd, forward, test_utils=checks)
+    library.opcheck(ops.sdpa_fwd, forward, test_utils=checks)
     out, lse = ops.sdpa_fwd(*forward)
     backward = (out, q, k, v, out, lse, mask, None, 0.2, 0.0, False)
-    torch.library.opcheck(ops.sdpa_bwd, backward, test_utils=checks)
+    library.opcheck(ops.sdpa_bwd, backward, test_utils=checks)
 
 
 def test_sdpa_of_no_queries_gives_keys_and_values_no_gradient():

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from numerics import DEVICE, assert_accurate, dtype_id, rand
+from torch import library
 
 import fastvit_kernels as fk
 from fastvit_kernels.ops.attention.configs import BwdForm
@@ -178,9 +179,9 @@ def test_varlen_operators_are_what_they_say():
     ops = torch.ops.fastvit_kernels
     forward = qkv, starts, None, 7, 0.25, 0.0
     out, lse = ops.varlen_attention_fwd(*forward)
-    torch.library.opcheck(ops.varlen_attention_fwd.default, forward, test_utils=checks)
+    library.opcheck(ops.varlen_attention_fwd.default, forward, test_utils=checks)
     backward = torch.randn_like(out), qkv, starts, out, lse, None, 7, 0.25, 0.0
-    torch.library.opcheck(ops.varlen_attention_bwd.default, backward, test_utils=checks)
+    library.opcheck(ops.varlen_attention_bwd.default, backward, test_utils=checks)
 
 
 def test_varlen_compiles():

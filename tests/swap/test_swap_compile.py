@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -180,6 +181,6 @@ def test_opcheck(name, calls):
     args, kwargs = calls[op]
     if name.startswith("varlen"):  # nobody writes what lies between the rows of lse
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(op, args, kwargs, test_utils=checks)
+        library.opcheck(op, args, kwargs, test_utils=checks)
     else:
-        torch.library.opcheck(op, args, kwargs)
+        library.opcheck(op, args, kwargs)

@@ -253,7 +253,7 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     crowded = ("keys", "bool") if on_hopper else ()
     if _is_ampere(gpu) and 64 < D <= 96:
         crowded = ("bool", "add")
-    if crowded and mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
+    if mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
         return FWD[4, 256]  # the larger tile spills 8 to 24 bytes with triton 3.9
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
     if ITEMSIZE[dtype] == 2 and pads_alike and (gpu.arch, mask, D) == ("sm_90", "none", 64):
@@ -302,10 +302,11 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV_ADDED_FP32  # by four warps triton 3.9 spills 8 bytes
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and (gpu.arch, mask) == ("sm_90", "none"):
         return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
-    if ITEMSIZE[dtype] == 4 and D <= 32 and (gpu.arch, mask) == ("sm_80", "none"):
-        return MMA_MASKED_WIDE if VERSION >= (3, 9) else DKDV[4, 64]  # and 16 here
     if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and mask == "keys":
         return MMA_MASKED_WIDE  # and 8 to 24 here
+    small = ITEMSIZE[dtype] == 4 and D <= 32
+    if VERSION >= (3, 9) and small and (gpu.arch, mask) == ("sm_80", "none"):
+        return MMA_MASKED_WIDE  # and 16 here
     return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
