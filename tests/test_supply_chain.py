@@ -158,6 +158,20 @@ def test_ci_installs_nothing_without_a_version():
         raise AssertionError(f"CI names {address}")
 
 
+@in_repository
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_ci_does_at_its_end_keeps_its_verdict(tmp_path, ended, code):
+    """With its background job ended or not: kill of no job returns 2, and set -e obeys."""
+    (trap,) = (line for line in (CI / "run").read_text().splitlines() if line.startswith("trap "))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    job = "true & wait $!" if ended else "sleep 600 &"
+    script = f"set -euo pipefail\nscratch={scratch}\n{trap}\n{job}\nexit {code}\n"
+    assert subprocess.run(["bash", "-c", script]).returncode == code
+    assert not scratch.exists()
+
+
 def test_types_and_licence_are_shipped():
     project = _toml()
     assert (PACKAGE / "py.typed").is_file()
