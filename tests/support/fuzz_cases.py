@@ -85,10 +85,12 @@ def _spec(draw: Draw, arg: Arg, shape: Shape, operand: Callable[[], str]) -> Spe
     if isinstance(shape, SampleShape):
         return Spec((shape.kept, shape[0] - shape.kept), "samples", grad=False)
     dtype = operand() if arg.operand else draw(st.sampled_from(FLOATS))
+    grad = arg.grad
     if arg.kind == "mask":
         dtype = draw(st.sampled_from(["bool", operand()]))
+        grad = grad and dtype != "bool" and shape[-1] != 1  # alike for all keys: PyTorch's path
     scale = fan_in(shape) ** -0.5 if arg.kind == "matrix" else 1.0
-    grad = arg.grad and dtype != "bool" and draw(st.booleans())
+    grad = grad and draw(st.booleans())
     return Spec(shape, dtype, draw(_layout(len(shape))), grad, scale)
 
 
