@@ -12,7 +12,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, gemm_route, ours
 from bench.shapes import Shape, variants, vits
 from fastvit_kernels import linear
-from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.linear.functions import linear_ref
 
 
 def shapes() -> Iterator[Shape]:

@@ -49,7 +49,7 @@ def files():
 
 @by_written_page
 def test_files_are_where_the_pages_say(page, files):
-    """Of `ops/linear.py` the end must match: pages leave out the folders their reader knows."""
+    """Of `ops/rope.py` the end must match: pages leave out the folders their reader knows."""
     there = {f"/{p.relative_to(ROOT).as_posix()}" for p in files}
     for path in re.findall(r"(?<![\w./-])[\w.][\w./]*\.py\b", page.read_text()):
         path = path.removeprefix("../")

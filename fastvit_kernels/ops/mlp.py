@@ -62,7 +62,7 @@ from .common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
 from .common.reduction import column_sum
 from .common.samples import keeps_some
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
-from .linear import linear_ref
+from .linear.functions import linear_ref
 from .narrow_mlp import is_narrow
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
-from .linear import LinearFunction, linear_fwd
+from .linear.functions import LinearFunction, linear_fwd
 from .norm.functions import NormAndInputFunction
 from .rebuilt_norm import is_hooked, place_of
 

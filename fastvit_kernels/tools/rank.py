@@ -19,7 +19,7 @@ import torch
 
 from ..ops.attention.functions import attention
 from ..ops.gated_mlp.functions import gated_mlp
-from ..ops.linear import linear
+from ..ops.linear.functions import linear
 from ..ops.mlp import mlp
 from ..ops.narrow_mlp import is_narrow
 from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input

@@ -7,7 +7,6 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, dtype_id, rand
 
-from fastvit_kernels.ops import linear as linear_module
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FWD_TABLE,
@@ -25,7 +24,8 @@ from fastvit_kernels.ops.common.gemm_configs import (
     forced_route,
     gemm_key,
 )
-from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.linear import functions as linear_functions
+from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.backend import gpu as gpu_of
@@ -171,7 +171,7 @@ def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
     for config in (LIBRARY, TMA_PAIR, WIDE_TMA, HOPPER_WS):
         assert gemm.tile_plan(config, x, weight, transposed=True) is None
-    monkeypatch.setattr(linear_module, "tile_launch", None)
+    monkeypatch.setattr(linear_functions, "tile_launch", None)
     with forced("linear_fwd", TMA_PAIR):
         y = linear(x, weight, activation="gelu")
     torch.testing.assert_close(y, linear_ref(x, weight, activation="gelu"))

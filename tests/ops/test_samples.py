@@ -13,7 +13,7 @@ from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms
 from fastvit_kernels.ops.common import epilogue
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
-from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -174,7 +174,7 @@ def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
 
 
 def test_operators_have_schemas_and_fakes():
-    from fastvit_kernels.ops import linear as lin
+    from fastvit_kernels.ops.linear import functions as lin
     from fastvit_kernels.ops.norm import launch as norms
 
     samples, x = _samples(), rand(B, T, C, grad=False)

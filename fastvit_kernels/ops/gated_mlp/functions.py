@@ -41,7 +41,7 @@ from ...runtime.dispatch import decide_once, first_order, route
 from ...runtime.operator import DIRECT, Routed, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
-from ..linear import by_library, is_by_library, linear_ref
+from ..linear.functions import by_library, is_by_library, linear_ref
 from . import launch as launch  # registers the operators
 from .kernels import MAX_NORM_F
 

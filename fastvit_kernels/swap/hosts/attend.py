@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...ops.attention.functions import MAX_D, attention, qkv_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...runtime.plain import is_plain
 from .read_once import is_readable, read_once
 

@@ -20,7 +20,7 @@ import torch.fx._symbolic_trace as _fx
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _stack_of_modes
 
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere

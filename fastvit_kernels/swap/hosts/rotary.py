@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...ops.attention.rotary import rope_attention
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...ops.rope import rope
 from ...runtime.plain import is_raw
 from .attend import attend, attend_packed, attend_weights, packable, unpack

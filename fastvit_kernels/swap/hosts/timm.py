@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows

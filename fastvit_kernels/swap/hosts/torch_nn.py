@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain, is_raw
 from .. import hosts

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...ops.linear import linear
+from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain
 from .attend import attend, by_keys

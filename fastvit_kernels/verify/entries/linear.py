@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.common.activation import ACTIVATIONS
-from ...ops.linear import linear, linear_ref
+from ...ops.linear.functions import linear, linear_ref
 from ...ops.mlp import mlp, mlp_ref
 from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
 from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....ops.attention.functions import attention
 from ....ops.attention.sdpa import scaled_dot_product_attention
-from ....ops.linear import linear
+from ....ops.linear.functions import linear
 from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary

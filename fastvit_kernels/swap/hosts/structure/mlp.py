@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from ....ops.common.activation import ACTIVATIONS
-from ....ops.linear import linear
+from ....ops.linear.functions import linear
 from ....ops.mlp import mlp
 from ....runtime.plain import is_plain
 from ..fused import NOTHING, Epilogue, inert, norm_in_pytorch, part, project_out

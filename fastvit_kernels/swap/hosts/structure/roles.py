@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ....ops.linear import linear
+from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_hooked, is_plain
 from ..fused import Child, Epilogue, Fused, Norm, bypassed, part, why_not_plain

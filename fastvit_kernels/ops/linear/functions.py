@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.arguments import (
+from ...runtime.arguments import (
     as_rows,
     autocast_dtype,
     check_epilogue,
@@ -40,13 +40,13 @@ from ..runtime.arguments import (
     empty_gradients,
     needs_gradient,
 )
-from ..runtime.backend import device_guard, gpu
-from ..runtime.dispatch import decide_once, first_order, ops_for, route
-from ..runtime.operator import DIRECT, Routed, differentiable, operator
-from ..runtime.triton import tl, triton
-from .common import gemm
-from .common.activation import ACTIVATIONS, check_activation
-from .common.epilogue import (
+from ...runtime.backend import device_guard, gpu
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import DIRECT, Routed, differentiable, operator
+from ...runtime.triton import tl, triton
+from ..common import gemm
+from ..common.activation import ACTIVATIONS, check_activation
+from ..common.epilogue import (
     apply_epilogue,
     backward_epilogue,
     copy_dropped,
@@ -58,7 +58,7 @@ from .common.epilogue import (
     scaled_rows,
     weight_gradients,
 )
-from .common.gemm import (
+from ..common.gemm import (
     column_halves,
     grouped_tile,
     tile_launch,
@@ -66,10 +66,10 @@ from .common.gemm import (
     tile_plan,
     tile_product,
 )
-from .common.gemm_configs import FWD_TABLE, gemm_key
-from .common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
-from .common.reduction import column_sum
-from .common.samples import add_kept, keeps_some
+from ..common.gemm_configs import FWD_TABLE, gemm_key
+from ..common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
+from ..common.reduction import column_sum
+from ..common.samples import add_kept, keeps_some
 
 
 def linear_ref(

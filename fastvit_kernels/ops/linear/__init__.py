@@ -1,0 +1,1 @@
+"""Linear layers with an epilogue in one kernel."""
