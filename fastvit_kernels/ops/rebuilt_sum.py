@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
-from .linear.functions import LinearFunction, linear_fwd
+from .linear.functions import LinearFunction
+from .linear.launch import linear_fwd
 from .norm.functions import NormAndInputFunction
 from .rebuilt_norm import is_hooked, place_of
 

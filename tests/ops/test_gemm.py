@@ -24,7 +24,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
     forced_route,
     gemm_key,
 )
-from fastvit_kernels.ops.linear import functions as linear_functions
+from fastvit_kernels.ops.linear import launch as linear_launch
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import Gpu
@@ -171,7 +171,7 @@ def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
     for config in (LIBRARY, TMA_PAIR, WIDE_TMA, HOPPER_WS):
         assert gemm.tile_plan(config, x, weight, transposed=True) is None
-    monkeypatch.setattr(linear_functions, "tile_launch", None)
+    monkeypatch.setattr(linear_launch, "tile_launch", None)
     with forced("linear_fwd", TMA_PAIR):
         y = linear(x, weight, activation="gelu")
     torch.testing.assert_close(y, linear_ref(x, weight, activation="gelu"))

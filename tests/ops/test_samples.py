@@ -174,7 +174,7 @@ def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
 
 
 def test_operators_have_schemas_and_fakes():
-    from fastvit_kernels.ops.linear import functions as lin
+    from fastvit_kernels.ops.linear import launch as lin
     from fastvit_kernels.ops.norm import launch as norms
 
     samples, x = _samples(), rand(B, T, C, grad=False)

@@ -15,13 +15,12 @@ Saved: x, W, and z where there is an activation; without one nothing of size (M,
 Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
-inside; gemm_configs.py decides. Derivation: docs/linear.md.
+inside; gemm_configs.py decides. Files: launch.py, kernels.py. Derivation: docs/linear.md.
 d and g come from the backward of a LayerNorm that reads y, where one does: common/handover.py.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -29,47 +28,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import (
-    as_rows,
     autocast_dtype,
     check_epilogue,
     check_input,
     check_weight,
     compute_dtype,
-    contiguous,
-    empty,
-    empty_gradients,
     needs_gradient,
 )
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import gpu
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import DIRECT, Routed, differentiable, operator
-from ...runtime.triton import tl, triton
-from ..common import gemm
+from ...runtime.operator import DIRECT, Routed, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.epilogue import (
-    apply_epilogue,
-    backward_epilogue,
-    copy_dropped,
-    count_rows,
-    epilogue_arguments,
-    finish_tile,
-    input_gradient_operands,
-    rows_shape,
-    scaled_rows,
-    weight_gradients,
-)
-from ..common.gemm import (
-    column_halves,
-    grouped_tile,
-    tile_launch,
-    tile_operands,
-    tile_plan,
-    tile_product,
-)
 from ..common.gemm_configs import FWD_TABLE, gemm_key
 from ..common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
-from ..common.reduction import column_sum
 from ..common.samples import add_kept, keeps_some
+from . import launch as launch  # registers the operators
 
 
 def linear_ref(
@@ -96,243 +69,6 @@ def linear_ref(
     if residual is not None:
         y = residual + y
     return y.to(out_dtype)
-
-
-@triton.jit
-def _linear_epilogue(
-    y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    first_m, first_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SOME: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
-    if SUBTILES > 1:
-        halves = column_halves(z, BLOCK_M, BLOCK_N)
-        for i in tl.static_range(2):
-            _linear_epilogue(
-                y_ptr, z_ptr, halves[i], x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr,
-                residual_ptr, first_m, first_n + i * (BLOCK_N // 2), M, N, rows_per_sample,
-                stride_residual_m, keep_scale, ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE,
-                HAS_ROW_SCALE, HAS_RESIDUAL, SOME, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
-            )  # fmt: skip
-    else:
-        offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-        if HAS_BIAS:
-            z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION != "":
-            z_low = z.to(x_ptr.dtype.element_ty)
-            if SAVE_Z:
-                mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-                tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
-            z = z_low.to(tl.float32)  # act reads the bits that are saved
-        finish_tile(
-            y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
-        )  # fmt: skip
-
-
-@triton.jit
-def _linear_fwd_kernel(
-    y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    M, N, K, rows_per_sample,
-    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m, keep_scale,
-    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SOME: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
-    x, weight = tile_operands(
-        x_ptr, weight_ptr, M, N, K, stride_x_m, stride_weight_k, stride_weight_n,
-        DESCRIPTORS, B_K_LAST, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
-    if PERSISTENT:
-        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
-        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        z = tile_product(
-            x, weight, pid_m, pid_n, M, N, K,
-            stride_x_m, stride_x_k, stride_weight_k, stride_weight_n,
-            DESCRIPTORS, B_K_LAST, EVEN_N, EVEN_K, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        _linear_epilogue(
-            y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N,
-            M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
-            SUBTILES, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-
-
-def _empty_fwd(
-    x: Tensor, weight: Tensor, residual: Tensor | None, row_scale: Tensor | None, activation: str,
-    out_dtype: torch.dtype, save_z: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (*x.shape[:-1], weight.shape[0])
-    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
-    y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
-    z_shape = shape if save_z and activation else (0,)
-    return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
-
-
-def _flops_fwd(x, weight):
-    return 2 * math.prod(x) * weight[0]
-
-
-@operator(fake=_empty_fwd, flops=_flops_fwd)
-def linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
-    out_dtype: torch.dtype, save_z: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
-
-    x and weight share one dtype; activation "" is none. Without z the second result is empty.
-    Where row_scale keeps some samples, x and z have their rows, the residual and y those of all.
-    """
-    scaled = layer_scale is not None or row_scale is not None
-    save_z = save_z and activation != ""
-    no_z = empty((0,), x.dtype, x.device)
-    shape = (*x.shape[:-1], weight.shape[0])
-    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
-    if x.numel() == 0:
-        y = x.new_empty(y_shape, dtype=out_dtype)
-        return y, x.new_empty(shape) if save_z else no_z
-    if not (activation or scaled or residual is not None):
-        return gemm.product_with_bias(x, weight, bias), no_z
-    N, K = weight.shape
-    M = x.numel() // K
-    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
-    rows = x if config.route == "library" else x.reshape(M, K)
-    plan = tile_plan(config, rows, weight, transposed=True)
-    if plan is None:
-        plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
-        late = None  # a bias of another dtype joins in the epilogue, where that need not save z
-        if bias is not None and bias.dtype != x.dtype and not (activation or plain):
-            bias, late = None, bias
-        z = gemm.product_with_bias(x, weight, bias)
-        if plain and residual is not None:
-            return z.add_(residual), no_z
-        y = empty(y_shape, out_dtype, x.device)
-        apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
-        return y, z if save_z else no_z
-    y = empty(y_shape, out_dtype, x.device)
-    z = empty(shape, x.dtype, x.device) if save_z else no_z
-    if scaled and bias is not None:
-        bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(x):
-        tile_launch(
-            plan, _linear_fwd_kernel, y, z if save_z else None, rows, weight, contiguous(bias),
-            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
-            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
-        )  # fmt: skip
-    copy_dropped(y, pointers, sizes, flags)
-    return y, z
-
-
-def _empty_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, row_scale: Tensor | None,
-    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N = dy.shape[-1]
-    return empty_gradients(
-        dy.device,
-        ((*rows_shape(dy, row_scale), 0 if weight is None else weight.shape[1]), dx_dtype),
-        ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
-        ((N,), dbias_dtype),
-        ((N,), dlayer_scale_dtype),
-    )
-
-
-def _flops_bwd(dy, x, weight, row_scale, dx_dtype, dweight_dtype):
-    wide = (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
-    return 2 * count_rows(dy, row_scale) * dy[-1] * wide
-
-
-@operator(fake=_empty_bwd, flops=_flops_bwd)
-def linear_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
-    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-    g: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
-
-    x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
-    wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
-    """
-    dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
-        dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
-    )
-    if dy.numel() == 0:
-        for grad in grads:
-            grad.zero_()
-        return grads
-    N = dy.shape[-1]
-    M = math.prod(rows_shape(dy, row_scale))
-    x_rows = None if x is None else x.reshape(M, x.shape[-1])
-    if activation:
-        assert z is not None
-        dz, partial = backward_epilogue(
-            dy.reshape(-1, N), z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
-            sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
-            batch=dy.shape[0],
-        )  # fmt: skip
-        if dbias_dtype is not None:
-            column_sum(partial[:, :N], dbias)
-        if dlayer_scale_dtype is not None:
-            column_sum(partial[:, -N:], dlayer_scale)
-        if dweight_dtype is not None and x_rows is not None:
-            gemm.matmul(dz.t(), x_rows, out=dweight)
-        if dx_dtype is not None and weight is not None:
-            gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
-    else:
-        needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
-        d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
-        sums = sums if g is None else g.view(1, N)
-        weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
-        if dx_dtype is not None and weight is not None:
-            operands = input_gradient_operands(d, weight, layer_scale)
-            gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
-    return grads
-
-
-def _empty_by_library_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    N = dy.shape[-1]
-    return (
-        dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1])),
-        dy.new_empty(0 if x is None else (N, x.shape[-1])),
-        dy.new_empty(N if needs_dbias else 0),
-    )
-
-
-def _flops_by_library_bwd(dy, x, weight):
-    return 2 * math.prod(dy) * ((weight[1] if weight else 0) + (x[-1] if x else 0))
-
-
-@operator(fake=_empty_by_library_bwd, flops=_flops_by_library_bwd)
-def linear_by_library_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx of weight, dweight of x, dbias, all in dy's dtype; empty where that is None or False."""
-    dx, dweight, dbias = grads = _empty_by_library_bwd(dy, x, weight, needs_dbias)
-    rows = as_rows(dy)
-    if weight is not None:  # autocast leaves `out=` forms alone
-        torch.mm(rows, weight, out=dx.view(-1, weight.shape[1]))
-    if x is not None:
-        torch.mm(rows.t(), as_rows(x), out=dweight)
-    if needs_dbias:
-        column_sum(rows, dbias)
-    return grads
 
 
 def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
