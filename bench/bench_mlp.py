@@ -12,7 +12,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, gemm_route, ours
 from bench.shapes import Shape, vits
 from fastvit_kernels import mlp
-from fastvit_kernels.ops.mlp import mlp_ref
+from fastvit_kernels.ops.mlp.functions import mlp_ref
 
 
 def shapes() -> Iterator[Shape]:

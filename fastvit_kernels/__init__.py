@@ -18,7 +18,7 @@ from .ops.attention.varlen import varlen_attention
 from .ops.common.samples import keep_samples
 from .ops.gated_mlp.functions import gated_mlp
 from .ops.linear.functions import linear
-from .ops.mlp import mlp
+from .ops.mlp.functions import mlp
 from .ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from .ops.patch_embed.functions import patch_embed
 from .ops.rope import rope

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 
 from .models import modules, vit
+from .ops.mlp import narrow
 from .ops.norm import functions as norms
 from .swap.hosts import fused, parts, timm, torch_nn, torchvision, transformers
 
 FORMER_NAMES = {
     "ops.layer_norm": norms,
+    "ops.narrow_mlp": narrow,
     "ops.rms_norm": norms,
     "modules": modules,
     "vit": vit,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .ops.mlp import mlp
+from .ops.mlp.functions import mlp
 from .ops.norm.functions import layer_norm, rms_norm
 from .runtime.plain import is_plain
 from .swap.activations import activation_name

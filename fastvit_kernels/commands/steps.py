@@ -31,8 +31,8 @@ from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
 from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
 from ..ops.linear.functions import linear
-from ..ops.mlp import mlp
-from ..ops.narrow_mlp import FWD_TABLE as NARROW_TABLE
+from ..ops.mlp.functions import mlp
+from ..ops.mlp.narrow import FWD_TABLE as NARROW_TABLE
 from ..ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import rope

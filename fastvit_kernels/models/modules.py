@@ -19,7 +19,7 @@ from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS, check_activation
 from ..ops.common.samples import DropPathMode, check_drop_path, keep_samples
 from ..ops.linear.functions import linear
-from ..ops.mlp import mlp
+from ..ops.mlp.functions import mlp
 from ..ops.patch_embed.arguments import check_pair, check_statistics
 from ..ops.patch_embed.functions import as_numbers, normalised_pixels, patch_embed
 from ..ops.rope import rope as turn

@@ -20,8 +20,8 @@ import torch
 from ..ops.attention.functions import attention
 from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.linear.functions import linear
-from ..ops.mlp import mlp
-from ..ops.narrow_mlp import is_narrow
+from ..ops.mlp.functions import mlp
+from ..ops.mlp.narrow import is_narrow
 from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import Norm, rope

@@ -26,7 +26,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
 )
 from fastvit_kernels.ops.linear import launch as linear_launch
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
-from fastvit_kernels.ops.mlp import mlp, mlp_ref
+from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.backend import gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced

@@ -10,10 +10,10 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastvit_kernels.ops import narrow_mlp
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
-from fastvit_kernels.ops.mlp import mlp, mlp_ref
-from fastvit_kernels.ops.narrow_mlp import (
+from fastvit_kernels.ops.mlp import narrow as narrow_mlp
+from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.ops.mlp.narrow import (
     FWD_TABLE,
     MAX_OFFSET,
     MAX_WIDTH,

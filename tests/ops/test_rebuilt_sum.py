@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops import rebuilt_sum as module
 from fastvit_kernels.ops.linear.functions import linear
-from fastvit_kernels.ops.mlp import mlp
+from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input
 from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
 from fastvit_kernels.ops.rebuilt_sum import rebuilt_sum

@@ -14,7 +14,7 @@ from fastvit_kernels.ops.common import epilogue
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear.functions import linear_ref
-from fastvit_kernels.ops.mlp import mlp_ref
+from fastvit_kernels.ops.mlp.functions import mlp_ref
 
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24

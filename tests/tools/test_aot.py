@@ -33,7 +33,7 @@ STEP = """
 import json, torch
 from fastvit_kernels.tools.aot import TARGETS, Share, compile_step, trace_step
 from fastvit_kernels.ops.norm.functions import layer_norm
-from fastvit_kernels.ops.narrow_mlp import narrow_mlp_fwd
+from fastvit_kernels.ops.mlp.narrow import narrow_mlp_fwd
 
 def narrow_mlp(offset=0, C=64):
     half = torch.bfloat16

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.gated_mlp.functions import gated_mlp
 from ...ops.linear.functions import linear
-from ...ops.mlp import mlp
+from ...ops.mlp.functions import mlp
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops.common.activation import ACTIVATIONS
 from ...ops.linear.functions import linear, linear_ref
-from ...ops.mlp import mlp, mlp_ref
+from ...ops.mlp.functions import mlp, mlp_ref
 from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
 from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ....ops.common.activation import ACTIVATIONS
 from ....ops.linear.functions import linear
-from ....ops.mlp import mlp
+from ....ops.mlp.functions import mlp
 from ....runtime.plain import is_plain
 from ..fused import NOTHING, Epilogue, inert, norm_in_pytorch, part, project_out
 from ..parts import gated_branch, gated_hidden, norm_inside

@@ -13,7 +13,7 @@ bits, so every gradient keeps its bits. With recompute=False a is saved too.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
 epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
-kernel, narrow_mlp.py. Derivation: docs/mlp.md.
+kernel, narrow.py. Derivation: docs/mlp.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import (
+from ...runtime.arguments import (
     check_epilogue,
     check_flags,
     check_input,
@@ -34,13 +34,13 @@ from ..runtime.arguments import (
     empty_gradients,
     needs_gradient,
 )
-from ..runtime.backend import device_guard, gpu
-from ..runtime.dispatch import decide_once, first_order, route
-from ..runtime.operator import Routed, differentiable, operator
-from ..runtime.triton import tl, triton
-from .common import gemm
-from .common.activation import activate_and_derivative, check_activation
-from .common.epilogue import (
+from ...runtime.backend import device_guard, gpu
+from ...runtime.dispatch import decide_once, first_order, route
+from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.triton import tl, triton
+from ..common import gemm
+from ..common.activation import activate_and_derivative, check_activation
+from ..common.epilogue import (
     apply_epilogue,
     backward_epilogue,
     count_rows,
@@ -49,7 +49,7 @@ from .common.epilogue import (
     scaled_rows,
     weight_gradients,
 )
-from .common.gemm import (
+from ..common.gemm import (
     column_halves,
     grouped_tile,
     tile_launch,
@@ -57,13 +57,13 @@ from .common.gemm import (
     tile_plan,
     tile_product,
 )
-from .common.gemm_configs import HIDDEN_TABLE, gemm_key
-from .common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
-from .common.reduction import column_sum
-from .common.samples import keeps_some
-from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
-from .linear.functions import linear_ref
-from .narrow_mlp import is_narrow
+from ..common.gemm_configs import HIDDEN_TABLE, gemm_key
+from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
+from ..common.reduction import column_sum
+from ..common.samples import keeps_some
+from ..gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
+from ..linear.functions import linear_ref
+from .narrow import is_narrow
 
 
 def mlp_ref(

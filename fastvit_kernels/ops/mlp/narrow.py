@@ -19,15 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import as_rows, is_aligned
-from ..runtime.backend import Gpu, device_guard, gpu
-from ..runtime.configs import ConfigTable
-from ..runtime.dtypes import DTYPE_NAMES, DTYPES
-from ..runtime.operator import operator
-from ..runtime.triton import tl, triton
-from .common.activation import activate
-from .common.epilogue import epilogue_arguments
-from .common.gemm import input_precision
+from ...runtime.arguments import as_rows, is_aligned
+from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.configs import ConfigTable
+from ...runtime.dtypes import DTYPE_NAMES, DTYPES
+from ...runtime.operator import operator
+from ...runtime.triton import tl, triton
+from ..common.activation import activate
+from ..common.epilogue import epilogue_arguments
+from ..common.gemm import input_precision
 
 MAX_WIDTH = 256
 MAX_OFFSET = 2**31 - 1  # within a weight, and within a tile of the residual

@@ -1,0 +1,1 @@
+"""MLPs of two products: functions.py calls; narrow.py has narrow models in one kernel."""
