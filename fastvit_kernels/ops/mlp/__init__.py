@@ -1,1 +1,2 @@
-"""MLPs of two products: functions.py calls; narrow.py has narrow models in one kernel."""
+"""MLPs of two products: functions.py calls, launch.py launches, kernels.py runs. Narrow models run
+narrow.py, one kernel."""
