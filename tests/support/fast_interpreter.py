@@ -15,29 +15,59 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_ready: set[int] = set()  # functions that the kernel that now runs may call as they are
+FUNCTIONS: dict[Any, Any] = {}  # functions in triton's language -> what is called in their place
+
 
 def patch_once_a_launch() -> None:
     """Let a device function that a kernel calls reuse the kernel's patches of triton.language.
 
-    triton walks the whole module at each such call.
+    triton walks the whole module at each such call, and at each launch. Here a module's patches
+    are found once.
     """
     original, unpatched = interpreter._patch_lang, tl.static_range
     patched: set[int] = set()  # modules, since the kernel that now runs began
     seen_by: dict[int, set[int]] = {}  # of those, what the globals of a function hold
+    patches: dict[Any, list[Any]] = {}  # modules before, modules -> (object, name, patch)
 
     def patch_lang(fn):
         if tl.static_range is unpatched:
             patched.clear()
+            _ready.clear()
+        _ready.add(id(fn))
         modules = seen_by.get(id(fn.__globals__))
         if modules is None:
             modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
             seen_by[id(fn.__globals__)] = modules
         if modules and modules <= patched:
             return interpreter._LangPatchScope()
+        key = frozenset(patched), frozenset(modules)
         patched.update(modules)
-        return original(fn)
+        known = patches.get(key)
+        if known is None:
+            scope = original(fn)
+            patches[key] = [(x, name, getattr(x, name)) for x, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for x, name, patch in known:
+            scope.set_attr(x, name, patch)
+        return scope
 
     interpreter._patch_lang = patch_lang
+
+
+def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """InterpretedFunction.__call__."""
+    function = self.fn
+    fast = FUNCTIONS.get(function)
+    if fast is not None and (result := fast(*args, **kwargs)) is not NotImplemented:
+        return result
+    if id(function) not in _ready:
+        interpreter._patch_lang(function)
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
 
 
 def unwrap(value: Any) -> Any:
@@ -71,23 +101,25 @@ def block_new(cls: Any, element_ty: Any, shape: Any) -> Any:
     if known is None:
         known = object.__new__(cls)
         _block_init(known, element_ty, shape)
-        known.of_tensors = _shape_and_numel(known.shape.values)
         _blocks[key] = known
     return known
 
 
-def _shape_and_numel(sizes: Any) -> tuple[Any, Any]:
-    shape = core.tuple([core.constexpr(n) for n in sizes])
-    return shape, core.constexpr(int(np.prod(sizes, dtype=np.int64)))
-
-
-_SCALAR = _shape_and_numel(())
+def of_tensors(type: Any) -> Any:
+    """Element type, shape and number of elements of a type's tensors, made once."""
+    known = type.of_tensors
+    if known is None:
+        sizes = type.shape.values if type.is_block() else ()
+        shape = core.tuple([core.constexpr(n) for n in sizes])
+        numel = core.constexpr(int(np.prod(sizes, dtype=np.int64)))
+        known = type.of_tensors = type.scalar, shape, numel
+    return known
 
 
 def tensor_init(self: Any, handle: Any, type: Any) -> None:
-    """tensor.__init__: its shape is that of its type, made once."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.of_tensors if type.is_block() else _SCALAR
+    """tensor.__init__: its shape is that of its type."""
+    self.handle, self.type = handle, type
+    self.dtype, self.shape, self.numel = type.of_tensors or of_tensors(type)
 
 
 def tuple_init(self: Any, args: Any, type: Any = None) -> None:
@@ -113,6 +145,14 @@ def tuple_eq(self: Any, other: Any) -> Any:
     """tuple.__eq__ without a tuple in between."""
     other = unwrap(other)
     return core.constexpr(self.values == list(other))
+
+
+def tuple_getitem(self: Any, index: Any) -> Any:
+    """tuple.__getitem__."""
+    return self.values[index] if index.__class__ is int else _tuple_getitem(self, index)
+
+
+_tuple_getitem = core.tuple.__getitem__
 
 
 def dtype_eq(self: Any, other: Any) -> bool:
@@ -158,13 +198,20 @@ def make_fast() -> None:
     core.block_type.__new__ = staticmethod(block_new)
     core.block_type.__init__ = lambda self, element_ty, shape: None
     core.block_type.__eq__ = block_eq
+    core.dtype.of_tensors = None
     core.tensor.__init__ = tensor_init
     core.tuple.__init__ = tuple_init
     core.tuple.type = property(_tuple_type, _set_tuple_type)
     core.tuple.__eq__ = tuple_eq
+    core.tuple.__getitem__ = tuple_getitem
     core.dtype.__eq__ = dtype_eq
     interpreter._get_np_dtype = numpy_type
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
+    from fast_language import call_at_once
+    from fast_memory import move_at_once
     from fast_operations import compute_at_once
 
+    interpreter.InterpretedFunction.__call__ = call_function
     compute_at_once()
+    call_at_once()
+    move_at_once()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from typing import Any
 
 import numpy as np
 import torch
-from fast_interpreter import numpy_type
+from fast_interpreter import numpy_type, of_tensors
 from triton import language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -106,9 +107,11 @@ def _of_element(type: Any, element: Any) -> Any:
 
 
 def _result(data: Any, handle_type: Any, type: Any) -> Any:
-    handle = _new(Handle)
+    handle, x = _new(Handle), _new(Tensor)
     handle.data, handle.dtype, handle.attr = data, handle_type, {}
-    return Tensor(handle, type)
+    x.handle, x.type = handle, type
+    x.dtype, x.shape, x.numel = type.of_tensors or of_tensors(type)
+    return x
 
 
 def _moved(pointer: Any, offset: Any) -> Any:
@@ -180,14 +183,27 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 _indexed: dict[tuple[int, Any], tuple[Any, Any]] = {}  # (id of a block type, index) -> both types
+_WHOLE = slice(None)
+
+
+def _new_axes(slices: Any) -> tuple[int, ...] | None:
+    """Where an index such as [:, None] has a new axis; None of other indices."""
+    if len(slices) == 2:
+        first, second = slices
+        if second is None and first == _WHOLE:
+            return (1,)
+        if first is None and second == _WHOLE:
+            return (0,)
+    if all(one is None or one == _WHOLE for one in slices):
+        return tuple([i for i, one in enumerate(slices) if one is None])
+    return None
 
 
 def getitem(self: Any, slices: Any, _semantic: Any = _semantic) -> Any:
     """tensor.__getitem__ of new axes, such as x[:, None]."""
     if slices.__class__ is tuple and self.type.is_block():
-        news = tuple([i for i, one in enumerate(slices) if one is None])
-        fits = len(slices) - len(news) <= len(self.shape)
-        if fits and all(one is None or one == slice(None) for one in slices):
+        news, rank = _new_axes(slices), len(self.shape.values)
+        if news is not None and len(slices) - len(news) <= rank:
             known = _indexed.get((id(self.type), news))
             if known is None:
                 shape = list(self.type.shape.values)
@@ -258,8 +274,15 @@ def erf(self: Any, arg: Any) -> Any:
     return Handle(np.fromiter(values, data.dtype, data.size).reshape(data.shape), arg.dtype.scalar)
 
 
+BUILTINS: dict[Any, Any] = {}  # functions of triton.language -> what is called in their place
+
+
 def patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """_patch_attr, past the look at the argument that it adds."""
+    fast = BUILTINS.get(member)
+    if fast is not None:
+        scope.set_attr(obj, name, fast)
+        return
     function = getattr(member, "__wrapped__", member)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -302,7 +325,7 @@ def run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
         builder = interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
         try:
-            for index in np.ndindex(grid):
+            for index in itertools.product(*map(range, grid)):
                 builder.set_grid_idx(*index)
                 self.fn(**given)
         except Exception as error:

@@ -9,9 +9,9 @@ import fast_operations
 import numpy as np
 import pytest
 import triton
+from interpreted import SEMANTIC, SHAPES, as_triton_does, operand, outcome
 from triton import language as tl
 from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 pytestmark = pytest.mark.skipif(
@@ -58,63 +58,18 @@ def test_a_tuple_has_the_type_that_triton_gives_it():
     assert bool(core.tuple([1, 2]) == [1, 2]) and not bool(core.tuple([1, 2]) == (1, 3))
 
 
-SEMANTIC = interpreter.interpreter_semantic
 NUMBERS = [0, 3, -2, 2**31, -(2**31), 2**40, True, 0.5, -0.0, 3.0, 1e-40, 1e300, math.inf, math.nan]
-SHAPES = [(), (4,), (4, 1), (1, 2), (4, 2)]
-
-
-def _operand(dtype, shape):
-    """A tensor as kernels have them: scalars are arrays of one element."""
-    values = np.arange(1, 1 + math.prod(shape)).reshape(shape or (1,))
-    data = values.astype(interpreter._get_np_dtype(dtype))
-    type = tl.block_type(dtype, list(shape)) if shape else dtype
-    return tl.tensor(interpreter.TensorHandle(data, dtype), type)
-
-
-def _outcome(function, *arguments):
-    """What a call gives: types and bits, or the kind of its error."""
-    with np.errstate(all="ignore"):
-        try:
-            results = function(*arguments)
-        except Exception as error:
-            return type(error)
-    results = results if isinstance(results, tuple) else (results,)
-    return [
-        (str(x.type), str(x.handle.dtype), x.handle.data.dtype, x.handle.data.shape,
-         x.handle.data.tobytes())
-        for x in results
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def as_triton_does(monkeypatch):
-    """Calls a function with triton's own types, casts and broadcasts."""
-    theirs = dict(
-        binary_op_type_checking_impl=fast_operations._typed_operands,
-        broadcast_impl_value=fast_operations._broadcast_values,
-        cast=fast_operations._cast, to_tensor=fast_operations._to_tensor,
-    )  # fmt: skip
-
-    def call(function, *arguments):
-        with monkeypatch.context() as patch:
-            for name, method in theirs.items():
-                patch.setattr(TritonSemantic, name, method)
-            return _outcome(function, *arguments)
-
-    return call
-
-
 TYPES = [tl.float32, tl.int32, tl.int64, tl.int1, tl.float16, tl.uint32, POINTERS[0]]
 
 
 @pytest.mark.parametrize("name", fast_operations.slow_operators)
-def test_operators_give_what_triton_computes(name, as_triton_does):
+def test_operators_give_what_triton_computes(name):
     slow = functools.partial(fast_operations.slow_operators[name], _semantic=SEMANTIC)
     for dtype, shape in itertools.product(TYPES, SHAPES):
-        x = _operand(dtype, shape)
-        tensors = [_operand(*kind) for kind in itertools.product((dtype, tl.int64), SHAPES)]
+        x = operand(dtype, shape)
+        tensors = [operand(*kind) for kind in itertools.product((dtype, tl.int64), SHAPES)]
         for other in (*NUMBERS, None, tl.constexpr(3), *(() if "__r" in name else tensors)):
-            ours = _outcome(getattr(core.tensor, name), x, other)
+            ours = outcome(getattr(core.tensor, name), x, other)
             assert ours == as_triton_does(slow, x, other), (
                 name,
                 x.type,
@@ -123,20 +78,18 @@ def test_operators_give_what_triton_computes(name, as_triton_does):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_casts_broadcasts_and_new_axes_are_those_of_triton(dtype, as_triton_does):
+def test_casts_broadcasts_and_new_axes_are_those_of_triton(dtype):
     for shape, other in itertools.product(SHAPES, SHAPES):
-        x, y = _operand(dtype, shape), _operand(tl.int1, other)
+        x, y = operand(dtype, shape), operand(tl.int1, other)
         for pair in ((x, y), (y, x)):
-            ours = _outcome(SEMANTIC.broadcast_impl_value, *pair)
+            ours = outcome(SEMANTIC.broadcast_impl_value, *pair)
             assert ours == as_triton_does(SEMANTIC.broadcast_impl_value, *pair), (shape, other)
     for shape, target in itertools.product(SHAPES, TYPES):
-        x = _operand(dtype, shape)
-        assert _outcome(SEMANTIC.cast, x, target) == as_triton_does(SEMANTIC.cast, x, target), (
-            target
-        )
+        x = operand(dtype, shape)
+        assert outcome(SEMANTIC.cast, x, target) == as_triton_does(SEMANTIC.cast, x, target), target
     whole, getitem = slice(None), functools.partial(fast_operations._getitem, _semantic=SEMANTIC)
     for shape, index in itertools.product(
         SHAPES, [None, whole, (whole, None), (None, whole), (whole, None, whole), (0, None)]
     ):
-        x = _operand(dtype, shape)
-        assert _outcome(x.__getitem__, index) == as_triton_does(getitem, x, index), (shape, index)
+        x = operand(dtype, shape)
+        assert outcome(x.__getitem__, index) == as_triton_does(getitem, x, index), (shape, index)
