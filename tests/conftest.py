@@ -37,14 +37,25 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
     """torch.empty gives NaN, so that an output which no kernel wrote cannot look right."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    _deterministic(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # past the stack trace, 1 ms, that torch would keep for GPUs to come
         torch.default_generator.manual_seed(0)
     yield
-    torch.use_deterministic_algorithms(False)
+    _deterministic(False)
+
+
+def _deterministic(is_on):
+    """torch.use_deterministic_algorithms(is_on), past the import of inductor, 2 s, for its setting.
+
+    That is for GPUs. A process that runs one test, such as those of mutate.py, is mostly imports.
+    """
+    if torch.cuda.is_available() or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(is_on, warn_only=True)
+    else:
+        torch._C._set_deterministic_algorithms(is_on, warn_only=True)
 
 
 @pytest.fixture(autouse=True)

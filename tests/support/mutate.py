@@ -125,7 +125,8 @@ def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", RUNNER, str(root), "-q", "--tb=short", "--color=no"]
-    command += ["-p", "no:cacheprovider", *options, *(f"tests/{test}" for test in tests)]
+    command += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the latter imports for 2 s
+    command += [*options, *(f"tests/{test}" for test in tests)]
     process = subprocess.Popen(
         command, cwd=root, env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

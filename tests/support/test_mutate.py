@@ -61,11 +61,11 @@ def test_a_fault_is_planted_in_its_function_alone():
     assert planted == source[:-9] + "return -a\n"
 
 
-@pytest.mark.parametrize("name", ["sum-row-stride", "gelu-slope-tanh"])
-def test_planted_fault_is_noticed(name):
-    path = package_file(BY_ID[name])
+def test_planted_fault_is_noticed():
+    fault = BY_ID["sum-row-stride"]
+    path = package_file(fault)
     before = path.read_bytes()
-    result = check(BY_ID[name], timeout=3600)
+    result = check(fault, timeout=3600)
     assert result.outcome == "noticed", result.output
     assert _test_exists(result.test.removeprefix("tests/"))
     assert path.read_bytes() == before
