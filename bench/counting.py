@@ -26,7 +26,8 @@ from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.hosts import fused
-from fastvit_kernels.tools.aot import TARGETS, tensor_bytes
+from fastvit_kernels.tools.aot import tensor_bytes
+from fastvit_kernels.tools.resources import TARGETS
 
 GPU = "sm_90"  # its configs and routes
 

@@ -27,11 +27,12 @@ import torch
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.commands.options import add_batch
-from fastvit_kernels.tools.aot import TARGETS, CompileError, Trace, tracing
+from fastvit_kernels.tools.aot import CompileError, Trace, tracing
 from fastvit_kernels.tools.examine import timed
 from fastvit_kernels.tools.faults import faults
 from fastvit_kernels.tools.loop_model import ROOFS
 from fastvit_kernels.tools.rank import trace_time
+from fastvit_kernels.tools.resources import TARGETS
 
 # (B, T, H, D) -> the output of a forward, and what its backward takes
 Run = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from ..runtime.backend import gpu
-from ..tools.aot import TARGETS, CompileError, Kernel, Share, compile_step, trace_step
+from ..tools.aot import CompileError, Share, compile_step, trace_step
+from ..tools.resources import TARGETS, Kernel
 from . import options, rank
 from .console import CommandError, aligned
 from .gate import broken_rules, run_gate

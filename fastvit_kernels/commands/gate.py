@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import tools
-from ..tools.aot import TARGETS, CompileError, Kernel, trace_step
+from ..tools.aot import CompileError, trace_step
 from ..tools.examine import examine
+from ..tools.resources import TARGETS, Kernel
 from .resources import compare, resources_page
 from .steps import CASES, LISTED, LISTED_ONLY
 

@@ -14,10 +14,11 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from ..runtime.configs import TABLES, Choice
-from ..tools.aot import TARGETS, tracing
+from ..tools.aot import tracing
 from ..tools.faults import faults
 from ..tools.loop_model import ROOFS
 from ..tools.rank import SIZES, Ranking, Row, Step, decisions, rank, steps
+from ..tools.resources import TARGETS
 from .console import CommandError, aligned
 
 TOKENS = (197, 257, 577, 1025)

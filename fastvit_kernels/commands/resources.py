@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..runtime.triton import triton
-from ..tools.aot import TARGETS, Kernel
 from ..tools.loop_model import ROOFS
+from ..tools.resources import TARGETS, Kernel
 from .steps import LISTED
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import sass
-from .aot import Kernel, Launch
+from .aot import Launch
 from .faults import faults
 from .loop_model import (
     ROOFS,
@@ -21,6 +21,7 @@ from .loop_model import (
     unit_cycles,
     work,
 )
+from .resources import Kernel
 from .useful import useful_products
 
 

@@ -26,9 +26,10 @@ from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import Norm, rope
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
-from .aot import CompileError, Launch, LibraryCall, Target, Trace, trace_step
+from .aot import CompileError, Launch, LibraryCall, Trace, trace_step
 from .examine import Timed, is_modelled, timed
 from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
+from .resources import Target
 
 Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads

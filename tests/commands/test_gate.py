@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fastvit_kernels.commands import gate
-from fastvit_kernels.tools.aot import Kernel
+from fastvit_kernels.tools.resources import Kernel
 
 KERNEL = Kernel(
     kernel="layer_norm_fwd", config="BLOCK_C=1024 w4 s3", dtypes="bf16,fp32", arch="sm_80",

@@ -12,7 +12,7 @@ from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.gate import broken_rules
 from fastvit_kernels.commands.resources import compare, read_page, resources_page, worst
 from fastvit_kernels.runtime.backend import INTERPRETED
-from fastvit_kernels.tools.aot import TARGETS, Kernel, _warps_per_sm
+from fastvit_kernels.tools.resources import TARGETS, Kernel, _warps_per_sm
 from fastvit_kernels.tools.useful import useful_products
 
 KERNEL = Kernel(
@@ -31,7 +31,8 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 STEP = """
 import json, torch
-from fastvit_kernels.tools.aot import TARGETS, Share, compile_step, trace_step
+from fastvit_kernels.tools.aot import Share, compile_step, trace_step
+from fastvit_kernels.tools.resources import TARGETS
 from fastvit_kernels.ops.norm.functions import layer_norm
 from fastvit_kernels.ops.mlp.narrow import narrow_mlp_fwd
 
@@ -95,7 +96,8 @@ import torch
 import torch.nn.functional as F
 from triton import knobs
 from triton.runtime.driver import driver
-from fastvit_kernels.tools.aot import TARGETS, compile_step
+from fastvit_kernels.tools.aot import compile_step
+from fastvit_kernels.tools.resources import TARGETS
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.commands.steps import model_step
 from fastvit_kernels.models.presets import create_vit

@@ -27,7 +27,8 @@ PROGRAM = """
 import json, sys, torch
 from pathlib import Path
 from bench.modelled import _load, best_of_autotuned
-from fastvit_kernels.tools.aot import TARGETS, tracing
+from fastvit_kernels.tools.aot import tracing
+from fastvit_kernels.tools.resources import TARGETS
 
 kernel = _load(Path(sys.argv[1])).chain_kernel
 with tracing(TARGETS["sm_90"]) as trace, best_of_autotuned(trace):

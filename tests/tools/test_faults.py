@@ -68,7 +68,8 @@ PROGRAM = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
 import small_kernels
-from fastvit_kernels.tools.aot import TARGETS, tracing
+from fastvit_kernels.tools.aot import tracing
+from fastvit_kernels.tools.resources import TARGETS
 from fastvit_kernels.tools.examine import examine, timed
 
 found = {}

@@ -15,10 +15,10 @@ PROGRAM = """
 import json
 from fastvit_kernels.commands.rank import Job, _rank
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.tools import aot
+from fastvit_kernels.tools import resources
 
-read, usage = [], aot._nvidia_usage
-aot._nvidia_usage = lambda cubin: read.append(cubin) or usage(cubin)
+read, usage = [], resources._nvidia_usage
+resources._nvidia_usage = lambda cubin: read.append(cubin) or usage(cubin)
 table = TABLES["layer_norm_fwd"]
 table.configs = table.configs[:2]
 job = Job("sm_90", "attention", (197, 577), ("Ti",), (table.name,), 256)
