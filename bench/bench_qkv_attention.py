@@ -13,7 +13,7 @@ from bench.harness import Draw, Op, itemsize
 from bench.providers import Function, Provider, compiled, eager, ours, sdpa_backends
 from bench.shapes import Shape, token_sweep, vits
 from fastvit_kernels import qkv_attention
-from fastvit_kernels.ops.attention.functions import qkv_attention_ref
+from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 
 
 def shapes() -> Iterator[Shape]:

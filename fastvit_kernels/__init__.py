@@ -11,7 +11,8 @@ from .models.modules import Attention, Mlp, PatchEmbed
 from .models.norms import LayerNorm, RmsNorm
 from .models.presets import create_vit
 from .models.vit import Block, VisionTransformer
-from .ops.attention.functions import attention, qkv_attention
+from .ops.attention.functions import attention
+from .ops.attention.projected import qkv_attention
 from .ops.attention.rotary import rope_attention
 from .ops.attention.sdpa import scaled_dot_product_attention
 from .ops.attention.varlen import varlen_attention

@@ -14,17 +14,7 @@ from torch import nn
 from ..models.gated_mlp import GluMlp, SwiGLU
 from ..models.modules import Mlp
 from ..models.presets import create_vit
-from ..ops.attention.configs import BWD_TABLE as ATTENTION_BWD
-from ..ops.attention.configs import DKDV_TABLE as DKDV
-from ..ops.attention.configs import DQ_TABLE as DQ
-from ..ops.attention.configs import FWD_TABLE as ATTENTION_FWD
-from ..ops.attention.configs import ONE_PASS_TABLE as ONE_PASS
-from ..ops.attention.configs import BwdForm
-from ..ops.attention.functions import attention
-from ..ops.attention.launch import Problem
 from ..ops.attention.rotary import rope_attention
-from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.attention.varlen import varlen_attention
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from ..ops.common.samples import keep_samples
 from ..ops.gated_mlp.functions import gated_mlp
@@ -38,6 +28,8 @@ from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import rope
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
+from . import attention_steps
+from .attention_steps import HEAD_DIMS
 from .models import input_shape, run_step
 
 
@@ -76,34 +68,6 @@ def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
     recompute = arguments.pop("recompute", True)
     overrides = {"depth": 2, **arguments}
     return model_step(model, batch, dtype, train=True, overrides=overrides, recompute=recompute)
-
-
-def _masked_attention() -> None:
-    """Queries and keys of different lengths, with a boolean mask, an additive one, and causal."""
-    shapes = ((8, 12, 197, 64), (8, 12, 257, 64), (8, 12, 257, 64))
-    q, k, v = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    masks = (torch.empty(197, 257, dtype=torch.bool), torch.empty(8, 1, 1, 257, dtype=q.dtype))
-    for mask in masks:
-        scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
-    scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
-
-
-def _learnt_bias() -> None:
-    """A bias of each head that needs a gradient: of BEiT, of Swin's windows, of SAM's samples."""
-    half, single = torch.bfloat16, torch.float32
-    for B, T, H, D, windows, dtype, bias in (
-        (64, 197, 12, 64, 1, half, single), (64, 577, 16, 64, 1, half, half),
-        (4096, 49, 3, 32, 64, half, half), (4096, 49, 3, 32, 1, half, single),
-        (1024, 144, 6, 32, 1, half, half), (25, 196, 16, 80, 25, half, half),
-        (64, 197, 12, 96, 1, half, half), (64, 197, 12, 128, 1, half, half),
-        (64, 49, 12, 64, 1, half, half), (64, 197, 12, 64, 1, single, single),
-        (64, 49, 3, 32, 1, single, single),
-    ):  # fmt: skip
-        qkv = torch.empty(B, T, 3, H, D, dtype=dtype, requires_grad=True)
-        mask = torch.empty(windows, H, T, T, dtype=bias, requires_grad=True)
-        for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):
-            out = attention(qkv, attn_mask=mask, dropout_p=dropout_p)
-            out.backward(torch.empty_like(out))
 
 
 def _rms_norm() -> None:
@@ -292,116 +256,6 @@ def _gemm_configs() -> None:
             y.backward(torch.empty_like(y))
 
 
-def _attention_configs() -> None:
-    """Attention, forward and backward, with each launch config that ships and fits at D = 64."""
-    here = gpu(torch.device("cpu"))  # the target
-    for T, H, D in ((50, 24, 32), (50, 12, 64), (197, 12, 64), (577, 12, 64)):
-        qkv = torch.empty(512, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
-        attention(qkv).backward(qkv.new_empty(512, T, H, D))
-        key = Problem(here, qkv.dtype, (512, T, H, D), T, "none", False, "ieee").key()
-        for table in (ATTENTION_FWD, ONE_PASS, DQ, DKDV):
-            form = BwdForm(one_pass=table is ONE_PASS)
-            if D != 64 or (table is not ATTENTION_FWD and form.one_pass != (T < 256)):
-                continue
-            for config in table.candidates(here, *key)[1:]:
-                if T == 50 and getattr(config, "heads", 1) == 1:
-                    continue  # compiled for T = 197
-                with forced(table.name, config), forced(ATTENTION_BWD.name, form):
-                    out = attention(qkv)
-                    if table is not ATTENTION_FWD:
-                        out.backward(torch.empty_like(out))
-
-
-def _one_image() -> None:
-    """Attention of fewer heads than SMs, and dropout beside a mask and beside causal."""
-    for T in (197, 257, 577):
-        q, k, v = (
-            torch.empty(1, 12, T, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
-        attend = functools.partial(scaled_dot_product_attention, q, k, v)
-        for out in (
-            attend(),
-            attend(is_causal=True),
-            attend(is_causal=True, dropout_p=0.1),
-            attend(torch.empty(T, T, dtype=torch.bool), dropout_p=0.1),
-            attend(torch.empty(T, T, dtype=q.dtype), dropout_p=0.1),
-        ):
-            out.backward(torch.empty_like(out))
-
-
-HEAD_DIMS = (32, 64, 72, 80, 96, 128)
-TOKENS = (50, 197, 257, 577, 1025)
-
-
-def _heads(D: int) -> Callable[[], None]:
-    """Attention of one head dim at every length, and its masks, causal form and dropout."""
-
-    def step() -> None:
-        for T in TOKENS:
-            qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
-            attention(qkv).backward(qkv.new_empty(64, T, 12, D))
-        for T in TOKENS:
-            q, k, v = (
-                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            attend = functools.partial(scaled_dot_product_attention, q, k, v)
-            for out in (
-                attend(torch.empty(T, T, dtype=torch.bool)),
-                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
-                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
-                attend(is_causal=True),
-                attend(dropout_p=0.1),
-            ):
-                out.backward(torch.empty_like(out))
-
-    return step
-
-
-def _dropped(D: int) -> Callable[[], None]:
-    """Dropout beside causal scores and each kind of mask, of one head dim at every length."""
-
-    def step() -> None:
-        for T in TOKENS:
-            q, k, v = (
-                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
-            for out in (
-                attend(is_causal=True),
-                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
-                attend(torch.empty(T, T, dtype=torch.bool)),
-                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
-            ):
-                out.backward(torch.empty_like(out))
-
-    return step
-
-
-def _masks_in_fp32() -> None:
-    """Each kind of mask in fp32: of keys, of pairs, and additive."""
-    for D in (64, 80, 128):
-        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
-        keys = torch.empty(64, 1, 1, 197)
-        for mask in (keys.bool(), torch.empty(197, 197, dtype=torch.bool), keys):
-            out = scaled_dot_product_attention(q, k, v, mask)
-            out.backward(torch.empty_like(out))
-
-
-def _packed_sequences() -> None:
-    """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
-    for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
-        cu_seqlens = torch.empty(B + 1, dtype=torch.int32)
-        kinds = [(torch.bfloat16, 0.0)]
-        if D in (32, 64, 80):
-            kinds += [(torch.bfloat16, 0.1), (torch.float32, 0.0)]
-        for dtype, dropout_p in kinds:
-            qkv = torch.empty(16384, 3, 16, D, dtype=dtype, requires_grad=True)
-            out = varlen_attention(qkv, cu_seqlens, longest, dropout_p=dropout_p)
-            out.backward(torch.empty_like(out))
-
-
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
 CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
@@ -432,17 +286,17 @@ CASES: dict[str, Callable[[], None]] = {
         class_token=False, global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
-    "masked attention": _masked_attention,
-    "masks in fp32": _masks_in_fp32,
-    "packed sequences": _packed_sequences,
-    "learnt bias": _learnt_bias,
+    "masked attention": attention_steps.masked_attention,
+    "masks in fp32": attention_steps.masks_in_fp32,
+    "packed sequences": attention_steps.packed_sequences,
+    "learnt bias": attention_steps.learnt_bias,
     "gated MLP": _gated_mlp,
     "patches": _patches,
     "GEMM configs": _gemm_configs,
-    "attention configs": _attention_configs,
-    "attention, one image": _one_image,
-    **{f"attention, D={D}": _heads(D) for D in HEAD_DIMS},
-    **{f"attention, D={D}, masks and dropout": _dropped(D) for D in HEAD_DIMS},
+    "attention configs": attention_steps.attention_configs,
+    "attention, one image": attention_steps.one_image,
+    **{f"attention, D={D}": attention_steps.heads(D) for D in HEAD_DIMS},
+    **{f"attention, D={D}, masks and dropout": attention_steps.dropped(D) for D in HEAD_DIMS},
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.

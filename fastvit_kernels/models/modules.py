@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention.functions import attention, check_head_dim, qkv_attention
+from ..ops.attention.functions import attention, check_head_dim
+from ..ops.attention.projected import qkv_attention
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS, check_activation

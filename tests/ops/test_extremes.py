@@ -30,7 +30,8 @@ from fastvit_kernels import (
     rope,
     scaled_dot_product_attention,
 )
-from fastvit_kernels.ops.attention.functions import attention_ref, qkv_attention_ref
+from fastvit_kernels.ops.attention.functions import attention_ref
+from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref

@@ -9,7 +9,7 @@ from numerics import DEVICE, rand
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit_kernels.models.vit import Block, VisionTransformer
-from fastvit_kernels.ops.attention.functions import qkv_attention
+from fastvit_kernels.ops.attention.projected import qkv_attention
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm

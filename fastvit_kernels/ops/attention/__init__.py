@@ -1,1 +1,1 @@
-"""Attention: three entry points in functions.py and sdpa.py, one set of kernels."""
+"""Attention: called by functions, projected, sdpa, rotary and varlen, run by one set of kernels."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.attention.functions import MAX_D, attention, qkv_attention
+from ...ops.attention.functions import MAX_D, attention
+from ...ops.attention.projected import qkv_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear.functions import linear
 from ...runtime.plain import is_plain

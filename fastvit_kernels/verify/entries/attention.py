@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.attention.functions import attention, attention_ref, qkv_attention, qkv_attention_ref
+from ...ops.attention.functions import attention, attention_ref
+from ...ops.attention.projected import qkv_attention, qkv_attention_ref
 from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, in_memory, sized

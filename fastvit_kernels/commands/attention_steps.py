@@ -1,0 +1,161 @@
+"""Steps of the gate that are attention alone: masks, a learnt bias, head dims, lengths, configs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from ..ops.attention.configs import (
+    BWD_TABLE,
+    DKDV_TABLE,
+    DQ_TABLE,
+    FWD_TABLE,
+    ONE_PASS_TABLE,
+    BwdForm,
+)
+from ..ops.attention.functions import attention
+from ..ops.attention.launch import Problem
+from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.attention.varlen import varlen_attention
+from ..runtime.backend import gpu
+from ..runtime.configs import forced
+
+HEAD_DIMS = (32, 64, 72, 80, 96, 128)
+TOKENS = (50, 197, 257, 577, 1025)
+
+
+def masked_attention() -> None:
+    """Queries and keys of different lengths, with a boolean mask, an additive one, and causal."""
+    shapes = ((8, 12, 197, 64), (8, 12, 257, 64), (8, 12, 257, 64))
+    q, k, v = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    masks = (torch.empty(197, 257, dtype=torch.bool), torch.empty(8, 1, 1, 257, dtype=q.dtype))
+    for mask in masks:
+        scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
+    scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
+
+
+def learnt_bias() -> None:
+    """A bias of each head that needs a gradient: of BEiT, of Swin's windows, of SAM's samples."""
+    half, single = torch.bfloat16, torch.float32
+    for B, T, H, D, windows, dtype, bias in (
+        (64, 197, 12, 64, 1, half, single), (64, 577, 16, 64, 1, half, half),
+        (4096, 49, 3, 32, 64, half, half), (4096, 49, 3, 32, 1, half, single),
+        (1024, 144, 6, 32, 1, half, half), (25, 196, 16, 80, 25, half, half),
+        (64, 197, 12, 96, 1, half, half), (64, 197, 12, 128, 1, half, half),
+        (64, 49, 12, 64, 1, half, half), (64, 197, 12, 64, 1, single, single),
+        (64, 49, 3, 32, 1, single, single),
+    ):  # fmt: skip
+        qkv = torch.empty(B, T, 3, H, D, dtype=dtype, requires_grad=True)
+        mask = torch.empty(windows, H, T, T, dtype=bias, requires_grad=True)
+        for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):
+            out = attention(qkv, attn_mask=mask, dropout_p=dropout_p)
+            out.backward(torch.empty_like(out))
+
+
+def attention_configs() -> None:
+    """Attention, forward and backward, with each launch config that ships and fits at D = 64."""
+    here = gpu(torch.device("cpu"))  # the target
+    for T, H, D in ((50, 24, 32), (50, 12, 64), (197, 12, 64), (577, 12, 64)):
+        qkv = torch.empty(512, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
+        attention(qkv).backward(qkv.new_empty(512, T, H, D))
+        key = Problem(here, qkv.dtype, (512, T, H, D), T, "none", False, "ieee").key()
+        for table in (FWD_TABLE, ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
+            form = BwdForm(one_pass=table is ONE_PASS_TABLE)
+            if D != 64 or (table is not FWD_TABLE and form.one_pass != (T < 256)):
+                continue
+            for config in table.candidates(here, *key)[1:]:
+                if T == 50 and getattr(config, "heads", 1) == 1:
+                    continue  # compiled for T = 197
+                with forced(table.name, config), forced(BWD_TABLE.name, form):
+                    out = attention(qkv)
+                    if table is not FWD_TABLE:
+                        out.backward(torch.empty_like(out))
+
+
+def one_image() -> None:
+    """Attention of fewer heads than SMs, and dropout beside a mask and beside causal."""
+    for T in (197, 257, 577):
+        q, k, v = (
+            torch.empty(1, 12, T, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        attend = functools.partial(scaled_dot_product_attention, q, k, v)
+        for out in (
+            attend(),
+            attend(is_causal=True),
+            attend(is_causal=True, dropout_p=0.1),
+            attend(torch.empty(T, T, dtype=torch.bool), dropout_p=0.1),
+            attend(torch.empty(T, T, dtype=q.dtype), dropout_p=0.1),
+        ):
+            out.backward(torch.empty_like(out))
+
+
+def heads(D: int) -> Callable[[], None]:
+    """Attention of one head dim at every length, and its masks, causal form and dropout."""
+
+    def step() -> None:
+        for T in TOKENS:
+            qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
+            attention(qkv).backward(qkv.new_empty(64, T, 12, D))
+        for T in TOKENS:
+            q, k, v = (
+                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+            attend = functools.partial(scaled_dot_product_attention, q, k, v)
+            for out in (
+                attend(torch.empty(T, T, dtype=torch.bool)),
+                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
+                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
+                attend(is_causal=True),
+                attend(dropout_p=0.1),
+            ):
+                out.backward(torch.empty_like(out))
+
+    return step
+
+
+def dropped(D: int) -> Callable[[], None]:
+    """Dropout beside causal scores and each kind of mask, of one head dim at every length."""
+
+    def step() -> None:
+        for T in TOKENS:
+            q, k, v = (
+                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
+                for _ in range(3)
+            )
+            attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
+            for out in (
+                attend(is_causal=True),
+                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
+                attend(torch.empty(T, T, dtype=torch.bool)),
+                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
+            ):
+                out.backward(torch.empty_like(out))
+
+    return step
+
+
+def masks_in_fp32() -> None:
+    """Each kind of mask in fp32: of keys, of pairs, and additive."""
+    for D in (64, 80, 128):
+        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
+        keys = torch.empty(64, 1, 1, 197)
+        for mask in (keys.bool(), torch.empty(197, 197, dtype=torch.bool), keys):
+            out = scaled_dot_product_attention(q, k, v, mask)
+            out.backward(torch.empty_like(out))
+
+
+def packed_sequences() -> None:
+    """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
+    for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
+        cu_seqlens = torch.empty(B + 1, dtype=torch.int32)
+        kinds = [(torch.bfloat16, 0.0)]
+        if D in (32, 64, 80):
+            kinds += [(torch.bfloat16, 0.1), (torch.float32, 0.0)]
+        for dtype, dropout_p in kinds:
+            qkv = torch.empty(16384, 3, 16, D, dtype=dtype, requires_grad=True)
+            out = varlen_attention(qkv, cu_seqlens, longest, dropout_p=dropout_p)
+            out.backward(torch.empty_like(out))

@@ -1,0 +1,264 @@
+"""Attention with the QKV projection before it, as one Function. rotary.py has the same with RoPE.
+
+    qkv = x W^T + b,  out = attention(qkv);   dx = dqkv W,  dW = dqkv^T x
+    db = sum_t dq | 0 | sum_t dout  without dropout: sum_s p = 1, sum_s ds = 0
+
+Saved: x, W, and what functions.py saves. Precision: as there; dW and db accumulate in fp32.
+Derivation: docs/attention.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...runtime.arguments import check_int, check_shape, check_tensor, compute_dtype, needs_gradient
+from ...runtime.dispatch import decide_once, first_order, ops_for, route
+from ...runtime.operator import Routed, differentiable, operator
+from ..common.gemm import matmul, product_with_bias
+from ..common.reduction import column_sum
+from .functions import attention_ref, check_scores, draw_seed, unsupported_scale
+from .launch import (
+    bias_partials,
+    bwd_flops,
+    empty_dqkv,
+    empty_outputs,
+    launch_bwd,
+    launch_fwd,
+    readable,
+)
+
+
+def qkv_attention_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The specification of `qkv_attention`: a Linear, then `attention_ref`."""
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D))
+    return attention_ref(qkv, scale, dropout_p)
+
+
+def empty_qkv(x: Tensor, weight: Tensor, num_heads: int) -> Tensor:
+    """Of a projection: (B, T, 3, H, D)."""
+    return x.new_empty((*x.shape[:-1], 3, num_heads, weight.shape[0] // (3 * num_heads)))
+
+
+def _empty_qkv_attention_fwd(
+    x: Tensor, weight: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = empty_qkv(x, weight, num_heads)
+    return qkv, *empty_outputs(qkv)
+
+
+def projected_flops(x, weight):
+    """Of a forward with its projection."""
+    B, T, C = x
+    rows = weight[0]  # 3 H D
+    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
+
+
+@operator(fake=_empty_qkv_attention_fwd, flops=projected_flops)
+def qkv_attention_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
+    scale: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
+    B, T, _ = x.shape
+    D = weight.shape[0] // (3 * num_heads)
+    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
+    out, lse = empty_outputs(qkv)
+    if qkv.numel():
+        launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
+    return qkv, out, lse
+
+
+def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return empty_dqkv(qkv), qkv.new_empty(qkv.shape[2:].numel(), dtype=bias_dtype)
+
+
+@operator(fake=_empty_attention_and_bias_bwd, flops=bwd_flops)
+def attention_and_bias_bwd(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dqkv (B, T, 3, H, D) contiguous, and its column sums (3 H D,) in bias_dtype."""
+    dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
+    if qkv.numel() == 0:
+        return dqkv, dbias.zero_()
+    rows, partial = bias_partials(out, seed is not None), None
+    if rows:
+        partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
+    launch_bwd(
+        dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None, seed,
+        scale, dropout_p, False, partial,
+    )  # fmt: skip
+    column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
+    return dqkv, dbias
+
+
+def _empty_qkv_projection_bwd(
+    x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    needs_dx, needs_dweight = needs
+    return (
+        x.new_empty(x.shape if needs_dx else (0,)),
+        x.new_empty(weight.shape if needs_dweight else (0,), dtype=weight_dtype),
+    )
+
+
+def _flops_qkv_projection_bwd(x, weight, needs):
+    return 2 * math.prod(x) * weight[0] * (needs[0] + needs[1])
+
+
+@operator(fake=_empty_qkv_projection_bwd, flops=_flops_qkv_projection_bwd)
+def qkv_projection_bwd(
+    dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight of the projection; each empty where it is not needed."""
+    needs_dx, needs_dweight = needs
+    dx, dweight = _empty_qkv_projection_bwd(x, weight, weight_dtype, needs)
+    dqkv = dqkv.view(-1, weight.shape[0])
+    x = x.reshape(-1, x.shape[-1])
+    if needs_dx:
+        dx = matmul(dqkv, weight).view(dx.shape)
+    if needs_dweight:
+        dweight = matmul(dqkv.t(), x, out_dtype=weight_dtype)
+    return dx, dweight
+
+
+class QkvAttentionDecision(NamedTuple):
+    """What `_decide_qkv` found for a kind of call."""
+
+    ops: Routed | None  # None: the specification runs
+    needs_gradient: bool
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    scale: float
+    dropout_p: float
+    num_heads: int
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+
+
+@differentiable
+class QkvAttentionFunction(torch.autograd.Function):
+    """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, seed, decision):
+        x, weight, qkv, out, lse = _forward_qkv(x, weight, bias, seed, decision)
+        ctx.save_for_backward(x, weight, qkv, out, lse, seed)
+        ctx.decision = decision
+        return out
+
+    @staticmethod
+    @first_order("qkv_attention")
+    def backward(ctx, dout):
+        x, weight, qkv, out, lse, seed = ctx.saved_tensors
+        decision = ctx.decision
+        ops = ops_for(decision.ops, dout)
+        needs = list(ctx.needs_input_grad[:3])
+        arguments = dout, qkv, out, lse, seed, decision.scale, decision.dropout_p
+        dbias = None
+        if needs[2]:
+            dqkv, dbias = ops.attention_and_bias_bwd(*arguments, decision.bias_dtype)
+        else:
+            dqkv = ops.attention_bwd(*arguments)
+        dx, dweight = ops.qkv_projection_bwd(dqkv, x, weight, decision.weight_dtype, needs[:2])
+        return (
+            dx if needs[0] else None, dweight if needs[1] else None, dbias, None, None,
+        )  # fmt: skip
+
+
+def _forward_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None,
+    decision: QkvAttentionDecision,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x and weight in the compute dtype, qkv, out, lse."""
+    if decision.casts:
+        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
+        bias = None if bias is None else bias.to(decision.dtype)
+    assert decision.ops is not None
+    qkv, out, lse = decision.ops.qkv_attention_fwd(
+        x, weight, bias, seed, decision.num_heads, decision.scale, decision.dropout_p
+    )
+    return x, weight, qkv, out, lse
+
+
+def check_projection(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int
+) -> int:
+    """Raise unless they project x (B, T, C) to q, k and v of this many heads; D."""
+    check_tensor(op, "x", x, ndim=3)
+    check_tensor(op, "weight", weight, ndim=2)
+    rows = weight.shape[0]
+    check_int(op, "num_heads", num_heads)
+    if rows % (3 * num_heads):
+        raise ValueError(f"{op}: weight must have 3 * H * D rows with H = {num_heads}, got {rows}")
+    check_shape(op, "weight", weight, (rows, x.shape[2]), like=x)
+    check_shape(op, "bias", bias, (rows,), like=x)
+    return rows // (3 * num_heads)
+
+
+@decide_once
+def _decide_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
+    dropout_p: float, ops: Routed,
+) -> QkvAttentionDecision:  # fmt: skip
+    """Check the arguments of `qkv_attention`; what runs, and how."""
+    op = "qkv_attention"
+    D = check_projection(op, x, weight, bias, num_heads)
+    scale = check_scores(op, D, scale, dropout_p)
+    dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
+    return QkvAttentionDecision(
+        route(op, ops, unsupported_scale(scale), x, weight, bias),
+        needs_gradient(x, weight, bias), dtype,
+        any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        scale, dropout_p, num_heads, weight.dtype, weight.dtype if bias is None else bias.dtype,
+    )  # fmt: skip
+
+
+def qkv_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """QKV projection and bidirectional softmax attention as one Function.
+
+    qkv = x weight^T + bias, its columns ordered (3, H, D);  out = attention(qkv)
+
+    Args:
+        x: (B, T, C), fp16, bf16 or fp32. Under autocast computed in autocast's dtype.
+        weight: (3 * H * D, C), rows [q; k; v], as timm's `qkv` and torch's `in_proj_weight`.
+        bias: (3 * H * D,) or None.
+        num_heads: H; D = weight.shape[0] / (3 H) is a multiple of 8 up to 256.
+        scale, dropout_p: as for `attention`.
+    Returns:
+        (B, T, H, D), contiguous, in the compute dtype.
+    Precision: as `attention`; dweight and dbias are summed in fp32 and written in the dtype of the
+        parameter.
+    Saved: x, weight, qkv, out, lse.
+    Raises: ValueError, such as "qkv_attention: weight must have 3 * H * D rows with H = 12, got
+        1000"; TypeError where dtypes differ outside autocast.
+    Specification: qkv_attention_ref. Derivation: docs/attention.md.
+    """
+    decision = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
+    if decision.ops is None:
+        return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
+    seed = draw_seed(x.device) if dropout_p > 0 else None
+    if not decision.needs_gradient:
+        return _forward_qkv(x, weight, bias, seed, decision)[3]
+    return decision.ops.QkvAttentionFunction(x, weight, bias, seed, decision)
