@@ -139,18 +139,25 @@ def dropped(D: int) -> Callable[[], None]:
 
 
 def masks_in_fp32() -> None:
-    """Each kind of mask in fp32: of keys, of pairs, and additive."""
+    """Each kind of mask in fp32: of keys, of pairs, and additive; what dropout crowds."""
     for D in (64, 80, 128):
         q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
         keys = torch.empty(64, 1, 1, 197)
         for mask in (keys.bool(), torch.empty(197, 197, dtype=torch.bool), keys):
             out = scaled_dot_product_attention(q, k, v, mask)
             out.backward(torch.empty_like(out))
+    for D in (64, 72, 128):
+        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
+        attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
+        keys = torch.empty(64, 1, 1, 197, dtype=torch.bool)
+        for out in (attend(), attend(is_causal=True), attend(keys)):
+            out.backward(torch.empty_like(out))
 
 
 def packed_sequences() -> None:
     """Windows, packed images and long ones, each head dim; dropout and fp32 at some."""
-    for D, (B, longest) in itertools.product(HEAD_DIMS, ((256, 64), (64, 256), (16, 1024))):
+    lengths = ((256, 64), (64, 256), (60, 272), (16, 1024))
+    for D, (B, longest) in itertools.product(HEAD_DIMS, lengths):
         cu_seqlens = torch.empty(B + 1, dtype=torch.int32)
         kinds = [(torch.bfloat16, 0.0)]
         if D in (32, 64, 80):

@@ -45,13 +45,12 @@ def _rank(job: Job) -> list[dict[str, Any]]:
 
 def _rankings(job: Job) -> Iterator[tuple[str, int, Ranking]]:
     target = TARGETS[job.arch]
-    asked: dict[tuple[int, Choice], tuple[str, Step]] = {}  # a key that sizes share once
+    asked: list[tuple[str, int, Choice, Step]] = []
     for T, size in itertools.product(job.tokens, job.sizes):
         if step := steps(size, T, job.batch).get(job.case):
-            for choice in decisions(step, target, job.tables):
-                asked.setdefault((T, choice), (size, step))
+            asked += [(size, T, choice, step) for choice in decisions(step, target, job.tables)]
     with tracing(target) as trace:
-        for (T, choice), (size, step) in asked.items():
+        for size, T, choice, step in asked:
             yield size, T, rank(job.case, step, choice, trace)
 
 

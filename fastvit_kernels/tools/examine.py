@@ -22,7 +22,7 @@ from .loop_model import (
     work,
 )
 from .resources import Kernel
-from .useful import useful_products
+from .useful import longest_walk, useful_products
 
 
 class Timed(NamedTuple):
@@ -41,12 +41,14 @@ def _regions(key: str) -> list[Region]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _modelled(key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int) -> Modelled:
+def _modelled(
+    key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int, trips: int | None
+) -> Modelled:
     launch, roof = _LAUNCHES[key], ROOFS[arch]
     code, kernel = launch.code, launch.kernel
     assert code is not None
     resident = (kernel.warps_per_sm or 0) // code.num_warps
-    done = work(_regions(key), code.blocks, integers, grid, roof, code.num_stages, resident)
+    done = work(_regions(key), code.blocks, integers, grid, roof, code.num_stages, resident, trips)
     return launch_time(
         done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
         tensor_bytes=moved,
@@ -62,7 +64,8 @@ def is_modelled(launch: Launch) -> bool:
     key = launch.kernel.key
     if key not in _GUESSED:
         assert launch.code is not None
-        run = launch.code.blocks.executions(launch.integers, (0, 0, 0), launch.grid)
+        trips = longest_walk(launch.kernel.kernel, launch.arguments)
+        run = launch.code.blocks.executions(launch.integers, (0, 0, 0), launch.grid, trips=trips)
         _GUESSED[key] = run.guessed
     return not _GUESSED[key]
 
@@ -71,7 +74,10 @@ def timed(launch: Launch) -> Timed:
     """The modelled time of a launch on a GPU that ROOFS lists."""
     kernel = launch.kernel
     _LAUNCHES.setdefault(kernel.key, launch)
-    modelled = _modelled(kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes)
+    trips = longest_walk(kernel.kernel, launch.arguments)
+    modelled = _modelled(
+        kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes, trips
+    )
     useful = useful_products(kernel.kernel, launch.arguments)
     done = modelled.multiply_adds
     return Timed(launch, modelled, useful / done if useful and done else None)

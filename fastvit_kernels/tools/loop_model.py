@@ -137,12 +137,12 @@ def _scale(dynamic: float, static: float, otherwise: float) -> float:
 
 def work(
     parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
-    roof: Roof, num_stages: int, resident: int,
+    roof: Roof, num_stages: int, resident: int, trips: int | None = None,
 ) -> Work:  # fmt: skip
     """The work of a launch, averaged over PROGRAMS of its programs.
 
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
-    kernel's regions is taken as often as PTX runs that class there.
+    kernel's regions is taken as often as PTX runs that class there. `trips` as for `executions`.
     """
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid)
@@ -151,7 +151,7 @@ def work(
     guessed = False
     for i in sampled:
         program = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
-        run = ptx.executions(arguments, program, grid)
+        run = ptx.executions(arguments, program, grid, trips=trips)
         runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
         copied += 32 * run.copied / len(sampled)
         guessed |= run.guessed
@@ -190,12 +190,12 @@ def work(
             loads += runs[b] * bool(moved.loaded and region.is_loop)
         waits = _scale(region.counts.waits * hgmma, region.counts.hgmma, 0.0)
         busiest = max(n if unit != "tensor" else n - waited for unit, n in own.items())
-        trips = max((runs[b] for b in region.blocks), default=0.0)
+        rounds = max((runs[b] for b in region.blocks), default=0.0)
         spent = busiest + waited + WAIT * waits
         spent += BARRIER * region.counts.barriers * times["barriers"]
         if region.is_loop and any(blocks[b][1].copied or blocks[b][1].bulk for b in region.blocks):
-            ahead = max(num_stages - 1, 0) * spent * max(resident, 1) / max(trips, 1.0)
-            spent += trips * max(0.0, LATENCY - ahead)
+            ahead = max(num_stages - 1, 0) * spent * max(resident, 1) / max(rounds, 1.0)
+            spent += rounds * max(0.0, LATENCY - ahead)
         chain += spent + LATENCY * loads
         cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}
     return Work(cycles, chain, multiply_adds, bytes_moved, guessed)

@@ -3,7 +3,7 @@
 PTX keeps what SASS hides: a scalar program that decides the branches. `executions` runs only those
 instructions, for one thread of one program, so the trip count of every loop comes from the code
 and the launch's arguments. What depends on memory or on floating point is unknown: a branch on it
-falls through, and a loop that ends so counts as guessed.
+falls through, and a loop that ends so runs as often as the caller says, else counts as guessed.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class _Step(NamedTuple):
     guard: str  # the register of its predicate; "" without
     negated: bool
     ends_a_loop: bool
+    stays: bool  # where it ends a loop: taken, the loop goes on
     number: int  # the block that a branch goes to; the bytes of a copy
     names: list[str]  # registers that it writes; of a copy the one with its own size
     value: Evaluate
@@ -158,14 +159,19 @@ class Ptx:
             for block in self.blocks
         ]
 
-    def _ends_a_loop(self, at: int, op: Op) -> bool:
-        """Whether this branch decides how often a loop runs; one that waits for a copy does not."""
+    def _ends_a_loop(self, at: int, op: Op) -> tuple[bool, bool]:
+        """Whether this branch decides how often a loop runs, and whether taken it stays there.
+
+        One that waits for a copy decides nothing.
+        """
         target = self.place.get(op.operands[0]) if op.operands else None
         waits = any("try_wait" in other.name for other in self.blocks[at].ops)
-        return not waits and any(
-            at in loop.blocks and (loop.head == target or target not in loop.blocks)
+        ended = [
+            loop
             for loop in self.loops
-        )
+            if at in loop.blocks and (loop.head == target or target not in loop.blocks)
+        ]
+        return bool(ended) and not waits, any(loop.head == target for loop in ended)
 
     @cached_property
     def work(self) -> list[tuple[Counts, Traffic]]:
@@ -189,19 +195,21 @@ class Ptx:
         elif op.name.startswith("cp.async.c"):
             kind, number = "copy", int(op.operands[2], 0)
             names = [op.operands[3]] if _is_partial_copy(op) else []
-        leaves = op.guard != "" and kind in ("branch", "end") and self._ends_a_loop(at, op)
+        ends, stays = self._ends_a_loop(at, op) if op.guard and kind != "set" else (False, False)
+        ends &= kind in ("branch", "end")
         guard = op.guard.lstrip("!")
-        return _Step(kind, guard, op.guard != guard, leaves, number, names, value)
+        return _Step(kind, guard, op.guard != guard, ends, stays, number, names, value)
 
     def executions(
         self, arguments: Sequence[int | None], program: Sequence[int], grid: Sequence[int],
-        thread: int = 0,
+        thread: int = 0, trips: int | None = None,
     ) -> Run:  # fmt: skip
         """How often one program of a launch runs each block, by one of its threads.
 
         Args:
             arguments: of the kernel, in order; None for one that is not an integer.
             program, grid: program ids and their numbers, up to three.
+            trips: how often a loop runs whose end is unknown.
         """
         registers: Registers = {
             name: value for (_, name), value in zip(self.parameters, arguments, strict=False)
@@ -211,6 +219,7 @@ class Ptx:
         registers |= {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": thread % 32}
         registers |= {"%ntid.x": 32 * self.num_warps, "%clusterid.x": program[0]}
         counts = [0] * len(self.blocks)
+        gone = [0] * len(self.blocks)  # round a loop whose end is unknown, since it was entered
         at, steps, copied, guessed = 0, 0, 0, False
         while at < len(self.blocks):
             counts[at] += 1
@@ -218,13 +227,17 @@ class Ptx:
             if steps > MAX_STEPS:
                 return Run(counts, copied, True)
             following = at + 1
-            for kind, guard, negated, ends_a_loop, number, names, value in self._program[at]:
+            for kind, guard, negated, ends_a_loop, stays, number, names, value in self._program[at]:
                 holds = True
                 if guard:
                     known = registers.get(guard)
                     holds = known is not None and bool(known) != negated
                     if known is None:
-                        guessed |= ends_a_loop
+                        if ends_a_loop and trips is not None:
+                            gone[at] = (gone[at] + 1) % trips
+                            holds = (gone[at] > 0) == stays
+                        else:
+                            guessed |= ends_a_loop
                         if kind == "set":
                             registers |= dict.fromkeys(names)
                 if not holds:

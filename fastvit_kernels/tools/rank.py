@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.attention.functions import attention
+from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.attention.varlen import varlen_attention
 from ..ops.gated_mlp.functions import gated_mlp
 from ..ops.linear.functions import linear
 from ..ops.mlp.functions import mlp
@@ -75,7 +77,7 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
 
     side, F = math.isqrt(T - 1), 8 * C // 3
     cases: dict[str, Step] = {
-        "attention": lambda: run(attention, torch.empty(batch, T, 3, H, C // H, dtype=half)),
+        **_attention(run, batch, T, H, C // H),
         "mlp": lambda: run(
             mlp, x(), *parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,)), residual=x().float()
         ),
@@ -108,6 +110,40 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
     if is_narrow(half, C, C):
         cases["mlp, inference"] = infer
     return cases
+
+
+def _attention(run: Callable[..., None], B: int, T: int, H: int, D: int) -> dict[str, Step]:
+    """Attention, with dropout, causal, with each of its masks, and of packed sequences."""
+    half = torch.bfloat16
+
+    def attend(**options: Any) -> None:
+        run(functools.partial(attention, **options), torch.empty(B, T, 3, H, D, dtype=half))
+
+    def varlen() -> None:
+        packed = torch.empty(B * T, 3, H, D, dtype=half)
+        ends = torch.empty(B + 1, dtype=torch.int32)
+        run(functools.partial(varlen_attention, cu_seqlens=ends, max_seqlen=T), packed)
+
+    def causal() -> None:
+        q, k, v = torch.empty(B, T, 3, H, D, dtype=half).transpose(1, 3).unbind(2)
+        run(functools.partial(scaled_dot_product_attention, is_causal=True), q, k, v)
+
+    def bias() -> None:
+        mask = torch.empty(1, H, T, T, dtype=half)
+        run(attention, torch.empty(B, T, 3, H, D, dtype=half), attn_mask=mask)
+
+    return {
+        "attention": attend,
+        "attention, dropout": lambda: attend(dropout_p=0.1),
+        "attention, causal": causal,
+        "attention, mask of keys": lambda: attend(
+            attn_mask=torch.empty(B, 1, 1, T, dtype=torch.bool)
+        ),
+        "attention, boolean mask": lambda: attend(attn_mask=torch.empty(T, T, dtype=torch.bool)),
+        "attention, additive mask": lambda: attend(attn_mask=torch.empty(T, T, dtype=half)),
+        "attention, learnt bias": bias,
+        "attention, packed sequences": varlen,
+    }
 
 
 def library_time(call: LibraryCall, roof: Roof) -> float:

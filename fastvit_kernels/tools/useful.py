@@ -1,4 +1,4 @@
-"""The multiply-adds that the mathematics of a launch asks for: what is over is padding or repeated.
+"""What a launch is for: the multiply-adds of its mathematics, and how long it walks its tokens.
 
 Each rule reads a launch's own arguments, by the names that the kernels give them.
 """
@@ -34,6 +34,18 @@ USEFUL: dict[str, Callable[[Arguments], float | None]] = {
     "linear_fwd": lambda a: a["M"] * a["N"] * a["K"],
     "mlp_bwd_hidden": lambda a: a["M"] * a["F"] * a["N"],
 }
+
+
+def longest_walk(kernel: str, a: Arguments) -> int | None:
+    """Steps of a loop whose end a launch of attention reads from memory; None where it reads none.
+
+    As if every sequence were as long as the longest and a mask of keys showed them all.
+    """
+    if not a.get("VARLEN") and a.get("MASK") != "keys":
+        return None
+    axis = "Q" if kernel == "attention_bwd_dkdv" else "KV"
+    T, block, tail = a[f"T_{axis.lower()}"], a[f"BLOCK_{axis}"], a[f"TAIL_{axis}"]
+    return math.ceil(T / block) if tail == block else T // block
 
 
 def useful_products(kernel: str, arguments: Arguments) -> float | None:

@@ -10,10 +10,11 @@ from philox import philox_keep
 from torch import library
 
 from fastvit_kernels.ops.attention import functions as attention_functions
-from fastvit_kernels.ops.attention.configs import BwdForm, split_head_dim, tail_tile
+from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.launch import bwd_launch, readable
 from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention_ref
+from fastvit_kernels.ops.attention.tiling import split_head_dim, tail_tile
 from fastvit_kernels.runtime.arguments import is_aligned
 from fastvit_kernels.runtime.backend import Gpu, gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced

@@ -16,10 +16,10 @@ from fastvit_kernels.ops.attention.configs import (
     FWD_TABLE,
     ONE_PASS_TABLE,
     BwdForm,
-    query_parts,
 )
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.launch import Problem, bwd_launch, fwd_launch
+from fastvit_kernels.ops.attention.tiling import query_parts
 from fastvit_kernels.runtime.backend import Gpu, gpu
 from fastvit_kernels.runtime.configs import ConfigTable, forced
 

@@ -4,6 +4,7 @@ import pytest
 
 from fastvit_kernels.tools import ptx, sass, scalar
 from fastvit_kernels.tools.flow import natural_loops
+from fastvit_kernels.tools.useful import longest_walk
 
 # Two nested loops, a padding loop behind the end, and what a warp does in the inner one.
 SASS = """
@@ -142,6 +143,30 @@ def test_ptx_waits_are_no_loops_of_unknown_length():
     assert unknown.executions([None, 577], (0,), (4,)).guessed
     wait = "mbarrier.try_wait.parity.shared.b64 %p2, [%r5], %r4;"
     assert not ptx.Ptx(PTX.replace(compare, wait)).executions([None, 577], (0,), (4,)).guessed
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["jumps-back", "jumps-out"])
+def test_ptx_loops_whose_end_memory_holds_run_as_often_as_they_are_told(leaves):
+    text = PTX.replace(
+        "setp.lt.s32 \t%p2, %r5, %r4;", "ld.shared.b32 %r4, [%r9]; setp.lt.s32 %p2, %r5, %r4;"
+    )
+    if leaves:
+        text = text.replace("@%p2 bra \t$L__BB0_2;", "@!%p2 bra $L__BB0_3; bra.uni $L__BB0_2;")
+    kernel = ptx.Ptx(text)
+    ((first, _),) = kernel.loops
+    for trips in (1, 4):
+        run = kernel.executions([None, 577], (0,), (4,), trips=trips)
+        assert run.blocks[first] == trips and not run.guessed
+
+
+def test_walks_of_packed_sequences_and_of_masked_keys():
+    """As if each were the longest, and all keys shown; a loop over queries knows its tail."""
+    sizes = {"T_q": 197, "T_kv": 257, "BLOCK_Q": 32, "TAIL_Q": 16, "BLOCK_KV": 64, "TAIL_KV": 64}
+    packed, masked = sizes | {"VARLEN": True, "MASK": "none"}, sizes | {"MASK": "keys"}
+    assert [longest_walk("attention_fwd", a) for a in (packed, masked)] == [5, 5]
+    assert longest_walk("attention_bwd_dkdv", masked) == 6
+    assert longest_walk("attention_fwd", {**sizes, "MASK": "bool"}) is None
+    assert longest_walk("norm_fwd", {}) is None
 
 
 def test_ptx_counts():

@@ -20,7 +20,7 @@ from ...runtime.backend import Gpu, device_guard
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import tl, triton
 from ..common.reduction import column_sum
-from .configs import ITEMSIZE, MIN_TILE, split_head_dim
+from .configs import ITEMSIZE
 from .launch import Problem, dropout_arguments, mask_arguments, padded_rows, problem_of
 from .samples import Sample, head_rows, row_ptr
 from .tiles import (
@@ -37,6 +37,7 @@ from .tiles import (
     probabilities,
     product_over_d,
 )
+from .tiling import MIN_TILE, split_head_dim
 
 PROGRAMS_PER_SM = 4  # tiles are dealt until there are as many
 MIN_SHARED = 4  # heads of a program, whose reads outweigh the partials that it leaves

@@ -1,11 +1,5 @@
 """Launch configs of the attention kernels, and everything about a launch but the pointers.
 
-Tiles are not padded where it costs. Tokens that a program walks: full tiles without masks, then one
-tail of 16, 32 or 64 (T = 197 is 3 x 64 + 5 -> 208); where a second copy of the code for the tail
-takes too many registers (wide heads, fp32), all tiles are masked. Tokens that it owns: full tiles,
-for a tile with less than 16 rows a warp is computed by several warps alike. Head dim: D is cut into
-a power of two and a rest (D = 72 -> 64 + 16).
-
 A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
 of queries and keys, by its upper end; mask one of "none", "causal", "keys" (boolean, by key),
 "bool", "add", "varlen" (packed sequences), or with dropout "none+dropout" and so on; heads "many"
@@ -21,18 +15,16 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import VERSION, triton
+from ...runtime.triton import VERSION
+from .tiling import query_parts
 
-MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_D = 256
 MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
 TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 4096)
 MAX_ONE_PASS_D = 64
-MAX_ONE_PASS_T = 384
 MANY_HEADS = 16
-PART = 128  # queries of a one-pass program whose scores are alive together
 
 
 class FwdConfig(NamedTuple):
@@ -80,42 +72,6 @@ class BwdForm(NamedTuple):
     one_pass: bool
 
 
-def split_head_dim(D: int) -> tuple[int, int]:
-    """D as a power of two and a rest, 0 where padding to the next power of two costs no more."""
-    padded = max(MIN_TILE, triton.next_power_of_2(D))
-    half = padded // 2
-    if half < MIN_TILE:
-        return padded, 0
-    rest = max(MIN_TILE, triton.next_power_of_2(D - half))
-    return (half, rest) if half + rest < padded else (padded, 0)
-
-
-def tail_tile(T: int, block: int, smallest: int = MIN_TILE) -> int:
-    """Size of the tile for the T % block tokens that full tiles leave over; 0 for none."""
-    left = T % block
-    return min(block, max(smallest, triton.next_power_of_2(left))) if left else 0
-
-
-def query_parts(T: int, close: bool = False) -> tuple[int, int, int] | None:
-    """The parts in which a one-pass program holds T queries; None where it cannot.
-
-    50 -> 64; 197 -> 128 and 128, or closely 128, 64 and 16; 257 -> 128, 128 and 16. Not all parts
-    may have fewer than 64 rows, which would leave wgmma and cost more registers than they save.
-    """
-    if T <= PART:
-        return max(64, triton.next_power_of_2(T)), 0, 0
-    left = T - PART
-    if left <= 64:
-        return PART, 64, 0
-    if close and left <= 96:
-        return PART, 64, max(MIN_TILE, triton.next_power_of_2(left - 64))
-    if left <= PART:
-        return PART, PART, 0
-    if T <= MAX_ONE_PASS_T:
-        return PART, PART, max(MIN_TILE, triton.next_power_of_2(left - PART))
-    return None
-
-
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
     (2, 80): FwdConfig(64, 64, 16, 1, 4, 2),
@@ -126,8 +82,9 @@ FWD = {
 }
 # T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
-# On sm_90 at D = 64 without mask also in these buckets, where 128 rows pad T no more than 64 do: by
-# the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577. At 257 the two are level.
+# On sm_90 at D = 64, without mask or with one of keys, also in these buckets, where 128 rows pad T
+# no more than 64 do: by the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577. At 257
+# the two are level. Packed sequences differ in length: 64 rows pad them less.
 LONG_ON_HOPPER = (256, 384, 640, 1024)
 # Where tensor cores are those of sm_80 (mma.sync), T above 64: reads of shared memory bound every
 # kernel by the model of docs/compile.md, and 32 rows a warp instead of 16 halve those of k and v.
@@ -198,7 +155,7 @@ DKDV_MMA = {  # without mask and dropout
     (2, 128): SplitConfig(128, 16, 16, 8, 2),
     (2, 256): SplitConfig(64, 16, 16, 8, 1),
 }
-DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores, mask and dropout
+DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
 DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
 DKDV_ADDED_FP32 = SplitConfig(16, 16, 16, 8, 1)
@@ -248,15 +205,18 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         if mask in ("varlen", "keys"):  # all tiles masked: the larger tile spills at D = 64
             return _row(FWD_MMA, 2, max(D, 80))
         return _row(FWD_MMA, 2, D)
-    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024:
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024 and not _has_tensor(mask):
         return FWD_LONG
     crowded = ("keys", "bool") if on_hopper else ()
     if _is_ampere(gpu) and 64 < D <= 96:
         crowded = ("bool", "add")
     if mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
         return FWD[4, 256]  # the larger tile spills 8 to 24 bytes with triton 3.9
+    crowded = not _has_tensor(mask) or (mask, D) == ("add+dropout", 80)
+    if mask.endswith("dropout") and ITEMSIZE[dtype] == 4 and D > 64 and crowded:
+        return FWD[4, 256]  # and 8 to 32 here
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
-    if ITEMSIZE[dtype] == 2 and pads_alike and (gpu.arch, mask, D) == ("sm_90", "none", 64):
+    if ITEMSIZE[dtype] == 2 and pads_alike and D == 64 and on_hopper and mask in ("none", "keys"):
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
         return FWD_HEADS
@@ -264,6 +224,9 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
 
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    # By the model: masks of keys by twice the warps an SM, others by tiles twice as large.
+    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64) and mask in ("keys", "bool", "add"):
+        return DQ_MASKED if mask == "keys" else DQ[2, 64]
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
             return MMA_MASKED_WIDE
@@ -272,14 +235,24 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ_MMA_KEYS if mask == "keys" and D > 32 else DQ_MMA
     if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
-    if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D > 64:
-        return DQ[4, 256]  # the next larger tile spills 16 bytes on sm_80
-    if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
-        return DQ[4, 256]  # and 592 bytes on sm_90 with triton 3.9
+    if ITEMSIZE[dtype] == 4 and not _has_tensor(mask):
+        # The next larger tile spills 16 bytes on sm_80 and, with triton 3.9, 592 on sm_90; with
+        # dropout 450 there, and 8 on sm_80.
+        if mask.startswith(("varlen", "keys")) and D > 64:
+            return DQ[4, 256]
+        if mask.endswith("dropout") and D > 80:
+            return DQ[4, 256]
+        if mask.endswith("dropout") and 32 < D <= 64 and _is_ampere(gpu):
+            return DQ[4, 128]
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
+    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
+        if mask in ("keys", "varlen"):
+            return DKDV_HOPPER
+        if mask in ("bool", "add"):
+            return DKDV[2, 64]  # the larger tile spills 8 bytes, 24 at T = 50 with triton 3.9
     if 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
         if mask.startswith("add") or mask == "bool+dropout":
             return MMA_MASKED_WIDE
@@ -294,20 +267,26 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV[2, 128]
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
         return _row(DKDV_MMA, 2, D)
-    if mask.startswith("varlen") and ITEMSIZE[dtype] == 4 and D <= 128:
-        return DKDV[4, 128]  # the next larger tile spills 8 bytes on sm_90
-    if mask.startswith("keys") and ITEMSIZE[dtype] == 4 and D > 64:
-        return DKDV[4, 256]  # the next larger tile spills 16 bytes on sm_80 and sm_90
-    if mask.startswith("add") and ITEMSIZE[dtype] == 4 and D > 96 and _is_ampere(gpu):
-        return DKDV_ADDED_FP32  # by four warps triton 3.9 spills 8 bytes
-    if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and (gpu.arch, mask) == ("sm_90", "none"):
-        return MMA_MASKED_WIDE  # by two stages triton 3.9 spills 8 bytes
-    if ITEMSIZE[dtype] == 4 and 32 < D <= 64 and mask == "keys":
-        return MMA_MASKED_WIDE  # and 8 to 24 here
-    small = ITEMSIZE[dtype] == 4 and D <= 32
-    if VERSION >= (3, 9) and small and (gpu.arch, mask) == ("sm_80", "none"):
-        return MMA_MASKED_WIDE  # and 16 here
-    return _row(DKDV, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
+    return _row(DKDV, 2, D) if ITEMSIZE[dtype] == 2 else _dkdv_fp32(gpu, D, mask)
+
+
+def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
+    """The row of the table but where that spills, most by triton 3.9: the bytes are in comments."""
+    if mask.startswith("varlen") and D <= 128:
+        return DKDV[4, 128]  # 8 on sm_90
+    crowded = mask.startswith("keys") or mask in ("none+dropout", "causal+dropout")
+    if mask == "keys+dropout" and D > 64 and _is_ampere(gpu):
+        return DKDV[4, 128] if D <= 80 else DKDV_ADDED_FP32  # 8 by 16 rows and four warps
+    on_mma = mask.startswith("add") or mask in ("none+dropout", "causal+dropout")
+    if D > 96 and _is_ampere(gpu) and on_mma:
+        return DKDV_ADDED_FP32  # 8 by four warps
+    if crowded and D > 64:
+        return DKDV[4, 256]  # 16 on sm_80 and sm_90; dropout: 800 at D = 128 on sm_90
+    if 32 < D <= 64 and (crowded or (gpu.arch, mask) == ("sm_90", "none")):
+        return MMA_MASKED_WIDE  # 8 to 48 by two stages
+    if VERSION >= (3, 9) and D <= 32 and (gpu.arch, mask) == ("sm_80", "none"):
+        return MMA_MASKED_WIDE  # 16
+    return _row(DKDV, 4, MAX_D if _has_tensor(mask) else D)
 
 
 def _has_tensor(mask: str, *others: str) -> bool:
@@ -322,17 +301,17 @@ def _default_one_pass(
         return ONE_PASS_FP32
     if tokens <= 64:
         return ONE_PASS_NARROW if D <= 32 and _is_ampere(gpu) else ONE_PASS_SHORT
-    on_hopper = (gpu.arch, mask, D) == ("sm_90", "none", 64) and tokens <= 256
+    on_hopper = (gpu.arch, D) == ("sm_90", 64) and mask in ("none", "varlen") and tokens <= 256
     return ONE_PASS_HOPPER if on_hopper else ONE_PASS
 
 
 def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
     # On sm_90 it spills above 256 with dropout.
-    longest = 320 if _has_wgmma(gpu) and mask == "none" else 256
+    longest = 320 if _has_wgmma(gpu) and mask in ("none", "varlen") else 256
     if _is_ampere(gpu) or (gpu.arch == "sm_90" and D <= 32):
         longest = 64  # dk and dv have D rows, too few for eight warps, which would repeat them
-    if _is_ampere(gpu) and D <= 32 and mask.endswith("dropout"):
-        longest = 0  # two warps lack the registers
+    if (_is_ampere(gpu) or ITEMSIZE[dtype] == 4) and D <= 32 and mask.endswith("dropout"):
+        longest = 0  # two warps lack the registers, and four in fp32
     if heads == "scarce" and tokens > 64:
         longest = 0  # a program a head would leave SMs idle
     form = BwdForm(tokens <= longest)

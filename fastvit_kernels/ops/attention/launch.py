@@ -29,17 +29,14 @@ from .configs import (
     FWD_TABLE,
     MANY_HEADS,
     MAX_TOKEN_STRIDE,
-    MIN_TILE,
     ONE_PASS_TABLE,
     TOKEN_BUCKETS,
     FwdConfig,
     OnePassConfig,
     SplitConfig,
-    query_parts,
-    split_head_dim,
-    tail_tile,
 )
 from .forward import _attention_fwd_kernel
+from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
 
 ROW_PAD = 4  # as tiles.ROW_PAD
 
