@@ -224,9 +224,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
 
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    # By the model: masks of keys by twice the warps an SM, others by tiles twice as large.
-    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64) and mask in ("keys", "bool", "add"):
-        return DQ_MASKED if mask == "keys" else DQ[2, 64]
+    if (gpu.arch, mask, ITEMSIZE[dtype], D) == ("sm_90", "keys", 2, 64):
+        return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
             return MMA_MASKED_WIDE
@@ -277,9 +276,10 @@ def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     crowded = mask.startswith("keys") or mask in ("none+dropout", "causal+dropout")
     if mask == "keys+dropout" and D > 64 and _is_ampere(gpu):
         return DKDV[4, 128] if D <= 80 else DKDV_ADDED_FP32  # 8 by 16 rows and four warps
-    on_mma = mask.startswith("add") or mask in ("none+dropout", "causal+dropout")
-    if D > 96 and _is_ampere(gpu) and on_mma:
+    if mask.startswith("add") and D > 96 and _is_ampere(gpu):
         return DKDV_ADDED_FP32  # 8 by four warps
+    if crowded and D > 96 and _is_ampere(gpu) and not mask.startswith("keys"):
+        return DKDV[4, 128]  # the next is smaller, and takes 8
     if crowded and D > 64:
         return DKDV[4, 256]  # 16 on sm_80 and sm_90; dropout: 800 at D = 128 on sm_90
     if 32 < D <= 64 and (crowded or (gpu.arch, mask) == ("sm_90", "none")):
