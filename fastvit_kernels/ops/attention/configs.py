@@ -212,9 +212,12 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         crowded = ("bool", "add")
     if mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
         return FWD[4, 256]  # the larger tile spills 8 to 24 bytes with triton 3.9
-    crowded = not _has_tensor(mask) or (mask, D) == ("add+dropout", 80)
-    if mask.endswith("dropout") and ITEMSIZE[dtype] == 4 and D > 64 and crowded:
-        return FWD[4, 256]  # and 8 to 32 here
+    if mask.endswith("dropout") and ITEMSIZE[dtype] == 4:  # and 8 to 32 here
+        narrow = 32 if _is_ampere(gpu) else 64
+        if not _has_tensor(mask) and narrow < D:
+            return FWD[4, 256]
+        if mask == "add+dropout" and (D == 80 or (D > 96 and _is_ampere(gpu))):
+            return FWD[4, 256]
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
     if ITEMSIZE[dtype] == 2 and pads_alike and D == 64 and on_hopper and mask in ("none", "keys"):
         return FWD_LONG
@@ -236,12 +239,12 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
     if ITEMSIZE[dtype] == 4 and not _has_tensor(mask):
         # The next larger tile spills 16 bytes on sm_80 and, with triton 3.9, 592 on sm_90; with
-        # dropout 450 there, and 8 on sm_80.
+        # dropout 450 there, and 8 on both.
         if mask.startswith(("varlen", "keys")) and D > 64:
             return DQ[4, 256]
-        if mask.endswith("dropout") and D > 80:
+        if mask.endswith("dropout") and (D > 80 or (mask == "causal+dropout" and D > 32)):
             return DQ[4, 256]
-        if mask.endswith("dropout") and 32 < D <= 64 and _is_ampere(gpu):
+        if mask.endswith("dropout") and D <= 64 and (D > 32 or _is_ampere(gpu)):
             return DQ[4, 128]
     return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
 
@@ -273,6 +276,9 @@ def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     """The row of the table but where that spills, most by triton 3.9: the bytes are in comments."""
     if mask.startswith("varlen") and D <= 128:
         return DKDV[4, 128]  # 8 on sm_90
+    drops = mask.endswith("dropout")
+    if VERSION < (3, 9) and _has_tensor(mask) and drops and D > 64 and gpu.arch == "sm_90":
+        return DKDV_ADDED_FP32  # 8 to 16 by four warps where T is a multiple of 16
     crowded = mask.startswith("keys") or mask in ("none+dropout", "causal+dropout")
     if mask == "keys+dropout" and D > 64 and _is_ampere(gpu):
         return DKDV[4, 128] if D <= 80 else DKDV_ADDED_FP32  # 8 by 16 rows and four warps
@@ -284,6 +290,8 @@ def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
         return DKDV[4, 256]  # 16 on sm_80 and sm_90; dropout: 800 at D = 128 on sm_90
     if 32 < D <= 64 and (crowded or (gpu.arch, mask) == ("sm_90", "none")):
         return MMA_MASKED_WIDE  # 8 to 48 by two stages
+    if D <= 32 and crowded and drops and _is_ampere(gpu):
+        return DKDV[4, 128]  # 8 to 16
     if VERSION >= (3, 9) and D <= 32 and (gpu.arch, mask) == ("sm_80", "none"):
         return MMA_MASKED_WIDE  # 16
     return _row(DKDV, 4, MAX_D if _has_tensor(mask) else D)
@@ -307,7 +315,8 @@ def _default_one_pass(
 
 def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
     # On sm_90 it spills above 256 with dropout.
-    longest = 320 if _has_wgmma(gpu) and mask in ("none", "varlen") else 256
+    packed = (gpu.arch, mask) == ("sm_90", "varlen")
+    longest = 320 if packed or (_has_wgmma(gpu) and mask == "none") else 256
     if _is_ampere(gpu) or (gpu.arch == "sm_90" and D <= 32):
         longest = 64  # dk and dv have D rows, too few for eight warps, which would repeat them
     if (_is_ampere(gpu) or ITEMSIZE[dtype] == 4) and D <= 32 and mask.endswith("dropout"):
