@@ -51,14 +51,14 @@ def arange(start: Any, end: Any, _semantic: Any = _semantic) -> Any:
     return _result(known[0], tl.int32, known[1])
 
 
-_others: dict[Any, Any] = {}  # (value, element type) -> handle of one element
+_others: dict[Any, Any] = {}  # (Python's type, value, element type) -> handle of one element
 
 
 def _other(value: Any, element: Any) -> Any:
     """A number as a load's elements; None where triton is to say."""
     if value.__class__ not in (int, float):
         return None
-    key = value, id(element)
+    key = value.__class__, value, id(element)  # 1 is 1.0, and another number of bf16's bits
     known = _others.get(key)
     if known is None:
         known = _others[key] = cast(_semantic, to_tensor(_semantic, value), element).handle
