@@ -6,6 +6,7 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -32,6 +33,7 @@ TIMM_FILES = (
 )  # fmt: skip
 
 
+@functools.cache
 def define_torchvision_operators() -> None:
     """Let torchvision, and timm through it, be imported beside a torch that its binary is not for.
 
@@ -39,7 +41,7 @@ def define_torchvision_operators() -> None:
     PyTorch, for which the operators' names are enough. Nothing happens where the binary loads.
     """
     spec = find_spec("torchvision")
-    if spec is None or spec.origin is None or _defined:
+    if spec is None or spec.origin is None:
         return
     for binary in Path(spec.origin).parent.glob("_C*"):
         try:
@@ -47,13 +49,9 @@ def define_torchvision_operators() -> None:
         except OSError:
             continue
         return
-    operators = library.Library("torchvision", "DEF")
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("nms", "qnms"):
-        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _defined.append(operators)  # a definition lasts as long as its Library
-
-
-_defined: list[library.Library] = []
+        library.define(f"torchvision::{name}", schema)
 
 
 class _RatesOnCpu(TorchFunctionMode):

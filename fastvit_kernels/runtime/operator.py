@@ -29,7 +29,6 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; 
 
 # Two builds of the Hub's kernels library may live in one process: each has a name of its own.
 NAMESPACE = __name__.partition(".")[0]
-_operators = library.Library(NAMESPACE, "DEF")
 
 
 def operator(
@@ -50,10 +49,11 @@ def operator(
 
     def register(launcher: Callable[..., Any]) -> Any:
         name = launcher.__name__
-        _operators.define(name + library.infer_schema(launcher, mutates_args=()))
+        qualname = f"{NAMESPACE}::{name}"
+        library.define(qualname, library.infer_schema(launcher, mutates_args=()))
         whole = _whole(launcher)
-        _operators.impl(name, whole, "CompositeExplicitAutograd")
-        library.register_fake(f"{NAMESPACE}::{name}", _by_name(fake, launcher), lib=_operators)
+        library.impl(qualname, "default", whole)
+        library.register_fake(qualname, _by_name(fake, launcher))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         registered = packet.default
         if flops is not None:
