@@ -28,9 +28,9 @@ define_torchvision_operators()
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
     from fast_interpreter import make_fast
-    from interpreter import mend_bf16
+    from interpreter import mend_interpreter
 
-    mend_bf16()
+    mend_interpreter()
     make_fast()
 
 

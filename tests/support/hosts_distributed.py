@@ -133,11 +133,11 @@ def rank_of(rank: int, world: int, out: str) -> None:
 def main() -> int:
     """0 where every process has ended well."""
     from fast_interpreter import make_fast
-    from interpreter import mend_bf16
+    from interpreter import mend_interpreter
 
     from fastvit_kernels.commands.zoo import define_torchvision_operators
 
-    mend_bf16()
+    mend_interpreter()
     make_fast()
     define_torchvision_operators()
     torch.set_num_threads(1)

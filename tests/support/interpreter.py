@@ -1,8 +1,10 @@
-"""Mends Triton's interpreter for bf16, so that bf16 kernels can be tested without a GPU.
+"""Mends Triton's interpreter, so that kernels can be tested without a GPU, on any CPU alike.
 
 In triton 3.6.0 the interpreter holds bf16 as uint16; its dot multiplies those raw bits, and its
 fp32 -> bf16 cast truncates where the hardware rounds to nearest even. Both are replaced here by
-what the hardware does. fp16 and fp32 are right as they are.
+what the hardware does. Its dot in fp32 is NumPy's, whose order of sums is that of the CPU's BLAS
+and may differ between the rows of one tile, which no GPU does: products of a tile are summed in
+float64 here and rounded once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from triton.runtime import interpreter
 
 _Builder = interpreter.InterpreterBuilder
 _TensorHandle = interpreter.TensorHandle
-_original_dot = _Builder.create_dot
 _original_cast = _Builder.cast_impl
 _original_fp_to_fp = _Builder.create_fp_to_fp
 
@@ -30,16 +31,15 @@ def bf16_bits_to_float32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _as_float32(handle) -> np.ndarray:
+def _as_float64(handle) -> np.ndarray:
+    data = handle.data
     if handle.dtype.scalar == tl.bfloat16:
-        return bf16_bits_to_float32(handle.data)
-    return handle.data
+        data = bf16_bits_to_float32(data)
+    return data.astype(np.float64)
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
-        return _original_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
-    product = np.matmul(_as_float32(a), _as_float32(b), dtype=d.data.dtype)
+    product = np.matmul(_as_float64(a), _as_float64(b)).astype(d.data.dtype)
     return _TensorHandle(product + d.data, d.dtype.scalar)
 
 
@@ -59,7 +59,7 @@ def _fp_to_fp(self, src, dst_type, rounding_mode):
     return _original_fp_to_fp(self, src, dst_type, rounding_mode)
 
 
-def mend_bf16() -> None:
+def mend_interpreter() -> None:
     """Install the three replacements; a second call changes nothing."""
     _Builder.create_dot = _dot
     _Builder.cast_impl = _cast

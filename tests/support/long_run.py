@@ -232,9 +232,9 @@ if __name__ == "__main__":
     define_torchvision_operators()
     if os.environ.get("TRITON_INTERPRET") == "1":
         from fast_interpreter import make_fast
-        from interpreter import mend_bf16
+        from interpreter import mend_interpreter
 
-        mend_bf16()
+        mend_interpreter()
         make_fast()
     torch.set_num_threads(1)
     sys.exit(main())
