@@ -1,4 +1,4 @@
-"""That the interpreter, as mended for bf16, computes what the hardware computes."""
+"""That the interpreter, as mended, computes what the hardware computes, on any CPU."""
 
 import numpy as np
 import pytest
@@ -29,6 +29,16 @@ def test_bf16_dot_multiplies_numbers_not_bits():
     out = torch.empty(16, 16, device=DEVICE)
     _product_kernel[(1,)](out, a, b, N=16)
     torch.testing.assert_close(out, a.float() @ b.float())
+
+
+@interpreted
+def test_fp32_dot_does_not_depend_on_the_order_of_its_sum():
+    terms = torch.tensor([2.0**26, -(2.0**26)] * 4 + [1.0] * 8)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.stack([terms[torch.randperm(16, generator=generator)] for _ in range(16)])
+    out = torch.empty(16, 16)
+    _product_kernel[(1,)](out, a, torch.ones(16, 16), N=16)
+    assert torch.equal(out, torch.full((16, 16), 8.0))
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=str)
