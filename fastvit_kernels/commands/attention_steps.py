@@ -139,12 +139,13 @@ def dropped(D: int) -> Callable[[], None]:
 
 
 def masks_in_fp32() -> None:
-    """Each kind of mask in fp32: of keys, of pairs, and additive; what dropout crowds."""
-    for D in (64, 80, 128):
-        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
-        keys = torch.empty(64, 1, 1, 197)
-        for mask in (keys.bool(), torch.empty(197, 197, dtype=torch.bool), keys):
-            out = scaled_dot_product_attention(q, k, v, mask)
+    """Each kind of mask in fp32: of keys, of pairs, and additive; causal; what dropout crowds."""
+    for D, T in ((32, 256), (64, 197), (72, 256), (80, 197), (128, 197)):
+        q, k, v = (torch.empty(64, 12, T, D, requires_grad=True) for _ in range(3))
+        attend = functools.partial(scaled_dot_product_attention, q, k, v)
+        keys = torch.empty(64, 1, 1, T)
+        masked = [attend(m) for m in (keys.bool(), torch.empty(T, T, dtype=torch.bool), keys)]
+        for out in (*masked, attend(is_causal=True)):
             out.backward(torch.empty_like(out))
     for D in (64, 72, 128):
         q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))

@@ -971,6 +971,17 @@ TILES = [
         "mask=(offs_t[:, None] < T) & (offs_d[None, :] < D)", "mask=offs_t[:, None] < T",
     ),
     Fault(
+        "tiles-stored-rows", "ops/attention/tiles.py", "store_part",
+        "rows past the last one stored where a tile is not the first",
+        "tl.arange(0, BLOCK_T) < T - start", "tl.arange(0, BLOCK_T) < T",
+    ),
+    Fault(
+        "samples-wide", "ops/attention/samples.py", "wide",
+        "the number of a head multiplies strides in 32 bits",
+        "i.to(tl.uint32).to(tl.int64)", "i",
+        only=("ops/test_attention.py::test_attention_sample_past_2_31",),
+    ),
+    Fault(
         "tiles-second-columns", "ops/attention/tiles.py", "product_over_d",
         "of a head in two column parts the second alone",
         "tl.dot(a[1], tl.trans(b[1]), x,", "tl.dot(a[1], tl.trans(b[1]),",

@@ -255,7 +255,7 @@ def _attention_bwd_one_pass_kernel(
     if HEADS == 1:
         _one_pass_head(
             dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
-            first.to(tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
+            first, H, stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
         )  # fmt: skip
     else:
         tl.assume(first < num_heads)
@@ -263,6 +263,6 @@ def _attention_bwd_one_pass_kernel(
         for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _one_pass_head(
                 dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
-                tl.cast(head, tl.int64), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
+                head, H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
                 HAS_DBIAS,
             )  # fmt: skip

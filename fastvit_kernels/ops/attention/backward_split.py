@@ -137,7 +137,7 @@ def _attention_bwd_dq_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(T_q, BLOCK_Q)
     pid_q = tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
+    head = tl.program_id(0) // tiles  # b * H + h
     FORM: tl.constexpr = Form(
         D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )
@@ -253,7 +253,7 @@ def _attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles).to(tl.int64)  # b * H + h
+    head = tl.program_id(0) // tiles  # b * H + h
     FORM: tl.constexpr = Form(
         D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )

@@ -77,7 +77,7 @@ FWD = {
     (2, 80): FwdConfig(64, 64, 16, 1, 4, 2),
     (2, 128): FwdConfig(64, 64, 64, 1, 4, 2),
     (2, 256): FwdConfig(64, 32, 64, 1, 8, 2),
-    (4, 128): FwdConfig(32, 16, 32, 1, 8, 2),
+    (4, 128): FwdConfig(32, 16, 32, 1, 8, 1),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
 # T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys.
@@ -102,9 +102,11 @@ FWD_HEADS = FwdConfig(64, 64, 16, 4, 4, 3)
 # Pointers into a mask take registers.
 FWD_MASKED = FwdConfig(64, 32, 32, 1, 4, 2)
 FWD_MASKED_WIDE = FwdConfig(64, 16, 16, 1, 4, 2)  # D above 96
+FWD_FP32 = FwdConfig(32, 16, 32, 1, 8, 2)
 FWD_CONFIGS = [
     *FWD.values(),
     FWD_MASKED,
+    FWD_FP32,
     FWD_MASKED_WIDE,
     FWD_LONG,
     *FWD_MMA.values(),
@@ -120,6 +122,7 @@ DQ = {
     (2, 64): SplitConfig(128, 64, 16, 8, 2),
     (2, 128): SplitConfig(128, 32, 32, 8, 2),
     (2, 256): SplitConfig(64, 32, 32, 8, 1),
+    (4, 32): SplitConfig(32, 32, 32, 4, 1),
     (4, 64): SplitConfig(32, 32, 32, 4, 2),
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
@@ -130,8 +133,10 @@ DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
 MMA_MASKED_WIDE = SplitConfig(32, 32, 32, 4, 1)
+DQ_FP32 = SplitConfig(32, 16, 16, 4, 1)
 DQ_CONFIGS = [
     *DQ.values(),
+    DQ_FP32,
     DQ_MMA,
     DQ_MMA_KEYS,
     DQ_MASKED,
@@ -144,7 +149,8 @@ DKDV = {
     (2, 96): SplitConfig(128, 32, 32, 8, 2),
     (2, 128): SplitConfig(128, 16, 16, 8, 2),
     (2, 256): SplitConfig(64, 16, 16, 8, 1),
-    (4, 64): SplitConfig(32, 32, 32, 4, 2),
+    (4, 64): SplitConfig(32, 32, 32, 4, 1),
+    (4, 96): SplitConfig(32, 16, 16, 4, 1),
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 4, 1),
 }
@@ -158,13 +164,14 @@ DKDV_MMA = {  # without mask and dropout
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores and dropout
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
 DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
-DKDV_ADDED_FP32 = SplitConfig(16, 16, 16, 8, 1)
+DKDV_CROWDED_FP32 = SplitConfig(32, 16, 16, 8, 1)  # a mask or dropout, D above 96, not by mma.sync
 DKDV_CONFIGS = [
     *dict.fromkeys([*DKDV.values(), *DKDV_MMA.values()]),
     DKDV_HOPPER,
     DKDV_MASKED,
     DKDV_MMA_KEYS,
-    DKDV_ADDED_FP32,
+    DQ[4, 64],
+    DKDV_CROWDED_FP32,
     MMA_MASKED_WIDE,
 ]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
@@ -198,7 +205,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
         if D > 96 and _is_ampere(gpu):
             return FWD_MMA_MASKED_WIDE if long_on_mma else FWD_MMA_MASKED_SHORT
-        return FWD_MASKED if D <= 96 else FWD_MASKED_WIDE
+        spills = mask == "bool+dropout" and 64 < D <= 80 and _is_ampere(gpu)  # 16 bytes
+        return FWD_MASKED_WIDE if D > 96 or spills else FWD_MASKED
     if long_on_mma and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask.endswith("dropout"):  # its numbers take registers
             return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
@@ -207,23 +215,21 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         return _row(FWD_MMA, 2, D)
     if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024 and not _has_tensor(mask):
         return FWD_LONG
-    crowded = ("keys", "bool") if on_hopper else ()
-    if _is_ampere(gpu) and 64 < D <= 96:
-        crowded = ("bool", "add")
-    if mask.startswith(crowded) and ITEMSIZE[dtype] == 4:
-        return FWD[4, 256]  # the larger tile spills 8 to 24 bytes with triton 3.9
-    if mask.endswith("dropout") and ITEMSIZE[dtype] == 4:  # and 8 to 32 here
-        narrow = 32 if _is_ampere(gpu) else 64
-        if not _has_tensor(mask) and narrow < D:
-            return FWD[4, 256]
-        if mask == "add+dropout" and (D == 80 or (D > 96 and _is_ampere(gpu))):
-            return FWD[4, 256]
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
     if ITEMSIZE[dtype] == 2 and pads_alike and D == 64 and on_hopper and mask in ("none", "keys"):
         return FWD_LONG
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
         return FWD_HEADS
-    return _row(FWD, ITEMSIZE[dtype], D)
+    return _row(FWD, 2, D) if ITEMSIZE[dtype] == 2 else _fwd_fp32(D, mask)
+
+
+def _fwd_fp32(D: int, mask: str) -> FwdConfig:
+    """The row of the table but where that spills: 8 bytes each."""
+    two_stages = _has_tensor(mask) and D <= 64
+    if VERSION >= (3, 9):
+        wide = 64 < D <= 96 and mask != "keys+dropout"
+        two_stages = two_stages or wide or (mask == "none" and D <= 32)
+    return FWD_FP32 if two_stages else _row(FWD, 4, D)
 
 
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
@@ -237,16 +243,20 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ_MMA_KEYS if mask == "keys" and D > 32 else DQ_MMA
     if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
-    if ITEMSIZE[dtype] == 4 and not _has_tensor(mask):
-        # The next larger tile spills 16 bytes on sm_80 and, with triton 3.9, 592 on sm_90; with
-        # dropout 450 there, and 8 on both.
-        if mask.startswith(("varlen", "keys")) and D > 64:
-            return DQ[4, 256]
-        if mask.endswith("dropout") and (D > 80 or (mask == "causal+dropout" and D > 32)):
-            return DQ[4, 256]
-        if mask.endswith("dropout") and D <= 64 and (D > 32 or _is_ampere(gpu)):
-            return DQ[4, 128]
-    return _row(DQ, ITEMSIZE[dtype], MAX_D if _has_tensor(mask) else D)
+    return _row(DQ, 2, D) if ITEMSIZE[dtype] == 2 else _dq_fp32(gpu, D, mask)
+
+
+def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
+    """The row of the table but where that spills: the bytes are in comments."""
+    if D <= 32 and (mask == "causal+dropout" or (VERSION >= (3, 9) and mask.startswith("add"))):
+        return DQ[4, 128]  # 16, 8
+    if (mask == "add" and 32 < D <= 64) or (mask == "none" and 64 < D <= 96):
+        return DQ_FP32  # 8
+    widest = {"bool+dropout": 64, "add+dropout": 128}.get(mask, 96)
+    crowded = widest < D and (mask.endswith("dropout") or VERSION >= (3, 9))
+    if crowded and not _is_ampere(gpu):
+        return DQ[4, 256]  # 216 to 264; with triton 3.9 24 without dropout
+    return _row(DQ, 4, D)
 
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
@@ -273,28 +283,15 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
 
 
 def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
-    """The row of the table but where that spills, most by triton 3.9: the bytes are in comments."""
-    if mask.startswith("varlen") and D <= 128:
-        return DKDV[4, 128]  # 8 on sm_90
-    drops = mask.endswith("dropout")
-    if VERSION < (3, 9) and _has_tensor(mask) and drops and D > 64 and gpu.arch == "sm_90":
-        return DKDV_ADDED_FP32  # 8 to 16 by four warps where T is a multiple of 16
-    crowded = mask.startswith("keys") or mask in ("none+dropout", "causal+dropout")
-    if mask == "keys+dropout" and D > 64 and _is_ampere(gpu):
-        return DKDV[4, 128] if D <= 80 else DKDV_ADDED_FP32  # 8 by 16 rows and four warps
-    if mask.startswith("add") and D > 96 and _is_ampere(gpu):
-        return DKDV_ADDED_FP32  # 8 by four warps
-    if crowded and D > 96 and _is_ampere(gpu) and not mask.startswith("keys"):
-        return DKDV[4, 128]  # the next is smaller, and takes 8
-    if crowded and D > 64:
-        return DKDV[4, 256]  # 16 on sm_80 and sm_90; dropout: 800 at D = 128 on sm_90
-    if 32 < D <= 64 and (crowded or (gpu.arch, mask) == ("sm_90", "none")):
-        return MMA_MASKED_WIDE  # 8 to 48 by two stages
-    if D <= 32 and crowded and drops and _is_ampere(gpu):
+    """The row of the table but where that spills: the bytes are in comments."""
+    crowded = _has_tensor(mask) or mask.endswith("dropout") or VERSION >= (3, 9)
+    if crowded and 96 < D <= 128 and not _is_ampere(gpu):
+        return DKDV_CROWDED_FP32  # 328 to 456; with triton 3.9 48 to 144 without mask
+    if _has_tensor(mask) and D <= 32 and (VERSION < (3, 9) or mask.startswith("bool")):
+        return DQ[4, 64]  # by one stage 8; with triton 3.9 by two
+    if mask == "keys+dropout" and (D <= 32 or 64 < D <= 96):
         return DKDV[4, 128]  # 8 to 16
-    if VERSION >= (3, 9) and D <= 32 and (gpu.arch, mask) == ("sm_80", "none"):
-        return MMA_MASKED_WIDE  # 16
-    return _row(DKDV, 4, MAX_D if _has_tensor(mask) else D)
+    return _row(DKDV, 4, D)
 
 
 def _has_tensor(mask: str, *others: str) -> bool:

@@ -184,11 +184,9 @@ def _attention_fwd_kernel(
     pid_q = tl.program_id(0) % num_tiles
     first = tl.program_id(0) // num_tiles * HEADS
     if HEADS == 1:
-        head = first.to(tl.int64)
-        _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)
+        _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, first, H, scores, FORM, TILES)
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
-        for i in tl.range(first, last, disable_licm=keeps_invariants()):
-            head = tl.cast(i, tl.int64)
+        for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)

@@ -42,12 +42,19 @@ class Shown(NamedTuple):
 
 
 @triton.jit
+def wide(i):
+    """An int32 that is not negative as an int64, by way of uint32: the upper half is a constant 0,
+    where that of a signed number would stay in a register through the loop."""
+    return i.to(tl.uint32).to(tl.int64)
+
+
+@triton.jit
 def sample_of(packing, scores, head, H, FORM: tl.constexpr):
-    """The sample of a head, head = b * H + h, an int64, and the scores of that head.
+    """The sample of a head, head = b * H + h, an int32, and the scores of that head.
 
     Whatever cu_seqlens holds, no token past `total` is touched, nor more than the T of a launch.
     """
-    b, h = head // H, head % H
+    b, h = wide(head // H), wide(head % H)
     T_q, T_kv = scores.T_q, scores.T_kv
     if FORM.VARLEN:
         first = tl.load(packing.cu_seqlens_ptr + b)
@@ -56,10 +63,10 @@ def sample_of(packing, scores, head, H, FORM: tl.constexpr):
         T_q = tl.minimum(tl.maximum(tl.minimum(last, packing.total) - first, 0), T_q)
         T_kv = T_q
         row = h * packing.stride_rows_h + (first // ROW_PAD + b) * ROW_PAD
-        first = first.to(tl.int64)
+        first = wide(first)
         sample = Sample(first, h, first, first, row)
     else:
-        sample = Sample(b, h, b * T_q, b * T_kv, head * padded(T_q))
+        sample = Sample(b, h, b * T_q, b * T_kv, wide(head) * padded(T_q))
     mask = scores.mask
     if FORM.MASK != "none":
         start = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)

@@ -165,10 +165,15 @@ def store_part(
     rows, x, start, T, D: tl.constexpr,
     BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    offs_t = start + tl.arange(0, BLOCK_T)
+    """The rows before T, columns before D.
+
+    Rows are counted from `start`: with `load_part`'s own comparison the predicates of tiles that
+    were loaded before a loop would live until here, and ptxas spills what its seven cannot hold.
+    """
+    is_row = tl.arange(0, BLOCK_T) < T - start
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
     ptrs = tile_ptrs(rows, start, BLOCK_T, FIRST_D, BLOCK_D)
-    mask = (offs_t[:, None] < T) & (offs_d[None, :] < D)
+    mask = is_row[:, None] & (offs_d[None, :] < D)
     tl.store(ptrs, x.to(rows.ptr.dtype.element_ty), mask=mask)
 
 
