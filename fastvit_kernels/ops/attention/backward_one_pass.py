@@ -263,6 +263,6 @@ def _attention_bwd_one_pass_kernel(
         for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _one_pass_head(
                 dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
-                head, H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
+                tl.cast(head, tl.int32), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
                 HAS_DBIAS,
             )  # fmt: skip

@@ -135,13 +135,12 @@ DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above
 MMA_MASKED_WIDE = SplitConfig(32, 32, 32, 4, 1)
 DQ_FP32 = SplitConfig(32, 16, 16, 4, 1)
 DQ_CONFIGS = [
-    *DQ.values(),
+    *dict.fromkeys([*DQ.values(), MMA_MASKED_WIDE]),
     DQ_FP32,
     DQ_MMA,
     DQ_MMA_KEYS,
     DQ_MASKED,
     DQ_MASKED_WIDE,
-    MMA_MASKED_WIDE,
     SplitConfig(128, 32, 16, 8, 2),
 ]
 DKDV = {
@@ -166,13 +165,12 @@ DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
 DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
 DKDV_CROWDED_FP32 = SplitConfig(32, 16, 16, 8, 1)  # a mask or dropout, D above 96, not by mma.sync
 DKDV_CONFIGS = [
-    *dict.fromkeys([*DKDV.values(), *DKDV_MMA.values()]),
+    *dict.fromkeys([*DKDV.values(), *DKDV_MMA.values(), MMA_MASKED_WIDE]),
     DKDV_HOPPER,
     DKDV_MASKED,
     DKDV_MMA_KEYS,
     DQ[4, 64],
     DKDV_CROWDED_FP32,
-    MMA_MASKED_WIDE,
 ]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
 ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)

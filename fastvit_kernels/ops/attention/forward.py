@@ -188,5 +188,6 @@ def _attention_fwd_kernel(
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
-        for head in tl.range(first, last, disable_licm=keeps_invariants()):
+        for i in tl.range(first, last, disable_licm=keeps_invariants()):
+            head = tl.cast(i, tl.int32)  # the interpreter's is a Python int
             _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)
