@@ -13,9 +13,12 @@ from .steps import LISTED
 
 
 def worst(kernels: Iterable[Kernel]) -> dict[tuple[str, str, str, str], Kernel]:
-    """By row of the table: specialisations that differ in an argument's value alone are one row."""
+    """By row of the table: specialisations that differ in an argument's value alone are one row.
+
+    The hot loop of a row is the longest, in whatever order they were compiled.
+    """
     rows: dict[tuple[str, str, str, str], Kernel] = {}
-    for kernel in kernels:
+    for kernel in sorted(kernels, key=_by_loop, reverse=True):
         row = rows.get(kernel.row_key(), kernel)
         warps = [w for w in (row.warps_per_sm, kernel.warps_per_sm) if w is not None]
         rows[kernel.row_key()] = replace(
@@ -28,6 +31,11 @@ def worst(kernels: Iterable[Kernel]) -> dict[tuple[str, str, str, str], Kernel]:
             useful=min((u for u in (row.useful, kernel.useful) if u is not None), default=None),
         )
     return dict(sorted(rows.items()))
+
+
+def _by_loop(kernel: Kernel) -> tuple[float, str, str, str, str]:
+    cycles = float(kernel.hot_loop.rpartition(" ")[2] or 0)
+    return cycles, kernel.hot_loop, kernel.products, kernel.tensor_cores, kernel.copies
 
 
 HEADER = (

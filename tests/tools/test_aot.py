@@ -211,6 +211,13 @@ def test_table_row_is_the_worst_of_its_specialisations():
     assert (row.registers, row.shared, row.warps_per_sm) == (160, 98304, 8)
 
 
+def test_table_row_shows_the_longest_loop_in_whatever_order_cases_were_compiled():
+    quick, slow = (replace(KERNEL, hot_loop=loop, key=loop) for loop in ("shared 268", "ALU 1532"))
+    for kernels in ([quick, slow, KERNEL], [KERNEL, slow, quick]):
+        (row,) = worst(kernels).values()
+        assert row.hot_loop == "ALU 1532"
+
+
 @pytest.mark.parametrize(
     ("registers", "shared", "num_warps", "warps"),
     [
