@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from guard import guard_pages
 from numerics import DEVICE, assert_accurate, dtype_id, rand
 from torch import library
 
@@ -54,6 +55,18 @@ def test_varlen_backward(max_seqlen, one_pass):
     """A max_seqlen beyond the longest leaves tiles and whole parts of the queries empty."""
     with forced("attention_bwd", BwdForm(one_pass)):
         _check((130, 0, 1, 37), 16, bf16, max_seqlen, H=1)
+
+
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one_pass", "split"])
+def test_varlen_reads_no_row_behind_the_last_sequence(one_pass):
+    """Where max_seqlen fills the tiles, and NaN lies behind the last token: 0 * NaN is NaN."""
+    qkv, upstream = rand(42, 3, 1, 16, dtype=bf16), rand(42, 1, 16, dtype=bf16, grad=False)
+    starts = _starts(5, 0, 37)
+    with forced("attention_bwd", BwdForm(one_pass)), guard_pages() as guard:
+        qkv, upstream = guard.place(qkv, "qkv"), guard.place(upstream, "upstream")
+        out = varlen_attention(qkv, starts, 256)
+        (gradient,) = torch.autograd.grad(out, qkv, upstream)
+    assert out.isfinite().all() and gradient.isfinite().all()
 
 
 def test_varlen_scale():
