@@ -128,7 +128,7 @@ DQ = {
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
 }
 DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
-DQ_MMA_KEYS = SplitConfig(128, 16, 16, 4, 2)  # at D = 64, where that spills with triton 3.9
+DQ_MMA_KEYS = SplitConfig(128, 16, 16, 4, 2)  # at D = 64 beside keys or dropout, where that spills
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
@@ -160,7 +160,7 @@ DKDV_MMA = {  # without mask and dropout
     (2, 128): SplitConfig(128, 16, 16, 8, 2),
     (2, 256): SplitConfig(64, 16, 16, 8, 1),
 }
-DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # without causal scores and dropout
+DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # D = 64 without a mask of pairs; D = 32 with none
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
 DKDV_MMA_KEYS = SplitConfig(32, 64, 64, 4, 1)  # beside dropout, D above 96: the other spills
 DKDV_CROWDED_FP32 = SplitConfig(32, 16, 16, 8, 1)  # a mask or dropout, D above 96, not by mma.sync
@@ -189,6 +189,7 @@ ONE_PASS_CONFIGS = [
     OnePassConfig(32, 32, False, 1, 4, 2),
     OnePassConfig(64, 64, False, 2, 4, 2),
 ]
+DROPPED = ("none+dropout", "causal+dropout")  # dropout where no mask is loaded
 
 
 def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
@@ -201,6 +202,8 @@ def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
+        if long_on_mma and D == 64 and mask in ("bool", "add"):
+            return FWD_LONG
         if D > 96 and _is_ampere(gpu):
             return FWD_MMA_MASKED_WIDE if long_on_mma else FWD_MMA_MASKED_SHORT
         spills = mask == "bool+dropout" and 64 < D <= 80 and _is_ampere(gpu)  # 16 bytes
@@ -239,6 +242,8 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
         return DQ_MMA_KEYS if mask == "keys" and D > 32 else DQ_MMA
+    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in DROPPED:
+        return DQ_MMA_KEYS
     if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
     return _row(DQ, 2, D) if ITEMSIZE[dtype] == 2 else _dq_fp32(gpu, D, mask)
@@ -259,10 +264,12 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
 
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
-        if mask in ("keys", "varlen"):
+        if mask in ("keys", "varlen", "causal", *DROPPED):
             return DKDV_HOPPER
         if mask in ("bool", "add"):
             return DKDV[2, 64]  # the larger tile spills 8 bytes, 24 at T = 50 with triton 3.9
+    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in ("bool", *DROPPED):
+        return DKDV_MMA[2, 64]
     if 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
         if mask.startswith("add") or mask == "bool+dropout":
             return MMA_MASKED_WIDE
