@@ -108,22 +108,6 @@ def test_attention_large_strides():
     assert_accurate(attention, attention_ref, {"qkv": fake_batch.requires_grad_()})
 
 
-def test_attention_sample_past_2_31():
-    """The third sample begins at element 2^31, by a stride that fits 32 bits."""
-    T, H, D = 3, 1, 16
-    storage = torch.from_numpy(np.zeros(2**31 + T * 3 * H * D, np.int16))  # pages come when written
-    storage = storage.to(DEVICE).view(bf16)
-    far = storage.as_strided((3, T, 3, H, D), (2**30, 3 * H * D, H * D, D, 1))
-    near = rand(3, T, 3, H, D, grad=False).to(bf16)
-    far.copy_(near)
-    upstream = rand(3, T, H, D, grad=False).to(bf16)
-    found, expected = attention(far.requires_grad_()), attention(near.requires_grad_())
-    assert torch.equal(found, expected)
-    (dfar,) = torch.autograd.grad(found, far, upstream)
-    (dnear,) = torch.autograd.grad(expected, near, upstream)
-    assert torch.equal(dfar, dnear)
-
-
 @pytest.mark.parametrize("scale", [30.0, 1e-6], ids=["large_scores", "tiny_scores"])
 def test_attention_extremes(scale):
     assert_accurate(attention, attention_ref, _qkv(1, 70, 1, 64, fp32, scale))

@@ -979,7 +979,7 @@ TILES = [
         "samples-wide", "ops/attention/samples.py", "wide",
         "the number of a head multiplies strides in 32 bits",
         "i.to(tl.uint32).to(tl.int64)", "i",
-        only=("ops/test_attention.py::test_attention_sample_past_2_31",),
+        only=("ops/test_extremes.py::test_attention_addresses_past_2_31",),
     ),
     Fault(
         "tiles-second-columns", "ops/attention/tiles.py", "product_over_d",

@@ -80,7 +80,8 @@ FWD = {
     (4, 128): FwdConfig(32, 16, 32, 1, 8, 1),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
-# T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys.
+# T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys. By
+# mma.sync above T = 64 beside dropout too, and at D = 64 beside a mask.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
 # On sm_90 at D = 64, without mask or with one of keys, also in these buckets, where 128 rows pad T
 # no more than 64 do: by the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577. At 257
@@ -153,7 +154,7 @@ DKDV = {
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 4, 1),
 }
-DKDV_MMA = {  # without mask and dropout
+DKDV_MMA = {  # without a mask of pairs and dropout; the row of D = 64 beside most of them too
     (2, 32): SplitConfig(128, 32, 32, 4, 2),
     (2, 64): SplitConfig(128, 16, 16, 4, 2),
     (2, 80): SplitConfig(128, 32, 32, 8, 2),
@@ -300,7 +301,7 @@ def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
 
 
 def _has_tensor(mask: str, *others: str) -> bool:
-    """A mask that is loaded takes registers: its tiles are those of the widest heads."""
+    """Whether a mask is loaded, which takes registers."""
     return mask.startswith(("bool", "add", *others))
 
 
