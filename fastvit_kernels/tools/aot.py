@@ -1,7 +1,7 @@
 """Compile every kernel of a step for named GPUs, on a machine that need not have one.
 
 A step runs on fake CPU tensors (shapes, strides and dtypes, no memory). A dispatch mode calls each
-operator's launcher where a real step would; `JITFunction.run` is replaced inside `capture` by one
+operator's launcher where a real step would; `JITFunction.run` is replaced inside `tracing` by one
 that swaps tensors for bare pointers of the same dtype and alignment and compiles without launching.
 So Triton's own binder chooses the specialisations, as in a real step. A small stand-in driver names
 the target. What the tensors' device does change, and how the cache keys compare: docs/compile.md.
@@ -60,7 +60,7 @@ class Trace:
     launches: list[Launch] = field(default_factory=list)
     torch_calls: list[LibraryCall] = field(default_factory=list)
     digests: set[str] = field(default_factory=set)  # of what was compiled: `digest_of`
-    known: set[str] = field(default_factory=set)  # of what was not, since `capture` was told so
+    known: set[str] = field(default_factory=set)  # of what was not, since `tracing` was told so
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -158,8 +158,8 @@ WHOLE = Share(0, 1)
 
 
 @contextmanager
-def capture(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
-    """Inside, kernel launches compile for `target` and join the yielded trace.
+def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
+    """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace.
 
     Args:
         share: compile and list this part alone.
@@ -178,9 +178,10 @@ def capture(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names(self)})
+        names = self.signature.parameters
+        given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names})
         given.apply_defaults()
-        options = {k: x for k, x in kwargs.items() if k not in given.arguments}
+        options = {k: x for k, x in kwargs.items() if k not in names}
         same = f"{specialisation(self, given.arguments)}|{options}"
         if order.setdefault(same, len(order)) % share.of != share.number:
             return
@@ -205,35 +206,23 @@ def capture(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
         grid = grid(given.arguments) if callable(grid) else grid
         trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
 
-    def names(function: Any) -> set[str]:
-        return set(function.signature.parameters)
-
     former_driver = getattr(driver, "_active", None)
-    former_listener = triton.knobs.compilation.listener
-    former_dump = triton.knobs.nvidia.dump_ptxas_log
     driver.set_active(_AbsentDriver(target))  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only
-    triton.knobs.nvidia.dump_ptxas_log = True
     try:
-        with on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)):
+        with (
+            triton.knobs.compilation.scope(),
+            triton.knobs.nvidia.scope(),
+            on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
+            FakeTensorMode(),
+            _RunLaunchers(trace),
+            backend("triton"),
+        ):
+            triton.knobs.nvidia.dump_ptxas_log = True
             yield trace
     finally:
-        triton.knobs.nvidia.dump_ptxas_log = former_dump
         JITFunction.run = run
-        triton.knobs.compilation.listener = former_listener
         driver.set_active(former_driver)  # pyright: ignore[reportArgumentType]
-
-
-@contextmanager
-def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
-    """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace."""
-    with (
-        capture(target, share, known) as trace,
-        FakeTensorMode(),
-        _RunLaunchers(trace),
-        backend("triton"),
-    ):
-        yield trace
 
 
 def trace_step(

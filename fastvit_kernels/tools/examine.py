@@ -21,6 +21,7 @@ from .loop_model import (
     unit_cycles,
     work,
 )
+from .machine_code import Code
 from .resources import Kernel
 from .useful import longest_walk, useful_products
 
@@ -34,28 +35,23 @@ class Timed(NamedTuple):
 
 
 @functools.cache
-def _regions(key: str) -> list[Region]:
-    code = _LAUNCHES[key].code
-    assert code is not None
+def _regions(code: Code) -> list[Region]:
     return regions(code.instructions, code.blocks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _modelled(
-    key: str, arch: str, grid: tuple[int, ...], integers: Any, moved: int, trips: int | None
+    kernel: Kernel, code: Code, grid: tuple[int, ...], integers: Any, moved: int, trips: int | None
 ) -> Modelled:
-    launch, roof = _LAUNCHES[key], ROOFS[arch]
-    code, kernel = launch.code, launch.kernel
-    assert code is not None
+    roof = ROOFS[kernel.arch]
     resident = (kernel.warps_per_sm or 0) // code.num_warps
-    done = work(_regions(key), code.blocks, integers, grid, roof, code.num_stages, resident, trips)
+    done = work(_regions(code), code.blocks, integers, grid, roof, code.num_stages, resident, trips)
     return launch_time(
         done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
         tensor_bytes=moved,
     )  # fmt: skip
 
 
-_LAUNCHES: dict[str, Launch] = {}  # one of each kernel, for _modelled
 _GUESSED: dict[str, bool] = {}  # by kernel: whether a loop ends by what memory holds
 
 
@@ -72,12 +68,10 @@ def is_modelled(launch: Launch) -> bool:
 
 def timed(launch: Launch) -> Timed:
     """The modelled time of a launch on a GPU that ROOFS lists."""
-    kernel = launch.kernel
-    _LAUNCHES.setdefault(kernel.key, launch)
+    kernel, code = launch.kernel, launch.code
+    assert code is not None
     trips = longest_walk(kernel.kernel, launch.arguments)
-    modelled = _modelled(
-        kernel.key, kernel.arch, launch.grid, launch.integers, launch.tensor_bytes, trips
-    )
+    modelled = _modelled(kernel, code, launch.grid, launch.integers, launch.tensor_bytes, trips)
     useful = useful_products(kernel.kernel, launch.arguments)
     done = modelled.multiply_adds
     return Timed(launch, modelled, useful / done if useful and done else None)
@@ -88,16 +82,13 @@ def examine(launch: Launch) -> Kernel:
     kernel, code, roof = launch.kernel, launch.code, ROOFS.get(launch.kernel.arch)
     if code is None or roof is None:
         return kernel
-    loop = hot_loop(code.loops)
-    hot, products = "", ""
-    if loop is not None:
+    hot = products = ""
+    if (loop := hot_loop(code.loops)) is not None:
         own = sass.count(loop.own)
         cycles = unit_cycles(own, roof)
         unit = bound(cycles)
-        hot, products = (
-            f"{unit} {cycles[unit]:.0f}",
-            f"{own.waits}/{own.hgmma}" if own.hgmma else "",
-        )
+        hot = f"{unit} {cycles[unit]:.0f}"
+        products = f"{own.waits}/{own.hgmma}" if own.hgmma else ""
     return replace(
         kernel, hot_loop=hot, products=products, useful=timed(launch).useful, faults=faults(code)
     )

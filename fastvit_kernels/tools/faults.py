@@ -91,7 +91,7 @@ def _reads_before_fence(ptx: Ptx) -> bool:
         at = open_.pop(0)
         state = states[at]
         for op in ptx.blocks[at].ops:
-            if op.name.startswith("cp.async.c") and len(op.operands) > 2:
+            if op.is_copy:
                 state |= ISSUED
             elif op.name.startswith("cp.async.wait"):
                 state |= LANDED if state & ISSUED else 0

@@ -35,7 +35,8 @@ class Code:
 
     @cached_property
     def disassembly(self) -> str:
-        return _kept(self.compiled, "sass", lambda: _disassemble(self.compiled.asm["cubin"]))
+        cubin = self.compiled.asm["cubin"]
+        return _kept(self.compiled, "sass", lambda: printed_by("nvdisasm", cubin, "-c", "-ndf"))
 
     @cached_property
     def remarks(self) -> str:
@@ -77,11 +78,12 @@ def _kept(compiled: Any, kind: str, make: Callable[[], str]) -> str:
     return text
 
 
-def _disassemble(cubin: bytes) -> str:
+def printed_by(tool: str, cubin: bytes, *options: str) -> str:
+    """What nvdisasm or cuobjdump, those that Triton brings, print of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
+        command = [getattr(triton.knobs.nvidia, tool).path, *options, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -72,7 +72,7 @@ class Ptx:
     def __init__(self, text: str):
         _, _, body = text.partition(".entry ")
         signature, _, body = body.partition("{")
-        self.parameters = re.findall(r"\.param (\S+) .*?(\w+_param_\d+)", signature)
+        self.parameters = re.findall(r"\.param \S+ .*?(\w+_param_\d+)", signature)
         threads = re.search(r"\.reqntid (\d+)", signature)
         self.num_warps = int(threads[1]) // 32 if threads else 0
         self.blocks = [Block("")]
@@ -91,7 +91,7 @@ class Ptx:
             return
         op = Op(match[1] or "", match[2], _operands(match[3]))
         self.blocks[-1].ops.append(op)
-        if op.name.startswith("bra") or op.name in ("ret", "exit"):
+        if op.leaves:
             self.blocks.append(Block(""))
 
     @cached_property
@@ -104,13 +104,11 @@ class Ptx:
         """The blocks that may follow each."""
         found = []
         for at, block in enumerate(self.blocks):
-            last = block.ops[-1] if block.ops else None
             following = [at + 1] if at + 1 < len(self.blocks) else []
-            if last is not None and last.name.startswith("bra"):
+            last = block.ops[-1] if block.ops else None
+            if last is not None and last.leaves:
                 following = following if last.guard else []
-                following = [self.place[last.operands[0]], *following]
-            elif last is not None and last.name in ("ret", "exit") and not last.guard:
-                following = []
+                following += [self.place[last.operands[0]]] if last.is_branch else []
             found.append(following)
         return found
 
@@ -122,40 +120,23 @@ class Ptx:
     @cached_property
     def _deciding(self) -> list[list[Op]]:
         """The ops of each block that bear on a branch."""
+        ops = [op for block in self.blocks for op in block.ops]
         writers: dict[str, list[Op]] = {}
-        for block in self.blocks:
-            for op in block.ops:
-                for name in written(op):
-                    writers.setdefault(name, []).append(op)
+        for op in ops:
+            for name in written(op):
+                writers.setdefault(name, []).append(op)
         wanted: set[str] = set()
-        open_ = [
-            op.guard.lstrip("!")
-            for block in self.blocks
-            for op in block.ops
-            if op.guard and (op.name.startswith("bra") or op.name in ("ret", "exit"))
-        ]
-        open_ += [
-            op.operands[3] for block in self.blocks for op in block.ops if _is_partial_copy(op)
-        ]
+        open_ = [op.guard.lstrip("!") for op in ops if op.guard and op.leaves]
+        open_ += [op.operands[3] for op in ops if _is_partial_copy(op)]
         while open_:
             name = open_.pop()
             if name in wanted:
                 continue
             wanted.add(name)
-            for op in writers.get(name, ()):
-                if not is_scalar(op):
-                    continue
-                open_ += REGISTER.findall(" ".join(op.operands[1:]))
-                open_ += [op.guard.lstrip("!")] if op.guard else []
+            for op in filter(is_scalar, writers.get(name, ())):
+                open_ += REGISTER.findall(" ".join((op.guard, *op.operands[1:])))
         return [
-            [
-                op
-                for op in block.ops
-                if op.name.startswith("bra")
-                or op.name in ("ret", "exit")
-                or op.name.startswith("cp.async.c")
-                or any(name in wanted for name in written(op))
-            ]
+            [op for op in block.ops if op.leaves or op.is_copy or wanted.intersection(written(op))]
             for block in self.blocks
         ]
 
@@ -181,22 +162,18 @@ class Ptx:
     @cached_property
     def _program(self) -> list[list[_Step]]:
         """What decides the branches of each block, read once for all programs and launches."""
-        return [
-            [self._step(at, op) for op in ops if not op.name.startswith("cp.") or op.operands[2:]]
-            for at, ops in enumerate(self._deciding)
-        ]
+        return [[self._step(at, op) for op in ops] for at, ops in enumerate(self._deciding)]
 
     def _step(self, at: int, op: Op) -> _Step:
         kind, number, names, value = "set", 0, written(op), evaluator(op)
-        if op.name.startswith("bra"):
+        if op.is_branch:
             kind, number = "branch", self.place[op.operands[0]]
-        elif op.name in ("ret", "exit"):
+        elif op.leaves:
             kind = "end"
-        elif op.name.startswith("cp.async.c"):
+        elif op.is_copy:
             kind, number = "copy", int(op.operands[2], 0)
             names = [op.operands[3]] if _is_partial_copy(op) else []
-        ends, stays = self._ends_a_loop(at, op) if op.guard and kind != "set" else (False, False)
-        ends &= kind in ("branch", "end")
+        ends, stays = self._ends_a_loop(at, op) if op.guard and op.leaves else (False, False)
         guard = op.guard.lstrip("!")
         return _Step(kind, guard, op.guard != guard, ends, stays, number, names, value)
 
@@ -211,9 +188,7 @@ class Ptx:
             program, grid: program ids and their numbers, up to three.
             trips: how often a loop runs whose end is unknown.
         """
-        registers: Registers = {
-            name: value for (_, name), value in zip(self.parameters, arguments, strict=False)
-        }
+        registers: Registers = dict(zip(self.parameters, arguments, strict=False))
         for axis, i, n in zip("xyz", (*program, 0, 0), (*grid, 1, 1), strict=False):
             registers |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": n}
         registers |= {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": thread % 32}
@@ -261,9 +236,7 @@ class Ptx:
 
 def _is_partial_copy(op: Op) -> bool:
     """A cp.async with a size of its own: 0 where the load is masked."""
-    return (
-        op.name.startswith("cp.async.c") and len(op.operands) > 3 and op.operands[3][:1] == "%"
-    )  # fmt: skip
+    return op.is_copy and len(op.operands) > 3 and op.operands[3].startswith("%")
 
 
 _WGMMA = re.compile(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)")
@@ -289,11 +262,10 @@ def _moved(name: str) -> int:
 
 
 def traffic(ops: Sequence[Op]) -> Traffic:
-    copies = [op for op in ops if op.name.startswith("cp.async.c") and len(op.operands) > 2]
     expected = [op.operands[-1] for op in ops if "expect_tx" in op.name]
     return Traffic(
         sum(_moved(op.name) for op in ops if op.name.startswith("ld.global")),
-        sum(32 * int(op.operands[2], 0) for op in copies),
+        sum(32 * int(op.operands[2], 0) for op in ops if op.is_copy),
         sum(_moved(op.name) for op in ops if op.name.startswith("st.global")),
         sum(int(text, 0) for text in expected if text[:1].isdigit()),
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..runtime.triton import triton
-from .machine_code import Code, keep_remarks
+from .machine_code import Code, keep_remarks, printed_by
 
 
 @dataclass(frozen=True)
@@ -148,11 +145,7 @@ def _multiplies_16_bit(ttir: str) -> bool:
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = printed_by("cuobjdump", cubin, "--dump-resource-usage")
     usage = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 

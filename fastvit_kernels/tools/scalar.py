@@ -20,6 +20,20 @@ class Op(NamedTuple):
     name: str  # "add.s32"
     operands: tuple[str, ...]
 
+    @property
+    def is_branch(self) -> bool:
+        return self.name.startswith("bra")
+
+    @property
+    def leaves(self) -> bool:
+        """Whether another block, or none, may follow it."""
+        return self.is_branch or self.name in ("ret", "exit")
+
+    @property
+    def is_copy(self) -> bool:
+        """cp.async.ca or .cg; cp.async.commit_group has no operands."""
+        return self.name.startswith("cp.async.c") and len(self.operands) > 2
+
 
 REGISTER = re.compile(r"%[a-z]+\d+")
 _WIDTH = re.compile(r"\.([subf])(8|16|32|64)\b")
@@ -102,16 +116,17 @@ def evaluator(op: Op) -> Evaluate:
         return read[0]
     if kind in ("not", "neg", "abs"):
         mask = (1 << bits) - 1
-        return _of_one({"not": lambda a: ~a & mask, "neg": lambda a: -a, "abs": abs}[kind], read[0])
+        f = {"not": lambda a: ~a & mask, "neg": lambda a: -a, "abs": abs}[kind]
+        return _applied(f, read[0])
     if kind == "bfe" and not signed:
-        return _of_three(lambda a, b, c: (a >> b) & ((1 << c) - 1), *read)
+        return _applied(lambda a, b, c: (a >> b) & ((1 << c) - 1), *read)
     if kind == "mad" and "hi" not in modifiers:
-        return _of_three(lambda a, b, c: a * b + c, *read)
+        return _applied(lambda a, b, c: a * b + c, *read)
     if kind == "setp" and len(modifiers) == 2:
         compare = _COMPARE[modifiers[0]]
-        return _of_two(lambda a, b: int(compare(a, b)), *read)
+        return _applied(lambda a, b: int(compare(a, b)), *read)
     if kind in _BINARY and "hi" not in modifiers and len(read) == 2:
-        return _of_two(_BINARY[kind], *read)
+        return _applied(_BINARY[kind], *read)
     return _unknown
 
 
@@ -123,25 +138,11 @@ def _selected(first: Evaluate, second: Evaluate, condition: str) -> Evaluate:
     return value
 
 
-def _of_one(f: Callable[[int], int], x: Evaluate) -> Evaluate:
+def _applied(f: Callable[..., int | None], *read: Evaluate) -> Evaluate:
+    """f of the operands; unknown where one is."""
+
     def value(registers: Registers) -> int | None:
-        a = x(registers)
-        return None if a is None else f(a)
-
-    return value
-
-
-def _of_two(f: Callable[[int, int], int | None], x: Evaluate, y: Evaluate) -> Evaluate:
-    def value(registers: Registers) -> int | None:
-        a, b = x(registers), y(registers)
-        return None if a is None or b is None else f(a, b)
-
-    return value
-
-
-def _of_three(f: Callable[[int, int, int], int], x: Evaluate, y: Evaluate, z: Evaluate) -> Evaluate:
-    def value(registers: Registers) -> int | None:
-        a, b, c = x(registers), y(registers), z(registers)
-        return None if a is None or b is None or c is None else f(a, b, c)
+        operands = [one(registers) for one in read]
+        return None if None in operands else f(*operands)
 
     return value
