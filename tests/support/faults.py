@@ -1368,7 +1368,7 @@ HOSTS = [
     ),
     Fault(
         "packed-merger-norm", PACKED_FILE, "Qwen3Merger.fused_forward", "the norm left out",
-        "normed(self.norm, x, self).view", "x.view", only=PACKED_BLOCK,
+        "y.view", "x.view", only=PACKED_BLOCK,
     ),
     Fault(
         "packed-stale", "swap/hosts/read_once.py", "read_once",

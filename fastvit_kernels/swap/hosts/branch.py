@@ -24,10 +24,11 @@ from .fused import (
     Fused,
     Given,
     LayerScale,
-    Norm,
     bypassed,
     inert,
+    is_fused_norm,
     left_dropouts,
+    normed,
 )
 
 Tail = nn.Module | Tensor | None
@@ -61,8 +62,7 @@ def fold(
 
 def takes_samples(norm: Any, body: Any, tail: Iterable[Tail]) -> bool:
     """Whether `pre_norm_branch` computes the samples that it is told alone, without copies."""
-    fused = bypassed(norm) and isinstance(norm, Norm) and bypassed(body)
-    return fused and all(map(_foldable, tail))
+    return is_fused_norm(norm) and bypassed(body) and all(map(_foldable, tail))
 
 
 def skips(norm: Any, body: Any, tail: Iterable[Tail]) -> DropPath | None:
@@ -95,7 +95,7 @@ def kept_of(
     return keep_samples(x.shape[0], path.fused_rate(), x.device)
 
 
-def _apply(item: Tail, y: Tensor) -> Tensor:
+def apply(item: Tail, y: Tensor) -> Tensor:
     if item is None:
         return y
     return y * item if isinstance(item, Tensor) else item(y)
@@ -111,26 +111,15 @@ def add_body(
     epilogue = fold(tail, x, samples) if folds else None
     if epilogue is None:
         y, last = call(y), tail[-1] if tail else None
-        adds = bypassed(last) and isinstance(last, Norm)
+        adds = is_fused_norm(last)
         for item in tail[:-1] if adds else tail:
-            y = _apply(item, y)
+            y = apply(item, y)
         return last.fused_added(y, x) if adds else x + y  # pyright: ignore
     gamma, rows = epilogue
     if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
         x = x.to(torch.promote_types(x.dtype, gamma.dtype))
     epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
     return body.fused_branch(y, epilogue, **context)
-
-
-def normed(norm: Any, x: Tensor, reader: Any) -> Tensor:
-    """norm(x), in the dtype that autocast asks for where `reader` begins with a matmul of ours."""
-    if not (bypassed(norm) and isinstance(norm, Norm)):
-        return norm(x)
-    return norm.fused_and_input(x, _low(x, reader))[0]
-
-
-def _low(x: Tensor, reader: Any) -> torch.dtype | None:
-    return autocast_dtype(x) if reader is not None and reader.fused_reads_low() else None
 
 
 def pre_norm_branch(
@@ -155,20 +144,12 @@ def pre_norm_branch(
         samples = kept_of(x, norm, body, tail, context)
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
-    if bypassed(norm) and isinstance(norm, Norm):
-        rebuild = rebuild and bypass
-        with rebuilt_sum(x) if rebuild else nullcontext() as again:
-            low = _low(x, body if bypass else None)
-            some = () if samples is None else (samples,)
-            y, same = norm.fused_and_input(x, low, *some)
-        residual = same if residual is None or residual is x else residual
-        if rebuild:
-            kept = rebuilt_norm(
-                y, x, *norm.fused_parameters(), again, norm.fused_kind, samples=samples
-            )
-    else:
-        y = x if norm is None else norm(x)
-    residual = x if residual is None else residual
+    rebuild = rebuild and bypass and is_fused_norm(norm)
+    with rebuilt_sum(x) if rebuild else nullcontext() as again:
+        y, same = normed(norm, x, bypass and body.fused_reads_low(), samples)
+    residual = same if residual is None or residual is x else residual
+    if rebuild:
+        kept = rebuilt_norm(y, x, *norm.fused_parameters(), again, norm.fused_kind, samples=samples)
     # Dynamo of torch 2.11 does not take the truth of a function.
     called: Callable[[Tensor], Tensor] = body if call is None else call
     with kept:
@@ -262,7 +243,7 @@ class PreNormBlock(Fused):
         """The norms whose output no fused branch keeps for its backward."""
         low, first = self.fused_memory == "low", self.fused_names[0]
         for name, norm, body, _ in self.fused_branches():
-            fused = isinstance(norm, Norm) and bypassed(norm) and bypassed(body)
+            fused = is_fused_norm(norm) and bypassed(body)
             if low and fused and (name != first or self.fused_first_rebuilds):
                 yield name
 

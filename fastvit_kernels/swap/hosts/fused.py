@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.fx._symbolic_trace as _fx
@@ -269,7 +269,7 @@ def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
 
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
-    if norm is not None and not inert(norm) and not (isinstance(norm, Norm) and bypassed(norm)):
+    if not (inert(norm) or is_fused_norm(norm)):
         yield f"{what} ({type(norm).__name__})", 2 * (width or width_of(norm))
 
 
@@ -299,9 +299,8 @@ class Norm(Fused):
     """A norm over the last axis; a pre-norm branch has it hand its input on."""
 
     fused_axes = (1, 2, 3, 4, 5)
-    fused_kind: ClassVar[
-        Literal["layer_norm", "rms_norm"]
-    ]  # what `rope` calls such a norm of each head
+    # what `rope` calls such a norm of each head
+    fused_kind: ClassVar[Literal["layer_norm", "rms_norm"]]
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -376,13 +375,19 @@ class RmsNorm(Norm):
         return getattr(self, "weight", None), None, self.eps
 
 
-def normed_inside(norm: Any, x: Tensor, low: bool) -> Tensor:
-    """norm(x), in the dtype that autocast asks for where `low`: an op of ours reads it."""
-    if norm is None or inert(norm):
-        return x
-    if not (bypassed(norm) and isinstance(norm, Norm)):
-        return norm(x)
-    return norm.fused_and_input(x, autocast_dtype(x) if low else None)[0]
+def is_fused_norm(norm: object) -> TypeGuard[Norm]:
+    """Whether a block may use the norm's fused parts without calling it."""
+    return isinstance(norm, Norm) and bypassed(norm)
+
+
+def normed(norm: Any, x: Tensor, low: bool, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """norm(x), in the dtype that autocast asks for where `low`: an op of ours reads it; and x for
+    the residual. A fused norm takes the `samples` that are kept alone."""
+    if norm is None:
+        return x, x
+    if not is_fused_norm(norm):
+        return norm(x), x
+    return norm.fused_and_input(x, autocast_dtype(x) if low else None, samples)
 
 
 class LayerScale(Unfused):

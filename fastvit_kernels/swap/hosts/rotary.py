@@ -15,7 +15,7 @@ from ...ops.linear.functions import linear
 from ...ops.rope import rope
 from ...runtime.plain import is_raw
 from .attend import attend, attend_packed, attend_weights, packable, unpack
-from .fused import Norm, bypassed, inert
+from .fused import inert, is_fused_norm
 
 
 class Turn(NamedTuple):
@@ -54,7 +54,7 @@ def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
     """What `rope` needs of two norms of heads of D; None where it cannot stand for them."""
     if all(norm is None or inert(norm) for norm in (q_norm, k_norm)):
         return HeadNorms()
-    if not all(isinstance(norm, Norm) and bypassed(norm) for norm in (q_norm, k_norm)):
+    if not (is_fused_norm(q_norm) and is_fused_norm(k_norm)):
         return None
     (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
         norm.fused_parameters() for norm in (q_norm, k_norm)

@@ -30,7 +30,7 @@ from .fused import (
     left_linears,
     names,
     norm_in_pytorch,
-    normed_inside,
+    normed,
     project,
     width_of,
 )
@@ -154,7 +154,7 @@ class Attention(SelfAttention):
         gate = self.fused_part("gate")
         gate = None if gate is None else project(gate, x).sigmoid()
         out = self.fused_heads(x, **extras).flatten(2)
-        out = normed_inside(self.fused_part("norm"), out, is_plain(self.proj))
+        out, _ = normed(self.fused_part("norm"), out, is_plain(self.proj))
         out = out if gate is None else out * gate
         return self.fused_project_out(out, epilogue)
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
 from ..facts import is_recognised
 from .attend import attend, attend_packed, unpack
-from .branch import PreNormBlock, add_body, fold, normed
+from .branch import PreNormBlock, add_body, fold
 from .fused import (
     Child,
     Fused,
@@ -24,6 +23,7 @@ from .fused import (
     left_linears,
     names,
     norm_in_pytorch,
+    normed,
     project,
     project_out,
 )
@@ -97,12 +97,6 @@ class ParallelScalingBlock(Fused):
         yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
         yield from left_dropouts(self, "mlp_drop")
 
-    def fused_in(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        if bypassed(self.in_norm):
-            low = autocast_dtype(x) if is_plain(self.in_proj) else None
-            return self.in_norm.fused_and_input(x, low)
-        return self.in_norm(x), x
-
     def fused_heads(self: Any, qkv: Tensor) -> Tensor:
         """(B, T, 3C) -> (B, T, C)"""
         dropout_p = self.attn_drop.p if self.training else 0.0
@@ -123,7 +117,7 @@ class ParallelScalingBlock(Fused):
         yield from norm_in_pytorch("in_norm", self.in_norm)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
-        y, x = self.fused_in(x)
+        y, x = normed(self.in_norm, x, is_plain(self.in_proj))
         hidden, qkv = project(self.in_proj, y).split(
             (self.in_split[0], sum(self.in_split[1:])), dim=-1
         )
@@ -164,6 +158,6 @@ class ParallelThingsBlock(Fused):
             for branch in branches:
                 body = getattr(branch, name)
                 bypass = bypassed(body)
-                y = normed(branch.norm, start, body if bypass else None)
+                y, _ = normed(branch.norm, start, bypass and body.fused_reads_low())
                 x = add_body(x, y, body, (branch.ls, branch.drop_path), body, bypass, {})
         return x

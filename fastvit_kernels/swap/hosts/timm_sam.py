@@ -16,13 +16,7 @@ from .attend import attend, attend_packed, unpack
 from .branch import PreNormBlock
 from .fused import NOTHING, Epilogue, Fused, example, inert, names, project, width_of
 from .structure.positions import with_decomposed
-from .windows import Windowed, Windows
-
-
-def windows_of(x: Tensor, side: int) -> Windows:
-    """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
-    grid = (x.shape[1], x.shape[2])
-    return Windows(grid, (side, side) if side else grid, (0, 0))
+from .windows import Windowed, Windows, windows_of
 
 
 class SamAttention(Windowed):

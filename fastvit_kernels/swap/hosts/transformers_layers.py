@@ -10,14 +10,7 @@ from torch import Tensor
 
 from .attend import attend, registered
 from .branch import PreNormBlock
-from .fused import (
-    DropPath,
-    LayerScale,
-    example,
-    names,
-    project,
-    width_of,
-)
+from .fused import DropPath, LayerScale, example, names, project, width_of
 from .parts import Mlp, SelfAttention, SwiGLU
 from .rotary import HeadNorms, Turn, attend_turned, turned
 

@@ -19,8 +19,8 @@ from ...ops.attention.varlen import varlen_attention
 from ...ops.rope import rope
 from ...runtime.plain import is_plain, is_raw
 from .attend import packable
-from .branch import PreNormBlock, normed
-from .fused import Fused, Given, bypassed, example, names, project, width_of
+from .branch import PreNormBlock
+from .fused import Fused, Given, bypassed, example, names, normed, project, width_of
 from .read_once import is_readable, read_once
 from .rotary import turn_of
 from .transformers_layers import UNREAD, Attention, HfMlp, HfSwiGLU
@@ -151,7 +151,8 @@ class Qwen3Merger(Qwen3Mlp):
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         x = x.view(-1, self.hidden_size) if self.use_postshuffle_norm else x
-        return self.fused_branch(normed(self.norm, x, self).view(-1, self.hidden_size))
+        y, _ = normed(self.norm, x, self.fused_reads_low())
+        return self.fused_branch(y.view(-1, self.hidden_size))
 
 
 _QWEN3 = (

@@ -23,7 +23,7 @@ from .fused import (
     inert,
     names,
     norm_in_pytorch,
-    normed_inside,
+    normed,
     project,
     project_out,
     width_of,
@@ -89,9 +89,7 @@ class InternAttention(Attention):
         for name in ("q_norm", "k_norm"):
             yield from norm_in_pytorch(name, getattr(self, name))
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor
-    ) -> Tensor:
+    def fused_heads(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         if inert(self.q_norm) and inert(self.k_norm):
             return super().fused_heads(x)
         packed = self.fused_packed()
@@ -99,7 +97,7 @@ class InternAttention(Attention):
             q, k, v = (project(m, x) for m in self.fused_projections())
         else:
             q, k, v = linear(x, *packed).chunk(3, dim=-1)
-        q, k = (normed_inside(norm, t, True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (normed(norm, t, True)[0] for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
 
@@ -270,15 +268,11 @@ class GemmaAttention(Attention):
                 for m, norm in ((q, self.q_norm), (k, self.k_norm))
             )
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        v = normed_inside(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
+        v, _ = normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
-            q,
-            k,
-            v.transpose(1, 2),
-            mask=by_keys(attention_mask),
-            dropout_p=self.fused_dropout_p(),
-            scale=self.scaling,
-        )
+            q, k, v.transpose(1, 2), mask=by_keys(attention_mask),
+            dropout_p=self.fused_dropout_p(), scale=self.scaling,
+        )  # fmt: skip
 
 
 class GemmaRmsNorm(RmsNorm):

@@ -19,17 +19,7 @@ from torch import Tensor, nn
 from ...runtime.plain import is_hooked, is_plain
 from .attend import attend_packed
 from .branch import PreNormBlock, kept_of, pre_norm_branch
-from .fused import (
-    NOTHING,
-    DropPath,
-    Epilogue,
-    Fused,
-    example,
-    inert,
-    names,
-    project,
-    width_of,
-)
+from .fused import NOTHING, DropPath, Epilogue, Fused, example, inert, names, project, width_of
 from .parts import SelfAttention
 from .transformers_layers import Attention, HfMlp, ViTLayer
 
@@ -92,6 +82,12 @@ class Windows(NamedTuple):
         region = (regions[0][:, None] * 3 + regions[1])[None, :, :, None]
         region = self._replace(grid=self.padded(), shift=(0, 0)).cut(region)[..., 0]
         return (region[:, :, None] != region[:, None]).to(like.dtype) * -100.0
+
+
+def windows_of(x: Tensor, side: int) -> Windows:
+    """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
+    grid = (x.shape[1], x.shape[2])
+    return Windows(grid, (side, side) if side else grid, (0, 0))
 
 
 def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:

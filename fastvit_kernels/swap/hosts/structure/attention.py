@@ -14,11 +14,12 @@ from ....ops.linear.functions import linear
 from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary
-from ..attend import as_one, attend_packed, attend_weights, packable, registered, together
+from ..attend import as_one, packable, registered, together
 from ..fused import NOTHING, Epilogue, Given, example, inert, part, project_out, width_of
 from ..rotary import Turn, attend_turned, turn_of
+from ..windows import windows_of
 from .masks import READINGS, example_of_mask, fits, reading_of
-from .positions import bias_of, grid_of, turned, windows_of, with_decomposed
+from .positions import bias_of, turned, with_decomposed
 from .roles import Roles, as_result, entered, is_ours, weight_and_bias
 
 
@@ -169,9 +170,12 @@ class Attention(Roles):
             return part(self, self.fused_roles.projections[place])(x)
         return linear(x, *weights)
 
-    def fused_together(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        """One weight and bias of three projections; None where they must stay apart."""
+    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one projection to q, k and v; None where they must stay apart, or be
+        called."""
         roles = self.fused_roles
+        if len(roles.projections) == 1:
+            return self.fused_weights(0)
         modules = [part(self, n) for n in roles.projections]
         if not roles.raw:
             return together(modules)
@@ -190,34 +194,21 @@ class Attention(Roles):
             own = bias_of(self.fused_part("table"), self.fused_part("index"))
             mask = own if mask is None else own + mask
         turn = turn_by(roles, angles, x, self.fused_width() // H)
-        norms = None if roles.wide_norms else self.fused_norms()
-        if (turn is not None or angles is None) and norms is not None and (turn or norms.norm):
-            fits = roles.layout == "3HD" and not (roles.causal or roles.along or roles.turn)
-            single = len(roles.projections) == 1
-            packed = (self.fused_weights(0) if single else self.fused_together()) if fits else None
-            if packed is not None:
-                return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
-        plain = angles is None and not (
-            roles.causal or roles.q_norm or roles.k_norm or roles.along or roles.turn
-        )  # fmt: skip
-        simple = plain and mask is None
+        norms = None if roles.wide_norms or roles.causal or roles.along else self.fused_norms()
+        known = norms is not None and (turn is not None or angles is None) and not roles.turn
+        packed = self.fused_packed() if known and roles.layout == "3HD" else None
+        if packed is not None:
+            return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
         if len(roles.projections) == 1:
-            if simple and roles.layout == "3HD":
-                if (weights := self.fused_weights(0)) is not None:
-                    return attend_weights(x, weights[0], weights[1], H, dropout_p=p, scale=scale)
-                return attend_packed(self.fused_project(0, x), H, dropout_p=p, scale=scale)
             qkv = self.fused_project(0, x)
             axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
             qkv = qkv.unflatten(-1, axes[roles.layout])
             qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
+            plain = known and angles is None and norms.norm is None
             if plain and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
                 return attention(qkv, attn_mask=mask, scale=scale, dropout_p=p)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            if simple and (weights := self.fused_together()) is not None:
-                return attend_weights(x, weights[0], weights[1], H, dropout_p=p, scale=scale)
-            if plain and (weights := self.fused_together()) is not None:
-                return attend_packed(linear(x, *weights), H, mask=mask, dropout_p=p, scale=scale)
             q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k)
@@ -269,19 +260,18 @@ class Attention(Roles):
         self: Any, x: Tensor, epilogue: Epilogue = NOTHING, window: int = 0, **extras: Any
     ) -> Tensor:
         roles, grid = self.fused_roles, x.shape[1:3]
-        if window:
-            x = windows_of(x, window)
-        shape = x.shape
+        windows = windows_of(x, window) if window else None
+        x = x if windows is None else windows.cut(x)
         first = part(self, roles.projections[0])
         y, epilogue = entered(self.fused_part("norm"), x, epilogue, first)
-        angles = extras.get(roles.rope)
-        y = y.flatten(1, 2) if roles.grid else y
-        y = self.fused_heads(y, angles, extras.get(roles.mask)).flatten(2)
+        y = y.flatten(1, 2) if y.ndim == 4 else y
+        y = self.fused_heads(y, extras.get(roles.rope), extras.get(roles.mask)).flatten(2)
         if roles.inner_norm:
             y = self.fused_part("inner_norm")(y)
-        y = y.unflatten(1, shape[1:3]) if roles.grid else y
-        if window:  # here, so that nobody projects what was only padded
-            y = grid_of(y, *grid)
+        if windows is not None:  # here, so that nobody projects what was only padded
+            y = windows.joined(y)
+        elif roles.grid:
+            y = y.unflatten(1, grid)
         out, after = self.fused_part("out"), self.fused_part("after")
         if out is None:
             return add_branch(y, **epilogue)

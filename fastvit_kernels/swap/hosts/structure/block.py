@@ -12,22 +12,23 @@ from torch import Tensor, nn
 
 from ....ops.common.samples import DropPathMode, keep_samples, num_kept
 from ....runtime.plain import is_hooked
-from ..branch import fold, normed, pre_norm_branch, skips, takes_samples
+from ..branch import apply, fold, pre_norm_branch, skips, takes_samples
 from ..fused import (
     Child,
     DropPath,
     Inline,
-    Norm,
     bypassed,
     example,
+    is_fused_norm,
     left_dropouts,
+    normed,
     part,
     width_of,
 )
+from ..windows import windows_of
 from .attention import Attention, AttentionRoles, attention_facts, takes, tokens_of
 from .masks import fits
 from .mlp import Mlp, MlpRoles
-from .positions import grid_of, windows_of
 from .roles import Roles, as_result
 
 
@@ -87,23 +88,12 @@ class _Inline(Inline):
         return getattr(self.owner, name)
 
 
-class InlineAttention(_Inline):
-    fused_products, fused_part, fused_width = (
-        Attention.fused_products, Roles.fused_part, Attention.fused_width,
-    )  # fmt: skip
-    fused_draws, fused_reads_low = Attention.fused_draws, Attention.fused_reads_low
-    fused_dropout_p, fused_scale = Attention.fused_dropout_p, Attention.fused_scale
-    fused_heads, fused_normed = Attention.fused_heads, Attention.fused_normed
-    fused_norms = Attention.fused_norms
-    fused_weights, fused_project = Attention.fused_weights, Attention.fused_project
-    fused_together = Attention.fused_together
-    fused_branch = Attention.fused_branch
+class InlineAttention(_Inline, Attention):
+    pass
 
 
-class InlineMlp(_Inline):
-    fused_products, fused_part = Mlp.fused_products, Roles.fused_part
-    fused_draws, fused_reads_low = Mlp.fused_draws, Mlp.fused_reads_low
-    fused_together, fused_branch = Mlp.fused_together, Mlp.fused_branch
+class InlineMlp(_Inline, Mlp):
+    pass
 
 
 def inline(owner: nn.Module, roles: Any) -> Any:
@@ -191,7 +181,7 @@ class Block(Roles):
                 most = 2 if tokens_of(body) else None
                 calls = [
                     (args, {given[n]: v for n, v in kwargs.items() if n in given})
-                    for args, kwargs in islice(Attention.fused_examples(body, generator), most)
+                    for args, kwargs in islice(body.fused_examples(generator), most)
                 ]
                 if roles.sampled:  # batches of which a share is no whole number of samples
                     for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
@@ -265,13 +255,14 @@ class Block(Roles):
             return body
 
         def call(y: Tensor) -> Tensor:
-            x = windows_of(y, size) if size else y
+            windows = windows_of(y, size) if size else None
+            x = y if windows is None else windows.cut(y).unflatten(1, windows.size)
             args, kwargs = step.arguments
             args = [x if a == "x" else a for a in args]
             kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
             result = body(*args, **kwargs)
             result = result if step.item is None else result[step.item]
-            return grid_of(result, *y.shape[1:3]) if size else result
+            return result if windows is None else windows.joined(result.flatten(1, 2))
 
         return call
 
@@ -310,9 +301,8 @@ class Block(Roles):
     def fused_rebuilt(self: Any) -> Iterator[str]:
         """The norms whose output no fused branch keeps for its backward."""
         for step in self.fused_roles.steps if self.fused_memory == "low" else ():
-            norm = part(self, step.norm)
-            fused = isinstance(norm, Norm) and bypassed(norm)
-            if fused and not step.window and bypassed(self.fused_body(step)):
+            fused = is_fused_norm(part(self, step.norm)) and bypassed(self.fused_body(step))
+            if fused and not step.window:
                 yield step.norm
 
     def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
@@ -343,12 +333,12 @@ class Block(Roles):
         index = samples[:kept]
         some = source[index]
         bypass = bypassed(body)
-        y = some if norm is None else normed(norm, some, body if bypass else None)
+        y, _ = normed(norm, some, bypass and body.fused_reads_low())
         folded = fold(tuple(tail), some) if bypass and not body.fused_draws() else None
         if folded is None or folded[1] is not None:
             y = (body if call is None else call)(y)
             for item in tail:
-                y = y * item if isinstance(item, Tensor) else item(y)
+                y = apply(item, y)
         else:
             y = body.fused_branch(y, {"layer_scale": folded[0]}, **context)
         return torch.index_add(residual, 0, index, y.to(residual.dtype), alpha=B / kept)

@@ -1,5 +1,5 @@
-"""What a recognised attention knows of positions: a bias of its scores, q and k that a child turns,
-windows of a grid."""
+"""What a recognised attention knows of positions: a bias of its scores, q and k that a child
+turns."""
 
 from __future__ import annotations
 
@@ -53,18 +53,3 @@ def turned(rotate: Any, q: Tensor, prefix: int, like: Tensor) -> Tensor:
     if not prefix:
         return rotate(q).type_as(like)
     return torch.cat((q[:, :, :prefix], rotate(q[:, :, prefix:])), dim=2).type_as(like)
-
-
-def windows_of(x: Tensor, size: int) -> Tensor:
-    """(B, height, width, C) -> (windows, size, size, C), with zeros below and on the right."""
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % size, 0, -x.shape[1] % size))
-    x = x.unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
-    return x.reshape(-1, size, size, x.shape[-1])
-
-
-def grid_of(windows: Tensor, height: int, width: int) -> Tensor:
-    """The inverse."""
-    size = windows.shape[1]
-    rows, columns = -(-height // size), -(-width // size)
-    x = windows.unflatten(0, (-1, rows, columns)).transpose(2, 3)
-    return x.flatten(3, 4).flatten(1, 2)[:, :height, :width]

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from ....ops.linear.functions import linear
-from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_hooked, is_plain
-from ..fused import Child, Epilogue, Fused, Norm, bypassed, part, why_not_plain
+from ..fused import Child, Epilogue, Fused, bypassed, normed, part, why_not_plain
 
 
 class Roles(Fused):
@@ -46,12 +45,7 @@ class Roles(Fused):
 
 def entered(norm: Any, x: Tensor, epilogue: Epilogue, reader: Any) -> tuple[Tensor, Epilogue]:
     """norm(x) for a norm at a branch's entry, and the epilogue."""
-    if norm is None:
-        return x, epilogue
-    if not (bypassed(norm) and isinstance(norm, Norm)):
-        return norm(x), epilogue
-    low = autocast_dtype(x) if is_ours(reader) else None
-    y, same = norm.fused_and_input(x, low)
+    y, same = normed(norm, x, is_ours(reader))
     return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue
 
 
