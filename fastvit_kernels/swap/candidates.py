@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE
 from .hosts.structure import AttentionRoles, MlpRoles
-from .observe import Event, Observation
+from .observe import Event, Observation, leaves
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
 MATMULS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm")
+SDPA = "scaled_dot_product_attention"
+SOFTMAX = ("softmax", "Softmax", "_softmax")
 MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
 
 
@@ -27,10 +29,6 @@ class Unlike(Refused):
     """The same of a module that nobody would take for one; the report does not name it."""
 
 
-def result_of(seen: Observation) -> tuple[int, int] | None:
-    return None if seen.item is None else (seen.length, seen.item)
-
-
 def _linears(module: nn.Module, seen: Observation) -> list[Event]:
     parts = [e for e in seen.events if e.part]
     return [e for e in parts if isinstance(module.get_submodule(e.part), nn.Linear)]
@@ -38,7 +36,7 @@ def _linears(module: nn.Module, seen: Observation) -> list[Event]:
 
 def origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
     """The values of `stop` that a value was made from, the nearest ones."""
-    made, found, todo, known = seen.producers(), [], [number], set()
+    found, todo, known = [], [number], set()
     while todo:
         n = todo.pop()
         if n in known:
@@ -46,20 +44,21 @@ def origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
         known.add(n)
         if n in stop:
             found.append(n)
-        elif n in made:
-            todo += made[n].inputs
+        elif n in seen.made:
+            todo += seen.made[n].inputs
     return sorted(found)
 
 
 def _all_known(module: nn.Module, roles: Any) -> None:
     """Refuses a module with parameters that no role has."""
-    unknown = _unknown(module, [*_flat(tuple(roles))])
+    unknown = _unknown(module, roles)
     if unknown:
         raise Refused(f"it has parameters that we do not know: {', '.join(unknown[:3])}")
 
 
-def _unknown(module: nn.Module, known: list[str]) -> list[str]:
-    """The parameters that are none of these parts and in none of them."""
+def _unknown(module: nn.Module, roles: Any) -> list[str]:
+    """The parameters that no role has, nor a part that has a role."""
+    known = list(leaves(roles, str))
     parts = tuple(f"{n}." for n in known if n)
     return [
         n for n, _ in module.named_parameters() if n not in known and not n.startswith(parts)
@@ -67,17 +66,6 @@ def _unknown(module: nn.Module, known: list[str]) -> list[str]:
 
 
 # Attention.
-
-
-def _core(seen: Observation) -> tuple[Event, bool] | None:
-    """The event in the middle of attention, and whether it is scaled_dot_product_attention."""
-    for event in seen.events:
-        if event.function == "scaled_dot_product_attention":
-            return event, True
-    for event in seen.events:
-        if event.function in ("softmax", "Softmax", "_softmax"):
-            return event, False
-    return None
 
 
 def attention_roles(
@@ -89,14 +77,17 @@ def attention_roles(
         whole: `module` has no other parts.
     Raises: Refused where there is one, of something else.
     """
-    core = _core(seen)
-    return None if core is None else _attention_roles(module, seen, *core, whole)
+    cores = [e for e in seen.events if e.function in (SDPA, *SOFTMAX)]
+    if not cores:
+        return None
+    core = next((e for e in cores if e.function == SDPA), cores[0])
+    return _attention_roles(module, seen, core, whole)
 
 
 def _attention_roles(
-    module: Any, seen: Observation, core: Event, is_sdpa: bool, whole: bool
+    module: Any, seen: Observation, core: Event, whole: bool
 ) -> Iterator[AttentionRoles]:
-    place = seen.events.index(core)
+    is_sdpa, place = core.function == SDPA, seen.events.index(core)
     linears = _linears(module, seen)
     before = [e for e in linears if seen.events.index(e) < place]
     behind = [e for e in linears if seen.events.index(e) > place]
@@ -106,13 +97,12 @@ def _attention_roles(
     shape = seen.shape(seen.first)
     grid, B = len(shape) == 4, shape[0]
     T = shape[1] * shape[2] if grid else shape[1]
-    heads = _heads(seen, core, is_sdpa, B, T)
-    stop = {e.output for e in before}
+    heads = _heads(seen, core, B, T)
     named = {e.output: e.part for e in before}
-    order = _query_key_value(seen, core, is_sdpa, stop) or [e.output for e in before]
+    order = _query_key_value(seen, core, set(named)) or list(named)
     roles = AttentionRoles(
-        tuple(named[n] for n in order) if len(before) == 3 else (before[0].part,),
-        heads, behind[0].part if behind else "", grid=grid, result=result_of(seen),
+        tuple(named[n] for n in order), heads, behind[0].part if behind else "", grid=grid,
+        result=seen.place,
     )  # fmt: skip
     roles = roles._replace(**_around(module, seen, core, before, behind))
     rounds = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
@@ -162,20 +152,20 @@ def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:
         return {}
     if len(calls) != len(projections):
         raise Refused("it reads the weights of Linears without calling them")
-    made, found = seen.producers(), []
+    found = []
     for name in projections:
         bias = _argument(calls[name], 2, "bias", None)
         ends: tuple[Any, ...] = () if bias is None else (bias,)
-        if bias is not None and bias.number in made and made[bias.number].function == "cat":
-            ends = made[bias.number].args[0]
+        source = None if bias is None else seen.made.get(bias.number)
+        if source is not None and source.function == "cat":
+            ends = source.args[0]
         found.append(tuple(seen.parameters.get(v.number, "") for v in ends))
     return {"raw": True, "biases": tuple(found)}
 
 
 def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, Any]:
     """What parameters that are in none of its parts may be for the scores, by their shapes."""
-    known = [n for v in roles if isinstance(v, (str, tuple)) for n in _flat(v)]
-    unknown = _unknown(module, known)
+    unknown = _unknown(module, roles)
     shapes = {n: seen.shape(i) for i, n in seen.parameters.items() if n in unknown}
     shape = seen.shape(seen.first)
     T = shape[1] if len(shape) == 3 else 0
@@ -191,14 +181,6 @@ def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, An
     ):
         return {"along": tuple(shapes)}
     return {}
-
-
-def _flat(value: Any) -> Iterator[str]:
-    if isinstance(value, tuple):
-        for v in value:
-            yield from _flat(v)
-    elif isinstance(value, str):
-        yield value
 
 
 def _argument(event: Event, place: int, name: str, default: Any) -> Any:
@@ -227,8 +209,8 @@ def _rates(module: Any) -> list[str]:
     return sorted([*rates, *parts], key=lambda n: "att" not in n.rpartition(".")[2])
 
 
-def _heads(seen: Observation, core: Event, is_sdpa: bool, B: int, T: int) -> int:
-    if is_sdpa:
+def _heads(seen: Observation, core: Event, B: int, T: int) -> int:
+    if core.function == SDPA:
         q = seen.shape(core.inputs[0])
         if len(q) == 4 and q[0] == B and q[2] == T:
             return q[1]
@@ -246,24 +228,17 @@ def _heads(seen: Observation, core: Event, is_sdpa: bool, B: int, T: int) -> int
     raise Refused(f"its softmax is over scores of the shape {scores}")
 
 
-def _query_key_value(
-    seen: Observation, core: Event, is_sdpa: bool, stop: set[int]
-) -> list[int] | None:
+def _query_key_value(seen: Observation, core: Event, stop: set[int]) -> list[int] | None:
     """The outputs of the projections in the order q, k, v; None where the run does not tell."""
     if len(stop) != 3:
         return None
-    if is_sdpa:
+    if core.function == SDPA:
         ends = list(core.inputs[:3])
     else:
-        made = seen.producers()
         scores = _matmul_before(seen, core.inputs[0])
-        if scores is None:
-            return None
-        last = next(
-            (e for e in seen.events[seen.events.index(made[core.output]) + 1 :]
-             if e.function in MATMULS), None
-        )  # fmt: skip
-        if last is None or len(scores.inputs) < 2:
+        behind = seen.events[seen.events.index(core) + 1 :]
+        last = next((e for e in behind if e.function in MATMULS), None)
+        if scores is None or last is None or len(scores.inputs) < 2:
             return None
         values = [n for n in last.inputs if core.output not in origins(seen, n, {core.output})]
         ends = [*scores.inputs[-2:], *values[:1]]
@@ -274,13 +249,10 @@ def _query_key_value(
 
 
 def _matmul_before(seen: Observation, number: int) -> Event | None:
-    made = seen.producers()
-    while number in made:
-        event = made[number]
-        if event.function in MATMULS:
-            return event
-        number = event.inputs[0] if event.inputs else -1
-    return None
+    event = seen.made.get(number)
+    while event is not None and event.function not in MATMULS:
+        event = seen.made.get(event.inputs[0]) if event.inputs else None
+    return event
 
 
 def _around(
@@ -335,20 +307,18 @@ def mlp_roles(module: Any, seen: Observation, whole: bool = True) -> Iterator[Ml
     if seen.others:
         raise Refused("its result has a tensor besides: a hidden state")
     found = _around_mlp(module, seen, first, last)
-    hidden = found.pop("hidden")
-    seen_hidden = seen.tensors[hidden]
-    roles = MlpRoles(first[0].part, last.part, "", **found, result=result_of(seen))
-    any_candidate = False
-    for name, gate in _activations(seen, first, seen_hidden):
+    hidden = seen.tensors[found.pop("hidden")]
+    roles = MlpRoles(first[0].part, last.part, "", **found, result=seen.place)
+    activations = list(_activations(seen, first, hidden))
+    if not activations:
+        raise Refused("no kernel for what stands between its Linears")
+    for name, gate in activations:
         candidate = roles._replace(activation=name, gate=gate)
         if gate and gate not in ("first", "second"):
             candidate = candidate._replace(fc1=next(e.part for e in first if e.part != gate))
         if whole:
             _all_known(module, candidate)
-        any_candidate = True
         yield candidate
-    if not any_candidate:
-        raise Refused("no kernel for what stands between its Linears")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -360,49 +330,47 @@ def _activations(
 ) -> Iterator[tuple[str, str]]:
     """(activation, gate) that gives the hidden layer from the first Linears' outputs."""
     outputs = [seen.tensors[e.output] for e in first]
+    if len(outputs) == 1:
+        a, b = outputs[0].tensor_split(2, dim=-1)
+        gates = "first", "second"
+    else:
+        a, b = outputs
+        gates = first[0].part, first[1].part
     for name, function in ACTIVATIONS.items():
-        if len(outputs) == 1:
-            if _close(function(outputs[0]), hidden):
-                yield name, ""
-            if outputs[0].shape[-1] == 2 * hidden.shape[-1]:
-                a, b = outputs[0].chunk(2, dim=-1)
-                if _close(function(a) * b, hidden):
-                    yield name, "first"
-                if _close(a * function(b), hidden):
-                    yield name, "second"
-        elif outputs[0].shape == outputs[1].shape:
-            if _close(function(outputs[0]) * outputs[1], hidden):
-                yield name, first[0].part
-            if _close(outputs[0] * function(outputs[1]), hidden):
-                yield name, first[1].part
+        if len(outputs) == 1 and _close(function(outputs[0]), hidden):
+            yield name, ""
+        if a.shape == b.shape:
+            if _close(function(a) * b, hidden):
+                yield name, gates[0]
+            if _close(a * function(b), hidden):
+                yield name, gates[1]
 
 
 def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event) -> dict[str, Any]:
     """The norms and dropouts about an MLP, and the value that its activation gives."""
     found: dict[str, Any] = {"hidden": last.inputs[0]}
-    start, place = seen.events.index(first[-1]), seen.events.index(last)
-    made = seen.producers()
-    end = last.inputs[0]
-    while end in made and made[end].part and made[end] not in first:  # back to the activation
-        event = made[end]
-        kind = type(module.get_submodule(event.part))
-        if kind is nn.Dropout and "drop" not in found:
+    start, place = seen.events.index(first[0]), seen.events.index(last)
+    event = seen.made.get(last.inputs[0])
+    while event is not None and event.part and event not in first:  # back to the activation
+        part = module.get_submodule(event.part)
+        if type(part) is nn.Dropout and "drop" not in found:
             found["drop"] = event.part
-        elif list(module.get_submodule(event.part).parameters()) and not found.get("drop"):
+        elif list(part.parameters()) and not found.get("drop"):
             found["inner_norm"] = event.part
-        elif kind is not nn.Identity:
+        elif type(part) is not nn.Identity:
             break
-        end = event.inputs[0]
-        found["hidden"] = end
+        found["hidden"] = event.inputs[0]
+        event = seen.made.get(event.inputs[0])
     for index, event in enumerate(seen.events):
         if not event.part or event in first or event is last:
             continue
-        part = module.get_submodule(event.part)
-        if index < start and event not in first and type(part) is not nn.Identity:
-            if index < seen.events.index(first[0]):
-                found["norm"] = event.part
-        elif index > place and type(part) is nn.Dropout:
+        kind = type(module.get_submodule(event.part))
+        if kind is nn.Identity:
+            continue
+        if index < start:
+            found["norm"] = event.part
+        elif index > place and kind is nn.Dropout:
             found["after"] = event.part
-        elif index > place and type(part) is not nn.Identity:
+        elif index > place:
             raise Refused(f"{event.part}, a {event.function}, stands behind its last Linear")
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,7 @@ class Observation:
     parameters: dict[int, str] = field(default_factory=dict)  # number -> name
     first: int = -1  # number of the first argument
     result: int = -1
-    item: int | None = None  # where the result is a tuple: the place of the tensor
-    length: int = 0  # and how many there are
+    place: tuple[int, int] | None = None  # (length, tensor) of a result that is a tuple
     extras: dict[str, Any] = field(default_factory=dict)  # arguments besides the first, by name
     others: list[int] = field(default_factory=list)  # and the numbers of its other tensors
     settings: dict[str, int] = field(default_factory=dict)  # whole numbers that the copy holds
@@ -51,7 +51,9 @@ class Observation:
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.tensors[number].shape)
 
-    def producers(self) -> dict[int, Event]:
+    @cached_property
+    def made(self) -> dict[int, Event]:
+        """The event that gave each value, once the run is over."""
         return {event.output: event for event in self.events}
 
     def uses(self, number: int) -> int:
@@ -98,7 +100,7 @@ class _Recorder(TorchFunctionMode):
         if tensor is None:
             return
         args, kwargs = self.values(args), {n: self.values(v) for n, v in kwargs.items()}
-        inputs = tuple(v.number for v in _flat((args, tuple(kwargs.values()))))
+        inputs = tuple(v.number for v in leaves((args, tuple(kwargs.values())), Value))
         if id(tensor) in self.numbers and not new:
             return  # the function gave back its input
         number = self.number(tensor, new=True)
@@ -146,12 +148,13 @@ class _Recorder(TorchFunctionMode):
         part.register_forward_hook(after, with_kwargs=True)
 
 
-def _flat(value: Any) -> Iterator[Value]:
-    if isinstance(value, Value):
+def leaves(value: Any, kind: type) -> Iterator[Any]:
+    """What is of this class in nested tuples and lists."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
         for v in value:
-            yield from _flat(v)
+            yield from leaves(v, kind)
 
 
 def observe(
@@ -175,11 +178,11 @@ def observe(
     with torch.no_grad(), recorder:
         result = copy.forward(*args, **kwargs)
     found = recorder.found
-    tensor, found.item = _first_tensor(result)
+    tensor, item = _first_tensor(result)
     if tensor is None:
         raise TypeError(f"its result is a {type(result).__name__}")
-    if found.item is not None:
-        found.length = len(result)
+    if item is not None:
+        found.place = len(result), item
         found.others = [recorder.number(t) for t in result if isinstance(t, Tensor)][1:]
     found.result = recorder.number(tensor)
     return found

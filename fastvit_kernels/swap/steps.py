@@ -8,20 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from .candidates import (
-    PRODUCTS,
-    SUMS,
-    Refused,
-    Unlike,
-    attention_roles,
-    mlp_roles,
-    origins,
-    result_of,
-)
+from .candidates import PRODUCTS, SUMS, Refused, Unlike, attention_roles, mlp_roles, origins
 from .facts import ClassOf
 from .hosts.fused import arguments_of
 from .hosts.structure import BlockRoles, Step
 from .observe import Event, Observation, Value
+from .runs import level_of
 
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.
@@ -35,14 +27,13 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
     Raises: Refused where the forward does more than add branches and call parts.
     """
     seen, channels = _channels(seen)
-    made = seen.producers()
     found: list[tuple[Step, list[Any]]] = []  # and the candidates of an inline branch
     taken: set[int] = set()  # outputs of events that a step has
     if seen.others:
         raise Refused("its result has a tensor besides: a hidden state")
     for event in seen.events:
         if event.function in SUMS and len(event.inputs) == 2 and not event.part:
-            step = _sum(module, class_of, seen, made, event, taken)
+            step = _sum(module, class_of, seen, event, taken)
             if step is not None:
                 found.append(step)
     if not any(step.residual >= 0 for step, _ in found):
@@ -51,8 +42,8 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
         if event.output in taken:
             continue
         if not event.part:
-            if not _leads_to(seen, event.output):
-                continue
+            if not origins(seen, seen.result, {event.output}):
+                continue  # the result was made without it
             raise Refused(f"its forward has a step that is none of ours: {event.function}")
         call = _call(event, module.get_submodule(event.part), seen.extras)
         step = Step(event.output, event.inputs[0], body=event.part, **call)
@@ -75,14 +66,14 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
         )
         rounded = any(_rounds(module, class_of, step) for step in steps)
         yield BlockRoles(
-            steps, _through(module, steps), result_of(seen), rounded=rounded, channels=channels
+            steps, _through(module, steps), seen.place, rounded=rounded, channels=channels
         )
 
 
 def _channels(seen: Observation) -> tuple[Observation, bool]:
     """What is seen between two permutations, from (B, C, height, width) and back."""
     first = [e for e in seen.events if seen.first in e.inputs]
-    last = seen.producers().get(seen.result)
+    last = seen.made.get(seen.result)
     if len(first) != 1 or last is None or (first[0].function, last.function) != ("permute",) * 2:
         return seen, False
     if (first[0].args[1:], last.args[1:]) != ((0, 2, 3, 1), (0, 3, 1, 2)):
@@ -108,11 +99,6 @@ def _through(module: nn.Module, steps: tuple[Step, ...]) -> tuple[str, ...]:
         if name and type(m).forward is not nn.Module.forward
         and not any(name == n or name.startswith(f"{n}.") for n in called)
     )  # fmt: skip
-
-
-def _leads_to(seen: Observation, number: int) -> bool:
-    """Whether the result was made from a value."""
-    return bool(origins(seen, seen.result, {number}))
 
 
 def _call(event: Event, part: Any, extras: dict[str, Any]) -> dict[str, Any]:
@@ -152,17 +138,16 @@ def _call(event: Event, part: Any, extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sum(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], event: Event,
-    taken: set[int],
-) -> tuple[Step, list[Any]] | None:  # fmt: skip
+    module: nn.Module, class_of: ClassOf, seen: Observation, event: Event, taken: set[int]
+) -> tuple[Step, list[Any]] | None:
     """residual + tail(body(norm(source))) that ends in this sum, with the candidates of an inline
     body; None where no branch ends in it."""
     for residual, end in (event.inputs, event.inputs[::-1]):
         tail: list[str] = []
         path: list[int] = [event.output]
         moved = False
-        while end in made and seen.uses(end) == 1:
-            inner = made[end]
+        while end in seen.made and seen.uses(end) == 1:
+            inner = seen.made[end]
             part: Any = module.get_submodule(inner.part) if inner.part else None
             if part is not None and hasattr(class_of(part), "fused_branch"):
                 step = Step(
@@ -171,73 +156,66 @@ def _sum(
                 )  # fmt: skip
                 path.append(end)
                 if moved:
-                    window = _window(seen, made, step.source, path)
+                    window = _window(seen, step.source, path)
                     if window is None:
                         break
                     step = step._replace(window=window[0], source=window[1])
-                return _with_norm(module, class_of, seen, made, step, [], path, taken)
+                return _with_norm(module, class_of, seen, step, path, taken), []
             if isinstance(part, nn.Linear):
-                found = _inline(module, class_of, seen, made, residual, end, path)
+                found = _inline(module, class_of, seen, residual, end, path)
                 if found is None:
                     break
                 source, inlined = found
                 step = Step(event.output, source, residual, tail=tuple(tail[::-1]))
-                return _with_norm(module, class_of, seen, made, step, inlined, path, taken)
+                return _with_norm(module, class_of, seen, step, path, taken), inlined
             path.append(end)
+            scale = [n for n in inner.inputs if n in seen.parameters]
             if part is None and inner.function in MOVES:
                 moved, end = True, inner.inputs[0]
-                continue
-            if part is not None and len(inner.inputs) == 1:
+            elif part is not None and len(inner.inputs) == 1:
                 tail.append(inner.part)
                 end = inner.inputs[0]
-                continue
-            scale = [n for n in inner.inputs if n in seen.parameters]
-            if inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
+            elif inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
                 tail.append(seen.parameters[scale[0]])
                 end = next(n for n in inner.inputs if n != scale[0])
-                continue
-            break
+            else:
+                break
     return None
 
 
-def _window(
-    seen: Observation, made: dict[int, Event], number: int, path: list[int]
-) -> tuple[str, int] | None:
+def _window(seen: Observation, number: int, path: list[int]) -> tuple[str, int] | None:
     """The setting with the size of the windows that a value is cut into, and what was cut."""
     shape = seen.shape(number)
     sizes = [n for n, v in seen.settings.items() if (v, v) == shape[1:-1]]
-    while number in made and not made[number].part and made[number].function in MOVES:
+    while (event := seen.made.get(number)) and not event.part and event.function in MOVES:
         path.append(number)
-        number = made[number].inputs[0]
+        number = event.inputs[0]
     return (sizes[0], number) if sizes else None
 
 
-def _is_norm(module: nn.Module, class_of: ClassOf, event: Event | None) -> bool:
-    if event is None or not event.part:
-        return False
-    cls = class_of(module.get_submodule(event.part))
-    return getattr(cls, "fused_level", "") in ("layer_norm", "rms_norm")
+def _is_norm(module: nn.Module, class_of: ClassOf, event: Event) -> bool:
+    levels = ("layer_norm", "rms_norm")
+    return bool(event.part) and level_of(class_of(module.get_submodule(event.part))) in levels
 
 
 def _with_norm(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], step: Step,
-    inlined: list[Any], path: list[int], taken: set[int],
-) -> tuple[Step, list[Any]]:  # fmt: skip
+    module: nn.Module, class_of: ClassOf, seen: Observation, step: Step, path: list[int],
+    taken: set[int],
+) -> Step:  # fmt: skip
     """The step with the norm before it, where that reads the residual and nobody else reads it."""
-    norm = made.get(step.source)
+    norm = seen.made.get(step.source)
     if norm is not None and _is_norm(module, class_of, norm) and norm.inputs[0] == step.residual:
         readers = [e for e in seen.events if step.source in e.inputs]
-        within = set(path)
-        if all(e.output in within for e in readers):
+        if all(e.output in path for e in readers):
             path.append(norm.output)
             step = step._replace(norm=norm.part, source=step.residual)
     taken.update(path)
-    return step, inlined
+    return step
 
 
 def _inline(
-    module: nn.Module, class_of: ClassOf, seen: Observation, made: dict[int, Event], residual: int,
-    end: int, path: list[int],
+    module: nn.Module, class_of: ClassOf, seen: Observation, residual: int, end: int,
+    path: list[int],
 ) -> tuple[int, list[Any]] | None:  # fmt: skip
     """(source, candidates) of a branch whose last Linear gives the value `end`."""
     stop = {residual, seen.first} | {
@@ -249,7 +227,7 @@ def _inline(
         return None
     inside, todo = {end}, [end]
     while todo:
-        event = made.get(todo.pop())
+        event = seen.made.get(todo.pop())
         for n in event.inputs if event is not None else ():
             if n not in inside and n != sources[0]:
                 inside.add(n)
@@ -259,6 +237,5 @@ def _inline(
     candidates = attention_roles(module, branch, whole=False)
     if candidates is None:
         candidates = mlp_roles(module, branch, whole=False)
-    inlined = list(candidates)
     path += [e.output for e in events]
-    return sources[0], inlined[:MOST]
+    return sources[0], list(candidates)[:MOST]
