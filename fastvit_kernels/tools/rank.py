@@ -28,6 +28,7 @@ from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import Norm, rope
 from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
+from ..verify.op import run_backward
 from .aot import CompileError, Launch, LibraryCall, Trace, trace_step
 from .examine import Timed, is_modelled, timed
 from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
@@ -54,9 +55,7 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
             x.requires_grad_()
         with torch.autocast("cpu", half):
             result = function(*inputs, **others)
-        outputs = result if isinstance(result, tuple) else (result,)
-        # `backward` would copy what it puts into `grad`
-        torch.autograd.grad(outputs, given, [torch.empty_like(y) for y in outputs])
+        run_backward(result, given, torch.empty_like)
 
     def x() -> torch.Tensor:
         return torch.empty(batch, T, C, dtype=half)
@@ -64,11 +63,14 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
     def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
         return [torch.empty(shape) for shape in shapes]
 
-    def turned(norm: Norm | None, *weights: torch.Tensor) -> None:
+    def named(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(shape) for name, shape in shapes.items()}
+
+    def turned(norm: Norm | None, **weights: torch.Tensor) -> None:
         q, k, _ = torch.empty(batch, T, 3, H, C // H, dtype=half).unbind(2)
         tables = torch.empty(T - 1, 2 * (C // H)).split(C // H, 1)
         turn = functools.partial(rope, cos=tables[0], sin=tables[1], prefix_tokens=1, norm=norm)
-        run(turn, q, k, **dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False)))
+        run(turn, q, k, **weights)
 
     def infer() -> None:
         weights = parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,))
@@ -96,14 +98,11 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
         ),
         "rope": lambda: turned(None),
         "rope, normed heads": lambda: turned(
-            "rms_norm", *parameters((C // H,), (C // H,))
+            "rms_norm", **named(q_norm_weight=(C // H,), k_norm_weight=(C // H,))
         ),
         "gated_mlp, LayerNorm inside": lambda: run(
             gated_mlp, x(), *parameters((F, C), (F,), (C, F), (C,)),
-            **dict(zip(
-                ("gate_weight", "gate_bias", "norm_weight", "norm_bias"),
-                parameters((F, C), (F,), (F,), (F,)), strict=True,
-            )),
+            **named(gate_weight=(F, C), gate_bias=(F,), norm_weight=(F,), norm_bias=(F,)),
             residual=x().float(),
         ),
     }  # fmt: skip

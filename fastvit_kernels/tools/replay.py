@@ -22,7 +22,7 @@ from torch import Tensor
 from ..runtime.arguments import autocast_dtype
 from ..verify.accuracy import Reference
 from ..verify.cases import OPS
-from ..verify.op import in_precision
+from ..verify.op import in_precision, run_backward
 
 _PACKAGE = __name__.rsplit(".", 2)[0]  # fastvit_kernels, or what it is imported as
 
@@ -163,10 +163,5 @@ class Replay:
 
     def run(self) -> None:
         """Forward, and backward where an input wants a gradient."""
-        wanted = [x for x in self.inputs.values() if x is not None and x.requires_grad]
-        with torch.set_grad_enabled(bool(wanted)):
-            result = self.function(**self.inputs)
-        if wanted:
-            outputs = result if isinstance(result, tuple) else (result,)
-            upstream = [torch.randn_like(y) for y in outputs]
-            torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+        with torch.enable_grad():
+            run_backward(self.function(**self.inputs), self.inputs.values(), torch.randn_like)

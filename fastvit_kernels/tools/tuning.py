@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -91,13 +91,6 @@ def operator_calls(replay: Replay) -> list[OperatorCall]:
     return mode.calls
 
 
-class Weighted(NamedTuple):
-    """A noted call and how often the step makes it."""
-
-    call: Call
-    count: int
-
-
 @dataclass
 class Decision:
     """What was found for one decision."""
@@ -142,7 +135,7 @@ def beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
 
 def decide(
     choice: Choice,
-    calls: Sequence[Weighted],
+    calls: Mapping[Call, int],
     device: torch.device,
     timer: Timer,
     deadline: float,
@@ -150,11 +143,12 @@ def decide(
 ) -> Decision:
     """Check and time every config that fits this decision.
 
+    `calls` take it; beside each stands how often the step makes it.
     A default that is itself wrong here loses to the fastest config that is right.
     """
     table = TABLES[choice.table]
     default, *others = table.candidates(choice.gpu, *choice.key)
-    replays = [(Replay(call, device), count) for call, count in calls]
+    replays = [(Replay(call, device), count) for call, count in calls.items()]
     found = Decision(choice, default, default, 0.0, 0.0)
     try:
         references = [replay.reference for replay, _ in replays]
@@ -231,7 +225,7 @@ def tune(
         with backend("triton"):
             with noting() as noted:
                 step()
-            decisions: dict[Choice, list[Weighted]] = {}
+            decisions: dict[Choice, dict[Call, int]] = {}
             share: dict[Choice, float] = {}
             for call, count in noted.items():
                 replay = Replay(call, device)
@@ -242,9 +236,7 @@ def tune(
                     ]  # fmt: skip
                     us = count * timer(operator) if open_choices else 0.0
                     for choice in open_choices:
-                        weighted = decisions.setdefault(choice, [])
-                        if not any(w.call == call for w in weighted):
-                            weighted.append(Weighted(call, count))
+                        decisions.setdefault(choice, {})[call] = count
                         share[choice] = share.get(choice, 0.0) + us
                 del replay
             for choice in sorted(decisions, key=lambda c: -share[c]):

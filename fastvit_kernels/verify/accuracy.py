@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 FLOOR_EPS = 2.0
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+Inputs = Mapping[str, Tensor | None]
+Results = tuple[tuple[Tensor, ...], dict[str, Tensor | None]]  # outputs, gradient of each input
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,8 @@ def measure(
 
 
 def _run(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Mapping[str, Tensor | None],
-    upstream: Sequence[Tensor] | None,
-    to: torch.dtype | None,
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+    function: Function, inputs: Inputs, upstream: Sequence[Tensor] | None, to: torch.dtype | None
+) -> Results:
     """Outputs and input gradients of function(**inputs), the inputs first cast to dtype `to`."""
     leaves: dict[str, Tensor | None] = {}
     for name, x in inputs.items():
@@ -132,14 +132,21 @@ def convolutions_like_matmuls() -> Iterator[None]:
 class Reference:
     """The specification's results on one set of inputs, with which functions are compared.
 
-    The oracle and the yardstick are computed here, once for however many functions. Arguments as
-    for `compare`.
+    The oracle and the yardstick are computed here, once for however many functions.
+
+    Args:
+        reference: the specification, called with `inputs` by keyword, in the input dtypes and in
+            float64.
+        inputs: by argument name. Gradients are compared for those that require one.
+        upstream: one gradient for each output; random normal of the output's dtype by default.
+        dtype: whose eps sets the floor; by default the coarsest among inputs and outputs.
+        seed: of the random upstream gradients.
     """
 
     def __init__(
         self,
-        reference: Callable[..., Tensor | tuple[Tensor, ...]],
-        inputs: Mapping[str, Tensor | None],
+        reference: Function,
+        inputs: Inputs,
         *,
         upstream: Sequence[Tensor] | None = None,
         dtype: torch.dtype | None = None,
@@ -156,16 +163,12 @@ class Reference:
             self.oracle, self.oracle_grads = _run(reference, inputs, upstream, torch.float64)
             self.yardstick, self.yardstick_grads = _run(reference, inputs, upstream, None)
 
-    def run(
-        self, function: Callable[..., Tensor | tuple[Tensor, ...]]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+    def run(self, function: Function) -> Results:
         """The outputs of function and the gradient of each input that requires one."""
         return _run(function, self.inputs, self.upstream, None)
 
-    def judge(
-        self, actual: tuple[Tensor, ...], actual_grads: Mapping[str, Tensor | None]
-    ) -> list[Error]:
-        """What `compare` returns, for what `run` returned."""
+    def judge(self, actual: tuple[Tensor, ...], actual_grads: Inputs) -> list[Error]:
+        """What `errors` returns, for what `run` returned."""
         floats = [
             x for x in (*self.inputs.values(), *actual) if x is not None and x.is_floating_point()
         ]
@@ -182,45 +185,11 @@ class Reference:
                 errors.append(measure(f"d{name}", a, y, o, dtype))
         return errors
 
-    def errors(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> list[Error]:
-        """What `compare` returns."""
+    def errors(self, function: Function) -> list[Error]:
+        """Of each output of function and each input's gradient, beside PyTorch's own.
+
+        Args:
+            function: the kernel; called with the inputs on their own strides and dtypes.
+        Returns: one Error for each output ("out", or "out0", "out1", ...) and each gradient ("dx").
+        """
         return self.judge(*self.run(function))
-
-
-def compare(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    reference: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Mapping[str, Tensor | None],
-    *,
-    upstream: Sequence[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> list[Error]:
-    """Errors of function's outputs and of every input gradient, beside PyTorch's own.
-
-    Args:
-        function: the kernel; called with `inputs` by keyword, on their own strides and dtypes.
-        reference: the specification, called the same way in the input dtypes and in float64.
-        inputs: by argument name. Gradients are compared for those that require one.
-        upstream: one gradient for each output; random normal of the output's dtype by default.
-        dtype: whose eps sets the floor; by default the coarsest among inputs and outputs.
-        seed: of the random upstream gradients.
-    Returns: one Error for each output ("out", or "out0", "out1", ...) and each gradient ("dx").
-    """
-    return Reference(reference, inputs, upstream=upstream, dtype=dtype, seed=seed).errors(function)
-
-
-def assert_accurate(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    reference: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Mapping[str, Tensor | None],
-    *,
-    upstream: Sequence[Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> list[Error]:
-    """`compare`, and an AssertionError that lists every error where one breaks the 2x rule."""
-    errors = compare(function, reference, inputs, upstream=upstream, dtype=dtype, seed=seed)
-    if not all(e.passed for e in errors):
-        raise AssertionError("the 2x rule is broken:\n" + "\n".join(f"  {e}" for e in errors))
-    return errors

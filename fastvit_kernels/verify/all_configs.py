@@ -8,7 +8,7 @@ that config.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from ..runtime.backend import backend
 from ..runtime.configs import TABLES, Choice, forced, recording
-from .op import Case
+from .op import Case, run_backward
 from .runner import Fault, check, first_line
 
 Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
@@ -52,12 +52,7 @@ def choices_of(case: Case, settings: Forced = ()) -> list[Choice]:
     """The decisions that a case takes, forward and backward, without running its kernels."""
     inputs = case.make()
     with backend("triton"), launches_left_out(), all_forced(settings), recording() as choices:
-        result = case.function(**inputs)
-        outputs = result if isinstance(result, tuple) else (result,)
-        wanted = [x for x in inputs.values() if x is not None and x.requires_grad]
-        if wanted:
-            upstream = [torch.ones_like(y) for y in outputs]
-            torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+        run_backward(case.function(**inputs), inputs.values(), torch.ones_like)
     return list(choices)
 
 
@@ -74,6 +69,11 @@ class Reached:
         """Whether forcing this config changes what the case runs."""
         fits = TABLES[self.table].fits
         return any(fits(choice.gpu, config, *choice.key) for choice in self.choices)
+
+    def configs(self, done: Container[tuple[str, Any]] = ()) -> list[Any]:
+        """Those of its table that fit, but for the (table, config) that are `done`."""
+        configs = TABLES[self.table].configs
+        return [c for c in configs if self.fits(c) and (self.table, c) not in done]
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,10 @@ def reach(every_case: Sequence[Case]) -> tuple[list[Reached], list[Run]]:
     for start in list(found):
         if {r.table for r in found} == set(TABLES):
             break
-        for config in TABLES[start.table].configs:
-            if start.fits(config):
-                known = {r.table for r in found if r.case is start.case}
-                further = follow(start.case, ((start.table, config),))
-                found += [r for r in further if r.table not in known]
+        for config in start.configs():
+            known = {r.table for r in found if r.case is start.case}
+            further = follow(start.case, ((start.table, config),))
+            found += [r for r in further if r.table not in known]
     return found, faults
 
 
@@ -132,16 +131,6 @@ def run_config(reached: Reached, config: Any, *, repeats: int = 2) -> Run:
     except Fault as error:
         fault = str(error)
     return Run(reached.table, config, case.name, share, fault)
-
-
-def run_all(every_case: Sequence[Case]) -> Iterator[Run]:
-    """Each config of each table in each case that it fits."""
-    found, faults = reach(every_case)
-    yield from faults
-    for reached in found:
-        for config in TABLES[reached.table].configs:
-            if reached.fits(config):
-                yield run_config(reached, config)
 
 
 def passed(runs: Sequence[Run]) -> bool:

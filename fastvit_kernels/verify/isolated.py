@@ -81,12 +81,9 @@ def _lines(text: str) -> list[dict[str, Any]]:
     """The JSON objects of an output; what else it holds, and a torn last line, are left out."""
     found = []
     for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            found.append(content)
+        with suppress(ValueError):
+            if isinstance(content := json.loads(line), dict):
+                found.append(content)
     return found
 
 

@@ -6,7 +6,7 @@ facts: the function, its specification, its tensors with their shapes, its other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -224,9 +224,8 @@ class Op:
     fuzz_share: int = 3  # of the random calls
     fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
     outputs: int = 1
-    alike: bool = (
-        False  # its outputs are of one shape, each of other tensors; else one depends on all
-    )
+    # its outputs are of one shape, each of other tensors; else one depends on all
+    alike: bool = False
     eager: Function | None = None  # what models call for the usual tensors; else the specification
 
     @property
@@ -303,3 +302,14 @@ def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
             return function(**inputs)
 
     return run
+
+
+def run_backward(
+    result: Tensor | tuple[Tensor, ...], inputs: Iterable[Tensor | None],
+    upstream: Callable[[Tensor], Tensor],
+) -> None:  # fmt: skip
+    """The backward of a call, where an input wants a gradient; `upstream` makes each output's."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    outputs = result if isinstance(result, tuple) else (result,)
+    if wanted:  # not `backward`, which would copy what it puts into `grad`
+        torch.autograd.grad(outputs, wanted, [upstream(y) for y in outputs], allow_unused=True)

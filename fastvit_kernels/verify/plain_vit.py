@@ -168,8 +168,8 @@ def model_case(
         return plain_vit(model, parameters, images)
 
     def make() -> dict[str, Tensor | None]:
-        parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-        return {"images": images, **{n: p.requires_grad_() for n, p in parameters.items()}}
+        copies = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        return {"images": images, **copies}
 
     return Case(
         "VisionTransformer", in_precision(ours, autocast), in_precision(reference, autocast), make,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,20 +17,12 @@ import torch
 from ..runtime.configs import TABLES
 from ..runtime.tuned_table import fields
 from . import all_configs
-from .all_configs import Reached, Run
+from .all_configs import Run
 from .isolated import Job, run_isolated
 from .kept import Kept
 from .op import Case
 from .runner import Result, run_case
-from .worker import (
-    cases_of,
-    check_job,
-    config_job,
-    dtype_of,
-    rest_of,
-    result_of,
-    runs_of,
-)
+from .worker import cases_of, check_job, config_job, dtype_of, rest_of, result_of, runs_of
 
 
 class NoSuchCase(ValueError):
@@ -53,37 +45,37 @@ class Selection:
 
 def run_cases(wanted: Selection) -> Iterator[Result]:
     """Run the cases whose name contains `only`, but for those that are kept."""
-    device, only = wanted.device, wanted.only
-    pairs = [(c, d) for d in wanted.dtypes for c in cases_of(device, d, False) if only in c.name]
+    pairs = {
+        (case.name, dtype): case
+        for dtype in wanted.dtypes
+        for case in cases_of(wanted.device, dtype, False)
+        if wanted.only in case.name
+    }
     if not pairs:
-        known = ", ".join(case.name for case in cases_of(device, wanted.dtypes[0], False))
+        known = ", ".join(c.name for c in cases_of(wanted.device, wanted.dtypes[0], False))
         raise NoSuchCase(f"no case; there are {known}")
-    names = {(case.name, dtype) for case, dtype in pairs}
-    former = [Result.from_dict(line) for line in wanted.kept.lines if "tensors" in line]
-    former = [result for result in former if (result.name, result.dtype) in names]
-    yield from former
-    done = {(result.name, result.dtype) for result in former}
-    pairs = [(case, dtype) for case, dtype in pairs if (case.name, dtype) not in done]
+    for result in [Result.from_dict(line) for line in wanted.kept.lines if "tensors" in line]:
+        if pairs.pop((result.name, result.dtype), None) is not None:
+            yield result
     for result in _results(pairs, wanted):
         wanted.kept.add(**result.as_dict())
         yield result
 
 
-def _results(pairs: Sequence[tuple[Case, str]], wanted: Selection) -> Iterator[Result]:
+def _results(pairs: Mapping[tuple[str, str], Case], wanted: Selection) -> Iterator[Result]:
     wanted.left_out = len(pairs)
     if not wanted.jobs:
         end = time.monotonic() + wanted.budget
-        for case, dtype in pairs:
+        for (_, dtype), case in pairs.items():
             if time.monotonic() > end:
                 return
             wanted.left_out -= 1
             yield run_case(case, dtype)
         return
-    dtypes = {check_job(case.name, dtype, wanted.device): dtype for case, dtype in pairs}
-    jobs, budget = list(dtypes), wanted.budget
-    for outcome in run_isolated(jobs, wanted.jobs, wanted.timeout, budget=budget):
+    jobs = {check_job(name, dtype, wanted.device): dtype for name, dtype in pairs}
+    for outcome in run_isolated([*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget):
         wanted.left_out -= 1
-        yield result_of(outcome, dtypes[outcome.job])
+        yield result_of(outcome, jobs[outcome.job])
 
 
 def run_configs(wanted: Selection) -> Iterator[Run]:
@@ -133,11 +125,12 @@ def _runs(
                 job = config_job(list(group), dtype, wanted.device, ours)
                 jobs += [] if job is None else [job]
                 continue
-            for reached, config in _open(list(group), ours):
-                if time.monotonic() > end:
-                    wanted.left_out += 1
-                else:
-                    yield named(all_configs.run_config(reached, config), dtype)
+            for reached in group:
+                for config in reached.configs(ours):
+                    if time.monotonic() > end:
+                        wanted.left_out += 1
+                    else:
+                        yield named(all_configs.run_config(reached, config), dtype)
     wanted.left_out += len(jobs)
     budget = end - time.monotonic()
     for outcome in run_isolated(
@@ -146,11 +139,3 @@ def _runs(
         wanted.left_out += len(rest_of(outcome)) - 1
         for run in runs_of(outcome):
             yield named(run, dtype_of(outcome.job))
-
-
-def _open(group: Sequence[Reached], done: Sequence[Any]) -> Iterator[tuple[Reached, Any]]:
-    """The configs that a case reaches and that are not done."""
-    for reached in group:
-        for config in TABLES[reached.table].configs:
-            if reached.fits(config) and (reached.table, config) not in done:
-                yield reached, config

@@ -44,9 +44,11 @@ def _settings(indices: Sequence[Sequence[Any]]) -> Forced:
     return tuple((table, TABLES[table].configs[index]) for table, index in indices)
 
 
-def check_job(name: str, dtype: str, device: torch.device) -> Job:
-    """A case as it ships."""
-    what = {"name": name, "dtype": dtype, "device": str(device), "forced": None}
+def check_job(
+    name: str, dtype: str, device: torch.device, forced: list[dict[str, Any]] | None = None
+) -> Job:
+    """A case as it ships, or each of its configs that are `forced`."""
+    what = {"name": name, "dtype": dtype, "device": str(device), "forced": forced}
     return Job(name, python(__name__, json.dumps(what)))
 
 
@@ -55,16 +57,13 @@ def config_job(
     done: Sequence[tuple[str, Any]] = (),
 ) -> Job | None:  # fmt: skip
     """Every config that one case reaches but those `done`, by table; None where none is left."""
-    name = reached[0].case.name
     forced = []
     for r in reached:
-        configs = TABLES[r.table].configs
-        left = [i for i, c in enumerate(configs) if r.fits(c) and (r.table, c) not in done]
-        if left:
+        index = TABLES[r.table].configs.index
+        if left := [index(config) for config in r.configs(done)]:
             settings = _indices(r.settings)
             forced.append({"table": r.table, "settings": settings, "configs": left})
-    what = {"name": name, "dtype": dtype, "device": str(device), "forced": forced}
-    return Job(name, python(__name__, json.dumps(what))) if forced else None
+    return check_job(reached[0].case.name, dtype, device, forced) if forced else None
 
 
 def rest_of(outcome: Outcome) -> list[Job]:

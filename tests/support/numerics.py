@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastvit_kernels.verify.accuracy import Error, assert_accurate, compare
+from fastvit_kernels.verify.accuracy import Error, Function, Inputs, Reference
 
 __all__ = ["DEVICE", "DTYPES", "Error", "assert_accurate", "compare", "dtype_id", "rand"]
 
@@ -16,6 +18,21 @@ _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 def dtype_id(dtype: torch.dtype) -> str:
     return _SHORT[dtype]
+
+
+def compare(function: Function, reference: Function, inputs: Inputs, **options: Any) -> list[Error]:
+    """`Reference.errors` of one function; options as for Reference."""
+    return Reference(reference, inputs, **options).errors(function)
+
+
+def assert_accurate(
+    function: Function, reference: Function, inputs: Inputs, **options: Any
+) -> list[Error]:
+    """`compare`, and an AssertionError that lists every error where one breaks the 2x rule."""
+    errors = compare(function, reference, inputs, **options)
+    if not all(e.passed for e in errors):
+        raise AssertionError("the 2x rule is broken:\n" + "\n".join(f"  {e}" for e in errors))
+    return errors
 
 
 def rand(
