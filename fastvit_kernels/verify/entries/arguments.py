@@ -14,6 +14,18 @@ EPILOGUE = {
     "row_scale": Arg("keep", grad=False, usual=False),
 }  # fmt: skip
 SCALE = Option("scale", (None, 0.3, 1.0))
+SCORES = {"scale": SCALE, "dropout_p": Option("probability below 1")}
+
+
+def ignoring(option: str, function: Any) -> Any:
+    """A specification with one option more, which it leaves out: `recompute`, which changes no
+    number, or `dropout_p`, as none says which bits it draws."""
+
+    def specification(*args: Any, **options: Any) -> Any:
+        options.pop(option, None)
+        return function(*args, **options)
+
+    return specification
 
 
 def with_epilogue(shapes: dict[str, Shape], s: Any) -> dict[str, Shape]:

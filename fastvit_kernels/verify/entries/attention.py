@@ -13,13 +13,8 @@ from ...ops.attention.projected import qkv_attention, qkv_attention_ref
 from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, in_memory, sized
-from .arguments import FIRST, MATRIX, OPERAND, SCALE
+from .arguments import FIRST, MATRIX, OPERAND, SCALE, SCORES, ignoring
 from .rope import ROPE, TABLES, rope_at, rope_shapes
-
-
-def without_dropout(function: Any) -> Any:
-    """Which bits dropout draws no specification says: cases leave it out."""
-    return lambda *args, dropout_p=0.0, **kwargs: function(*args, **kwargs)
 
 
 def _attention_shapes(s: Any) -> dict[str, Shape]:
@@ -89,25 +84,26 @@ def _heads(pick: Pick) -> dict[str, int]:
 
 
 ATTENTION = Op(
-    attention, without_dropout(attention_ref), eager=attention_ref,
+    attention, ignoring("dropout_p", attention_ref), eager=attention_ref,
     args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False, accepts=("wider", "bool", "scalar"))},
-    options={"scale": SCALE, "dropout_p": Option("probability below 1")},
+    options=SCORES,
     shapes=_attention_shapes,
     tiny=dict(B=1, T=5, H=2, D=8, mask=(2, 5, 5)),
     at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, mask=None),
     fuzz=_attention_fuzz, check=_attention_check, configs=_attention_configs,
 )  # fmt: skip
 
+
+def _projected_shapes(s: Any) -> dict[str, Shape]:
+    return dict(x=(s.B, s.T, s.C), weight=(3 * s.H * s.D, s.C), bias=(3 * s.H * s.D,))
+
+
 QKV_ATTENTION = Op(
-    qkv_attention, without_dropout(qkv_attention_ref), eager=qkv_attention_ref,
+    qkv_attention, ignoring("dropout_p", qkv_attention_ref), eager=qkv_attention_ref,
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
-    options={
-        "num_heads": Option("count"), "scale": SCALE, "dropout_p": Option("probability below 1"),
-    },
+    options={"num_heads": Option("count"), **SCORES},
     settings=lambda s: dict(num_heads=s.H),
-    shapes=lambda s: dict(
-        x=(s.B, s.T, s.C), weight=(3 * s.H * s.D, s.C), bias=(3 * s.H * s.D,)
-    ),
+    shapes=_projected_shapes,
     tiny=dict(B=1, T=5, H=2, D=8, C=16),
     at=(_qkv_at := lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, C=v.C)),
     fuzz=lambda pick: dict(**_heads(pick), C=pick.up_to(100)), fuzz_share=2,
@@ -116,42 +112,25 @@ QKV_ATTENTION = Op(
 )  # fmt: skip
 
 
-def _rope_attention_shapes(s: Any) -> dict[str, Shape]:
-    shapes = rope_shapes(s)
-    del shapes["q"], shapes["k"]
-    return {
-        "x": (s.B, s.T, s.C),
-        "weight": (3 * s.H * s.D, s.C),
-        "bias": (3 * s.H * s.D,),
-        **shapes,
-    }
-
-
 def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
     heads = _heads(pick)
     D, T = heads["D"], heads["T"]
-    lead = pick((), (), (1, heads["H"]))
-    rest = dict(prefix=pick(0, pick.integer(0, T)), lead=lead, C=pick.up_to(100))
     return dict(
-        **heads,
-        **rest,
-        R=pick(D, 2 * pick.integer(1, D // 2)),
+        **heads, lead=pick((), (), (1, heads["H"])), prefix=pick(0, pick.integer(0, T)),
+        C=pick.up_to(100), R=pick(D, 2 * pick.integer(1, D // 2)),
         norm=pick(None, "layer_norm", "rms_norm"),
-    )
+    )  # fmt: skip
 
 
 ROPE_ATTENTION = Op(
-    rope_attention, without_dropout(rope_attention_ref),
+    rope_attention, ignoring("dropout_p", rope_attention_ref),
     args={
         "x": FIRST, "weight": MATRIX, "bias": OPERAND,
         **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
     },
-    options={
-        "num_heads": Option("count"), **ROPE.options, "scale": SCALE,
-        "dropout_p": Option("probability below 1"),
-    },
+    options={"num_heads": Option("count"), **ROPE.options, **SCORES},
     settings=lambda s: dict(num_heads=s.H, prefix_tokens=s.prefix, norm=s.norm),
-    shapes=_rope_attention_shapes,
+    shapes=lambda s: rope_shapes(s) | _projected_shapes(s),
     tiny=dict(B=1, T=5, H=2, D=8, C=16, R=6, prefix=1, lead=(), norm="layer_norm"),
     at=lambda v: dict(**rope_at(v), C=v.C),
     fuzz=_rope_attention_fuzz, fuzz_share=2,
@@ -213,7 +192,8 @@ def _sdpa_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 _MASKS = ("nested", "jagged")
 SDPA = Op(
-    scaled_dot_product_attention, without_dropout(_sdpa), eager=F.scaled_dot_product_attention,
+    scaled_dot_product_attention, ignoring("dropout_p", _sdpa),
+    eager=F.scaled_dot_product_attention,
     args={
         "query": Arg(required=True, operand=True, accepts=_MASKS),
         "key": Arg(required=True, operand=True, accepts=_MASKS),

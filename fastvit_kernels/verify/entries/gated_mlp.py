@@ -11,11 +11,8 @@ from torch import Tensor
 from ...ops.common.activation import ACTIVATIONS
 from ...ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
 from ..op import Arg, Example, Op, Option, Pick, Shape, sized
-from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue
-
-
-def _gated_mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
-    return gated_mlp_ref(**inputs)
+from .arguments import EPILOGUE, OPERAND, ignoring, some_kept, with_epilogue
+from .linear import FC_ARGS, fc_shapes
 
 
 def _eager_gated_mlp(
@@ -31,11 +28,7 @@ def _gated(rows: Shape, C: int, hidden: int, N: int, **form: bool) -> dict[str, 
 
 
 def _gated_shapes(s: Any) -> dict[str, Shape]:
-    fc1 = s.F if s.separate else 2 * s.F
-    shapes: dict[str, Shape] = dict(
-        x=(*s.rows, s.C), fc1_weight=(fc1, s.C), fc1_bias=(fc1,), fc2_weight=(s.N, s.F),
-        fc2_bias=(s.N,),
-    )  # fmt: skip
+    shapes = fc_shapes(s, s.F if s.separate else 2 * s.F)
     if s.separate:
         shapes |= dict(gate_weight=(s.F, s.C), gate_bias=(s.F,))
     if s.norm:
@@ -64,10 +57,9 @@ def _gated_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 
 GATED_MLP = Op(
-    gated_mlp, _gated_mlp,
+    gated_mlp, ignoring("recompute", gated_mlp_ref),
     args={
-        "x": FIRST, "fc1_weight": MATRIX, "fc1_bias": OPERAND, "fc2_weight": MATRIX,
-        "fc2_bias": OPERAND, "gate_weight": Arg("matrix", operand=True), "gate_bias": OPERAND,
+        **FC_ARGS, "gate_weight": Arg("matrix", operand=True), "gate_bias": OPERAND,
         "norm_weight": Arg(), "norm_bias": Arg(), **EPILOGUE,
     },
     options={

@@ -12,7 +12,7 @@ from ...ops.common.activation import ACTIVATIONS
 from ...ops.linear.functions import linear, linear_ref
 from ...ops.mlp.functions import mlp, mlp_ref
 from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
-from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, some_kept, with_epilogue
+from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, ignoring, some_kept, with_epilogue
 
 
 def _linear_check(v: Sizes) -> list[Example]:
@@ -28,10 +28,8 @@ def _linear_check(v: Sizes) -> list[Example]:
 
 def _linear_configs(large: bool) -> list[Example]:
     def gelu(rows: Shape, K: int, N: int) -> Example:
-        only = ("x", "weight", "bias")
-        return sized(
-            dict(rows=rows, K=K, N=N), "gelu", options=dict(activation="gelu"), only=only
-        )  # fmt: skip
+        sizes, options = dict(rows=rows, K=K, N=N), dict(activation="gelu")
+        return sized(sizes, "gelu", options=options, only=("x", "weight", "bias"))
 
     def residual(rows: Shape, K: int, N: int) -> Example:
         return sized(dict(rows=rows, K=K, N=N), "residual")
@@ -65,8 +63,18 @@ LINEAR = Op(
 )  # fmt: skip
 
 
-def _mlp(*, recompute: bool = True, **inputs: Any) -> Tensor:
-    return mlp_ref(**inputs)
+FC_ARGS = {
+    "x": FIRST, "fc1_weight": MATRIX, "fc1_bias": OPERAND, "fc2_weight": MATRIX,
+    "fc2_bias": OPERAND,
+}  # fmt: skip
+
+
+def fc_shapes(s: Any, fc1: int) -> dict[str, Shape]:
+    """Of an MLP's two layers, the first with so many columns."""
+    return dict(
+        x=(*s.rows, s.C), fc1_weight=(fc1, s.C), fc1_bias=(fc1,), fc2_weight=(s.N, s.F),
+        fc2_bias=(s.N,),
+    )  # fmt: skip
 
 
 def _eager_mlp(
@@ -100,26 +108,15 @@ def _mlp_fuzz(pick: Pick) -> Mapping[str, Any]:
 
 
 MLP = Op(
-    mlp, _mlp,
-    args={
-        "x": FIRST, "fc1_weight": MATRIX, "fc1_bias": OPERAND, "fc2_weight": MATRIX,
-        "fc2_bias": OPERAND, **EPILOGUE,
-    },
+    mlp, ignoring("recompute", mlp_ref),
+    args=FC_ARGS | EPILOGUE,
     options={
         "activation": Option("activation", tuple(ACTIVATIONS)),
         "recompute": Option("flag", (False, True)),
     },
-    shapes=lambda s: with_epilogue(
-        dict(
-            x=(*s.rows, s.C), fc1_weight=(s.F, s.C), fc1_bias=(s.F,), fc2_weight=(s.N, s.F),
-            fc2_bias=(s.N,),
-        ), s,
-    ),
+    shapes=lambda s: with_epilogue(fc_shapes(s, s.F), s),
     tiny=dict(rows=(2, 3), C=8, F=6, N=4),
-    at=lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C),
+    at=(_mlp_at := lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
     fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs, eager=_eager_mlp,
-    check=lambda v: [
-        Example(sizes := dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
-        Example(sizes, "stored", dict(recompute=False)),
-    ],
+    check=lambda v: [Example(_mlp_at(v)), Example(_mlp_at(v), "stored", dict(recompute=False))],
 )  # fmt: skip

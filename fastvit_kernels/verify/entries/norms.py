@@ -22,42 +22,32 @@ from ..op import Arg, Example, Op, Option, Pick, SampleShape, Shape, padded, siz
 from .arguments import some_kept
 
 
-def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype | None:
-    """What the specification of a norm is asked for."""
-    if x.dtype is torch.float64:
-        return None  # the oracle rounds nothing
-    widens = out_dtype is None and autocast_dtype(x) is not None
-    return torch.float32 if widens else out_dtype
+def _norm(reference: Any) -> Any:
+    """The specification of a norm: under autocast it widens what has no dtype of its own."""
+
+    def norm(x: Tensor, *args: Any, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if x.dtype is torch.float64:
+            out_dtype = None  # the oracle rounds nothing
+        elif out_dtype is None and autocast_dtype(x) is not None:
+            out_dtype = torch.float32
+        return reference(x, *args, out_dtype=out_dtype, **options)
+
+    return norm
 
 
-def _layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6, *,
-    out_dtype: torch.dtype | None = None, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return layer_norm_ref(x, weight, bias, eps, _out_dtype(x, out_dtype), residual)
+def _and_input(norm: Any) -> Any:
+    """The norm, of the kept samples where some are, and all of its input."""
+
+    def norm_and_input(
+        x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        kept = x if samples is None else x[samples[: len(samples) - len(x)]]
+        return norm(kept, *args, **options), x.view_as(x)
+
+    return norm_and_input
 
 
-def _some(x: Tensor, samples: Tensor | None) -> Tensor:
-    return x if samples is None else x[samples[: len(samples) - len(x)]]
-
-
-def _layer_norm_and_input(
-    x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    return _layer_norm(_some(x, samples), *args, **options), x.view_as(x)
-
-
-def _rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
-    out_dtype: torch.dtype | None = None, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return rms_norm_ref(x, weight, eps, _out_dtype(x, out_dtype), residual)
-
-
-def _rms_norm_and_input(
-    x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    return _rms_norm(_some(x, samples), *args, **options), x.view_as(x)
+_layer_norm, _rms_norm = _norm(layer_norm_ref), _norm(rms_norm_ref)
 
 
 def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
@@ -65,24 +55,22 @@ def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
     return dict(rows=pick.rows(60_000 // (C + 40), none=True), C=C)
 
 
-def _fuzz_and_input(pick: Pick) -> Mapping[str, Any]:
-    sizes = _norm_fuzz(pick)
-    return {**sizes, **some_kept(pick, sizes["rows"], "samples")}
-
-
 def _with_samples(norm: Mapping[str, Any]) -> dict[str, Any]:
     """What the variant that hands its input on says besides."""
-    shapes = norm["shapes"]
 
-    def of(s: Any) -> dict[str, Shape]:
+    def shapes(s: Any) -> dict[str, Shape]:
         kept = getattr(s, "kept", 0)
-        return shapes(s) | ({"samples": SampleShape(kept, s.rows[0])} if kept else {})
+        return norm["shapes"](s) | ({"samples": SampleShape(kept, s.rows[0])} if kept else {})
+
+    def fuzz(pick: Pick) -> Mapping[str, Any]:
+        sizes = norm["fuzz"](pick)
+        return sizes | some_kept(pick, sizes["rows"], "samples")
 
     return {
         **norm,
         "args": {**norm["args"], "samples": Arg("keep", grad=False, trained=False, usual=False)},
-        "shapes": of,
-        "fuzz": _fuzz_and_input,
+        "shapes": shapes,
+        "fuzz": fuzz,
         "check": lambda v: [
             Example(sizes := dict(rows=(v.B, v.T), C=v.C)),
             Example(sizes | dict(kept=(v.B + 1) // 2), "kept samples"),
@@ -135,7 +123,7 @@ LAYER_NORM = Op(
 )  # fmt: skip
 # The same kernels, and a second gradient: it reaches the configs of both.
 LAYER_NORM_AND_INPUT = Op(
-    layer_norm_and_input, _layer_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    layer_norm_and_input, _and_input(_layer_norm), configs=_norm_configs, fuzz_share=2, outputs=2,
     eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
     **_with_samples(_NORM),
 )  # fmt: skip
@@ -150,7 +138,7 @@ RMS_NORM = Op(
     **_with_residual(_RMS),
 )  # fmt: skip
 RMS_NORM_AND_INPUT = Op(
-    rms_norm_and_input, _rms_norm_and_input, configs=_norm_configs, fuzz_share=2, outputs=2,
+    rms_norm_and_input, _and_input(_rms_norm), configs=_norm_configs, fuzz_share=2, outputs=2,
     eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x),
     **_with_samples(_RMS),
 )  # fmt: skip

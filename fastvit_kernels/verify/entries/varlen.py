@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ...ops.attention.varlen import varlen_attention, varlen_attention_ref
-from ..op import Example, Op, Option, Pick, Sizes, in_memory, sized
-from .arguments import FIRST, SCALE
-from .attention import without_dropout
+from ..op import Example, Op, Pick, Sizes, in_memory, sized
+from .arguments import FIRST, SCORES, ignoring
 
 
 def _settings(s: Any) -> dict[str, Any]:
@@ -51,9 +50,9 @@ def _configs(large: bool) -> list[Example]:
 
 
 VARLEN_ATTENTION = Op(
-    varlen_attention, without_dropout(varlen_attention_ref), eager=varlen_attention_ref,
+    varlen_attention, ignoring("dropout_p", varlen_attention_ref), eager=varlen_attention_ref,
     args={"qkv": FIRST},
-    options={"scale": SCALE, "dropout_p": Option("probability below 1")},
+    options=SCORES,
     settings=_settings,
     shapes=lambda s: dict(qkv=(sum(s.lengths), 3, s.H, s.D)),
     tiny=_sizes((3, 0, 2), 2, 8),
