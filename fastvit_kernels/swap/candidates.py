@@ -60,9 +60,7 @@ def _unknown(module: nn.Module, roles: Any) -> list[str]:
     """The parameters that no role has, nor a part that has a role."""
     known = list(leaves(roles, str))
     parts = tuple(f"{n}." for n in known if n)
-    return [
-        n for n, _ in module.named_parameters() if n not in known and not n.startswith(parts)
-    ]  # fmt: skip
+    return [n for n, _ in module.named_parameters() if n not in known and not n.startswith(parts)]
 
 
 # Attention.
@@ -125,18 +123,18 @@ def _attention_roles(
         roles = roles._replace(**_bias(module, seen, roles))
         _all_known(module, roles)
     settings = _floats(module, [*roles.projections, roles.out])
+    drops = [roles.dropout]
     if is_sdpa:
         roles = roles._replace(causal=bool(_argument(core, 5, "is_causal", False)))
         asked = _argument(core, 6, "scale", None)
         usual = asked is None or abs(asked * seen.shape(core.inputs[0])[-1] ** 0.5 - 1) < 1e-12
-        scales = [] if asked is None else [n for n, v in settings.items() if v == asked]
+        scales = [n for n, v in settings.items() if v == asked]
         scales += [None] if usual else []
         scales += [asked] if asked is not None else []
-        drops = _rates(module) if _argument(core, 4, "dropout_p", 0.0) else [roles.dropout]
-        drops = drops or [roles.dropout]
+        if _argument(core, 4, "dropout_p", 0.0):
+            drops = _rates(module) or drops
     else:
         scales = [*sorted(settings, key=lambda n: "scal" not in n), None, 1.0]
-        drops = [roles.dropout]
     masked = any(e.function in MASKS for e in seen.events)
     for causal in (roles.causal, True) if masked and not roles.causal else (roles.causal,):
         for layout in ("3HD", "H3D", "HD3") if len(before) == 1 else ("3HD",):
@@ -176,9 +174,7 @@ def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, An
         ]  # fmt: skip
         if indices:
             return {"table": next(iter(shapes)), "index": indices[0]}
-    if len(shapes) == 2 and tuple(s[0] for s in shapes.values()) == tuple(
-        2 * n - 1 for n in shape[1:-1]
-    ):
+    if len(shapes) == 2 and [s[0] for s in shapes.values()] == [2 * n - 1 for n in shape[1:-1]]:
         return {"along": tuple(shapes)}
     return {}
 

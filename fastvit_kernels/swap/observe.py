@@ -63,11 +63,8 @@ class Observation:
 def _first_tensor(result: Any) -> tuple[Tensor | None, int | None]:
     if isinstance(result, Tensor):
         return result, None
-    if isinstance(result, (tuple, list)):
-        for place, value in enumerate(result):
-            if isinstance(value, Tensor):
-                return value, place
-    return None, None
+    values = enumerate(result if isinstance(result, (tuple, list)) else ())
+    return next(((v, place) for place, v in values if isinstance(v, Tensor)), (None, None))
 
 
 class _Recorder(TorchFunctionMode):
@@ -100,7 +97,7 @@ class _Recorder(TorchFunctionMode):
         if tensor is None:
             return
         args, kwargs = self.values(args), {n: self.values(v) for n, v in kwargs.items()}
-        inputs = tuple(v.number for v in leaves((args, tuple(kwargs.values())), Value))
+        inputs = tuple(v.number for v in leaves((args, kwargs), Value))
         if id(tensor) in self.numbers and not new:
             return  # the function gave back its input
         number = self.number(tensor, new=True)
@@ -149,11 +146,11 @@ class _Recorder(TorchFunctionMode):
 
 
 def leaves(value: Any, kind: type) -> Iterator[Any]:
-    """What is of this class in nested tuples and lists."""
+    """What is of this class in nested tuples, lists and dicts."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for v in value.values() if isinstance(value, dict) else value:
             yield from leaves(v, kind)
 
 

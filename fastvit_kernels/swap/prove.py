@@ -16,6 +16,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.backend import backend, get_backend
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .facts import ClassOf, Facts, host_of, is_recognised
+from .observe import leaves
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
@@ -64,35 +66,17 @@ def prove(
             _count[host] = _count.get(host, 0) + 1
             if _count[host] > MOST:
                 return f"more than {MOST} configurations of {host.__name__} were met"
-            _proofs[key] = _in_a_thread(lambda: _prove(module, facts, class_of, at_size))
+            try:
+                _proofs[key] = aside(lambda: _prove(module, facts, class_of, at_size))
+            except Exception as error:  # a proof never fails its caller
+                _proofs[key] = f"it could not be tried: {first_line(error)}"
         return _proofs[key]
-
-
-def _in_a_thread(run: Callable[[], str | None]) -> str | None:
-    try:
-        return aside(run)
-    except Exception as error:  # a proof never fails its caller
-        return f"it could not be tried: {_first_line(error)}"
 
 
 def aside(run: Callable[[], Any]) -> Any:
     """What `run` gives in a thread of its own, undisturbed; its exception is raised here."""
-    found: list[Any] = []
-    raised: list[Exception] = []
-
-    def work() -> None:
-        try:
-            with _undisturbed():
-                found.append(run())
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work, name="fastvit_kernels proof")
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return found[0]
+    with ThreadPoolExecutor(1, "fastvit_kernels proof") as thread:
+        return thread.submit(_undisturbed()(run)).result()
 
 
 @contextmanager
@@ -108,10 +92,7 @@ def _undisturbed() -> Iterator[None]:
         h.clear()
     state = torch.default_generator.get_state()
     try:
-        if get_backend() == "triton":
-            with backend("torch"):
-                yield
-        else:
+        with backend("torch") if get_backend() == "triton" else nullcontext():
             yield
     finally:
         torch.default_generator.set_state(state)
@@ -119,18 +100,11 @@ def _undisturbed() -> Iterator[None]:
             h.update(kept)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:120]
 
 
 # The two forwards side by side.
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value
-    return [t for v in values for t in _tensors(v)] if isinstance(values, (tuple, list)) else []
 
 
 def _form(value: Any) -> str:
@@ -147,7 +121,6 @@ def _run(
     Args:
         briefly: no gradients of parameters.
     """
-    args, kwargs = call
     torch.default_generator.manual_seed(7)
     others = random.getstate()
     try:
@@ -155,20 +128,20 @@ def _run(
         drawn = random.getstate() != others
     finally:
         random.setstate(others)
-    outputs = _tensors(result)
+    outputs = list(leaves(result, Tensor))
     found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
     found[f"a result of the form {_form(result)}"] = None
     found["the state of the random generator"] = torch.default_generator.get_state()
     if drawn:
         found["a draw of Python's random numbers"] = None
-    leaves = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
-    given = _tensors([list(args), list(kwargs.values())])
-    leaves |= {f"argument {i}": t for i, t in enumerate(given) if t.requires_grad}
+    inputs = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
+    given = enumerate(leaves(call, Tensor))
+    inputs |= {f"argument {i}": t for i, t in given if t.requires_grad}
     with_gradient = [t for t in outputs if t.requires_grad]
     generator = torch.Generator().manual_seed(8)
     upstream = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in with_gradient]
-    gradients = torch.autograd.grad(with_gradient, [*leaves.values()], upstream, allow_unused=True)
-    found |= {f"the gradient of {n}": g for n, g in zip(leaves, gradients, strict=True)}
+    gradients = torch.autograd.grad(with_gradient, [*inputs.values()], upstream, allow_unused=True)
+    found |= {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}
     return found
 
 
@@ -218,7 +191,7 @@ def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) ->
             return found
         if not recognised:
             break
-    return f"it could not be tried: {_first_line(reason) if reason else 'it is too large'}"
+    return f"it could not be tried: {first_line(reason) if reason else 'it is too large'}"
 
 
 def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dtype) -> str | None:
@@ -234,7 +207,7 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
             with backend("torch") if dtype == torch.float32 else nullcontext():
                 _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
         except _NotTried as error:
-            return f"it could not be tried at its size: {_first_line(error)}"
+            return f"it could not be tried at its size: {first_line(error)}"
     return _at_sizes[key]
 
 
@@ -280,11 +253,6 @@ class _Unrounded(TorchFunctionMode):
         return func(*map(wide, args), **{n: wide(v) for n, v in (kwargs or {}).items()})
 
 
-def _tolerance(ours: nn.Module) -> float:
-    """That of a module, or of a part that rounds to fp32, whatever the dtype."""
-    return max(getattr(type(m), "fused_tolerance", 0.0) for m in ours.modules())
-
-
 def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
     briefly: bool = False,
@@ -299,22 +267,21 @@ def _compare(
         try:
             host = copier.module(module, host_class, called, {})
         except Exception as error:
-            raise _NotTried(_first_line(error)) from error
+            raise _NotTried(first_line(error)) from error
         ours: Any = copier.module(module, class_of, called, {})
-        for copied in ours.modules():
-            TRUSTED.add(copied)
+        TRUSTED.update(ours.modules())
         ROOTS.add(ours)
+        # a part may round to fp32, whatever the dtype
+        tolerance = max(least, *(getattr(type(m), "fused_tolerance", 0.0) for m in ours.modules()))
         if all(ours.train(mode).fused_blocked() is not None for mode in (True, False)):
             return None  # it runs the host's forward as things are
         try:
             calls = calls or [_typed(c, dtype) for c in _calls(ours, copier.generator)]
         except Exception as error:
-            raise _NotTried(_first_line(error)) from error
+            raise _NotTried(first_line(error)) from error
         tried, failed = 0, None
-        if briefly:
-            calls = calls[
-                :: -max(len(calls) - 1, 1)
-            ]  # the last, perhaps a smaller one, and the first
+        if briefly:  # the last, perhaps a smaller one, and the first
+            calls = calls[:: -max(len(calls) - 1, 1)]
         for (args, kwargs), training in _modes(calls[:1] if called else calls):
             host.train(training)
             ours.train(training)
@@ -333,8 +300,7 @@ def _compare(
             try:
                 got = _run(ours, fused, (args, kwargs), briefly)
             except Exception as error:
-                return f"the fused forward raises: {_first_line(error)}"
-            tolerance = max(least, _tolerance(ours))
+                return f"the fused forward raises: {first_line(error)}"
             found = _difference(wanted, got, tolerance)
             if found is None and tolerance > least and not (called or briefly):
                 try:
@@ -348,10 +314,10 @@ def _compare(
             if found is not None:
                 mode = "training" if training else "evaluation"
                 return f"computes something else: {found} in {mode}"
-            if briefly and sum(t.numel() for t in _tensors([x])) > LONG:
+            if briefly and sum(t.numel() for t in leaves(x, Tensor)) > LONG:
                 break
         if tried and failed is not None and is_recognised(class_of(module)):
-            return f"the host does not take such a call: {_first_line(failed)}"
+            return f"the host does not take such a call: {first_line(failed)}"
         if not tried:
-            raise _NotTried(_first_line(failed) if failed else "there is no example of a call")
+            raise _NotTried(first_line(failed) if failed else "there is no example of a call")
     return None

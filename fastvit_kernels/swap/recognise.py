@@ -146,20 +146,17 @@ def _search(module: Any, class_of: ClassOf) -> Callable[[Any, ClassOf], Found] |
 
 def _wider(module: nn.Module, class_of: ClassOf) -> Found:
     """The search where parts are planned: first as if the partial ones were not."""
-    partial = [
-        name for name, m in module.named_modules() if name and is_partial(class_of(m))
-    ]  # fmt: skip
+    partial = {m: name for name, m in module.named_modules() if name and is_partial(class_of(m))}
+
+    def without(m: nn.Module) -> type:
+        return host_of(class_of(m)) if m in partial else class_of(m)
+
     first = None
     if partial:
-        open_ones = {id(module.get_submodule(name)) for name in partial}
-
-        def without(m: nn.Module) -> type:
-            return host_of(class_of(m)) if id(m) in open_ones else class_of(m)
-
         levels = {level_of(without(m)) for _, m in open_parts(module, without)}
         first = (_block if levels & {"attention", "mlp"} else _whole)(module, without)
         if first.mixin is not None:
-            return first._replace(absorbed=tuple(partial))
+            return first._replace(absorbed=tuple(partial.values()))
     found = _block(module, class_of)
     return first if first is not None and found.mixin is None else found
 
@@ -180,12 +177,14 @@ def _whole(module: nn.Module, class_of: ClassOf) -> Found:
 
 def _try(
     module: nn.Module, class_of: ClassOf, mixin: Any, candidates: Any, trials: list[Trial],
-    at_size: bool = True,
+    former: Found | None = None, at_size: bool = True,
 ) -> Found:  # fmt: skip
     """The first candidate that is proven.
 
     Args:
-        at_size: at full size, too.
+        former: a search that was successful; it stands where no candidate is proven.
+        at_size: at full size, too. Roles for more calls need none: their own proof was at full
+            size, and what a caller may hand on besides does not depend on that.
     """
     begin, reason = time.process_time(), ""
     for roles in candidates:
@@ -202,22 +201,16 @@ def _try(
         if time.process_time() - begin > SECONDS:
             reason += f"; the search ended after {SECONDS:.0f} s"
             break
-    return Found(None, None, reason, False, tuple(trials))
-
-
-def _widened(
-    module: nn.Module, class_of: ClassOf, found: Found, roles: Any, trials: list[Trial]
-) -> Found:
-    """The same with roles for more calls, where those are proven. Its own proof was at full size;
-    what its caller may hand on besides does not depend on that."""
-    wider = _try(module, class_of, found.mixin, [roles], trials, at_size=False)
-    return found if wider.mixin is None else wider
+    return former or Found(None, None, reason, False, tuple(trials))
 
 
 def describe(mixin: Any, roles: Any) -> str:
     """A candidate in a few words."""
     if mixin is structure.Block:
-        what = [s.body or _kind(s.inline) for s in roles.steps]
+        what = [
+            s.body or ("an MLP" if isinstance(s.inline, structure.MlpRoles) else "an attention")
+            for s in roles.steps
+        ]
         what += [f"in windows of {s.window}" for s in roles.steps if s.window]
         what += ["in evaluation"] * roles.evaluation
         what += [f"without {roles.sampled} of the samples"] * bool(roles.sampled)
@@ -225,10 +218,6 @@ def describe(mixin: Any, roles: Any) -> str:
         return f"block of {', '.join(what)}"
     told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]
     return f"{level_of(mixin)} {' '.join(told)}"
-
-
-def _kind(roles: Any) -> str:
-    return "an MLP" if isinstance(roles, structure.MlpRoles) else "an attention"
 
 
 def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
@@ -256,9 +245,7 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
             more = partial(angles_for, name=angles, roles=None)
             candidates = attention_roles(module, observed(module, class_of, True, more))
             needing = [r._replace(needs_rope=True) for r in candidates or ()]
-            rotated = _rotated(module, angles, needing)
-            found = _try(module, class_of, structure.Attention, rotated, trials)
-            found = _with_kernel(module, class_of, found, trials)
+            found = _with_rope(module, class_of, angles, needing, trials)
             return _with_masks(module, class_of, found, trials)
         candidates = attention_roles(module, seen)
         if candidates is None:
@@ -266,24 +253,24 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
             return _try(module, class_of, structure.Mlp, mlp_roles(module, seen), trials)
         found = _try(module, class_of, structure.Attention, candidates, trials)
         if found.mixin is not None and angles is not None:
-            rotated = _rotated(module, angles, [found.roles])
-            wider = _try(module, class_of, structure.Attention, rotated, trials)
-            wider = _with_kernel(module, class_of, wider, trials)
-            found = wider if wider.mixin is not None else found
-        if found.mixin is not None:
-            found = _with_masks(module, class_of, found, trials)
-        return found._replace(trials=tuple(trials))
+            found = _with_rope(module, class_of, angles, [found.roles], trials, found)
+        return _with_masks(module, class_of, found, trials)
     except Refused as refused:
         return Found(None, None, str(refused), isinstance(refused, Unlike), tuple(trials))
 
 
-def _with_kernel(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
-    """The same with our kernel in place of the host's rotation, where that is one that it knows."""
-    if found.mixin is None:
+def _with_rope(
+    module: Any, class_of: ClassOf, angles: str, known: list[Any], trials: list[Trial],
+    former: Found | None = None,
+) -> Found:  # fmt: skip
+    """The first of the known candidates that is proven with the host's own rotation, and with our
+    kernel in place of that, where it is one that our kernel knows."""
+    rotated = _rotated(module, angles, known)
+    found = _try(module, class_of, structure.Attention, rotated, trials, former)
+    if found.mixin is None or found is former:
         return found
     candidates = (found.roles._replace(kernel=way) for way in structure.ways_of_rope())
-    wider = _try(module, class_of, structure.Attention, candidates, trials)
-    return found if wider.mixin is None else wider
+    return _try(module, class_of, structure.Attention, candidates, trials, found)
 
 
 def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
@@ -292,16 +279,15 @@ def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial
     for name in names if found.mixin is not None and not found.roles.grid else ():
         if "mask" not in name:
             both = found.roles._replace(mask=name, masks=tuple((k, "") for k in LEARNT))
-            found = _widened(module, class_of, found, both, trials)
+            found = _try(module, class_of, found.mixin, [both], trials, found, at_size=False)
         if not found.roles.mask:
             for kind in READINGS if "mask" in name else LEARNT:
-                former = found
-                for reading in READINGS.get(kind, ("",)):
-                    masks = (*former.roles.masks, (kind, reading))
-                    more = former.roles._replace(mask=name, masks=masks)
-                    found = _widened(module, class_of, former, more, trials)
-                    if found is not former:
-                        break
+                masks = found.roles.masks
+                more = [
+                    found.roles._replace(mask=name, masks=(*masks, (kind, reading)))
+                    for reading in READINGS.get(kind, ("",))
+                ]
+                found = _try(module, class_of, found.mixin, more, trials, found, at_size=False)
         if found.roles.mask:
             break
     return found._replace(trials=tuple(trials))
@@ -330,7 +316,8 @@ def _block(module: nn.Module, class_of: ClassOf) -> Found:
     if found.mixin is not None:
         found = _with_unread(module, class_of, found, trials)
     if found.mixin is not None and "list" in type(module).forward.__code__.co_names:
-        found = _widened(module, class_of, found, found.roles._replace(lists=True), trials)
+        lists = found.roles._replace(lists=True)
+        found = _try(module, class_of, found.mixin, [lists], trials, found, at_size=False)
     return found._replace(trials=tuple(trials))
 
 
@@ -367,7 +354,7 @@ def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Tria
         known = name in taken or is_mask(name) or name == angle_argument(module)
         if name in defaults and defaults[name] is None and not known:
             roles = found.roles._replace(unread=(*found.roles.unread, name))
-            found = _widened(module, class_of, found, roles, trials)
+            found = _try(module, class_of, found.mixin, [roles], trials, found, at_size=False)
     return found
 
 

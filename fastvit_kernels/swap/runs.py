@@ -18,6 +18,7 @@ from .facts import ClassOf, host_of
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
+from .prove import first_line
 
 TOKENS = 2400  # of a batch in a search
 
@@ -92,7 +93,7 @@ def observed(
                 raise
             except Exception as error:
                 failure = failure or error
-    raise Unlike(f"it could not be run: {str(failure).splitlines()[0][:120] if failure else ''}")
+    raise Unlike(f"it could not be run: {first_line(failure) if failure else ''}")
 
 
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:

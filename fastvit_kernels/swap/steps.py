@@ -86,9 +86,8 @@ def _channels(seen: Observation) -> tuple[Observation, bool]:
 def _rounds(module: nn.Module, class_of: ClassOf, step: Step) -> bool:
     """Whether a part of a step gives what fp32 gives, in any dtype."""
     named = [class_of(module.get_submodule(n)) for n in (step.norm, step.body) if n]
-    return any(c.fused_tolerance > 1e-9 for c in named if hasattr(c, "fused_tolerance")) or getattr(
-        step.inline, "rounded", False
-    )
+    rounds = any(getattr(c, "fused_tolerance", 0.0) > 1e-9 for c in named)
+    return rounds or getattr(step.inline, "rounded", False)
 
 
 def _through(module: nn.Module, steps: tuple[Step, ...]) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def _bent(function):
 
 ERRORS = {
     "mlp": (parts, "mlp", _bent, "mlp"),
-    "attention": (timm_host, "attend_turned", _bent, "attn"),
+    "attention": (parts, "attend_turned", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
     "drop_path": (
         fused.DropPath, "fused_row_scale",
@@ -270,6 +270,12 @@ def test_a_proof_of_a_large_module_is_narrow(no_proofs, copied):
         model = timm.create_model("vit_so400m_patch14_siglip_224", depth=1)
     report = swap_in(model)
     assert report.level == "block" and max(copied) < 2**18
+
+
+def test_tensors_in_a_dict_are_compared():
+    module = nn.Linear(2, 2)
+    found = prove._run(module, lambda: {"y": module(torch.ones(1, 2))}, ((), {}))
+    assert "output 0" in found and "the gradient of weight" in found
 
 
 def test_threads_prove_once_each(no_proofs):
