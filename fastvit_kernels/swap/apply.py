@@ -17,12 +17,10 @@ from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
 from .hosts.fused import Fused, Unfused
 from .recognise import PROVEN, Trial, recognise, unused
-from .report import Left, Swapped, SwapReport, ancestors, make_report
+from .report import SwapReport, ancestors, make_report
 from .verdicts import patched, refusal, unproven
 
 Memory = Literal["default", "low"]
-
-__all__ = ["Left", "SwapReport", "Swapped", "swap_in", "swap_out"]
 
 
 def _matches(selector: Any, name: str, module: nn.Module) -> bool:

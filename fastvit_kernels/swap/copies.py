@@ -39,9 +39,7 @@ class Copier:
     quick: bool = False  # large weights repeat their values
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-    drawn: Tensor | None = (
-        None  # the values that large weights repeat, each from a place of its own
-    )
+    drawn: Tensor | None = None  # what large weights repeat, each from a place of its own
 
     def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
         if id(original) not in self.tensors:

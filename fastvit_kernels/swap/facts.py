@@ -142,9 +142,8 @@ def is_recognised(cls: type) -> bool:
 
 def _is_known(cls: type) -> bool:
     """Whether a fused forward may look inside: a module of any other class is only ever called."""
-    if hasattr(cls, "fused_level") or cls in (nn.Linear, nn.Identity, nn.Dropout):
-        return True
-    return cls in CONTAINERS or is_activation(cls)
+    plain = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
+    return hasattr(cls, "fused_level") or cls in plain or is_activation(cls)
 
 
 def keeps_rates(module: nn.Module) -> bool:
@@ -262,17 +261,16 @@ class Facts:
         self.types = [type(m) for m in modules]
         self.names = names
         self.lengths = [len(vars(modules[place])) for place in self.known]
-        classes = dict.fromkeys(host_of(class_of(modules[place])) for place in self.known)
+        planned: list[Any] = [class_of(m) for m in modules]
+        classes = dict.fromkeys(host_of(planned[place]) for place in self.known)
         self.classes = [(c, get) for c in classes if (get := _getter_of_methods(c)) is not None]
         self.functions = [get(cls) for cls, get in self.classes]
-        unread = dict.fromkeys(host_of(class_of(modules[p])) for p in self.known if wholes[p])
+        unread = dict.fromkeys(host_of(planned[place]) for place in self.known if wholes[place])
         self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]
         self.readers = [c for c in unread for _ in _globals_of(c)]
         self.read: list[Any] = [get(home) for home, get in self.globals]
-        self.asking = [
-            place for place in self.known if hasattr(class_of(modules[place]), "fused_facts")
-        ]
-        self.answers = [class_of(modules[p]).fused_facts(modules[p]) for p in self.asking]  # type: ignore[attr-defined]
+        self.asking = [place for place in self.known if hasattr(planned[place], "fused_facts")]
+        self.answers = [planned[place].fused_facts(modules[place]) for place in self.asking]
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
     def at_rest(self) -> Any:

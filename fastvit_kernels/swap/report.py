@@ -76,6 +76,9 @@ class SwapReport:
     rebuilt_rms: int = 0
     skipping: list[str] = field(default_factory=list)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(SwapReport()) | state)  # a pickle of 0.1.0 has fewer attributes
+
     @property
     def level(self) -> str:
         """ "block": every layer of the stack runs as a fused block; "parts"; or "none"."""
@@ -102,29 +105,24 @@ class SwapReport:
             lines += ["", f"{'left alone':<41} count  why"]
             lines += [f"{host:<41} {n:>5}  {reason}" for (host, reason), n in groups.items()]
         if self.flops:
-            share = 100 * self.fused_flops / self.flops
-            lines += ["", f"{share:.1f}% of the matmul FLOPs run fused ({self.tokens} tokens)"]
-        if getattr(self, "depending_flops", 0):
-            share = 100 * self.depending_flops / self.flops
-            lines.append(f"{share:.1f}% more where attention is called without a mask or weights")
-        pytorch = getattr(self, "pytorch", {})  # a pickle of 0.1.0 has none of these
-        lines += [
-            f"{100 * s:.1f}% of the elements moved: {n}, by PyTorch" for n, s in pytorch.items()
-        ]
-        rms = getattr(self, "rebuilt_rms", 0)
-        for kind, count in (
-            ("LayerNorm", len(getattr(self, "rebuilt", [])) - rms),
-            ("RMSNorm", rms),
-        ):
+            share = self.fused_flops / self.flops
+            lines += ["", f"{share:.1%} of the matmul FLOPs run fused ({self.tokens} tokens)"]
+        if self.depending_flops:
+            share = self.depending_flops / self.flops
+            lines.append(f"{share:.1%} more where attention is called without a mask or weights")
+        for what, share in self.pytorch.items():
+            lines.append(f"{share:.1%} of the elements moved: {what}, by PyTorch")
+        layer_norms = len(self.rebuilt) - self.rebuilt_rms
+        for kind, count in ("LayerNorm", layer_norms), ("RMSNorm", self.rebuilt_rms):
             if count:
                 lines.append(f"{count} {kind} outputs are rebuilt in the backward")
-        if skipping := getattr(self, "skipping", []):
-            lines.append(f"{len(skipping)} branches compute no sample that they drop")
-        uncounted = getattr(self, "uncounted", [])
-        if uncounted:
-            lines.append(f"not counted: {', '.join(uncounted[:3])}" + " ..." * (len(uncounted) > 3))
-        explanation = getattr(self, "explanation", [])
-        lines += ["", *explanation] if explanation else []
+        if self.skipping:
+            lines.append(f"{len(self.skipping)} branches compute no sample that they drop")
+        if self.uncounted:
+            more = " ..." * (len(self.uncounted) > 3)
+            lines.append(f"not counted: {', '.join(self.uncounted[:3])}{more}")
+        if self.explanation:
+            lines += ["", *self.explanation]
         return "\n".join(lines)
 
 
@@ -139,10 +137,6 @@ def ancestors(name: str) -> Iterator[str]:
 def _in_stack(name: str) -> bool:
     """Whether a name has a place number in it: blocks.3.mlp, encoder_layer_3."""
     return any(part.isdigit() for part in name.replace("_", ".").split("."))
-
-
-def _host_name(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
@@ -173,7 +167,7 @@ def make_report(
 
     def leave(name: str, module: nn.Module, reason: str) -> None:
         if reason:
-            left.setdefault(name, Left(name, _host_name(module), reason))
+            left.setdefault(name, Left(name, type(module).__name__, reason))
 
     for name, reason in refused.items():
         leave(name, modules[name], reason)
@@ -218,7 +212,7 @@ def _leave_masks(modules: dict[str, nn.Module], reached: set[int], leave: Any) -
     """Each DropPath whose branch computes what it drops."""
     for name, module in modules.items():
         rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
-        if id(module) not in reached and rate and "Path" in _host_name(module):
+        if id(module) not in reached and rate and "Path" in type(module).__name__:
             leave(name, module, 'drop_path="skip" does not reach it: its branch computes all')
 
 
@@ -243,13 +237,13 @@ def _count_swapped(
             leave(child, m, why)
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
-                moved[f"{_host_name(m)}"] += 2 * widths[0] if widths else 0
+                moved[type(m).__name__] += 2 * widths[0] if widths else 0
         rebuilt = list(module.fused_rebuilt()) if hasattr(module, "fused_rebuilt") else []
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
         whole = not any(prefix + body in called for body in module.fused_bodies)
-        report.swapped.append(Swapped(name, _host_name(module), "block" if whole else "parts"))
+        report.swapped.append(Swapped(name, type(module).__name__, "block" if whole else "parts"))
         if name and _gets_masks(name, module, modules):
             leave(name, module, MASKED)
         covered |= {
@@ -257,7 +251,7 @@ def _count_swapped(
             if n.startswith(prefix) and not any(a in called for a in ancestors(n))
         }  # fmt: skip
     elif name not in covered:
-        report.swapped.append(Swapped(name, _host_name(module), module.fused_level))
+        report.swapped.append(Swapped(name, type(module).__name__, module.fused_level))
         leave(name, module, module.fused_caveat)
 
 
@@ -315,10 +309,9 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
     inside = {id(m) for f in ours for m in f.fused_products()}
     windows = {id(m): size for f in ours for m, size in f.fused_windows()}
     masked = {row.name for row in report.left if row.reason == MASKED}
-    for module in ours:
-        more = sum(4 * report.tokens**2 * width for width in module.fused_widths())
-        report.flops += more
-        report.fused_flops += more
+    inlined = 4 * report.tokens**2 * sum(width for m in ours for width in m.fused_widths())
+    report.flops += inlined
+    report.fused_flops += inlined
     for name, module in modules.items():
         parent = modules.get(name.rpartition(".")[0]) if name else None
         try:

@@ -83,6 +83,15 @@ def test_a_pickle_of_0_1_0_loads(make):
         assert torch.equal(p, q), name
 
 
+def test_a_report_of_0_1_0_prints():
+    report = fk.swap_in(own())
+    expected = str(report)
+    for name in ("depending_flops", "pytorch", "uncounted", "explanation", "rebuilt",
+                 "rebuilt_rms", "skipping"):  # fmt: skip
+        del vars(report)[name]
+    assert str(pickle.loads(pickle.dumps(report))) == expected
+
+
 def test_a_model_of_0_1_0_runs():
     model, images = own().eval(), torch.randn(1, 1, 28, 28)
     expected = model(images)
