@@ -1533,7 +1533,7 @@ HOSTS = [
     ),
     Fault(
         "prove-gradients", "swap/prove.py", "_run", "gradients are not compared",
-        "zip(leaves, gradients, strict=True)}", "zip([], [], strict=True)}", only=NOTICED,
+        "zip(inputs, gradients, strict=True)}", "zip([], [], strict=True)}", only=NOTICED,
     ),
     Fault(
         "prove-numbers-drawn", "swap/prove.py", "_run", "the numbers drawn are not compared",
