@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..ops.attention.configs import (
     BWD_TABLE,
@@ -27,14 +28,27 @@ HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 TOKENS = (50, 197, 257, 577, 1025)
 
 
+def backward(*outputs: Tensor) -> None:
+    """The backward of these outputs of one call, from gradients in their own dtypes."""
+    torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+
+def _attend(
+    B: int, T: int, D: int, dropout_p: float = 0.0, dtype: torch.dtype = torch.bfloat16
+) -> Callable[..., Tensor]:
+    """Attention of 12 heads on tensors of their own; takes a mask, is_causal and dropout_p."""
+    q, k, v = (torch.empty(B, 12, T, D, dtype=dtype, requires_grad=True) for _ in range(3))
+    return functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=dropout_p)
+
+
 def masked_attention() -> None:
     """Queries and keys of different lengths, with a boolean mask, an additive one, and causal."""
     shapes = ((8, 12, 197, 64), (8, 12, 257, 64), (8, 12, 257, 64))
     q, k, v = (torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     masks = (torch.empty(197, 257, dtype=torch.bool), torch.empty(8, 1, 1, 257, dtype=q.dtype))
     for mask in masks:
-        scaled_dot_product_attention(q, k, v, mask).backward(torch.empty_like(q))
-    scaled_dot_product_attention(q, k, v, is_causal=True).backward(torch.empty_like(q))
+        backward(scaled_dot_product_attention(q, k, v, mask))
+    backward(scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def learnt_bias() -> None:
@@ -51,8 +65,7 @@ def learnt_bias() -> None:
         qkv = torch.empty(B, T, 3, H, D, dtype=dtype, requires_grad=True)
         mask = torch.empty(windows, H, T, T, dtype=bias, requires_grad=True)
         for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):
-            out = attention(qkv, attn_mask=mask, dropout_p=dropout_p)
-            out.backward(torch.empty_like(out))
+            backward(attention(qkv, attn_mask=mask, dropout_p=dropout_p))
 
 
 def attention_configs() -> None:
@@ -60,7 +73,7 @@ def attention_configs() -> None:
     here = gpu(torch.device("cpu"))  # the target
     for T, H, D in ((50, 24, 32), (50, 12, 64), (197, 12, 64), (577, 12, 64)):
         qkv = torch.empty(512, T, 3, H, D, dtype=torch.bfloat16, requires_grad=True)
-        attention(qkv).backward(qkv.new_empty(512, T, H, D))
+        backward(attention(qkv))
         key = Problem(here, qkv.dtype, (512, T, H, D), T, "none", False, "ieee").key()
         for table in (FWD_TABLE, ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
             form = BwdForm(one_pass=table is ONE_PASS_TABLE)
@@ -72,87 +85,66 @@ def attention_configs() -> None:
                 with forced(table.name, config), forced(BWD_TABLE.name, form):
                     out = attention(qkv)
                     if table is not FWD_TABLE:
-                        out.backward(torch.empty_like(out))
+                        backward(out)
 
 
 def one_image() -> None:
     """Attention of fewer heads than SMs, and dropout beside a mask and beside causal."""
     for T in (197, 257, 577):
-        q, k, v = (
-            torch.empty(1, 12, T, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
-        attend = functools.partial(scaled_dot_product_attention, q, k, v)
+        attend = _attend(1, T, 64)
         for out in (
             attend(),
             attend(is_causal=True),
             attend(is_causal=True, dropout_p=0.1),
             attend(torch.empty(T, T, dtype=torch.bool), dropout_p=0.1),
-            attend(torch.empty(T, T, dtype=q.dtype), dropout_p=0.1),
+            attend(torch.empty(T, T, dtype=torch.bfloat16), dropout_p=0.1),
         ):
-            out.backward(torch.empty_like(out))
+            backward(out)
 
 
-def heads(D: int) -> Callable[[], None]:
+def heads(D: int) -> None:
     """Attention of one head dim at every length, and its masks, causal form and dropout."""
-
-    def step() -> None:
-        for T in TOKENS:
-            qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
-            attention(qkv).backward(qkv.new_empty(64, T, 12, D))
-        for T in TOKENS:
-            q, k, v = (
-                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            attend = functools.partial(scaled_dot_product_attention, q, k, v)
-            for out in (
-                attend(torch.empty(T, T, dtype=torch.bool)),
-                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
-                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
-                attend(is_causal=True),
-                attend(dropout_p=0.1),
-            ):
-                out.backward(torch.empty_like(out))
-
-    return step
+    for T in TOKENS:
+        qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
+        backward(attention(qkv))
+    for T in TOKENS:
+        attend = _attend(64, T, D)
+        for out in (
+            attend(torch.empty(T, T, dtype=torch.bool)),
+            attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
+            attend(torch.empty(64, 1, 1, T, dtype=torch.bfloat16)),
+            attend(is_causal=True),
+            attend(dropout_p=0.1),
+        ):
+            backward(out)
 
 
-def dropped(D: int) -> Callable[[], None]:
+def dropped(D: int) -> None:
     """Dropout beside causal scores and each kind of mask, of one head dim at every length."""
-
-    def step() -> None:
-        for T in TOKENS:
-            q, k, v = (
-                torch.empty(64, 12, T, D, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
-            for out in (
-                attend(is_causal=True),
-                attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
-                attend(torch.empty(T, T, dtype=torch.bool)),
-                attend(torch.empty(64, 1, 1, T, dtype=q.dtype)),
-            ):
-                out.backward(torch.empty_like(out))
-
-    return step
+    for T in TOKENS:
+        attend = _attend(64, T, D, dropout_p=0.1)
+        for out in (
+            attend(is_causal=True),
+            attend(torch.empty(64, 1, 1, T, dtype=torch.bool)),  # of keys
+            attend(torch.empty(T, T, dtype=torch.bool)),
+            attend(torch.empty(64, 1, 1, T, dtype=torch.bfloat16)),
+        ):
+            backward(out)
 
 
 def masks_in_fp32() -> None:
     """Each kind of mask in fp32: of keys, of pairs, and additive; causal; what dropout crowds."""
     for D, T in ((32, 256), (64, 197), (72, 256), (80, 197), (128, 197)):
-        q, k, v = (torch.empty(64, 12, T, D, requires_grad=True) for _ in range(3))
-        attend = functools.partial(scaled_dot_product_attention, q, k, v)
+        attend = _attend(64, T, D, dtype=torch.float32)
         keys = torch.empty(64, 1, 1, T)
         masked = [attend(m) for m in (keys.bool(), torch.empty(T, T, dtype=torch.bool), keys)]
         for out in (*masked, attend(is_causal=True)):
-            out.backward(torch.empty_like(out))
+            backward(out)
     for D in (64, 72, 128):
-        q, k, v = (torch.empty(64, 12, 197, D, requires_grad=True) for _ in range(3))
-        attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.1)
+        attend = _attend(64, 197, D, dropout_p=0.1, dtype=torch.float32)
         keys = torch.empty(64, 1, 1, 197, dtype=torch.bool)
         for out in (attend(), attend(is_causal=True), attend(keys)):
-            out.backward(torch.empty_like(out))
+            backward(out)
 
 
 def packed_sequences() -> None:
@@ -165,5 +157,4 @@ def packed_sequences() -> None:
             kinds += [(torch.bfloat16, 0.1), (torch.float32, 0.0)]
         for dtype, dropout_p in kinds:
             qkv = torch.empty(16384, 3, 16, D, dtype=dtype, requires_grad=True)
-            out = varlen_attention(qkv, cu_seqlens, longest, dropout_p=dropout_p)
-            out.backward(torch.empty_like(out))
+            backward(varlen_attention(qkv, cu_seqlens, longest, dropout_p=dropout_p))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.gated_mlp import GluMlp, SwiGLU
 from ..models.modules import Mlp
@@ -29,7 +29,7 @@ from ..ops.rope import rope
 from ..runtime.backend import gpu
 from ..runtime.configs import forced
 from . import attention_steps
-from .attention_steps import HEAD_DIMS
+from .attention_steps import HEAD_DIMS, backward
 from .models import input_shape, run_step
 
 
@@ -76,24 +76,21 @@ def _rms_norm() -> None:
     for C, dtype in ((768, torch.float32), (1024, torch.bfloat16), (3200, torch.bfloat16)):
         x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
         weight = torch.empty(C, requires_grad=True)
-        y, x = rms_norm_and_input(x, weight, out_dtype=torch.bfloat16)
-        torch.autograd.backward([y, x], [torch.empty_like(y), torch.empty_like(x)])
+        backward(*rms_norm_and_input(x, weight, out_dtype=torch.bfloat16))
     for C, row_scale in itertools.product((768, 1024), (None, torch.empty(64))):
         x = torch.empty(64, 257, C, dtype=torch.bfloat16, requires_grad=True)
         fc_weight, fc_bias = (x.new_empty(s).requires_grad_() for s in ((C, C), (C,)))
         residual = torch.empty(64, 257, C)
         x = linear(x, fc_weight, fc_bias, residual=residual, row_scale=row_scale)
         weight = torch.empty(C, requires_grad=True)
-        y, x = rms_norm_and_input(x, weight, out_dtype=torch.bfloat16)
-        torch.autograd.backward([y, x], [torch.empty_like(y), torch.empty_like(x)])
+        backward(*rms_norm_and_input(x, weight, out_dtype=torch.bfloat16))
     for D in (64, 128):
         q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
-        rms_norm(q, torch.empty(D, requires_grad=True)).backward(torch.empty_like(q))
+        backward(rms_norm(q, torch.empty(D, requires_grad=True)))
     for C, dtype in ((768, torch.float32), (1152, torch.bfloat16)):
         x, residual = torch.empty(64, 257, C, dtype=torch.bfloat16), torch.empty(64, 257, C)
         params = x.requires_grad_(), torch.empty(C, requires_grad=True)
-        y = rms_norm(*params, residual=residual.to(dtype).requires_grad_())
-        y.backward(torch.empty_like(y))
+        backward(rms_norm(*params, residual=residual.to(dtype).requires_grad_()))
 
 
 def _skipped_samples() -> None:
@@ -107,7 +104,20 @@ def _skipped_samples() -> None:
                 samples = keep_samples(64, 0.4)
                 y, x = norm(x, scale, out_dtype=torch.bfloat16, samples=samples)
                 x = linear(y, weight, residual=x, row_scale=samples)
-            x.backward(torch.empty_like(x))
+            backward(x)
+
+
+def _head_norms(norm: str | None, D: int) -> dict[str, Any]:
+    """The arguments of a norm of each head's queries and keys."""
+    weights = ("q_norm_weight", "k_norm_weight")
+    return {"norm": norm, **{n: norm and torch.empty(D, requires_grad=True) for n in weights}}
+
+
+def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, prefix: int, norm: str | None) -> None:
+    """Both pairings of one rotation."""
+    norms = _head_norms(norm, q.shape[-1])
+    for interleaved in (False, True):
+        backward(*rope(q, k, cos, sin, interleaved=interleaved, prefix_tokens=prefix, **norms))
 
 
 def _rope() -> None:
@@ -119,12 +129,7 @@ def _rope() -> None:
         qkv = torch.empty(64, 201, 3, H, D, dtype=torch.bfloat16)
         q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
         cos, sin = torch.empty(196, 2 * R).split(R, 1)
-        options: dict[str, Any] = dict(prefix_tokens=5, norm=norm)
-        for name in ("q_norm_weight", "k_norm_weight"):
-            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
-        for interleaved in (False, True):
-            outputs = rope(q, k, cos, sin, interleaved=interleaved, **options)
-            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        _turn(q, k, cos, sin, 5, norm)
 
 
 def _learnt_tables() -> None:
@@ -132,12 +137,7 @@ def _learnt_tables() -> None:
     for H, D, norm in ((12, 64, None), (12, 64, "layer_norm"), (16, 80, "rms_norm")):
         q, k = torch.empty(64, 197, 3, H, D, dtype=torch.bfloat16).requires_grad_().unbind(2)[:2]
         cos, sin = torch.empty(1, H, 196, 2 * D, requires_grad=True).split(D, -1)
-        options: dict[str, Any] = dict(prefix_tokens=1, norm=norm)
-        for name in ("q_norm_weight", "k_norm_weight"):
-            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
-        for interleaved in (False, True):
-            outputs = rope(q, k, cos, sin, interleaved=interleaved, **options)
-            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        _turn(q, k, cos, sin, 1, norm)
 
 
 def _rope_attention() -> None:
@@ -150,12 +150,10 @@ def _rope_attention() -> None:
         x = torch.empty(64, T, C, dtype=torch.bfloat16, requires_grad=True)
         params = [x.new_empty(shape).requires_grad_() for shape in ((3 * C, C), (3 * C,))]
         cos, sin = torch.empty(T - 5, 2 * D).split(D, 1)
-        options: dict[str, Any] = dict(num_heads=H, prefix_tokens=5, norm=norm)
-        for name in ("q_norm_weight", "k_norm_weight"):
-            options[name] = None if norm is None else torch.empty(D, requires_grad=True)
+        given: dict[str, Any] = dict(num_heads=H, prefix_tokens=5, cos=cos, sin=sin)
+        given |= _head_norms(norm, D)
         for interleaved in (False, True):
-            y = rope_attention(x, *params, cos=cos, sin=sin, interleaved=interleaved, **options)
-            y.backward(torch.empty_like(y))
+            backward(rope_attention(x, *params, interleaved=interleaved, **given))
 
 
 def _narrow_mlp() -> None:
@@ -175,23 +173,18 @@ def _gated_mlp() -> None:
 
     def run(C: int, F: int, dtype: torch.dtype, activation: str, norm: bool, packed: bool) -> None:
         fc1 = 2 * F if packed else F
-        shapes = {
-            "fc1_weight": (fc1, C),
-            "fc1_bias": (fc1,),
-            "fc2_weight": (C, F),
-            "fc2_bias": (C,),
-        }
+        shapes = dict(
+            x=(64, 257, C), fc1_weight=(fc1, C), fc1_bias=(fc1,), fc2_weight=(C, F), fc2_bias=(C,)
+        )
         if not packed:
-            shapes |= {"gate_weight": (F, C), "gate_bias": (F,)}
+            shapes |= dict(gate_weight=(F, C), gate_bias=(F,))
         given: dict[str, Any] = {
             n: torch.empty(s, dtype=dtype, requires_grad=True) for n, s in shapes.items()
         }
         if norm:
             names = ("norm_weight", "norm_bias")
             given |= {n: torch.empty(F, requires_grad=True) for n in names}
-        x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
-        y = gated_mlp(x, **given, activation=activation)
-        y.backward(torch.empty_like(y))
+        backward(gated_mlp(**given, activation=activation))
 
     for activation, dtype in itertools.product(
         ("silu", "gelu", "gelu_tanh"), (torch.bfloat16, torch.float32)
@@ -211,7 +204,7 @@ def _patches() -> None:
     """Patches of bytes, of a list to keep and of videos, under bf16 autocast: positions that learn,
     and an image's gradient where it has one."""
 
-    def run(images: torch.Tensor, patch: tuple[int, ...], kept: int = 0) -> None:
+    def run(images: Tensor, patch: tuple[int, ...], kept: int = 0) -> None:
         grid = [n // p for n, p in zip(images.shape[2:], patch, strict=True)]
         num_patches, C = math.prod(grid), 768
         options: dict[str, Any] = {}
@@ -226,7 +219,7 @@ def _patches() -> None:
         weight, bias, prefix, pos = tensors
         with torch.autocast("cpu", torch.bfloat16):
             y = patch_embed(images, weight, bias, prefix_tokens=prefix, pos_embed=pos, **options)
-        y.backward(torch.empty_like(y))
+        backward(y)
 
     image, video = (64, 3, 224, 224), (8, 3, 16, 224, 224)
     for patch, kept in ((16, 0), (14, 0), (16, 49)):
@@ -252,8 +245,7 @@ def _gemm_configs() -> None:
         residual = torch.empty(B, T, C)
         hidden = config if config in HIDDEN_TABLE.configs else LIBRARY
         with forced(FWD_TABLE.name, config), forced(HIDDEN_TABLE.name, hidden):
-            y = mlp(*tensors, residual=residual)
-            y.backward(torch.empty_like(y))
+            backward(mlp(*tensors, residual=residual))
 
 
 # What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
@@ -295,8 +287,11 @@ CASES: dict[str, Callable[[], None]] = {
     "GEMM configs": _gemm_configs,
     "attention configs": attention_steps.attention_configs,
     "attention, one image": attention_steps.one_image,
-    **{f"attention, D={D}": attention_steps.heads(D) for D in HEAD_DIMS},
-    **{f"attention, D={D}, masks and dropout": attention_steps.dropped(D) for D in HEAD_DIMS},
+    **{f"attention, D={D}": functools.partial(attention_steps.heads, D) for D in HEAD_DIMS},
+    **{
+        f"attention, D={D}, masks and dropout": functools.partial(attention_steps.dropped, D)
+        for D in HEAD_DIMS
+    },
 }  # fmt: skip
 LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
