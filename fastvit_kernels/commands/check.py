@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..runtime.backend import INTERPRETED, backend, reason_for_torch
+from ..runtime.backend import INTERPRETED
 from ..runtime.configs import TABLES
 from ..runtime.dtypes import DTYPES
 from ..runtime.triton import HAS_TRITON, triton
@@ -39,7 +39,15 @@ from ..verify.plain_vit import worst_error
 from ..verify.runner import Result, quiet_interpreter
 from ..verify.selection import NoSuchCase, Selection, as_dict, run_cases, run_configs
 from . import options
-from .console import CommandError, make_console, require
+from .console import (
+    ERROR_COLUMNS,
+    CommandError,
+    aligned,
+    error_cells,
+    make_console,
+    make_table,
+    require,
+)
 
 CASE_TIMEOUT = 300.0  # seconds
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
@@ -57,12 +65,7 @@ def _rows(result: Result, every: bool) -> list[Error]:
 
 def _print_table(results: list[Result], every: bool, console: Any) -> None:
     escape = require("rich.markup", "rich").escape
-    box = require("rich.box", "rich").SIMPLE_HEAD
-    table = require("rich.table", "rich").Table(box=box, padding=(0, 1, 0, 0))
-    table.add_column("kernel and tensor")
-    table.add_column("dtype")
-    for column in ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit"):
-        table.add_column(column, justify="right")
+    table = make_table("kernel and tensor", "dtype", figures=ERROR_COLUMNS)
     table.add_column("")
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -74,10 +77,8 @@ def _print_table(results: list[Result], every: bool, console: Any) -> None:
                 failed = ("  [red]raised[/red]", result.dtype, *[""] * 6, "[red]FAILED[/red]")
                 table.add_row(*failed)
             for e in _rows(result, every):
-                values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
-                cells = [f"{value:.1e}" for value in values]
                 verdict = "ok" if e.passed else "[red]FAILED[/red]"
-                table.add_row(f"  {e.name}", result.dtype, *cells, verdict)
+                table.add_row(f"  {e.name}", result.dtype, *error_cells(e), verdict)
     console.print(table)
     for result in results:
         if result.failure is not None:
@@ -114,10 +115,7 @@ def _failed(run: Run) -> str:
 
 
 def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
-    rows = [CONFIG_HEADER, *config_rows(runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(CONFIG_HEADER))]
-    for row in rows:
-        print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    print(aligned([CONFIG_HEADER, *config_rows(runs)]))
     for run in runs:
         if run.fault is not None:
             print(_failed(run))
@@ -199,10 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
     if INTERPRETED and arguments.device is None:
         arguments.device = "cpu"
     device = options.chosen_device(arguments)
-    with backend("auto"):
-        reason = reason_for_torch(torch.empty(1, device=device))
-    if reason is not None:
-        raise CommandError(f"the kernels cannot run here: {reason}")
+    options.require_kernels(device)
     dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES)
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")

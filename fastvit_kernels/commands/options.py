@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.backend import backend, reason_for_torch
 from ..runtime.dtypes import DTYPES
 from .console import CommandError
 
@@ -132,6 +133,18 @@ def chosen_device(arguments: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def kernels_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device, None where they can."""
+    with backend("auto"):
+        return reason_for_torch(torch.empty(1, device=device))
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raises: CommandError where the kernels cannot run on this device."""
+    if (reason := kernels_reason(device)) is not None:
+        raise CommandError(f"the kernels cannot run here: {reason}")
 
 
 def add_seed(parser: Any, help: str) -> None:

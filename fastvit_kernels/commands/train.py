@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.backend import Backend, backend, reason_for_torch
+from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, require
@@ -78,15 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
 
 
-def kernels_reason(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this device, None where they can."""
-    with backend("auto"):
-        return reason_for_torch(torch.empty(1, device=device))
-
-
 def _choose_backend(settings: Settings, device: torch.device, console: Any) -> Backend:
     """The backend of the training steps, and one line that says so where it may surprise."""
-    reason = kernels_reason(device)
+    reason = options.kernels_reason(device)
     if settings.backend == "triton" and reason is not None:
         raise CommandError(f"--backend triton: the kernels cannot run here, {reason}")
     if device.type == "cpu" and settings.backend == "auto":
@@ -150,7 +144,7 @@ def _epoch_line(row: dict[str, float], settings: Settings) -> str:
 
 def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:
     """The errors of the check batch, [] where there is none, None where one breaks the 2x rule."""
-    if not arguments.check or kernels_reason(run.device) is not None:
+    if not arguments.check or options.kernels_reason(run.device) is not None:
         return []
     errors = check_batch(run, console)
     if all(e.passed for e in errors):

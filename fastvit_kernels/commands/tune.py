@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..runtime import tuned_table
-from ..runtime.backend import Gpu, backend, gpu, reason_for_torch
+from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import TABLES
 from ..runtime.tuned_table import Entry, TableError
 from ..tools import tuning
@@ -160,10 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.cuda.set_device(device)
     if arguments.show or arguments.clear:
         return (show if arguments.show else clear)(gpu(device))
-    with backend("auto"):
-        reason = reason_for_torch(torch.empty(1, device=device))
-    if reason is not None:
-        raise CommandError(f"the kernels cannot run here: {reason}")
+    options.require_kernels(device)
     step = model_step(
         arguments.model, arguments.batch, arguments.dtype, train=arguments.train, device=device,
         img_size=arguments.img_size,

@@ -259,8 +259,7 @@ def test_a_termination_blames_no_config(monkeypatch, capsys):
 
     monkeypatch.setattr(tune_command, "run_tuning", tune)
     monkeypatch.setattr(tune_command, "model_step", lambda *_, **__: None)
-    monkeypatch.setattr(tune_command, "reason_for_torch", lambda x: None)
-    monkeypatch.setattr(tune_command.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(tune_command.options, "kernels_reason", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(tune_command.options, "chosen_device", lambda _: torch.device("cuda:0"))

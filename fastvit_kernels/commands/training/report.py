@@ -19,8 +19,8 @@ from ...runtime.version import __version__
 from ...verify.accuracy import Error
 from ...verify.plain_vit import agreement, worst_error
 from ...verify.runner import quiet_interpreter
-from ..console import require
-from ..coverage import model_errors
+from ..beside import model_errors
+from ..console import ERROR_COLUMNS, error_cells, make_table
 from . import checkpoint, figures
 from .finetune import merged
 from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
@@ -48,20 +48,13 @@ def check_batch(run: Run, console: Any) -> list[Error]:
 
     gradients = [e for e in errors if e.name != "logits"]
     worst = worst_error(gradients)
-    table = require("rich.table", "rich").Table(
-        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
     console.print(
         f"Agreement with PyTorch: {len(images)} images through our kernels {where}, "
         f"{run.settings.precision}, {seconds:.1f} s; errors against float64:"
     )
-    table.add_column("")
-    for column in ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit"):
-        table.add_column(column, justify="right")
-    shown = [("logits", errors[0]), (f"worst of {len(gradients)} gradients", worst)]
-    for label, e in shown:
-        values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
-        table.add_row(label, *(f"{value:.1e}" for value in values))
+    table = make_table("", figures=ERROR_COLUMNS)
+    table.add_row("logits", *error_cells(errors[0]))
+    table.add_row(f"worst of {len(gradients)} gradients", *error_cells(worst))
     console.print(table)
     failed = [e for e in errors if not e.passed]
     if failed:
@@ -119,13 +112,8 @@ def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> Non
     if len(classes) > 12:
         console.print(f"Confusion matrix of {len(classes)} classes: {CONFUSION}")
         return
-    table = require("rich.table", "rich").Table(
-        box=require("rich.box", "rich").SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
     console.print("Held-out images by true class (rows) and predicted class (columns):")
-    table.add_column("true")
-    for name in classes:
-        table.add_column(name, justify="right")
+    table = make_table("true", figures=classes)
     for row, name in enumerate(classes):
         cells = [str(n) if n else "." for n in confusion[row].tolist()]
         cells[row] = f"[bold]{cells[row]}[/bold]"
