@@ -36,6 +36,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, index: Tensor) -> Split:
+        return Split(self.images[index], self.labels[index])
+
     def to(self, device: torch.device) -> Split:
         return Split(self.images.to(device), self.labels.to(device))
 
@@ -138,14 +141,9 @@ def load_digits(img_size: int, held_out: float, seed: int) -> Dataset:
     digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
     # The scans have 17 levels, 0 to 16.
     images = torch.from_numpy(digits.images)[:, None].mul(255 / 16).round().to(torch.uint8)
-    labels = torch.from_numpy(digits.target).long()
-    images = resize(images, img_size)
-    train, rest = stratified_split(labels, held_out, seed)
-    return Dataset(
-        Split(images[train], labels[train]),
-        Split(images[rest], labels[rest]),
-        [str(c) for c in range(10)],
-    )
+    everything = Split(resize(images, img_size), torch.from_numpy(digits.target).long())
+    train, rest = stratified_split(everything.labels, held_out, seed)
+    return Dataset(everything[train], everything[rest], [str(c) for c in range(10)])
 
 
 def read_idx(path: Path) -> Tensor:
@@ -340,11 +338,7 @@ def load_folder(
             raise CommandError(f"{folder}: no class has two images, so none can be held out")
     else:
         train, rest = torch.arange(num_train), torch.arange(num_train, len(paths))
-    return Dataset(
-        Split(everything.images[train], everything.labels[train]),
-        Split(everything.images[rest], everything.labels[rest]),
-        classes,
-    )
+    return Dataset(everything[train], everything[rest], classes)
 
 
 def load(settings: Settings, progress: Callable[[int, int], None]) -> Dataset:

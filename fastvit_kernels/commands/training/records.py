@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,26 +19,34 @@ from ..console import CommandError, require
 from .data import IMAGE_SUFFIXES, folder_images, split_folders, stratified_split
 
 
-class Records(Protocol):
+class Records:
     """Images by number: `open` gives a PIL image or raises what pillow raises."""
 
-    @property
-    def labels(self) -> Sequence[int]: ...
-    def __len__(self) -> int: ...
-    def name(self, index: int) -> str: ...
-    def open(self, index: int) -> Any: ...
-    def digest(self) -> str: ...
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def open(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def content(self) -> Any:
+        """What the digest is of."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.content()).encode()).hexdigest()
 
 
 @dataclass
-class Files:
+class Files(Records):
     """Images that are files."""
 
     paths: list[Path]
     labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def name(self, index: int) -> str:
         return str(self.paths[index])
@@ -46,15 +54,14 @@ class Files:
     def open(self, index: int) -> Any:
         return require("PIL.Image", "pillow").open(self.paths[index])
 
-    def digest(self) -> str:
-        """Of names, sizes and labels: reading every pixel would take longer than an epoch."""
+    def content(self) -> Any:
+        """Names, sizes and labels: reading every pixel would take longer than an epoch."""
         rows = zip(self.paths, self.labels, strict=True)
-        text = repr([(str(path), path.stat().st_size, label) for path, label in rows])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return [(str(path), path.stat().st_size, label) for path, label in rows]
 
 
 @dataclass
-class Shards:
+class Shards(Records):
     """Samples KEY.cls and KEY.jpg in tar files, as WebDataset lays them out; local, uncompressed.
 
     An index of offsets, read once: the images of a step then come from any place of any shard.
@@ -62,9 +69,6 @@ class Shards:
 
     places: list[tuple[Path, str, int, int]]  # shard, name, offset, bytes
     labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def name(self, index: int) -> str:
         shard, name, *_ = self.places[index]
@@ -76,8 +80,8 @@ class Shards:
             file.seek(offset)
             return require("PIL.Image", "pillow").open(io.BytesIO(file.read(count)))
 
-    def digest(self) -> str:
-        return hashlib.sha256(repr((self.places, self.labels)).encode()).hexdigest()
+    def content(self) -> Any:
+        return self.places, self.labels
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Shards:
@@ -112,15 +116,12 @@ class Shards:
 
 
 @dataclass
-class Rows:
+class Rows(Records):
     """A split of Hugging Face's `datasets` with an image column and a label column."""
 
     split: Any
     image: str
     labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         return f"row {index}"
@@ -128,13 +129,12 @@ class Rows:
     def open(self, index: int) -> Any:
         return self.split[index][self.image]
 
-    def digest(self) -> str:
-        text = repr((getattr(self.split, "_fingerprint", ""), self.labels))
-        return hashlib.sha256(text.encode()).hexdigest()
+    def content(self) -> Any:
+        return getattr(self.split, "_fingerprint", ""), self.labels
 
 
 @dataclass
-class Part:
+class Part(Records):
     """Some of the records, where there is no split but ours."""
 
     whole: Records
@@ -144,17 +144,14 @@ class Part:
     def __post_init__(self) -> None:
         self.labels = [self.whole.labels[i] for i in self.indices]
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def name(self, index: int) -> str:
         return self.whole.name(self.indices[index])
 
     def open(self, index: int) -> Any:
         return self.whole.open(self.indices[index])
 
-    def digest(self) -> str:
-        return hashlib.sha256(repr((self.whole.digest(), self.indices)).encode()).hexdigest()
+    def content(self) -> Any:
+        return self.whole.digest(), self.indices
 
 
 Found = tuple[Records, Records, list[str]]  # training, held out, names of the classes
