@@ -74,11 +74,6 @@ def methods(cls: type) -> tuple[str, ...]:
 
 
 @cache
-def _getter_of_methods(cls: type) -> Callable[[type], Any] | None:
-    return attrgetter(*methods(cls)) if methods(cls) else None
-
-
-@cache
 def _globals_of(cls: type) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
     """The functions and simple values of its module that a class's methods read, by name."""
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
@@ -263,7 +258,7 @@ class Facts:
         self.lengths = [len(vars(modules[place])) for place in self.known]
         planned: list[Any] = [class_of(m) for m in modules]
         classes = dict.fromkeys(host_of(planned[place]) for place in self.known)
-        self.classes = [(c, get) for c in classes if (get := _getter_of_methods(c)) is not None]
+        self.classes = [(c, attrgetter(*methods(c))) for c in classes if methods(c)]
         self.functions = [get(cls) for cls, get in self.classes]
         unread = dict.fromkeys(host_of(planned[place]) for place in self.known if wholes[place])
         self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]

@@ -35,6 +35,7 @@ TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
 LONG = 2**16  # values of an input of which one call at full size is enough
 LARGEST_RECOGNISED = 2**25  # values in a copy for one run without gradients of weights
+DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
 MOST = 512  # proofs of one class in a process; a class with more changes its settings all the time
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
@@ -178,7 +179,7 @@ def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) ->
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
     reason: Exception | None = None
-    for dtype in (torch.float64, torch.float32):  # a host may ask for a type of its own
+    for dtype in DTYPES:
         for sizes in sizes_of(modules):
             try:
                 with backend("torch") if dtype == torch.float32 else nullcontext():

@@ -18,11 +18,9 @@ from .facts import ClassOf, host_of
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
-from .prove import first_line
+from .prove import DTYPES, first_line
 
 TOKENS = 2400  # of a batch in a search
-
-DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
 
 HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
 
