@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,22 +90,15 @@ class _Pointer:
         return self.extent
 
 
-class _AbsentDriver:
+def _absent_driver(target: Target) -> Any:
     """The part of a Triton driver that compiling asks for."""
-
-    def __init__(self, target: Target):
-        self.target = target.triton_target()
-        # Triton caches binders by device number: one for each target, none that a real GPU has.
-        self.device = 1000 + list(TARGETS).index(target.name)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
+    # Triton caches binders by device number: one for each target, none that a real GPU has.
+    number, gpu_target = 1000 + list(TARGETS).index(target.name), target.triton_target()
+    return SimpleNamespace(
+        get_current_device=lambda: number,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: gpu_target,
+    )
 
 
 class _RunLaunchers(TorchDispatchMode):
@@ -207,7 +201,7 @@ def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
         trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
 
     former_driver = getattr(driver, "_active", None)
-    driver.set_active(_AbsentDriver(target))  # pyright: ignore[reportArgumentType]
+    driver.set_active(_absent_driver(target))
     JITFunction.run = compile_only
     try:
         with (

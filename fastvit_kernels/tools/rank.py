@@ -73,16 +73,14 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
         run(turn, q, k, **weights)
 
     def infer() -> None:
-        weights = parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,))
         with torch.no_grad(), torch.autocast("cpu", half):
-            mlp(x(), *weights, residual=x().float())
+            mlp(x(), *parameters(*hidden), residual=x().float())
 
     side, F = math.isqrt(T - 1), 8 * C // 3
+    hidden = ((4 * C, C), (4 * C,), (C, 4 * C), (C,))
     cases: dict[str, Step] = {
         **_attention(run, batch, T, H, C // H),
-        "mlp": lambda: run(
-            mlp, x(), *parameters((4 * C, C), (4 * C,), (C, 4 * C), (C,)), residual=x().float()
-        ),
+        "mlp": lambda: run(mlp, x(), *parameters(*hidden), residual=x().float()),
         "proj": lambda: run(linear, x(), *parameters((C, C), (C,)), residual=x().float()),
         "layer_norm": lambda: run(
             functools.partial(layer_norm_and_input, out_dtype=half), x().float(),

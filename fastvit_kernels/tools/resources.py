@@ -83,7 +83,7 @@ class Kernel:
 def inspect(
     compiled: Any, target: Target, seconds: float, remarks: str
 ) -> tuple[Kernel, Code | None]:
-    metadata = compiled.metadata
+    metadata, num_warps = compiled.metadata, _num_warps(compiled)
     code = None
     if target.is_amd:
         registers, spills = _amd_usage(compiled.asm["amdgcn"])
@@ -96,7 +96,7 @@ def inspect(
         text = compiled.asm["ptx"]
         copy_kinds = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
         keep_remarks(compiled, remarks)
-        code = Code(compiled, _num_warps(compiled))
+        code = Code(compiled, num_warps)
     config, dtypes = _label(compiled)
     kernel = Kernel(
         kernel=metadata.name.removeprefix("_").removesuffix("_kernel"),
@@ -107,7 +107,7 @@ def inspect(
         spills=spills,
         shared=metadata.shared,
         shared_limit=target.shared_limit,
-        warps_per_sm=_warps_per_sm(target, registers, metadata.shared, _num_warps(compiled)),
+        warps_per_sm=_warps_per_sm(target, registers, metadata.shared, num_warps),
         tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
         needs_tensor_cores=_multiplies_16_bit(compiled.asm["ttir"]),
         copies="+".join(kind for kind, sign in copy_kinds.items() if sign in text),
@@ -125,19 +125,16 @@ def _num_warps(compiled: Any) -> int:
 
 def _label(compiled: Any) -> tuple[str, str]:
     """Constexprs and options in one line, and the dtypes of the pointers in argument order."""
-    function, source = compiled.src.fn, compiled.src
+    source = compiled.src
     words = []
-    for parameter in function.params:
+    for parameter in source.fn.params:
         value = source.constants.get((parameter.num,))
         if not parameter.is_constexpr or value is None or value is False or value == "":
             continue
         words.append(parameter.name if value is True else f"{parameter.name}={value}")
     words += [f"w{compiled.metadata.num_warps}", f"s{compiled.metadata.num_stages}"]
-    dtypes: list[str] = []
-    for kind in source.signature.values():
-        if isinstance(kind, str) and kind.startswith("*") and kind[1:] not in dtypes:
-            dtypes.append(kind[1:])
-    return " ".join(words), ",".join(dtypes)
+    pointers = [k for k in source.signature.values() if isinstance(k, str) and k.startswith("*")]
+    return " ".join(words), ",".join(dict.fromkeys(kind[1:] for kind in pointers))
 
 
 def _multiplies_16_bit(ttir: str) -> bool:

@@ -12,6 +12,7 @@ itself. dtype is the coarser one of the compared tensor and the inputs that led 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ class Error:
     @property
     def passed(self) -> bool:
         return self.max <= self.limit_max and self.rms <= self.limit_rms
+
+    @property
+    def share(self) -> float:
+        """The larger error as a share of its limit."""
+        pairs = ((self.max, self.limit_max), (self.rms, self.limit_rms))
+        return max(x / limit if limit > 0 else math.inf if x > 0 else 0.0 for x, limit in pairs)
 
     def __str__(self) -> str:
         return (

@@ -7,7 +7,6 @@ a dictionary with the model's own (timm's) names, so that one set of numbers goe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -192,8 +191,4 @@ def agreement(
 
 def worst_error(errors: Sequence[Error]) -> Error:
     """The one nearest its limit, or furthest past it."""
-
-    def share(value: float, limit: float) -> float:
-        return value / limit if limit > 0 else (math.inf if value > 0 else 0.0)
-
-    return max(errors, key=lambda e: max(share(e.max, e.limit_max), share(e.rms, e.limit_rms)))
+    return max(errors, key=lambda e: e.share)

@@ -99,8 +99,7 @@ def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 
     for error in errors:
         if not error.passed:
             raise Fault(str(error))
-    shares = [e.max / e.limit_max for e in errors if e.limit_max]
-    return max([*shares, *(e.rms / e.limit_rms for e in errors if e.limit_rms)], default=0.0)
+    return max((error.share for error in errors), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,8 @@ class Result:
             {n: math.inf if v is None else v for n, v in tensor.items() if n != "passed"}
             for tensor in content["tensors"]
         ]
-        errors = [Error(**tensor) for tensor in tensors]
-        return cls(
-            content["name"], content["dtype"], errors, content["failure"], content["seconds"]
-        )  # fmt: skip
+        rest = {name: content[name] for name in ("name", "dtype", "failure", "seconds")}
+        return cls(errors=[Error(**tensor) for tensor in tensors], **rest)
 
 
 def run_case(case: Case, dtype: str) -> Result:

@@ -47,12 +47,11 @@ def _attention_check(v: Sizes) -> list[Example]:
 
 
 def _attention_configs(large: bool) -> list[Example]:
-    def packed(B: int, T: int, H: int, D: int, **example: Any) -> Example:
-        return sized(dict(B=B, T=T, H=H, D=D), **example)
+    def packed(B: int, T: int, H: int, D: int, *words: str, **example: Any) -> Example:
+        return sized(dict(B=B, T=T, H=H, D=D), *words, **example)
 
     def strided(B: int, T: int, H: int, D: int) -> Example:
-        sizes = dict(B=B, T=T, H=H, D=D)
-        return sized(sizes, "heads first", strided=in_memory(0, 2, 3, 1, 4))
+        return packed(B, T, H, D, "heads first", strided=in_memory(0, 2, 3, 1, 4))
 
     if large:
         return [

@@ -40,16 +40,13 @@ def _patch_shapes(s: Any) -> dict[str, Shape]:
 
 def _patch_integers(s: Any) -> dict[str, Whole]:
     keep = Whole(getattr(s, "index", torch.int64), math.prod(s.grid), distinct=True)
-    return {"keep": keep, **({"images": Whole(torch.uint8, 256)} if _is_uint8(s) else {})}
-
-
-def _is_uint8(s: Any) -> bool:
-    return getattr(s, "uint8", False)
+    images = {"images": Whole(torch.uint8, 256)} if getattr(s, "uint8", False) else {}
+    return {"keep": keep, **images}
 
 
 def _patch_settings(s: Any) -> dict[str, Any]:
     """Another mean and std for each channel."""
-    if not _is_uint8(s):
+    if not getattr(s, "uint8", False):
         return {}
     return dict(
         mean=tuple(0.3 + 0.1 * i for i in range(s.channels)),
