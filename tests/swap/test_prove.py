@@ -19,7 +19,6 @@ from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchv
 from fastvit_kernels.runtime.plain import is_plain
 from fastvit_kernels.swap import apply, copies, facts, prove, recognise, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
-from fastvit_kernels.swap.hosts import timm as timm_host
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
 

@@ -54,13 +54,12 @@ def _noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Shape and dtype of each mask that a fused block takes."""
     found: list[tuple[Any, ...]] = []
 
-    def noted(given: Any, heads: int) -> Any:
-        mask = None if given is None else given[1].get("attn_mask")
+    def noted(mask: Any, x: torch.Tensor, heads: int) -> bool:
         if mask is not None:
             found.append((tuple(mask.shape), mask.dtype))
-        return masks.with_mask(given, heads)
+        return masks.takes_mask(mask, x, heads)
 
-    monkeypatch.setattr("fastvit_kernels.swap.hosts.timm_blocks.with_mask", noted)
+    monkeypatch.setattr("fastvit_kernels.swap.hosts.timm.takes_mask", noted)
     return found
 
 

@@ -68,14 +68,16 @@ def takes_tokens(parent: type) -> bool:
 
 def swapped_class(cls: type, parent: type | None = None) -> type | None:
     """The swapped subclass of a host class, made at the first call; None for an unknown class."""
+    mixin = mixin_of(cls, parent)
+    return None if mixin is None else _made(cls, mixin)
+
+
+def _made(host: type, mixin: type[Fused]) -> type:
     with making:
-        mixin = mixin_of(cls, parent)
-        if mixin is None:
-            return None
-        if (cls, mixin) not in _swapped:
-            file = sys.modules[HOST_FILES[cls.__module__.partition(".")[0]]]
-            _swapped[cls, mixin] = make(file, mixin, cls, _qualname(mixin, cls.__name__))
-        return _swapped[cls, mixin]
+        if (host, mixin) not in _swapped:
+            file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
+            _swapped[host, mixin] = make(file, mixin, host, _qualname(mixin, host.__name__))
+        return _swapped[host, mixin]
 
 
 def host_class(cls: type) -> type | None:
@@ -131,9 +133,5 @@ def unpickled(file: str, table: dict[str, type[Fused]], name: str) -> type:
     for path, mixin in (*table.items(), *others.items()):
         module, _, host_name = path.rpartition(".")
         if name == _qualname(mixin, host_name):
-            host = getattr(importlib.import_module(module), host_name)
-            with making:
-                if (host, mixin) not in _swapped:
-                    _swapped[host, mixin] = make(sys.modules[file], mixin, host, name)
-                return _swapped[host, mixin]
+            return _made(getattr(importlib.import_module(module), host_name), mixin)
     raise AttributeError(f"module {file!r} has no attribute {name!r}")

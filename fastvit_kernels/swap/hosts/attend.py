@@ -17,7 +17,7 @@ from ...ops.attention.functions import MAX_D, attention
 from ...ops.attention.projected import qkv_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear.functions import linear
-from ...runtime.plain import is_plain
+from ...runtime.plain import is_plain, is_raw
 from .read_once import is_readable, read_once
 
 LEAST = torch.finfo(torch.float32).min  # what hosts add to the scores of a hidden key, or less
@@ -31,6 +31,15 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, 3HD) -> q, k, v, views (B, H, T, D)"""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
+
+
+def is_mask(mask: Any, x: Tensor, heads: int) -> bool:
+    """Whether it is a tensor whose axes broadcast to the scores (B, H, T, T) of x (B, T, C), with
+    all T keys."""
+    if not (isinstance(mask, Tensor) and is_raw(mask) and mask.ndim == 4):
+        return False
+    (B, T), (*leading, keys) = x.shape[:2], mask.shape
+    return keys == T and all(n in (1, m) for n, m in zip(leading, (B, heads, T), strict=True))
 
 
 def by_keys(mask: Tensor | None) -> Tensor | None:
@@ -90,17 +99,16 @@ def attend_weights(
 
 def _shares_a_matmul(parameters: list[Tensor]) -> bool:
     """Whether q, k and v can share one: one dtype and shape, frozen together."""
-    first = parameters[0]
-    return all(
-        p.dtype == first.dtype and p.shape == first.shape and p.requires_grad == first.requires_grad
-        for p in parameters
-    )
+    first, *rest = [(p.dtype, p.shape, p.requires_grad) for p in parameters]
+    return all(other == first for other in rest)
 
 
 def together(projections: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """One weight and bias of three Linears; None where they must stay apart, or be called."""
+    """One weight and bias of these Linears; None where they must stay apart, or be called."""
     if not all(map(is_plain, projections)):
         return None
+    if len(projections) == 1:
+        return projections[0].weight, projections[0].bias
     return as_one([m.weight for m in projections], [m.bias for m in projections])
 
 

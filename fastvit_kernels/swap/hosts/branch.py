@@ -23,6 +23,7 @@ from .fused import (
     DropPath,
     Fused,
     Given,
+    Inline,
     LayerScale,
     bypassed,
     inert,
@@ -149,7 +150,8 @@ def pre_norm_branch(
         y, same = normed(norm, x, bypass and body.fused_reads_low(), samples)
     residual = same if residual is None or residual is x else residual
     if rebuild:
-        kept = rebuilt_norm(y, x, *norm.fused_parameters(), again, norm.fused_kind, samples=samples)
+        weight, bias, eps = norm.fused_parameters()
+        kept = rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_kind, samples)
     # Dynamo of torch 2.11 does not take the truth of a function.
     called: Callable[[Tensor], Tensor] = body if call is None else call
     with kept:
@@ -169,6 +171,7 @@ class PreNormBlock(Fused):
     # Whether the attention's branch does both, too; where it sees windows it may not.
     fused_first_rebuilds: ClassVar[bool] = True
     fused_first_skips: ClassVar[bool] = True
+    fused_alike: ClassVar[bool] = False  # what it gets besides its input is alike for all samples
 
     @classmethod
     def fused_known(cls) -> frozenset[str]:
@@ -180,21 +183,26 @@ class PreNormBlock(Fused):
     def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
         norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
         tails = [t for t in dict.fromkeys((*tail1, *tail2)) if self.fused_is_piece(t)]
-        return norm1, attention, norm2, mlp, *tails
+        every = norm1, attention, norm2, mlp, *tails
+        return tuple(n for n in every if not isinstance(self.fused_child(n), Inline))
 
     def fused_is_piece(self, name: str) -> bool:
         child = getattr(self, name, None)
         return isinstance(child, nn.Module) and type(child) is not nn.Dropout
 
     @property
-    def fused_bodies(self) -> tuple[str, str]:  # type: ignore[override]
-        return self.fused_names[1], self.fused_names[4]
+    def fused_bodies(self) -> tuple[str, ...]:  # type: ignore[override]
+        bodies = self.fused_names[1], self.fused_names[4]
+        return tuple(n for n in self.fused_pieces if n in bodies)
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        attention = getattr(self, self.fused_names[1])
         # A hook on attention wants the host's own call, whose arguments differ between versions.
-        if is_hooked(getattr(self, self.fused_names[1])):
+        if is_hooked(attention):
             return None
-        return super().fused_given(args, kwargs)
+        if not isinstance(attention, Fused) or attention.fused_blocked() is not None:
+            return x, extras  # attention is called, with what the caller gave
+        return attention.fused_checked(x, extras)
 
     def fused_left(self: Any) -> Iterator[Child]:
         yield from left_dropouts(self, *{*self.fused_names[2], *self.fused_names[5]})
@@ -232,10 +240,12 @@ class PreNormBlock(Fused):
         (_, norm1, attention, tail1), (_, norm2, mlp, tail2) = self.fused_branches()
         low, skip = self.fused_memory == "low", self.fused_drop_path
         given = self.fused_context(x, **extras)
+        samples = None
+        if skip == "skip" and self.fused_first_skips:
+            samples = kept_of(x, norm1, attention, tail1, {} if self.fused_alike else given)
         x = pre_norm_branch(
             x, norm1, attention, *tail1, call=lambda y: self.fused_call_attention(y, given),
-            rebuild=low and self.fused_first_rebuilds,
-            drop_path=skip if self.fused_first_skips else "mask", **given,
+            rebuild=low and self.fused_first_rebuilds, samples=samples, **given,
         )  # fmt: skip
         return pre_norm_branch(x, norm2, mlp, *tail2, rebuild=low, drop_path=skip)
 

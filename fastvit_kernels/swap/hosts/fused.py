@@ -130,10 +130,8 @@ class Fused:
 
     def fused_examples(self, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         """Arguments of calls that a proof tries."""
-        width = width_of(self)
-        for shape in ((3, 5, width), (2, 4, width)):
-            if len(shape) in self.fused_axes:
-                yield (example(generator, *shape),), {}
+        for x in inputs(self, generator) if 3 in self.fused_axes else ():
+            yield (x,), {}
 
     def fused_wanted(self, result: Any) -> Any:
         """Of the host's result, what the fused forward gives. For a proof."""
@@ -168,7 +166,12 @@ class Fused:
                     return None
             elif not others or not (value is None or value is False or name in self.fused_unread):
                 return None
-        return (x, extras) if is_dense(x) and self.fused_takes(x) else None
+        return self.fused_checked(x, extras) if is_dense(x) and self.fused_takes(x) else None
+
+    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
+        """The call as the fused forward, or that of a block, gets it; None for one that it does
+        not take."""
+        return x, extras
 
     def fused_takes(self, x: Tensor) -> bool:
         """Whether the fused forward takes a tensor of this shape."""
@@ -186,6 +189,13 @@ class Fused:
         return self.fused_forward(given[0], **given[1])
 
 
+class WithNone(Fused):
+    """A module of transformers whose result has a place for the probabilities."""
+
+    def fused_forward(self, x: Any, **extras: Any) -> Any:
+        return super().fused_forward(x, **extras), None
+
+
 class Unfused(Fused):
     """Mixin of a class whose forward stays the host's, so that there is nothing to prove: others
     take its parts, or it calls parts that are fused."""
@@ -199,6 +209,12 @@ class Unfused(Fused):
 
 def example(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def inputs(module: Any, generator: torch.Generator, *lengths: int) -> Iterator[Tensor]:
+    """Examples (B, T, C) of a module's input, of two lengths."""
+    for batch, T in zip((3, 2), lengths or (5, 4), strict=True):
+        yield example(generator, batch, T, width_of(module))
 
 
 def width_of(module: Any) -> int:
@@ -249,6 +265,11 @@ def inert(child: object) -> bool:
     if type(child) is nn.Dropout and nn.Dropout.forward is _DROPOUT:
         return (child.p == 0 or not child.training) and not is_hooked(child)
     return False
+
+
+def hooked(module: nn.Module, *parts: str) -> str | None:
+    """Why a module must not bypass these parts of it, where somebody watches one."""
+    return next((f"{n} is hooked" for n in parts if is_hooked(part(module, n))), None)
 
 
 def why_not_plain(child: nn.Module) -> str:
@@ -311,7 +332,7 @@ class Norm(Fused):
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""
-        return self.weight, getattr(self, "bias", None), self.eps
+        return getattr(self, "weight", None), getattr(self, "bias", None), self.eps
 
     def fused_blocked(self) -> str | None:
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
@@ -361,9 +382,6 @@ class LayerNorm(Norm):
     fused_level = "layer_norm"
     fused_kind = "layer_norm"
 
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim in self.fused_axes and x.shape[-1:] == self.normalized_shape
-
 
 class RmsNorm(Norm):
     """nn.RMSNorm over the last axis, and classes that compute the same under other names."""
@@ -371,8 +389,14 @@ class RmsNorm(Norm):
     fused_level = "rms_norm"
     fused_kind = "rms_norm"
 
-    def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
-        return getattr(self, "weight", None), None, self.eps
+
+class OwnDtype(Norm):
+    """A norm that computes in fp32 and writes x.dtype, autocast or not."""
+
+    fused_tolerance = 1e-5  # the host rounds to fp32
+
+    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
+        return x.dtype
 
 
 def is_fused_norm(norm: object) -> TypeGuard[Norm]:

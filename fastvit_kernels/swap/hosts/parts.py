@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ...ops.mlp.functions import mlp
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
-from .attend import together
+from .attend import attend, together
 from .fused import (
     NOTHING,
     Child,
@@ -24,6 +24,7 @@ from .fused import (
     bypassed,
     example,
     inert,
+    inputs,
     left_dropouts,
     left_linears,
     norm_in_pytorch,
@@ -31,6 +32,7 @@ from .fused import (
     project,
     project_out,
 )
+from .rotary import NO_NORMS, HeadNorms, Turn, attend_qkv, attend_turned, turned
 
 
 class PatchConv(Fused):
@@ -102,6 +104,7 @@ class SelfAttention(Fused):
     fused_level = "attention"
     fused_linears: ClassVar[tuple[str, ...]] = ("qkv",)  # to q, k and v: one each, or one of all
     fused_out, fused_after = "proj", "proj_drop"  # "" for no dropout
+    fused_dropout = "attn_drop"  # of the probabilities: a setting or an nn.Dropout
 
     def fused_projections(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.fused_linears)
@@ -111,7 +114,8 @@ class SelfAttention(Fused):
         yield from left_dropouts(self, self.fused_after)
 
     def fused_packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one projection to q, k and v; None where they must stay apart."""
+        """Weight and bias of one projection to q, k and v; None where they must stay apart, or be
+        called."""
         return together(self.fused_projections())
 
     def fused_reads_low(self) -> bool:
@@ -120,9 +124,48 @@ class SelfAttention(Fused):
     def fused_draws(self) -> bool:
         return not inert(part(self, self.fused_after))
 
-    def fused_heads(self, x: Tensor, **extras: Any) -> Tensor:
+    def fused_dropout_p(self: Any) -> float:
+        drop = part(self, self.fused_dropout)
+        return getattr(drop, "p", drop) if self.training else 0.0
+
+    def fused_scale(self) -> float | None:
+        return None
+
+    def fused_head_dim(self: Any) -> int:
+        return self.qkv.out_features // (3 * self.num_heads)
+
+    def fused_projected(self, x: Tensor) -> Sequence[Tensor]:
+        """q, k, v, each (B, T, HD)"""
+        packed = self.fused_packed()
+        if packed is not None:
+            return linear(x, *packed).chunk(3, dim=-1)
+        projected = [project(m, x) for m in self.fused_projections()]
+        return projected[0].chunk(3, dim=-1) if len(projected) == 1 else projected
+
+    def fused_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, each (B, H, T, D)"""
+        D = self.fused_head_dim()
+        return tuple(t.unflatten(-1, (-1, D)).transpose(1, 2) for t in self.fused_projected(x))
+
+    def fused_attend(
+        self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
+        norms: HeadNorms = NO_NORMS,
+    ) -> Tensor:  # fmt: skip
         """(B, T, C) -> (B, T, H, D)"""
-        raise NotImplementedError
+        given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
+        packed, projections = self.fused_packed(), self.fused_projections()
+        if packed is not None:
+            H = packed[0].shape[0] // (3 * self.fused_head_dim())
+            return attend_turned(x, packed, H, turn, norms, **given)
+        if len(projections) == 1:
+            return attend_qkv(project(projections[0], x), self.num_heads, turn, norms, **given)
+        q, k, v = self.fused_qkv(x)
+        q, k = turned(q, k, turn, norms)
+        return attend(q, k, v, **given)
+
+    def fused_heads(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, H, D)"""
+        return self.fused_attend(x)
 
     def fused_project_out(self, out: Tensor, epilogue: Epilogue) -> Tensor:
         after = part(self, self.fused_after)
@@ -135,17 +178,109 @@ class SelfAttention(Fused):
         return self.fused_branch(x, **extras)
 
 
+LONG = 256  # tokens
+
+
+def examples_with_bias(
+    module: Any, generator: torch.Generator, name: str, heads: int, own: Tensor | None = None
+) -> Iterator[tuple[tuple, dict]]:
+    """Calls with a bias of the scores and without; the module's own bias says the length."""
+    for x in inputs(module, generator, *(() if own is None else own.shape[-2:])):
+        B, T, _ = x.shape
+        if B == 3 and T > LONG:
+            continue  # one batch says it: in float64 1,025 tokens take seconds
+        yield (x,), {}
+        yield (x,), {name: example(generator, 1, heads, T, T)}
+
+
+class MlpParts(NamedTuple):
+    """fc1 -> act -> drop -> norm -> fc2 -> after; with a gate, act(gate(x)) * fc1(x) -> drop."""
+
+    fc1: Any
+    act: Any
+    activation: str | None  # by the name that our ops give it
+    fc2: Any
+    drop: Any
+    norm: Any
+    after: Any
+    gated: bool = False
+    gate: Any = None  # the Linear of the gate, None where fc1 has both
+    gate_last: bool = False  # the gate is the second half of fc1's output
+
+    def norm_inside(self) -> tuple[Tensor | None, Tensor | None, float] | None:
+        """weight, bias and eps of the LayerNorm inside a gated MLP, weight None where there is
+        none; None where the norm must be called."""
+        if inert(self.norm):
+            return None, None, 1e-6
+        if not (isinstance(self.norm, LayerNorm) and bypassed(self.norm)):
+            return None
+        parameters = self.norm.fused_parameters()
+        return None if parameters[0] is None else parameters
+
+    def is_one_op(self) -> bool:
+        """Whether all around a known activation is one op as things are."""
+        linears = [m for m in (self.fc1, self.gate, self.fc2) if m is not None]
+        if not (all(map(is_plain, linears)) and inert(self.drop) and inert(self.after)):
+            return False
+        return self.norm_inside() is not None if self.gated else inert(self.norm)
+
+    def in_pytorch(self) -> Iterator[tuple[str, float]]:
+        """What PyTorch computes of a gated MLP that is not one op."""
+        width = self.fc2.in_features
+        yield "gate of the MLP", 5 * width
+        yield from norm_in_pytorch("norm of the MLP", self.norm, width)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What drop reads."""
+        fc1, act, name = self.fc1, self.act, self.activation
+        if not self.gated:
+            if is_plain(fc1) and name is not None:
+                return linear(x, fc1.weight, fc1.bias, activation=name)
+            return act(project(fc1, x))
+        if self.gate is not None:
+            return act(project(self.gate, x)) * project(fc1, x)
+        first, second = project(fc1, x).chunk(2, dim=-1)
+        return act(second) * first if self.gate_last else act(first) * second
+
+    def branch(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """All of it and the epilogue."""
+        fc1, fc2, gate, name = self.fc1, self.fc2, self.gate, self.activation
+        if name is None or not self.is_one_op():
+            hidden = self.hidden(x)
+            for m in (self.drop, self.norm):
+                hidden = hidden if m is None else m(hidden)
+            return project_out(fc2, self.after, hidden, epilogue)
+        weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
+        if not self.gated:
+            return mlp(x, *weights, activation=name, **epilogue)
+        norm_weight, norm_bias, norm_eps = self.norm_inside()  # type: ignore[misc]
+        return gated_mlp(
+            x, *weights, gate_weight=None if gate is None else gate.weight,
+            gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
+            norm_bias=norm_bias, norm_eps=norm_eps, gate_last=self.gate_last, activation=name,
+            **epilogue,
+        )  # fmt: skip
+
+
 class Mlp(Fused):
     """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses have other names."""
 
     fused_level = "mlp"
     fused_axes = (2, 3, 4)
     fused_fc1, fused_act, fused_fc2 = "fc1", "act", "fc2"
-    fused_between = ("drop1", "norm")  # children between the activation and fc2
+    fused_between = ("drop1", "norm")  # children between the activation and fc2; "" for none
     fused_after = "drop2"
 
     def fused_get(self: Any, name: str) -> Any:
         return getattr(self, name, None)
+
+    def fused_parts(self) -> MlpParts:
+        get = self.fused_get
+        act, (drop, norm) = get(self.fused_act), map(get, self.fused_between)
+        return MlpParts(
+            get(self.fused_fc1), act, activation_name(act), get(self.fused_fc2), drop, norm,
+            get(self.fused_after),
+        )  # fmt: skip
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -156,7 +291,7 @@ class Mlp(Fused):
         return is_plain(self.fused_get(self.fused_fc1))
 
     def fused_draws(self) -> bool:
-        return not (inert(self.fused_get("drop1")) and inert(self.fused_get("drop2")))
+        return not all(inert(self.fused_get(n)) for n in (self.fused_between[0], self.fused_after))
 
     def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, self.fused_fc1, self.fused_fc2)
@@ -166,59 +301,11 @@ class Mlp(Fused):
             yield self.fused_act, act, "it is hooked" if hooked else "no kernel for this activation"
         yield from left_dropouts(self, "drop1", self.fused_after)
 
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
-        get = self.fused_get
-        fc1, act, fc2 = get(self.fused_fc1), get(self.fused_act), get(self.fused_fc2)
-        between, after = [get(n) for n in self.fused_between], get(self.fused_after)
-        name = activation_name(act)
-        if is_plain(fc1) and name is not None:
-            if is_plain(fc2) and inert(after) and all(inert(m) for m in between):
-                weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
-                return mlp(x, *weights, activation=name, **epilogue)
-            hidden = linear(x, fc1.weight, fc1.bias, activation=name)
-        else:
-            hidden = act(project(fc1, x))
-        for m in between:
-            hidden = hidden if m is None else m(hidden)
-        return project_out(fc2, after, hidden, epilogue)
+    def fused_branch(self, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
+        return self.fused_parts().branch(x, epilogue)
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return self.fused_branch(x)
-
-
-def norm_inside(norm: Any) -> tuple[Tensor | None, Tensor | None, float] | None:
-    """weight, bias and eps of a LayerNorm inside a gated MLP, weight None where there is none; None
-    where the norm must be called."""
-    if norm is None or inert(norm):
-        return None, None, 1e-6
-    if not (isinstance(norm, LayerNorm) and bypassed(norm)):
-        return None
-    parameters = norm.fused_parameters()
-    return None if parameters[0] is None else parameters
-
-
-def gated_branch(
-    x: Tensor, fc1: Any, gate: Any, fc2: Any,
-    norm: tuple[Tensor | None, Tensor | None, float], gate_last: bool, activation: str,
-    epilogue: Epilogue,
-) -> Tensor:  # fmt: skip
-    """fc2(norm(act(gate(x)) * fc1(x))) and its epilogue in one op; gate None: fc1 has both."""
-    norm_weight, norm_bias, norm_eps = norm
-    return gated_mlp(
-        x, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-        gate_weight=None if gate is None else gate.weight,
-        gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
-        norm_bias=norm_bias, norm_eps=norm_eps, gate_last=gate_last, activation=activation,
-        **epilogue,
-    )  # fmt: skip
-
-
-def gated_hidden(x: Tensor, fc1: Any, gate: Any, gate_last: bool, act: Any) -> Tensor:
-    """act(gate(x)) * fc1(x), by PyTorch."""
-    if gate is None:
-        first, second = project(fc1, x).chunk(2, dim=-1)
-        return act(second) * first if gate_last else act(first) * second
-    return act(project(gate, x)) * project(fc1, x)
 
 
 class Gated(Mlp):
@@ -230,46 +317,27 @@ class Gated(Mlp):
         """Whether the gate is the second half of fc1's output."""
         return False
 
+    def fused_parts(self) -> MlpParts:
+        gate, last = self.fused_get(self.fused_gate), self.fused_gate_last()
+        return super().fused_parts()._replace(gated=True, gate=gate, gate_last=last)
+
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         return None if cls.fused_gate else super().fused_reject(module)
 
-    def fused_first(self) -> list[Any]:
-        """fc1 and the Linear of the gate, None where fc1 has both."""
-        return [self.fused_get(self.fused_fc1), self.fused_get(self.fused_gate)]
-
     def fused_reads_low(self) -> bool:
-        return all(is_plain(m) for m in self.fused_first() if m is not None)
-
-    def fused_together(self) -> bool:
-        """Whether all around a known activation is one op as things are."""
-        drops = [self.fused_get(name) for name in ("drop1", "drop2")]
-        return (
-            all(map(inert, drops)) and is_plain(self.fused_get(self.fused_fc2))
-            and self.fused_reads_low() and norm_inside(self.fused_get("norm")) is not None
-        )  # fmt: skip
+        gate = self.fused_get(self.fused_gate)
+        return super().fused_reads_low() and (gate is None or is_plain(gate))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        drops = [getattr(self.fused_get(name), "p", 0) for name in ("drop1", "drop2")]
-        known = activation_name(self.fused_get(self.fused_act)) is not None
-        if any(drops) or not (known and self.fused_together()):  # a dropout at rest may wake
-            yield "gate of the MLP", 5 * self.fused_get(self.fused_fc2).in_features
-            yield from norm_in_pytorch("norm of the MLP", self.fused_get("norm"))
+        parts = self.fused_parts()
+        drops = any(getattr(drop, "p", 0) for drop in (parts.drop, parts.after))
+        if drops or parts.activation is None or not parts.is_one_op():  # one at rest may wake
+            yield from parts.in_pytorch()
 
     def fused_left(self: Any) -> Iterator[Child]:
         yield from left_linears(self, self.fused_fc1, self.fused_gate, self.fused_fc2)
         yield from left_dropouts(self, "drop2")
-
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
-        fc1, gate = self.fused_first()
-        fc2, act, norm = (self.fused_get(n) for n in (self.fused_fc2, self.fused_act, "norm"))
-        name, last, inside = activation_name(act), self.fused_gate_last(), norm_inside(norm)
-        if name is not None and inside is not None and self.fused_together():
-            return gated_branch(x, fc1, gate, fc2, inside, last, name, epilogue)
-        hidden = gated_hidden(x, fc1, gate, last, act)
-        for m in (self.fused_get("drop1"), norm):
-            hidden = hidden if m is None else m(hidden)
-        return project_out(fc2, self.fused_get("drop2"), hidden, epilogue)
 
 
 class GluMlp(Gated):

@@ -37,6 +37,9 @@ class HeadNorms(NamedTuple):
     eps: float = 1e-6
 
 
+NO_NORMS = HeadNorms()
+
+
 def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = False) -> Turn | None:
     """The tables for queries of this shape, (B, H, T, D); None where `rope` does not take them."""
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape):
@@ -53,7 +56,7 @@ def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = Fals
 def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
     """What `rope` needs of two norms of heads of D; None where it cannot stand for them."""
     if all(norm is None or inert(norm) for norm in (q_norm, k_norm)):
-        return HeadNorms()
+        return NO_NORMS
     if not (is_fused_norm(q_norm) and is_fused_norm(k_norm)):
         return None
     (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
@@ -105,7 +108,17 @@ def attend_turned(
             x, weight, bias, num_heads=num_heads, scale=scale, dropout_p=dropout_p,
             **_arguments(turn, norms, x, x.shape[1]),
         )  # fmt: skip
-    qkv = linear(x, weight, bias)
+    return attend_qkv(
+        linear(x, weight, bias), num_heads, turn, norms, mask=mask, dropout_p=dropout_p,
+        scale=scale,
+    )  # fmt: skip
+
+
+def attend_qkv(
+    qkv: Tensor, num_heads: int, turn: Turn | None, norms: HeadNorms, *,
+    mask: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """qkv (B, T, 3HD) -> (B, T, H, D)"""
     if turn is None and norms.norm is None:
         return attend_packed(qkv, num_heads, mask=mask, dropout_p=dropout_p, scale=scale)
     q, k, v = unpack(qkv, num_heads)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.linear.functions import linear
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
-from .attend import attend, attend_packed, unpack
+from .attend import attend
 from .fused import (
     NOTHING,
     Child,
@@ -24,6 +23,7 @@ from .fused import (
     Given,
     LayerNorm,
     LayerScale,
+    OwnDtype,
     RmsNorm,
     example,
     left_dropouts,
@@ -34,8 +34,8 @@ from .fused import (
     project,
     width_of,
 )
-from .parts import GluMlp, Mlp, SelfAttention, SwiGLU
-from .rotary import HeadNorms, Turn, attend_turned, head_norms, turn_of, turned
+from .parts import GluMlp, Mlp, SelfAttention, SwiGLU, examples_with_bias
+from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
 from .timm_blocks import (
     BeitBlock,
     Block,
@@ -45,24 +45,16 @@ from .timm_blocks import (
     RelPosBlock,
     ResPostBlock,
 )
-from .timm_masks import as_read, examples_of_masks, with_mask
+from .timm_masks import as_read, examples_of_masks, takes_mask
 from .timm_models import NaFlexVit, VisionTransformer
 
 
-class LayerNormFp32(LayerNorm):
-    """LayerNorm that reads fp32 and writes x.dtype, autocast or not."""
-
-    fused_tolerance = 1e-5  # the host rounds to fp32
-
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        return x.dtype
+class LayerNormFp32(OwnDtype, LayerNorm):
+    pass
 
 
-class RmsNormFp32(RmsNorm):
-    """RMSNorm that reads fp32 and writes x.dtype, autocast or not."""
-
-    fused_tolerance = 1e-5  # the host rounds to fp32
-    fused_dtype = LayerNormFp32.fused_dtype
+class RmsNormFp32(OwnDtype, RmsNorm):
+    pass
 
 
 class Attention(SelfAttention):
@@ -72,8 +64,8 @@ class Attention(SelfAttention):
     fused_attention_dropout = names("attn_drop")
     fused_extras = ("attn_mask",)
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        return with_mask(super().fused_given(args, kwargs), self.num_heads)
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        return (x, extras) if takes_mask(extras.get("attn_mask"), x, self.num_heads) else None
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for x, given in examples_of_masks(self, generator, 5, 4):
@@ -108,47 +100,40 @@ class Attention(SelfAttention):
         return (self.qkv,)
 
     def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        if self.fused_part("qkv") is None:
+        if self.fused_part("q_bias") is None or not is_plain(self.qkv):
             return super().fused_packed()
-        if not is_plain(self.qkv):
-            return None
-        apart = self.fused_part("q_bias") is not None
-        return self.qkv.weight, _qkv_bias(self) if apart else self.qkv.bias
-
-    def fused_dropout_p(self: Any) -> float:
-        return self.attn_drop.p if self.training else 0.0
+        return self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias))
 
     def fused_head_dim(self: Any) -> int:
         if self.fused_part("qkv") is None:
             return self.q_proj.out_features // self.num_heads
-        return self.qkv.out_features // (3 * self.num_heads)
+        return super().fused_head_dim()
 
     def fused_norms(self) -> HeadNorms | None:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
         return head_norms(q_norm, k_norm, self.fused_head_dim())
 
-    def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_heads(  # type: ignore[override]
+        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        return self.fused_normed_heads(x, as_read(attn_mask, x), rope)
+
+    def fused_normed_heads(
+        self: Any, x: Tensor, mask: Tensor | None, rope: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, H, D), with a mask that is added as it is."""
         norms = self.fused_norms()
-        if norms is not None:
-            return turned(q, k, None, norms)
-        return self.q_norm(q), self.k_norm(k)
-
-    def fused_heads(self: Any, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        return self.fused_attend(x, as_read(attn_mask, x))
-
-    def fused_attend(self: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-        norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
-        packed = None if norms is None else self.fused_packed()
-        if norms is not None and packed is not None:
-            return attend_turned(
-                x, packed, self.num_heads, None, norms, mask=mask, dropout_p=dropout_p
-            )
-        qkv = project(self.qkv, x)
-        if norms is not None and norms.norm is None:
-            return attend_packed(qkv, self.num_heads, mask=mask, dropout_p=dropout_p)
-        q, k, v = unpack(qkv, self.num_heads)
-        q, k = self.fused_normed(q, k)
-        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
+        turn = None if rope is None else self.fused_turn(x, rope)
+        if norms is not None and (rope is None or turn is not None):
+            return self.fused_attend(x, mask, turn, norms)
+        q, k, v = self.fused_qkv(x)
+        if norms is None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            q, k = turned(q, k, None, norms)
+        if rope is not None:  # by the host's function
+            q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
+        return attend(q, k, v, mask=mask, dropout_p=self.fused_dropout_p())
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
         gate = self.fused_part("gate")
@@ -157,20 +142,6 @@ class Attention(SelfAttention):
         out, _ = normed(self.fused_part("norm"), out, is_plain(self.proj))
         out = out if gate is None else out * gate
         return self.fused_project_out(out, epilogue)
-
-
-def _qkv_bias(self: Any) -> Tensor:
-    return torch.cat((self.q_bias, self.k_bias, self.v_bias))
-
-
-def _biased_qkv(self: Any, x: Tensor) -> Tensor:
-    """qkv of a module that holds q_bias and v_bias apart, beside a k_bias of zeros."""
-    if getattr(self, "q_bias", None) is None:
-        return project(self.qkv, x)
-    bias = _qkv_bias(self)
-    if is_plain(self.qkv):
-        return linear(x, self.qkv.weight, bias)
-    return self.qkv(x) + bias
 
 
 def _lost_qkv(module: Any) -> str | None:
@@ -235,38 +206,11 @@ class RopeAttention(Attention):
         return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
 
     def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, each (B, H, T, D), with fewer heads of k and v where they are grouped"""
-        if self.qkv is not None:
-            return unpack(_biased_qkv(self, x), self.num_heads)
-        return tuple(
-            project(m, x).unflatten(-1, (-1, self.fused_head_dim())).transpose(1, 2)
-            for m in self.fused_projections()
-        )
-
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None
-    ) -> Tensor:
-        norms, dropout_p = self.fused_norms(), self.fused_dropout_p()
-        mask = as_read(attn_mask, x)
-        turn = None if rope is None else self.fused_turn(x, rope)
-        if rope is not None and turn is None:
-            norms = None  # rotated by the host's function, behind the norms
-        packed = None if norms is None else self.fused_packed()
-        if norms is not None and packed is not None:
-            return attend_turned(
-                x, packed, self.num_heads, turn, norms, mask=mask, dropout_p=dropout_p
-            )
-        q, k, v = self.fused_qkv(x)
+        q, k, v = super().fused_qkv(x)
         groups = getattr(self, "num_kv_groups", 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-        if norms is not None:
-            q, k = turned(q, k, turn, norms)
-        else:
-            q, k = self.fused_normed(q, k)
-            if rope is not None:
-                q, k = (self.fused_rotate(t, rope).type_as(v) for t in (q, k))
-        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
+        return q, k, v
 
     def fused_rotate(self: Any, x: Tensor, rope: Tensor) -> Tensor:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
@@ -287,33 +231,15 @@ class BeitAttention(Attention):
         return _lost_qkv(self) or super().fused_blocked()
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        yield from _biased_examples(
-            self, generator, "shared_rel_pos_bias",
-            self._get_rel_pos_bias() if self.relative_position_bias_table is not None else None,
-        )  # fmt: skip
+        own = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()
+        yield from examples_with_bias(self, generator, "shared_rel_pos_bias", self.num_heads, own)
 
     def fused_heads(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos_bias
         if self.relative_position_bias_table is not None:
             mask = self._get_rel_pos_bias()
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
-        return self.fused_attend(x, mask)
-
-
-LONG = 256  # tokens
-
-
-def _biased_examples(
-    module: Any, generator: torch.Generator, name: str, bias: Tensor | None
-) -> Iterator[tuple[tuple, dict]]:
-    """Calls with a bias of the scores and without; the module's own bias says the length."""
-    for batch, length in ((3, 5), (2, 4)):
-        T = length if bias is None else bias.shape[-1]
-        if batch == 3 and T > LONG:
-            continue  # one batch says it: in float64 1,025 tokens take seconds
-        x = example(generator, batch, T, width_of(module))
-        yield (x,), {}
-        yield (x,), {name: example(generator, 1, module.num_heads, T, T)}
+        return self.fused_normed_heads(x, mask)
 
 
 class RelPosAttention(Attention):
@@ -323,8 +249,8 @@ class RelPosAttention(Attention):
     fused_extras = ("shared_rel_pos",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        bias = None if self.rel_pos is None else self.rel_pos.get_bias()
-        yield from _biased_examples(self, generator, "shared_rel_pos", bias)
+        own = None if self.rel_pos is None else self.rel_pos.get_bias()
+        yield from examples_with_bias(self, generator, "shared_rel_pos", self.num_heads, own)
 
     def fused_draws(self: Any) -> bool:
         inside = () if self.rel_pos is None else self.rel_pos.modules()
@@ -334,7 +260,7 @@ class RelPosAttention(Attention):
 
     def fused_heads(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias()
-        return self.fused_attend(x, mask)
+        return self.fused_normed_heads(x, mask)
 
 
 TABLE: dict[str, type[Fused]] = {

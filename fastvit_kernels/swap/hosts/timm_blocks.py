@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...runtime.plain import is_hooked, is_plain
-from ..facts import is_recognised
 from .attend import attend, attend_packed, unpack
 from .branch import PreNormBlock, add_body, fold
 from .fused import (
@@ -27,7 +26,7 @@ from .fused import (
     project,
     project_out,
 )
-from .timm_masks import with_mask
+from .timm_masks import attends_by_mask
 
 
 class MaskedBlock(PreNormBlock):
@@ -35,12 +34,12 @@ class MaskedBlock(PreNormBlock):
 
     fused_extras = ("attn_mask",)
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        given = with_mask(super().fused_given(args, kwargs), getattr(self.attn, "num_heads", 1))
-        if given is None or "attn_mask" not in given[1]:
-            return given
-        takes = "attn_mask" in getattr(self.attn, "fused_extras", ())
-        return given if takes and not is_recognised(type(self.attn)) else None
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        if extras.get("attn_mask") is None:
+            extras = {n: v for n, v in extras.items() if n != "attn_mask"}
+        elif not attends_by_mask(self.attn):
+            return None
+        return super().fused_checked(x, extras)
 
 
 class Block(MaskedBlock):
@@ -147,10 +146,8 @@ class ParallelThingsBlock(Fused):
     fused_level = "block"
     fused_children = names("attns ffns")
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        if any(is_hooked(m) for m in (*self.attns, *self.ffns)):
-            return None
-        return super().fused_given(args, kwargs)
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        return None if any(map(is_hooked, (*self.attns, *self.ffns))) else (x, extras)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         for branches, name in ((self.attns, "attn"), (self.ffns, "mlp")):

@@ -9,24 +9,22 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import autocast_dtype
-from .fused import Given, example, is_dense, width_of
+from ..facts import is_recognised
+from .attend import is_mask
+from .fused import example, inputs
 
 
-def with_mask(given: Given | None, heads: int) -> Given | None:
-    """A call without an `attn_mask` that is None; None for one with a mask that the host would
-    refuse, or of a kind that was not proven."""
-    mask = None if given is None else given[1].get("attn_mask")
-    if given is None:
-        return None
-    x, extras = given
-    if mask is None:
-        return x, {n: v for n, v in extras.items() if n != "attn_mask"}
-    if not is_dense(mask) or mask.ndim != 4:
-        return None
-    (B, T), shape = x.shape[:2], mask.shape
-    broadcasts = all(n in (1, m) for n, m in zip(shape, (B, heads, T, T), strict=True))
-    typed = mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None
-    return given if broadcasts and typed and shape[3] == T else None
+def takes_mask(mask: Any, x: Tensor, heads: int) -> bool:
+    """False for a mask that the host would refuse, or of a kind that was not proven."""
+    if mask is None or not is_mask(mask, x, heads):
+        return mask is None
+    return mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None
+
+
+def attends_by_mask(attention: Any) -> bool:
+    """Whether an attention, fused or not, takes an `attn_mask` as timm's do."""
+    takes = "attn_mask" in getattr(attention, "fused_extras", ())
+    return takes and not is_recognised(type(attention))
 
 
 def as_read(mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -42,8 +40,8 @@ def examples_of_masks(
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """x of two lengths, each without a mask and, where the host takes one, with it: of the keys and
     boolean, of the scores and added."""
-    for batch, T in zip((3, 2), lengths, strict=True):
-        x = example(generator, batch, T, width_of(module))
+    for x in inputs(module, generator, *lengths):
+        batch, T, _ = x.shape
         yield x, {}
         if "attn_mask" not in module.fused_arguments.names:
             continue

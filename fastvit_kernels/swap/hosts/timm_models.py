@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ...models.patch_dropout import draw_kept
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked
-from ..facts import is_recognised
 from .fused import Fused, Given, bypassed, example, inert, is_dense
+from .timm_masks import attends_by_mask
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
 
@@ -58,9 +58,7 @@ def is_watched_inside(*modules: nn.Module) -> bool:
 def _takes_keys(block: Any) -> bool:
     """Whether a block, fused or not, computes the same by a boolean mask of the keys."""
     attention = getattr(block, "attn", None)
-    takes = "attn_mask" in getattr(attention, "fused_extras", ())
-    known = takes and not is_recognised(type(attention))
-    return known and attention.fused_blocked() is None  # type: ignore[union-attr]
+    return attends_by_mask(attention) and attention.fused_blocked() is None  # type: ignore[union-attr]
 
 
 class NaFlexVit(Model):

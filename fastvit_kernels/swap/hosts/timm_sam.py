@@ -49,7 +49,7 @@ class SamAttention(Windowed):
 
     def fused_heads(self: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """x (B, T, C) -> (B, T, H, D)"""
-        p = self.attn_drop.p if self.training else 0.0
+        p = self.fused_dropout_p()
         qkv, scale = project(self.qkv, x), None if self.fused_attn else self.scale
         if not self.use_rel_pos:
             return attend_packed(qkv, self.num_heads, dropout_p=p, scale=scale)

@@ -23,8 +23,8 @@ from .fused import (
     Given,
     LayerNorm,
     bypassed,
-    example,
     inert,
+    inputs,
     is_dense,
     left_dropouts,
     left_linears,
@@ -98,8 +98,7 @@ class MultiheadAttention(Fused):
         return x.ndim == 3 and x.shape[-1] == self.embed_dim
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for batch, length in ((3, 5), (2, 4)):
-            x = example(generator, batch, length, self.embed_dim)
+        for x in inputs(self, generator):
             yield (x, x, x), {"need_weights": False}
 
     def fused_forward(self: Any, x: Tensor) -> Any:
@@ -119,10 +118,9 @@ class TransformerEncoderLayer(Fused):
     fused_children = names(
         "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
     )
-
     fused_pieces = ("self_attn", "norm1", "norm2")
     fused_fc1, fused_act, fused_fc2 = "linear1", "activation", "linear2"
-    fused_between, fused_after = ("dropout",), "dropout2"
+    fused_between, fused_after = ("dropout", ""), "dropout2"
     fused_get = Mlp.fused_get
 
     @classmethod
@@ -152,7 +150,7 @@ class TransformerEncoderLayer(Fused):
 
     def fused_feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
         """x + dropout2(linear2(dropout(act(linear1(y)))))"""
-        return Mlp.fused_branch(self, y, {"residual": x})
+        return Mlp.fused_parts(self).branch(y, {"residual": x})
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         if not self.norm_first:

@@ -8,25 +8,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...runtime.plain import is_hooked, is_plain
-from .attend import attend
 from .branch import PreNormBlock
 from .fused import (
     Child,
     Fused,
     Given,
     Inline,
+    WithNone,
     example,
-    inert,
+    hooked,
     left_dropouts,
     left_linears,
     names,
     part,
-    project,
     width_of,
 )
 from .parts import Mlp, SelfAttention
-from .rotary import HeadNorms, attend_turned
 from .transformers_layers import BeitAttention, HfDropPath, HfMlp, ViTLayer
 
 
@@ -52,14 +49,11 @@ class OwnBias(Fused):
         shared = {self.fused_extras[0]: example(generator, 1, heads, T, T)}
         yield (example(generator, 1, T, width),), given | shared
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fused_resolved(super().fused_given(args, kwargs))
-
-    def fused_resolved(self, given: Given | None) -> Given | None:
-        """The call; None where the bias needs a resolution that it does not give."""
-        if given is None or self.fused_table()[0] is None:
-            return given
-        return given if given[1].get("resolution") is not None else None
+    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
+        """None where the bias needs a resolution that the call does not give."""
+        if self.fused_table()[0] is not None and extras.get("resolution") is None:
+            return None
+        return super().fused_checked(x, extras)
 
     def fused_mask(self, x: Tensor, **extras: Any) -> Tensor | None:
         (table, patch), shared = self.fused_table(), extras.get(self.fused_extras[0])
@@ -71,7 +65,7 @@ class OwnBias(Fused):
         return own if shared is None else own + shared
 
 
-class Data2VecAttention(OwnBias, SelfAttention):
+class Data2VecAttention(OwnBias, WithNone, SelfAttention):
     """A module of projections and attention, and one of the output projection."""
 
     fused_linears = ("query", "key", "value")
@@ -88,10 +82,7 @@ class Data2VecAttention(OwnBias, SelfAttention):
         return f"it has a part that we do not know: {', '.join(unknown)}" if unknown else None
 
     def fused_blocked(self: Any) -> str | None:
-        for name in ("attention", "output"):
-            if is_hooked(getattr(self, name)):
-                return f"{name} is hooked"
-        return None
+        return hooked(self, "attention", "output")
 
     def fused_table(self: Any) -> tuple[Any, int]:
         inner = self.attention
@@ -101,6 +92,12 @@ class Data2VecAttention(OwnBias, SelfAttention):
     def fused_width(self: Any) -> int:
         """H D"""
         return self.attention.all_head_size
+
+    def fused_head_dim(self: Any) -> int:
+        return self.attention.attention_head_size
+
+    def fused_dropout_p(self: Any) -> float:
+        return self.attention.config.attention_probs_dropout_prob if self.training else 0.0
 
     def fused_projections(self: Any) -> tuple[nn.Module, ...]:
         return tuple(getattr(self.attention, name) for name in self.fused_linears)
@@ -114,28 +111,15 @@ class Data2VecAttention(OwnBias, SelfAttention):
         yield from left_dropouts(self.output, "dropout")
 
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        inner, mask = self.attention, self.fused_mask(x, **extras)
-        heads, projections = inner.num_attention_heads, self.fused_projections()
-        dropout_p = inner.config.attention_probs_dropout_prob if self.training else 0.0
-        packed = self.fused_packed()
-        if packed is not None:
-            return attend_turned(
-                x, packed, heads, None, HeadNorms(), mask=mask, dropout_p=dropout_p
-            )
-        q, k, v = (project(m, x).unflatten(-1, (heads, -1)).transpose(1, 2) for m in projections)
-        return attend(q, k, v, mask=mask, dropout_p=dropout_p)
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
-        return self.fused_branch(x, **extras), None
+        return self.fused_attend(x, self.fused_mask(x, **extras))
 
 
-class _TwoHalves(Inline):
+class _TwoHalves(Inline, Mlp):
     """The MLP of a layer that has a module for each of its halves."""
 
     fused_fc1, fused_act = "intermediate.dense", "intermediate.intermediate_act_fn"
     fused_fc2, fused_after = "output.dense", "output.dropout"
-    fused_between = ()
-    fused_branch = Mlp.fused_branch
+    fused_between = ("", "")
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -146,14 +130,8 @@ class _TwoHalves(Inline):
     def fused_get(self, name: str) -> Any:
         return part(self.layer, name)
 
-    def fused_reads_low(self) -> bool:
-        return is_plain(self.fused_get(self.fused_fc1))
 
-    def fused_draws(self) -> bool:
-        return not inert(self.fused_get(self.fused_after))
-
-
-class Data2VecLayer(PreNormBlock):
+class Data2VecLayer(WithNone, PreNormBlock):
     """LayerScale as parameters of its own; one DropPath module serves both branches."""
 
     fused_children = names("output")
@@ -163,19 +141,8 @@ class Data2VecLayer(PreNormBlock):
     )  # fmt: skip
     fused_extras = Data2VecAttention.fused_extras
 
-    @property
-    def fused_bodies(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("attention",)
-
-    @property
-    def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for name in super().fused_pieces if name != "intermediate")
-
     def fused_blocked(self: Any) -> str | None:
-        for name in ("intermediate", "output"):
-            if is_hooked(getattr(self, name)):
-                return f"{name} is hooked"
-        return None
+        return hooked(self, "intermediate", "output")
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
         yield from (self.intermediate.dense, self.output.dense)
@@ -190,13 +157,6 @@ class Data2VecLayer(PreNormBlock):
 
     def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
         return self.attention(y, **extras)[0]
-
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given, inner = super().fused_given(args, kwargs), self.attention
-        return inner.fused_resolved(given) if isinstance(inner, Data2VecAttention) else given
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
-        return super().fused_forward(x, **extras), None
 
 
 class BeitLayer(OwnBias, ViTLayer):

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attend import attend, registered
+from .attend import registered
 from .branch import PreNormBlock
-from .fused import DropPath, LayerScale, example, names, project, width_of
-from .parts import Mlp, SelfAttention, SwiGLU
-from .rotary import HeadNorms, Turn, attend_turned, turned
+from .fused import DropPath, LayerScale, WithNone, names
+from .parts import Mlp, SelfAttention, SwiGLU, examples_with_bias
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
 # Keyword arguments that a layer hands on and that attention does not read.
@@ -30,7 +29,7 @@ def _is_sdpa(function: Any) -> bool:
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
 
 
-class Attention(SelfAttention):
+class Attention(WithNone, SelfAttention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
     fused_linears = ("q_proj", "k_proj", "v_proj")
@@ -56,33 +55,11 @@ class Attention(SelfAttention):
             return f"another function is registered as {chosen!r}"
         return None
 
-    def fused_dropout_p(self: Any) -> float:
-        return getattr(self, self.fused_dropout) if self.training else 0.0
+    def fused_scale(self: Any) -> float:
+        return getattr(self, self.fused_scaling)
 
-    def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        """(B, T, C) -> q, k, v, each (B, H, T, D)"""
-        return tuple(
-            project(m, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for m in self.fused_projections()
-        )
-
-    def fused_heads(
-        self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None
-    ) -> Tensor:
-        """(B, T, C) -> (B, T, H, D)"""
-        scale, dropout_p = getattr(self, self.fused_scaling), self.fused_dropout_p()
-        packed = self.fused_packed()
-        if packed is not None:
-            return attend_turned(
-                x, packed, packed[0].shape[0] // (3 * self.head_dim), turn, HeadNorms(),
-                mask=mask, dropout_p=dropout_p, scale=scale,
-            )  # fmt: skip
-        q, k, v = self.fused_qkv(x)
-        q, k = turned(q, k, turn, HeadNorms())
-        return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
-
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
-        return self.fused_branch(x, **extras), None
+    def fused_head_dim(self: Any) -> int:
+        return self.head_dim
 
 
 class ClipAttention(Attention):
@@ -98,14 +75,11 @@ class BeitAttention(Attention):
     fused_extras = ("attention_mask",)
 
     def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return super().fused_heads(x, attention_mask)
+        return self.fused_attend(x, attention_mask)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         heads = self.q_proj.out_features // self.head_dim
-        for batch, length in ((3, 5), (2, 4)):
-            x = example(generator, batch, length, width_of(self))
-            yield (x,), {}
-            yield (x,), {"attention_mask": example(generator, 1, heads, length, length)}
+        yield from examples_with_bias(self, generator, "attention_mask", heads)
 
 
 class HfMlp(Mlp):

@@ -46,11 +46,10 @@ class MaeEmbeddings(Fused):
         yield (x,), {}
         yield (x,), {"noise": example(generator, 2, patches.num_patches).detach()}
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        given = super().fused_given(args, kwargs)
-        if given is None or given[1].pop("interpolate_pos_encoding", False):
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        if extras.pop("interpolate_pos_encoding", False):
             return None
-        (x, extras), patches = given, self.patch_embeddings
+        patches = self.patch_embeddings
         noise, shape = extras.get("noise"), (len(x), patches.num_patches)
         if noise is not None:
             if not (isinstance(noise, Tensor) and is_raw(noise) and noise.shape == shape):
@@ -59,7 +58,7 @@ class MaeEmbeddings(Fused):
                 return None
         fits = tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)
         keeps = int(shape[1] * (1 - self.config.mask_ratio)) > 0
-        return given if fits and keeps and x.is_floating_point() else None
+        return (x, extras) if fits and keeps and x.is_floating_point() else None
 
     def fused_forward(
         self: Any, x: Tensor, noise: Tensor | None = None

@@ -20,7 +20,7 @@ from ...ops.rope import rope
 from ...runtime.plain import is_plain, is_raw
 from .attend import packable
 from .branch import PreNormBlock
-from .fused import Fused, Given, bypassed, example, names, normed, project, width_of
+from .fused import Fused, Given, example, names, normed, project, width_of
 from .read_once import is_readable, read_once
 from .rotary import turn_of
 from .transformers_layers import UNREAD, Attention, HfMlp, HfSwiGLU
@@ -61,11 +61,7 @@ class PackedAttention(Attention):
             yield (example(generator, total, width_of(self)),), given
         yield (example(generator, total, width_of(self)),), given | {"max_seqlen": 5}
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        given = super().fused_given(args, kwargs)
-        return None if given is None else self.fused_packed_call(*given)
-
-    def fused_packed_call(self: Any, x: Tensor, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         """The call with its longest sequence; None where the ops do not take its cu_seqlens and
         tables: then the host does, or says why not."""
         starts, tables = extras.get("cu_seqlens"), extras.get("position_embeddings")
@@ -119,12 +115,6 @@ class PackedLayer(PreNormBlock):
     fused_axes = (2,)
     fused_tolerance = 1e-5
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        given = super().fused_given(args, kwargs)
-        if given is None or not (isinstance(self.attn, PackedAttention) and bypassed(self.attn)):
-            return given  # attention is called, with what the caller gave
-        return self.attn.fused_packed_call(*given)
-
 
 class Qwen2Mlp(HfMlp):
     fused_act = "act"
@@ -140,7 +130,7 @@ class Qwen3Merger(Qwen3Mlp):
     """The tokens of a square side by side, normed before that or after it, through an MLP."""
 
     fused_children = Qwen3Mlp.fused_children | names("norm")
-    fused_between = ()
+    fused_between = ("", "")
     fused_axes = (2,)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:

@@ -16,11 +16,15 @@ from .attend import attend, by_keys
 from .fused import (
     Child,
     Epilogue,
+    Given,
+    OwnDtype,
     RmsNorm,
     Unfused,
+    WithNone,
     bypassed,
     example,
     inert,
+    inputs,
     names,
     norm_in_pytorch,
     normed,
@@ -50,10 +54,9 @@ class RopeAttention(Attention):
             mask = example(generator, batch, 1, tokens, tokens)
             yield (x,), {"position_embeddings": tables, "attention_mask": mask}
 
-    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        tables = None if given is None else given[1].get("position_embeddings")
-        return given if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
+    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
+        tables = extras.get("position_embeddings")
+        return (x, extras) if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
 
     def fused_heads(  # type: ignore[override]
         self: Any, x: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None
@@ -63,14 +66,12 @@ class RopeAttention(Attention):
         shape = (B, projection.out_features // self.head_dim, T, self.head_dim)
         turn = turn_of(cos, sin, shape) if cos.ndim == 2 else None
         if turn is not None:
-            return super().fused_heads(x, attention_mask, turn)
+            return self.fused_attend(x, attention_mask, turn)
         q, k, v = self.fused_qkv(x)
         rotate = sys.modules[self.fused_host.__module__].apply_rotary_pos_emb
         q, k = rotate(q, k, cos, sin, **self.fused_rotation)
-        return attend(
-            q, k, v, mask=attention_mask, dropout_p=self.fused_dropout_p(),
-            scale=getattr(self, self.fused_scaling),
-        )  # fmt: skip
+        scale, dropout_p = self.fused_scale(), self.fused_dropout_p()
+        return attend(q, k, v, mask=attention_mask, dropout_p=dropout_p, scale=scale)
 
 
 class PixtralAttention(RopeAttention):
@@ -91,12 +92,8 @@ class InternAttention(Attention):
 
     def fused_heads(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         if inert(self.q_norm) and inert(self.k_norm):
-            return super().fused_heads(x)
-        packed = self.fused_packed()
-        if packed is None:
-            q, k, v = (project(m, x) for m in self.fused_projections())
-        else:
-            q, k, v = linear(x, *packed).chunk(3, dim=-1)
+            return self.fused_attend(x)
+        q, k, v = self.fused_projected(x)
         q, k = (normed(norm, t, True)[0] for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
@@ -127,10 +124,9 @@ class VJepaAttention(Attention):
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         most = self.grid_depth * self.grid_size**2
-        for batch, length in ((3, 5), (2, 4)):
-            x = example(generator, batch, length, width_of(self))
+        for x in inputs(self, generator):
             yield (x,), {}
-            places = torch.randint(most, (batch, length), generator=generator)
+            places = torch.randint(most, x.shape[:2], generator=generator)
             yield (x,), {"position_mask": places}
 
     def fused_heads(  # type: ignore[override]
@@ -147,7 +143,7 @@ class VJepaAttention(Attention):
         omega = torch.arange(columns // 2, dtype=dtype, device=x.device) / (columns / 2.0)
         angles = axes.unsqueeze(-1) * (1.0 / 10000**omega)  # (..., T, 3, columns / 2)
         angles = angles.repeat(*[1] * (angles.ndim - 1), 2).flatten(-2)
-        return super().fused_heads(x, None, Turn(angles.cos(), angles.sin(), True))
+        return self.fused_attend(x, turn=Turn(angles.cos(), angles.sin(), interleaved=True))
 
 
 class VJepaMlp(HfMlp):
@@ -174,6 +170,13 @@ def _linear_of(module: Any) -> Any:
     return module
 
 
+def _left_inside(module: Any, *names: str) -> Iterator[Child]:
+    for name in names:
+        child = getattr(module, name)
+        if not is_plain(_linear_of(child)):
+            yield name, child, "its Linear cannot be read past it"
+
+
 def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
     """Columns of heads of D, four quarters (a, b) of x and (a, b) of y, in the order in which
     halves are pairs: the a's, then the b's. q and k may change places alike."""
@@ -198,10 +201,7 @@ class GemmaAttention(Attention):
         return project_out(_linear_of(self.o_proj), None, out, epilogue)
 
     def fused_left(self: Any) -> Iterator[Child]:
-        for name in (*self.fused_linears, self.fused_out):
-            child = getattr(self, name)
-            if not is_plain(_linear_of(child)):
-                yield name, child, "its Linear cannot be read past it"
+        yield from _left_inside(self, *self.fused_linears, self.fused_out)
 
     def fused_width(self: Any) -> int:
         """H D"""
@@ -216,8 +216,8 @@ class GemmaAttention(Attention):
         yield from norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for batch, tokens in ((3, 4), (2, 6)):
-            x = example(generator, batch, tokens, width_of(self))
+        for x in inputs(self, generator, 4, 6):
+            batch, tokens, _ = x.shape
             tables = [example(generator, batch, tokens, self.head_dim).detach() for _ in "cs"]
             given = {
                 "position_embeddings": tuple(tables),
@@ -227,15 +227,11 @@ class GemmaAttention(Attention):
             mask = example(generator, batch, 1, tokens, tokens)
             yield (x,), given | {"attention_mask": mask}
 
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        if given is None:
-            return None
-        x, extras = given
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         places, tables = extras.get("position_ids"), extras.get("position_embeddings")
         if not isinstance(places, Tensor) or places.shape[-1] != 2 or self.head_dim % 4:
             return None
-        return given if self.fused_turn(x, tables) is not None else None
+        return (x, extras) if self.fused_turn(x, tables) is not None else None
 
     def fused_turn(self: Any, x: Tensor, tables: Any) -> Turn | None:
         if not isinstance(tables, (tuple, list)) or len(tables) != 2:
@@ -275,13 +271,8 @@ class GemmaAttention(Attention):
         )  # fmt: skip
 
 
-class GemmaRmsNorm(RmsNorm):
+class GemmaRmsNorm(OwnDtype, RmsNorm):
     """Gemma 4's: all in fp32, rounded once; that of v has no weight."""
-
-    fused_tolerance = 1e-5  # the host rounds to fp32
-
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        return x.dtype
 
 
 class GemmaMlp(HfSwiGLU):
@@ -289,9 +280,7 @@ class GemmaMlp(HfSwiGLU):
         return _linear_of(getattr(self, name, None))
 
     def fused_left(self: Any) -> Iterator[Child]:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            if not is_plain(self.fused_get(name)):
-                yield name, getattr(self, name), "its Linear cannot be read past it"
+        yield from _left_inside(self, "gate_proj", "up_proj", "down_proj")
 
 
 class GemmaLayer(ViTLayer):
@@ -331,11 +320,6 @@ class InternLayer(ViTLayer):
     )  # fmt: skip
 
 
-class VJepaLayer(ViTLayer):
-    """Its result has a place for the probabilities."""
-
+class VJepaLayer(WithNone, ViTLayer):
     fused_names = ("norm1", "attention", ("drop_path",), "norm2", "mlp", ("drop_path",))
     fused_extras = ("position_mask",)
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
-        return super().fused_forward(x, **extras), None

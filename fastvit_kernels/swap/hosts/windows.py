@@ -17,9 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...runtime.plain import is_hooked, is_plain
-from .attend import attend_packed
-from .branch import PreNormBlock, kept_of, pre_norm_branch
-from .fused import NOTHING, DropPath, Epilogue, Fused, example, inert, names, project, width_of
+from .branch import PreNormBlock
+from .fused import (
+    NOTHING,
+    DropPath,
+    Epilogue,
+    Fused,
+    Given,
+    WithNone,
+    example,
+    inert,
+    names,
+    width_of,
+)
 from .parts import SelfAttention
 from .transformers_layers import Attention, HfMlp, ViTLayer
 
@@ -148,12 +158,11 @@ class WindowAttention(WindowedAttention):
             return "its probabilities are hooked"
         return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
 
+    def fused_scale(self: Any) -> float | None:
+        return None if self.fused_attn else self.scale
+
     def fused_heads(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return attend_packed(
-            project(self.qkv, x), self.num_heads, mask=with_shift(self._get_rel_pos_bias(), mask),
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-            scale=None if self.fused_attn else self.scale,
-        )  # fmt: skip
+        return self.fused_attend(x, with_shift(self._get_rel_pos_bias(), mask))
 
 
 class SwinBlock(PreNormBlock):
@@ -161,7 +170,7 @@ class SwinBlock(PreNormBlock):
 
     fused_names = ("norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",))
     fused_axes = (4,)
-    fused_first_rebuilds = False
+    fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_area)
 
     def fused_cut(self: Any, x: Tensor) -> Windows:
@@ -186,21 +195,11 @@ class SwinBlock(PreNormBlock):
             grid = self.input_resolution
         yield (example(generator, 1, *grid, width),), {}
 
-    def fused_forward(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        grid, rebuild, skip = tuple(x.shape[1:3]), self.fused_memory == "low", self.fused_drop_path
-        given = dict(windows=self.fused_cut(x), mask=self.fused_mask(x))
-        y = x.flatten(1, 2)
-        kept = None
-        if skip == "skip":  # what is given is of windows, and alike for all samples
-            kept = kept_of(y, self.norm1, self.attn, (self.drop_path1,), {})
-        y = pre_norm_branch(
-            y, self.norm1, self.attn, self.drop_path1, samples=kept,
-            call=lambda y: self._attn(y.unflatten(1, grid)).flatten(1, 2), **given,
-        )  # fmt: skip
-        y = pre_norm_branch(
-            y, self.norm2, self.mlp, self.drop_path2, rebuild=rebuild, drop_path=skip
-        )
-        return y.unflatten(1, grid)
+    def fused_context(self: Any, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return {"windows": self.fused_cut(x), "mask": self.fused_mask(x)}
+
+    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
+        return self._attn(y)
 
 
 class StochasticDepth(DropPath):
@@ -217,7 +216,7 @@ class StochasticDepth(DropPath):
 class ShiftedWindowAttention(Windowed):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_after = ""
+    fused_after, fused_dropout = "", "attention_dropout"
     fused_children = names("relative_position_bias_table qkv proj")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
@@ -245,11 +244,7 @@ class ShiftedWindowAttention(Windowed):
         return windows._replace(shift=tuple(shift))
 
     def fused_heads(self: Any, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
-        return attend_packed(
-            project(self.qkv, x), self.num_heads,
-            mask=with_shift(self.get_relative_position_bias(), mask),
-            dropout_p=self.attention_dropout if self.training else 0.0,
-        )  # fmt: skip
+        return self.fused_attend(x, with_shift(self.get_relative_position_bias(), mask))
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:  # type: ignore[override]
         windows = self.fused_cut(x)
@@ -273,10 +268,10 @@ class HfSwinAttention(WindowedAttention, Attention):
 
     def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         mask = with_shift(self.relative_position_bias(), attention_mask)
-        return super().fused_heads(x, mask)
+        return self.fused_attend(x, mask)
 
 
-class HfSwinLayer(ViTLayer):
+class HfSwinLayer(WithNone, ViTLayer):
     """transformers': x is (B, height width, C) of the grid that comes with it."""
 
     fused_names = (
@@ -289,9 +284,8 @@ class HfSwinLayer(ViTLayer):
     def fused_blocked(self: Any) -> str | None:
         return None if inert(self.dropout) else "its dropout draws by window"
 
-    def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = super().fused_given(args, kwargs)
-        return given if given is not None and "input_dimensions" in given[1] else None
+    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
+        return super().fused_checked(x, extras) if "input_dimensions" in extras else None
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         size, width = self.window_size, width_of(self)
@@ -313,9 +307,6 @@ class HfSwinLayer(ViTLayer):
         windows, mask = extras["windows"], extras["attention_mask"]
         y = windows.cut(y.unflatten(1, windows.grid))
         return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> tuple[Tensor, None]:
-        return super().fused_forward(x, **extras), None
 
 
 TIMM: dict[str, type[Fused]] = {

@@ -194,17 +194,19 @@ class Attention(Roles):
             own = bias_of(self.fused_part("table"), self.fused_part("index"))
             mask = own if mask is None else own + mask
         turn = turn_by(roles, angles, x, self.fused_width() // H)
-        norms = None if roles.wide_norms or roles.causal or roles.along else self.fused_norms()
-        known = norms is not None and (turn is not None or angles is None) and not roles.turn
-        packed = self.fused_packed() if known and roles.layout == "3HD" else None
-        if packed is not None:
+        apart = roles.wide_norms or roles.causal or roles.along or roles.turn
+        norms = None if apart else self.fused_norms()
+        if angles is not None and turn is None:
+            norms = None  # the host's function turns q and k
+        packed = None if norms is None or roles.layout != "3HD" else self.fused_packed()
+        if norms is not None and packed is not None:
             return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
         if len(roles.projections) == 1:
             qkv = self.fused_project(0, x)
             axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
             qkv = qkv.unflatten(-1, axes[roles.layout])
             qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
-            plain = known and angles is None and norms.norm is None
+            plain = turn is None and norms is not None and norms.norm is None
             if plain and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
                 return attention(qkv, attn_mask=mask, scale=scale, dropout_p=p)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -216,7 +218,7 @@ class Attention(Roles):
         if not roles.wide_norms:
             q, k = self.fused_normed(q, k)
         if turn is not None:
-            q, k = rotary.turned(q, k, turn, rotary.HeadNorms())
+            q, k = rotary.turned(q, k, turn, rotary.NO_NORMS)
         elif angles is not None:
             q, k = self.fused_rotated(q, k, angles)
         if roles.turn:

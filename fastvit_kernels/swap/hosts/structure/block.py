@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.common.samples import DropPathMode, keep_samples, num_kept
-from ....runtime.plain import is_hooked
 from ..branch import apply, fold, pre_norm_branch, skips, takes_samples
 from ..fused import (
     Child,
@@ -19,6 +18,8 @@ from ..fused import (
     Inline,
     bypassed,
     example,
+    hooked,
+    inputs,
     is_fused_norm,
     left_dropouts,
     normed,
@@ -143,10 +144,7 @@ class Block(Roles):
     def fused_blocked(self: Any) -> str | None:
         if self.training and self.fused_roles.evaluation:
             return "in training its forward does something else"
-        for name in self.fused_roles.through:
-            if is_hooked(part(self, name)):
-                return f"{name} is hooked"
-        return None
+        return hooked(self, *self.fused_roles.through)
 
     def fused_facts(self: Any) -> Any:
         return attention_facts(self)
@@ -193,8 +191,8 @@ class Block(Roles):
                         both = {n: [e.get(n), f.get(n)] for n in e | f}
                         yield ([a[0], b[0]],), both
                 return
-        for shape in ((3, 5, width), (2, 4, width)):
-            yield (example(generator, *shape),), {}
+        for x in inputs(self, generator):
+            yield (x,), {}
 
     def fused_fits(self: Any, given: Any) -> bool:
         """Whether the masks of a call are of kinds that the attentions have a proof for, and the
