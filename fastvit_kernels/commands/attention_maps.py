@@ -18,9 +18,10 @@ from ..runtime.backend import backend
 from ..weights.files import read_file
 from ..weights.load import load_weights
 from . import options
-from .console import CommandError, make_console, require
+from .console import CommandError, make_console, refusing, require
 from .models import build_model, input_shape
 from .training import checkpoint, data, figures
+from .training.finetune import UNFIT
 from .training.folder import WEIGHTS, read_run
 from .training.model import model_of
 from .training.settings import Settings
@@ -68,13 +69,11 @@ def _named_model(
     name: str, weights: Path, overrides: dict[str, Any]
 ) -> tuple[nn.Module, data.Normalization]:
     model = build_model(name, **overrides)
-    try:
+    with refusing(str(weights), *UNFIT):
         if isinstance(model, VisionTransformer):
             missing = load_weights(model, weights).missing
         else:
             missing = model.load_state_dict(_state_dict(weights), strict=False).missing_keys
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise CommandError(f"{weights}: {error}") from error
     if missing := [key for key in missing if key not in ("head.weight", "head.bias")]:
         raise CommandError(f"{weights} does not fit {name}: {', '.join(missing[:5])} missing")
     in_chans = input_shape(model)[0]
@@ -95,10 +94,8 @@ def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
     if run != weights:  # weights.pth has LoRA added in
         settings.lora = 0
     model = model_of(settings, len(content["classes"]))
-    try:
+    with refusing(f"{weights} does not fit the run of {run}", *UNFIT):
         model.load_state_dict(content["model"] if run == weights else _state_dict(weights))
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise CommandError(f"{weights} does not fit the run of {run}: {error}") from error
     return model, data.Normalization(**content["normalization"])
 
 
@@ -125,15 +122,13 @@ def run(arguments: argparse.Namespace) -> int:
     with backend("torch"):
         layers, from_cls = figures.sample_attention(model, normalization(image[None]))
     image = figures.seen_pixels(model, image)
-    try:
+    with refusing(f"--out {arguments.out} cannot be written", OSError):
         arguments.out.mkdir(parents=True, exist_ok=True)
         paths = []
         for index, layer in enumerate(layers):
             paths.append(arguments.out / f"{arguments.image.stem}-layer{index:02d}.png")
             title = f"{arguments.image.name}, layer {index}"
             figures.draw_attention_layer(image, layer, from_cls, paths[-1], title)
-    except OSError as error:
-        raise CommandError(f"--out {arguments.out} cannot be written: {error}") from error
     console.print(
         f"{len(paths)} layers, {layers[0].shape[0]} heads each: {paths[0]} to {paths[-1]}"
     )

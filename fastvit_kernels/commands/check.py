@@ -46,6 +46,7 @@ from .console import (
     error_cells,
     make_console,
     make_table,
+    refusing,
     require,
 )
 
@@ -202,27 +203,20 @@ def run(arguments: argparse.Namespace) -> int:
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")
     dtypes.sort(key=lambda name: name != "bf16")  # what models train in comes first
+    with refusing(f"--keep {arguments.keep}", OSError, ValueError):
+        kept = Kept(arguments.keep)
     wanted = Selection(
-        device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout,
-        _kept(arguments.keep), arguments.time_budget or math.inf,
+        device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout, kept,
+        arguments.time_budget or math.inf,
     )  # fmt: skip
-    try:
+    with refusing(f"--only {arguments.only}", NoSuchCase):
         if arguments.all_configs:
             status = _check_configs(arguments, device, run_configs(wanted), wanted)
         else:
             status = _check_cases(arguments, device, run_cases(wanted))
-    except NoSuchCase as error:
-        raise CommandError(f"--only {arguments.only}: {error}") from error
     if wanted.left_out and not arguments.json:
         print(f"the time is over: {wanted.left_out} did not run.")
     return CUT_SHORT if wanted.left_out else status
-
-
-def _kept(path: Path | None) -> Kept:
-    try:
-        return Kept(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--keep {path}: {error}") from error
 
 
 def _check_cases(

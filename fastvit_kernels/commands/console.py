@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,15 @@ ERROR_COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "l
 
 class CommandError(Exception):
     """A mistake that the user can mend; its text is all that the command line shows."""
+
+
+@contextmanager
+def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
+    """Turn these errors into a CommandError that says what went wrong, then why."""
+    try:
+        yield
+    except errors as error:
+        raise CommandError(f"{what}: {error}") from error
 
 
 def require(module: str, package: str, install: str = "fastvit-kernels[train]") -> ModuleType:

@@ -24,7 +24,7 @@ from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
 from ..runtime.dtypes import DTYPES
 from ..swap.apply import swap_in
-from .console import CommandError, require
+from .console import CommandError, refusing, require
 from .zoo import define_torchvision_operators
 
 # our (and timm's) name -> the library's own
@@ -119,7 +119,7 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
     host, colon, rest = name.partition(":")
     if overrides.get("img_size") is None:
         overrides.pop("img_size", None)
-    try:
+    with refusing(f"--model {name}", TypeError, ValueError, AssertionError, OSError):
         if not colon:
             return _own(name, **overrides)
         if host not in _HOSTS:
@@ -129,8 +129,6 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
         define_torchvision_operators()  # timm and transformers import torchvision too
         require(package, package)
         return build(rest, **overrides)
-    except (TypeError, ValueError, AssertionError, OSError) as error:
-        raise CommandError(f"--model {name}: {error}") from error
 
 
 def fused_model(name: str, **overrides: Any) -> nn.Module:

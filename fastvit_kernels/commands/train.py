@@ -15,7 +15,7 @@ import torch
 from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
-from .console import CommandError, make_console, require
+from .console import CommandError, make_console, refusing, require
 from .options import positive, share
 from .training.folder import open_run, read_run
 from .training.images import add_reading, open_images
@@ -165,10 +165,8 @@ def _check_settings(settings: Settings, processes: Processes) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    try:
+    with refusing(f"--out {folder} cannot be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"--out {folder} cannot be written: {error}") from error
 
 
 def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
@@ -222,10 +220,8 @@ def _run(
     steps_backend = _choose_backend(settings, device, console)
     if path is None:
         processes.agree(lambda: _make_folder(folder))
-        try:
+        with refusing(f"--out {folder} cannot be written", OSError):
             training.save()
-        except OSError as error:
-            raise CommandError(f"--out {folder} cannot be written: {error}") from error
     with ended_together(
         processes,
         lambda why: console.print(

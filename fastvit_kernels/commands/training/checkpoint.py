@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..console import CommandError
+from ..console import CommandError, refusing
 
 FORMAT = 1
 NAME = "checkpoint.pt"
@@ -75,10 +75,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise CommandError(f"there is no checkpoint {path}")
-    try:
+    with refusing(f"{path} cannot be read as a checkpoint", Exception):
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CommandError(f"{path} cannot be read as a checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CommandError(f"{path} is not a checkpoint of fastvit-kernels train")
     return content

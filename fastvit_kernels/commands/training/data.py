@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..console import CommandError, require
+from ..console import CommandError, refusing, require
 from .settings import Settings
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
@@ -153,10 +153,8 @@ def read_idx(path: Path) -> Tensor:
     then the elements, last axis fastest.
     Raises: CommandError naming the file and what is wrong with it.
     """
-    try:
+    with refusing(f"{path} cannot be read", OSError, EOFError, zlib.error):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise CommandError(f"{path} cannot be read: {error}") from error
     if len(content) < 4 or content[:2] != b"\0\0":
         raise CommandError(f"{path} is not an idx file: it must begin with two zero bytes")
     kind, axes = content[2], content[3]
@@ -238,12 +236,10 @@ def read_image(path: Path, img_size: int, in_chans: int) -> Tensor:
 
     Raises: CommandError naming the file.
     """
-    image_module = require("PIL.Image", "pillow")
-    try:
-        with image_module.open(path) as image:
-            return fit(upright(image, in_chans), img_size)
-    except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
-        raise CommandError(f"{path} cannot be read as an image: {error}") from error
+    pillow = require("PIL.Image", "pillow")
+    broken = (OSError, ValueError, SyntaxError, pillow.DecompressionBombError)
+    with refusing(f"{path} cannot be read as an image", *broken), pillow.open(path) as image:
+        return fit(upright(image, in_chans), img_size)
 
 
 def _class_folders(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...models.vit import VisionTransformer
 from ...weights.files import read_file
 from ...weights.load import load_weights
-from ..console import CommandError, require
+from ..console import CommandError, refusing, require
 from ..zoo import define_torchvision_operators
 from .cached import snapshot, source_folder, weight_files
 from .settings import Settings
@@ -25,6 +25,7 @@ from .settings import Settings
 HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
 # The Linears that make queries, keys and values, by the last part of their names.
 QKV = ("qkv", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q", "k", "v")
+UNFIT = (TypeError, ValueError, OSError, RuntimeError)  # where a file does not fit its model
 _WRAPPERS = ("state_dict", "model", "model_ema", "teacher")
 
 
@@ -80,7 +81,7 @@ def load_into(model: nn.Module, source: str) -> str:
     Raises: CommandError naming what does not fit; the model then keeps its weights.
     """
     remote = source.startswith(("timm:", "hf:"))
-    try:
+    with refusing(f"--weights {source} does not fit the model", *UNFIT):
         found = (
             _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
         )
@@ -101,8 +102,6 @@ def load_into(model: nn.Module, source: str) -> str:
             loaded = [n for n in own if n in found]
             if not [n for n in missing if not HEAD.search(n)]:
                 model.load_state_dict({n: found[n] for n in loaded}, strict=False)
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise CommandError(f"--weights {source} does not fit the model: {error}") from error
     if absent := [n for n in missing if not HEAD.search(n)]:
         raise CommandError(
             f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}"

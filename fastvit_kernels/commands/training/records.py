@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..console import CommandError, require
+from ..console import CommandError, refusing, require
 from .data import IMAGE_SUFFIXES, folder_images, split_folders, stratified_split
 
 
@@ -93,17 +93,17 @@ class Shards(Records):
         for path in paths:
             images: dict[str, tuple[Path, str, int, int]] = {}
             classes: dict[str, int] = {}
-            try:
-                with tarfile.open(path, "r:") as shard:
-                    for member in filter(tarfile.TarInfo.isreg, shard):
-                        key, _, suffix = member.name.rpartition(".")
-                        if suffix == "cls":
-                            content: Any = shard.extractfile(member)
-                            classes[key] = int(content.read())
-                        elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
-                            images[key] = (path, member.name, member.offset_data, member.size)
-            except (OSError, tarfile.TarError, ValueError) as error:
-                raise CommandError(f"{path} cannot be read as a shard: {error}") from error
+            reading = refusing(
+                f"{path} cannot be read as a shard", OSError, tarfile.TarError, ValueError
+            )
+            with reading, tarfile.open(path, "r:") as shard:
+                for member in filter(tarfile.TarInfo.isreg, shard):
+                    key, _, suffix = member.name.rpartition(".")
+                    if suffix == "cls":
+                        content: Any = shard.extractfile(member)
+                        classes[key] = int(content.read())
+                    elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                        images[key] = (path, member.name, member.offset_data, member.size)
             if alone := sorted(images.keys() ^ classes.keys()):
                 raise CommandError(f"{path}: {alone[0]} needs an image and a .cls file")
             if not images:
@@ -198,12 +198,11 @@ def from_shards(folder: Path, held_out: float, seed: int) -> Found:
 def from_datasets(folder: Path, held_out: float, seed: int) -> Found:
     """What `datasets` reads in a folder: one that save_to_disk wrote, or files of its own kinds."""
     library: Any = require("datasets", "datasets", "datasets")
-    try:
+    # Exception: of its own classes, and those of what it reads with
+    with refusing(f"{folder} cannot be read by datasets", Exception):
         saved = (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists()
         read = library.load_from_disk if saved else library.load_dataset
         loaded = read(str(folder))
-    except Exception as error:  # its own classes, and those of what it reads with
-        raise CommandError(f"{folder} cannot be read by datasets: {error}") from error
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits:
         raise CommandError(f"{folder} needs a split train, got {', '.join(splits)}")

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..console import CommandError
+from ..console import CommandError, refusing
 from . import checkpoint
 from .processes import Processes
 
@@ -63,17 +63,13 @@ def save(
     target = folder / f"checkpoint-{len(content['history']):04d}"
     temporary = folder / f".{target.name}.tmp"
     processes.agree(lambda: shutil.rmtree(temporary, ignore_errors=True))
-    try:
+    with refusing(f"{temporary} cannot be written", OSError, dcp.CheckpointException):
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary))
-    except (OSError, dcp.CheckpointException) as error:
-        raise CommandError(f"{temporary} cannot be written: {error}") from error
 
     def name_it() -> None:
-        try:
+        with refusing(f"{target} cannot be written", OSError):
             checkpoint.save(temporary / RUN, content)
             os.replace(temporary, target)
-        except OSError as error:
-            raise CommandError(f"{target} cannot be written: {error}") from error
         remove_all(folder, target)
         (folder / checkpoint.NAME).unlink(missing_ok=True)
 
@@ -115,18 +111,14 @@ def load(path: Path, tensors: dict[str, Tensor]) -> set[str]:
 
     Raises: CommandError where it is damaged, holds other names, or other shapes.
     """
-    reader = dcp.FileSystemReader(path)
-    try:
+    reader, what = dcp.FileSystemReader(path), f"{path} cannot be read as a checkpoint"
+    with refusing(what, OSError, pickle.UnpicklingError, EOFError):
         held = reader.read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise CommandError(f"{path} cannot be read as a checkpoint: {error}") from error
     shapes = {name: getattr(entry, "size", None) for name, entry in held.items()}
     missing = missing_from(path, tensors, shapes)
     wanted = {name: tensor for name, tensor in tensors.items() if name in held}
-    try:
-        with warnings.catch_warnings():  # of one process that reads alone
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (OSError, dcp.CheckpointException) as error:
-        raise CommandError(f"{path} cannot be read as a checkpoint: {error}") from error
+    with refusing(what, OSError, dcp.CheckpointException), warnings.catch_warnings():
+        # of one process that reads alone
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     return missing
