@@ -74,6 +74,19 @@ def _layer(name: str) -> str:
     return ".".join(parts[: places[-1] + 1] if places else parts[:-1])
 
 
+def _largest(x: Tensor) -> float:
+    """The largest of the finite values, 0 where there are none."""
+    return x[x.isfinite()].abs().amax().item() if x.isfinite().any() else 0.0
+
+
+def _peaks(found: Mapping[str, Tensor]) -> defaultdict[str, float]:
+    """The largest finite value in each layer."""
+    peaks: defaultdict[str, float] = defaultdict(float)
+    for name, x in found.items():
+        peaks[_layer(name)] = max(peaks[_layer(name)], _largest(x))
+    return peaks
+
+
 def model_errors(
     model: nn.Module,
     inputs: Any,
@@ -101,22 +114,12 @@ def model_errors(
     swap(swapped)
     actual = _run(swapped, inputs, seed, autocast)
     assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
-    peaks: defaultdict[str, float] = defaultdict(float)
-    for name, o in oracle.items():
-        if not o.numel():
-            continue
-        peaks[_layer(name)] = max(peaks[_layer(name)], o.abs().max().item())
-    errors = []
+    peaks, errors = _peaks(oracle), []
     for name, o in oracle.items():
         error = measure(name, actual[name], yardstick[name], o, dtype)
-        floor = torch.finfo(dtype).eps * peaks[_layer(name)]
-        errors.append(
-            dataclasses.replace(
-                error,
-                limit_max=error.limit_max + 2 * floor,
-                limit_rms=error.limit_rms + 2 * floor,
-            )
-        )
+        floor = 2 * torch.finfo(dtype).eps * peaks[_layer(name)]
+        limits = dict(limit_max=error.limit_max + floor, limit_rms=error.limit_rms + floor)
+        errors.append(dataclasses.replace(error, **limits))
     return errors
 
 
@@ -139,11 +142,6 @@ def _training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Excepti
     except Exception as error:
         return error
     return found | {"the random generator": torch.get_rng_state().double()}
-
-
-def _largest(x: Tensor) -> float:
-    """The largest of the finite values, 0 where there are none."""
-    return x[x.isfinite()].abs().amax().item() if x.isfinite().any() else 0.0
 
 
 def difference(model: nn.Module, inputs: Any) -> str:
@@ -174,9 +172,7 @@ def difference(model: nn.Module, inputs: Any) -> str:
         (m.fused_tolerance for m in swapped.modules() if isinstance(m, Fused)), default=0
     )
     rounding = tolerance if tolerance > EXACT else ROUNDING
-    peaks: defaultdict[str, float] = defaultdict(float)
-    for name, a in wanted.items():
-        peaks[_layer(name)] = max(peaks[_layer(name)], _largest(a))
+    peaks = _peaks(wanted)
     for name, a in wanted.items():
         b = actual[name]
         same = (a == b) | (a.isnan() & b.isnan())  # infinities too

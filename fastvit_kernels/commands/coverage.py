@@ -17,8 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +167,11 @@ class Verifier:
         return "yes"
 
 
-def _run_as(row: Row) -> str:
-    """How a row was verified, in a word or two."""
-    word = row.verified.partition(":")[0].partition(" (")[0] or "not run"
-    return "as another" if word.startswith("as ") else word
+def _runs(found: Sequence[Row]) -> str:
+    """How the rows were verified, in a word or two each, and how many of each."""
+    words = [row.verified.partition(":")[0].partition(" (")[0] or "not run" for row in found]
+    counted = Counter("as another" if word.startswith("as ") else word for word in words)
+    return ", ".join(f"{n} {word}" for word, n in counted.items())
 
 
 def _reason(report: SwapReport) -> str:
@@ -189,20 +189,11 @@ def _reason(report: SwapReport) -> str:
     return f"{swapped or 'nothing'}; {why}"
 
 
-def _models(hosts: Sequence[str]) -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
-    """(host, name, builder on the meta device) for every model that gets a row."""
-    for host in hosts:
-        names, build = zoo.META[host]
-        for name in names():
-            yield host, name, partial(build, name)
-
-
-def _row(
-    host: str, name: str, build: Callable[[], nn.Module], verify: Verifier | None,
-    forms: dict[Any, Row] | None,
-) -> Row:  # fmt: skip
+def _row(host: str, name: str, verify: Verifier | None, forms: dict[Any, Row] | None) -> Row:
+    _, build = zoo.FULL[host]
     try:
-        model = build()
+        with zoo.on_meta():
+            model = build(name)
     except Exception as error:  # a host's model that does not build is the host's business
         model, first = None, (str(error) or type(error).__name__).splitlines()[0]
         row = Row(host, name, "not built", first[:80])
@@ -234,9 +225,11 @@ def rows(
         one_of_each: swap and run one of the models that differ in sizes alone.
     """
     forms: dict[Any, Row] | None = {} if one_of_each else None
-    for host, name, build in _models(hosts):
-        if name.startswith(prefixes):
-            yield _row(host, name, build, verify, forms)
+    for host in hosts:
+        names, _ = zoo.FULL[host]
+        for name in names():
+            if name.startswith(prefixes):
+                yield _row(host, name, verify, forms)
 
 
 def write_table(found: Sequence[Row], out: Path) -> None:
@@ -256,7 +249,6 @@ def write_table(found: Sequence[Row], out: Path) -> None:
         f"timm's `vit_*`: {len(vits)} names, {blocks} at block level.",
     ]
     if verified:
-        runs = ", ".join(f"{n} {v}" for v, n in Counter(_run_as(r) for r in found).items())
         lines += [
             "",
             "Column run (`coverage --verify`): the model swapped beside the host's, small.",
@@ -267,7 +259,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
             "`same parts`: its swapped modules, their settings and their places are in models",
             "here that ran. `as` another: from that one it differs in sizes alone. A name without",
             "a word was not run: the host refuses the step, or has no small version.",
-            f"{runs}.",
+            f"{_runs(found)}.",
         ]
     for host in hosts:
         mine = [r for r in found if r.host == host]
@@ -323,9 +315,6 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = [r for r in found if r.verified.startswith("WRONG")]
     for row in wrong:
         print(f"{row.model}: {row.verified}", file=sys.stderr)
-    runs = ", ".join(f"{n} {v}" for v, n in Counter(_run_as(r) for r in found).items())
-    print(
-        f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong"
-        + f"; {runs}" * bool(verify)
-    )
+    runs = f"; {_runs(found)}" if verify else ""
+    print(f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong{runs}")
     return 1 if wrong else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -71,26 +72,29 @@ def _small(model: nn.Module) -> nn.Module:
     return model
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """The model without memory; None where its constructor asks for values, which `meta` has not:
-    that is for the CPU to try."""
+@contextmanager
+def _but_for_values() -> Iterator[None]:
+    """Stops without an error where `meta` is asked for values: that is for the CPU to try."""
     try:
-        with on_meta():
-            return _small(build()).train()
-    except (NotImplementedError, RuntimeError) as error:
+        yield
+    except RuntimeError as error:
         if "meta" not in str(error).lower():
             raise
-        return None
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model without memory; None where its constructor asks for values."""
+    model = None
+    with _but_for_values(), on_meta():
+        model = _small(build()).train()
+    return model
 
 
 def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raises where a training step's forward does not run on `meta`, but for values it asks for."""
     arguments = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    try:
+    with _but_for_values():
         model(**arguments)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
-            raise
 
 
 # A width, equal for builders of models of one size but for the images'; a builder; its inputs
@@ -185,10 +189,8 @@ def _shrink(config: Any, narrow: int, shallow: bool) -> None:
 
 
 def _set(config: Any, key: str, value: Any) -> None:
-    try:
+    with suppress(Exception):  # a configuration that derives it from others
         setattr(config, key, value)
-    except Exception:  # a configuration that derives it from others
-        return
 
 
 def _patch(config: Any) -> int:

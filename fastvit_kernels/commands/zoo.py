@@ -121,12 +121,10 @@ def timm_small(name: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, size, size, generator=generator)
 
 
-def timm_meta(name: str) -> nn.Module:
-    """The model of this name at its own size, without memory."""
+def _timm_full(name: str) -> nn.Module:
     import timm
 
-    with on_meta():
-        return timm.create_model(name, pretrained=False)
+    return timm.create_model(name, pretrained=False)
 
 
 def torchvision_names() -> list[str]:
@@ -135,11 +133,10 @@ def torchvision_names() -> list[str]:
     return [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit"))]
 
 
-def torchvision_meta(name: str) -> nn.Module:
+def _torchvision_full(name: str) -> nn.Module:
     from torchvision import models
 
-    with on_meta():
-        return models.get_model(name)
+    return models.get_model(name)
 
 
 def torchvision_small() -> tuple[nn.Module, Tensor]:
@@ -270,19 +267,17 @@ def hf_names() -> list[str]:
     return sorted(found, key=lambda name: ("For" in name, name))
 
 
-def hf_meta(name: str) -> nn.Module:
-    """The model of this class at its default size, without memory."""
+def _hf_full(name: str) -> nn.Module:
     import transformers
 
     cls = getattr(transformers, name)
-    with on_meta():
-        return cls(cls.config_class())
+    return cls(cls.config_class())
 
 
 # host -> its names that get a row, and the builder of a name at its own size
-META: dict[str, tuple[Callable[[], list[str]], Callable[[str], nn.Module]]] = {
-    "timm": (timm_names, timm_meta),
-    "torchvision": (torchvision_names, torchvision_meta),
-    "transformers": (hf_names, hf_meta),
+FULL: dict[str, tuple[Callable[[], list[str]], Callable[[str], nn.Module]]] = {
+    "timm": (timm_names, _timm_full),
+    "torchvision": (torchvision_names, _torchvision_full),
+    "transformers": (hf_names, _hf_full),
 }
-HOSTS = tuple(META)
+HOSTS = tuple(FULL)
