@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from ..runtime.arguments import check_eps, check_int, check_number, check_probability
-from .gated_mlp import check_mlp_layer
-from .norms import check_norm_layer
+from ..runtime.arguments import (
+    check_eps,
+    check_flags,
+    check_int,
+    check_number,
+    check_probability,
+)
+from .gated_mlp import MLP_LAYERS
+from .norms import NORM_LAYERS
 
 Memory = Literal["default", "low"]
 GlobalPool = Literal["", "avg", "token"]
@@ -21,13 +28,23 @@ def check_block(
     """What both take."""
     if not isinstance(memory, str) or memory not in get_args(Memory):
         raise ValueError(f"{op}: memory must be one of {get_args(Memory)}, got {memory!r}")
-    check_mlp_layer(op, mlp_layer, scale_mlp_norm)
-    check_norm_layer(op, "norm_layer", norm_layer)
+    check_choice(op, "mlp_layer", mlp_layer, sorted(MLP_LAYERS))
+    check_flags(op, scale_mlp_norm=scale_mlp_norm)
+    if scale_mlp_norm and mlp_layer == "Mlp":
+        raise ValueError(f"{op}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
+    check_choice(op, "norm_layer", norm_layer, sorted(NORM_LAYERS))
     check_counts(op, 1, **counts)
     check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
     if init_values is not None:
         check_number(op, "init_values", init_values)
     check_eps(op, norm_eps, "norm_eps")
+
+
+def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless it is one of the choices: TypeError where it is no string."""
+    if not isinstance(value, str) or value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{op}: {name} must be one of {choices}, got {value!r}")
 
 
 def check_counts(op: str, least: int, **counts: Any) -> None:

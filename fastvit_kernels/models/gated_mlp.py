@@ -158,16 +158,6 @@ MLP_LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def check_mlp_layer(op: str, mlp_layer: object, scale_mlp_norm: object) -> None:
-    """Raise unless mlp_layer is one of MLP_LAYERS, and has a norm where one is asked for."""
-    if not isinstance(mlp_layer, str) or mlp_layer not in MLP_LAYERS:
-        error = ValueError if isinstance(mlp_layer, str) else TypeError
-        raise error(f"{op}: mlp_layer must be one of {sorted(MLP_LAYERS)}, got {mlp_layer!r}")
-    check_flags(op, scale_mlp_norm=scale_mlp_norm)
-    if scale_mlp_norm and mlp_layer == "Mlp":
-        raise ValueError(f"{op}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
-
-
 def create_mlp(
     mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_layer: NormLayer | None,
     bias: bool, drop: float,

@@ -78,9 +78,3 @@ class RmsNorm(nn.RMSNorm):
 
 # By the names of timm's classes, as Block and VisionTransformer take them.
 NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
-
-
-def check_norm_layer(op: str, name: str, norm_layer: object) -> None:
-    if not isinstance(norm_layer, str) or norm_layer not in NORM_LAYERS:
-        error = ValueError if isinstance(norm_layer, str) else TypeError
-        raise error(f"{op}: {name} must be one of {sorted(NORM_LAYERS)}, got {norm_layer!r}")

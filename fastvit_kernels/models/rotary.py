@@ -9,16 +9,11 @@ import torch
 from torch import nn
 
 from ..runtime.arguments import check_flags
+from .checks import check_choice
 from .rope_tables import Tables, centered_table, index_table
 
 RopeType = Literal["", "cat", "dinov3"]
 GridIndexing = Literal["ij", "xy"]
-
-
-def check_rope_type(op: str, rope_type: Any) -> None:
-    if not isinstance(rope_type, str) or rope_type not in get_args(RopeType):
-        error = ValueError if isinstance(rope_type, str) else TypeError
-        raise error(f"{op}: rope_type must be one of {get_args(RopeType)}, got {rope_type!r}")
 
 
 class RotaryEmbedding(nn.Module):
@@ -40,7 +35,7 @@ class RotaryEmbedding(nn.Module):
     ):  # fmt: skip
         super().__init__()
         op = "RotaryEmbedding"
-        check_rope_type(op, rope_type or None)
+        check_choice(op, "rope_type", rope_type or None, get_args(RopeType))
         check_flags(op, rotate_half=rotate_half)
         if not isinstance(grid_indexing, str) or grid_indexing not in get_args(GridIndexing):
             raise ValueError(f"{op}: grid_indexing must be 'ij' or 'xy', got {grid_indexing!r}")

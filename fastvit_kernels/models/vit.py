@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from .checks import (
     Memory,
     PosEmbed,
     check_block,
+    check_choice,
     check_counts,
     check_pool,
     check_pos_embed,
@@ -33,11 +34,11 @@ from .checks import (
 )
 from .gated_mlp import GluMlp, SwiGLU, create_mlp
 from .modules import Attention, DropPath, LayerScale, PatchEmbed, Size
-from .norms import NORM_LAYERS, LayerNorm, RmsNorm, check_norm_layer
+from .norms import NORM_LAYERS, LayerNorm, RmsNorm
 from .patch_dropout import PatchDropout, kept_tables
 from .positions import resize_positions
 from .rope_tables import Tables
-from .rotary import GridIndexing, RopeType, RotaryEmbedding, check_rope_type
+from .rotary import GridIndexing, RopeType, RotaryEmbedding
 
 
 class Block(nn.Module):
@@ -99,10 +100,10 @@ class Block(nn.Module):
         """Where a branch keeps y = norm(x) for its backward: as it is, or to be rebuilt from x."""
         if not self._rebuilds(norm):
             return nullcontext()
-        if isinstance(norm, RmsNorm):
-            return rebuilt_norm(y, x, norm.weight, None, norm.eps, again, "rms_norm", samples)
-        assert isinstance(norm, LayerNorm)
-        return rebuilt_norm(y, x, norm.weight, norm.bias, norm.eps, again, samples=samples)
+        assert isinstance(norm, LayerNorm | RmsNorm)
+        kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
+        bias = getattr(norm, "bias", None)
+        return rebuilt_norm(y, x, norm.weight, bias, norm.eps, again, kind, samples)
 
     def _kept_sum(self, x: Tensor) -> AbstractContextManager[Callable[[], Tensor] | None]:
         """The same where norm2 keeps its input x, the sum of the first branch."""
@@ -193,9 +194,9 @@ class VisionTransformer(nn.Module):
         check_pool(op, global_pool, class_token)
         check_pos_embed(op, pos_embed)
         check_drop_path(op, "drop_path", drop_path)
-        check_rope_type(op, rope_type)
+        check_choice(op, "rope_type", rope_type, get_args(RopeType))
         if embed_norm_layer is not None:
-            check_norm_layer(op, "embed_norm_layer", embed_norm_layer)
+            check_choice(op, "embed_norm_layer", embed_norm_layer, sorted(NORM_LAYERS))
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
         self.no_embed_class, self.pool_include_prefix = no_embed_class, pool_include_prefix
         self.num_prefix_tokens = int(class_token) + reg_tokens

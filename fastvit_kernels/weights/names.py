@@ -103,14 +103,10 @@ _JAX = {
 }
 
 _FAMILIES = {
-    "timm": _TIMM,
-    "torchvision": _TORCHVISION,
-    "transformers": _TRANSFORMERS,
-    "jax": _JAX,
-}
-_COMPILED = {
     family: [(re.compile(pattern), target) for pattern, target in names.items()]
-    for family, names in _FAMILIES.items()
+    for family, names in dict(
+        timm=_TIMM, torchvision=_TORCHVISION, transformers=_TRANSFORMERS, jax=_JAX
+    ).items()
 }
 
 
@@ -197,7 +193,7 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
 
 
 def _renamed(name: str, family: str) -> str:
-    for pattern, target in _COMPILED[family]:
+    for pattern, target in _FAMILIES[family]:
         match = pattern.fullmatch(name)
         if match:
             return match.expand(target)
@@ -255,11 +251,11 @@ def to_timm(
     tensors = _unwrap(source)
     if any("/" in name for name in tensors):
         tensors = _from_flax(tensors, patch_shape)
-    names: dict[str, dict[str, str]] = {}
-    scores: dict[str, int] = {}
-    for family in _FAMILIES:
-        names[family] = {name: _renamed(name, family) for name in tensors}
-        scores[family] = sum(_TARGET.fullmatch(n) is not None for n in names[family].values())
+    names = {family: {n: _renamed(n, family) for n in tensors} for family in _FAMILIES}
+    scores = {
+        family: sum(_TARGET.fullmatch(n) is not None for n in renamed.values())
+        for family, renamed in names.items()
+    }
     family = max(scores, key=lambda f: scores[f])
     if scores[family] == 0:
         known = ", ".join(_FAMILIES)
