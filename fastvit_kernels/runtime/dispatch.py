@@ -37,7 +37,7 @@ _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
-_tracing_state = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing  # by torch.jit.trace
 _profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -48,7 +48,7 @@ def is_watched() -> bool:
         or _modes() > 0
         or _transforms()
         or forward_ad._current_level >= 0
-        or _tracing_state() is not None
+        or _tracing()
         or _profiling()
     )
 

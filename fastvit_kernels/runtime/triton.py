@@ -7,6 +7,7 @@ For a type checker their attributes are Any: a kernel is Python syntax for anoth
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -48,4 +49,22 @@ def constant(value: object) -> Any:
     return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
 
 
-__all__ = ["HAS_TRITON", "VERSION", "constant", "tl", "triton"]
+def on_grid(
+    kernel: Any, grid: tuple[int, ...], *sizes: float, **options: Any
+) -> Callable[..., None]:
+    """`kernel[grid]` with its last arguments bound, to be called with those before them.
+
+    The constexprs, a kernel's last parameters, go by position: `kernel[grid](..., **constexprs)`
+    copies them from dict to dict three times on the way to Triton's binder, at every launch.
+
+    Args:
+        sizes: the arguments just before the constexprs.
+        options: all constexprs by name, num_warps and the like.
+    """
+    constexprs = [name for name in kernel.arg_names if name in options]
+    assert constexprs == kernel.arg_names[-len(constexprs) :]
+    last = (*sizes, *(options.pop(name) for name in constexprs))
+    return lambda *arguments: kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
+
+
+__all__ = ["HAS_TRITON", "VERSION", "constant", "on_grid", "tl", "triton"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import INTERPRETED
+from fastvit_kernels.runtime.triton import on_grid
 
 PACKAGE = Path(fk.__file__).parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="stands in for Triton's interpreter")
@@ -126,6 +128,25 @@ def test_kernels_are_launched_inside_a_device_guard(op, launches):
     step(*op_and_inputs(op))
     assert len(launches) >= 2
     assert all(inside for _, inside in launches), launches
+
+
+def test_on_grid_binds_the_last_arguments():
+    """Constexprs by position, in the kernel's order whatever the keywords' is; options by name."""
+    seen = []
+
+    class Kernel:
+        arg_names: ClassVar = ["y_ptr", "x_ptr", "M", "eps", "HAS_BIAS", "BLOCK_M"]
+
+        def run(self, *args, **options):
+            seen.append((args, options))
+
+    launch = on_grid(Kernel(), (3,), 5, 1e-6, BLOCK_M=16, num_warps=4, HAS_BIAS=True)
+    launch("y", "x")
+    launch("z", "x")
+    options = dict(grid=(3,), warmup=False, num_warps=4)
+    assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in "yz"]
+    with pytest.raises(AssertionError):
+        on_grid(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
 
 
 HOST_READS = ["item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "__array__"]

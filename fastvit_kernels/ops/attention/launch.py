@@ -7,7 +7,7 @@ tables of configs.py; `launch_fwd` and `launch_bwd` add pointers and strides.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ...runtime.arguments import empty, empty_strided, is_aligned
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
-from ...runtime.triton import triton
+from ...runtime.triton import on_grid, triton
 from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -65,6 +65,7 @@ class Problem(NamedTuple):
     mask: str
     dropout: bool
     precision: str
+    dbias: bool = False  # the one-pass backward sums columns too
 
     def key(self) -> Key:
         B, T_q, H, D = self.shape
@@ -97,11 +98,15 @@ class Problem(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The grid, the sizes that go before the strides, and the constexprs and options."""
+    """A kernel on its grid, the sizes that go before the strides, its constexprs and options."""
 
-    grid: tuple[int]
+    launch: Callable[..., None]  # called with all but the constexprs
     sizes: tuple[int, ...]
     options: dict[str, Any]
+
+
+def _launch(kernel: Any, programs: int, *sizes: int, **options: Any) -> Launch:
+    return Launch(on_grid(kernel, (programs,), **options), sizes, options)
 
 
 def _block(T: int, block: int) -> int:
@@ -118,18 +123,18 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     block_d0, block_d1 = split_head_dim(D)
     block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
     programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
-    options = dict(
+    return _launch(
+        _attention_fwd_kernel, programs, B * H, H, T_q, T_kv,
         BLOCK_D0=block_d0, BLOCK_D1=block_d1,
         BLOCK_Q=block_q, RAGGED_Q=problem.is_ragged(T_q, block_q),
         BLOCK_KV=block_kv, TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
         ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **problem.flags(),
     )  # fmt: skip
-    return Launch((programs,), (B * H, H, T_q, T_kv), options | problem.flags())
 
 
 def _split_launch(
-    problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
+    kernel: Any, problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
 ) -> Launch:
     """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
     B, T_q, H, D = problem.shape
@@ -142,8 +147,8 @@ def _split_launch(
         f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
-    grid = (triton.cdiv(T_own, config.own) * B * H,)
-    return Launch(grid, (H, T_q, problem.T_kv), options | problem.flags())
+    programs = triton.cdiv(T_own, config.own) * B * H
+    return _launch(kernel, programs, H, T_q, problem.T_kv, **options, **problem.flags())
 
 
 class BwdLaunch(NamedTuple):
@@ -161,20 +166,22 @@ def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     if not BWD_TABLE.choose(problem.gpu, *key).one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
-        for_dq = _split_launch(problem, dq, "Q", "KV", T_q, T_kv)
-        return BwdLaunch(None, (for_dq, _split_launch(problem, dkdv, "KV", "Q", T_kv, T_q)))
+        return BwdLaunch(None, (
+            _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", "KV", T_q, T_kv),
+            _split_launch(_attention_bwd_dkdv_kernel, problem, dkdv, "KV", "Q", T_kv, T_q),
+        ))  # fmt: skip
     config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
     parts = query_parts(T_q, config.close)
     assert parts is not None
-    options = dict(
+    one_pass = _launch(
+        _attention_bwd_one_pass_kernel, triton.cdiv(B * H, config.heads), B * H, H, T_q, T_kv,
         BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
         TAIL_KV=problem.tail(T_kv, config.block_kv, config.tail, "KV"),
         PART0=parts[0], PART1=parts[1], PART2=parts[2],
-        RAGGED_Q=problem.is_ragged(T_q, sum(parts)), HEADS=config.heads,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        RAGGED_Q=problem.is_ragged(T_q, sum(parts)), HEADS=config.heads, HAS_DBIAS=problem.dbias,
+        num_warps=config.num_warps, num_stages=config.num_stages, **problem.flags(),
     )  # fmt: skip
-    grid = (triton.cdiv(B * H, config.heads),)
-    return BwdLaunch(Launch(grid, (B * H, H, T_q, T_kv), options | problem.flags()), None)
+    return BwdLaunch(one_pass, None)
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:
@@ -253,7 +260,7 @@ def empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Of packed (B, T, 3, H, D): out (B, T, H, D), lse (B, H, T)."""
     B, T, _, H, D = qkv.shape
     C = H * D
-    out = empty_strided((B, T, H, D), (T * C, C, D, 1), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty_strided((B, T, H, D), (T * C, C, D, 1))
     return out, empty_rows(out)
 
 
@@ -297,14 +304,14 @@ def launch_fwd(
     packing: with it B is 1, and there is no mask.
     """
     q, k, v = qkv
-    launch = fwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
+    fwd = fwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
     mask, mask_strides = mask_arguments(mask)
     cu_seqlens, totals = _sequences(q, lse, packing)
     strides = (*_bth(q, packing), *_bth(k, packing), *_bth(v, packing))
     with device_guard(q):
-        _attention_fwd_kernel[launch.grid](
-            out, lse, q, k, v, mask, seed, cu_seqlens, *launch.sizes, *totals, *strides,
-            *mask_strides, scale, *dropout_arguments(dropout_p), **launch.options,
+        fwd.launch(
+            out, lse, q, k, v, mask, seed, cu_seqlens, *fwd.sizes, *totals, *strides,
+            *mask_strides, scale, *dropout_arguments(dropout_p),
         )  # fmt: skip
 
 
@@ -333,7 +340,8 @@ def launch_bwd(
     qkv, mask, packing: as for `launch_fwd`.
     """
     (dq, dk, dv), (q, k, v) = grads, qkv
-    one_pass, split = bwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
+    problem = problem_of(q, k, mask, seed, is_causal, packing)
+    one_pass, split = bwd_launch(*problem, dbias is not None)
     assert dbias is None or (mask is None and seed is None and one_pass is not None)
     lse = padded_rows(lse)
     strides = tuple(n for x in (dout, q, k, v) for n in _bth(x, packing))
@@ -341,10 +349,9 @@ def launch_bwd(
     scalars = (scale, *dropout_arguments(dropout_p))
     if one_pass is not None:
         with device_guard(q):
-            _attention_bwd_one_pass_kernel[one_pass.grid](
+            one_pass.launch(
                 dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
                 *totals, dq.stride(1), dk.stride(1), *strides, *scalars,
-                HAS_DBIAS=dbias is not None, **one_pass.options,
             )  # fmt: skip
         return None
     assert split is not None
@@ -352,15 +359,13 @@ def launch_bwd(
     mask, mask_strides = mask_arguments(mask)
     delta = empty_rows(q, packing)
     with device_guard(q):
-        _attention_bwd_dq_kernel[for_dq.grid](
+        for_dq.launch(
             dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
             *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars,
-            **for_dq.options,
         )  # fmt: skip
-        _attention_bwd_dkdv_kernel[for_dkdv.grid](
+        for_dkdv.launch(
             dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
             *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars,
-            **for_dkdv.options,
         )  # fmt: skip
     return delta
 

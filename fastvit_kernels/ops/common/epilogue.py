@@ -31,7 +31,7 @@ from ...runtime.arguments import (
 )
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import on_grid, tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
@@ -219,8 +219,11 @@ def _flags(
 
 
 @functools.lru_cache(maxsize=1024)
-def _fwd_launch(M: int, N: int) -> Any:
-    return _epilogue_fwd_kernel[triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)]
+def _fwd_launch(M: int, N: int, activation: str, has_bias: bool, *flags: bool) -> Any:
+    return on_grid(
+        _epilogue_fwd_kernel, (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
+        ACTIVATION=activation, HAS_BIAS=has_bias, **_flags(*flags), **_FWD_TILE,
+    )  # fmt: skip
 
 
 def apply_epilogue(
@@ -236,10 +239,9 @@ def apply_epilogue(
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(z):
-        _fwd_launch(M, N)(
-            y, z, contiguous(bias), *pointers, M, N, *sizes,
-            ACTIVATION=activation, HAS_BIAS=bias is not None, **flags, **_FWD_TILE,
-        )  # fmt: skip
+        _fwd_launch(M, N, activation, bias is not None, *flags.values())(
+            y, z, contiguous(bias), *pointers, M, N, *sizes
+        )
     copy_dropped(y, pointers, sizes, flags)
     return y
 
@@ -256,23 +258,29 @@ def copy_dropped(
 
 
 class _BwdPlan(NamedTuple):
-    launch: Any  # the kernel on its grid
+    launch: Any  # the kernel on its grid, called with all but the constexprs
     rows_per_split: int
     dz: Layout
     partial: Layout
 
 
 @launch_plan
-def _bwd_plan(gpu: Gpu, M: int, N: int, sums: int) -> _BwdPlan:
+def _bwd_plan(
+    gpu: Gpu, M: int, N: int, activation: str, has_layer_scale: bool, has_row_scale: bool,
+    some: bool, write_act: bool, sum_dz: bool, sum_dlayer_scale: bool,
+) -> _BwdPlan:  # fmt: skip
     column_blocks = triton.cdiv(N, BLOCK_N)
     wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
     splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(M, splits)
     splits = triton.cdiv(M, rows_per_split)
-    return _BwdPlan(
-        _epilogue_bwd_kernel[column_blocks, splits], rows_per_split,
-        layout((M, N)), layout((splits, N * sums)),
+    launch = on_grid(
+        _epilogue_bwd_kernel, (column_blocks, splits), ACTIVATION=activation,
+        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SOME=some,
+        WRITE_ACT=write_act, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
     )  # fmt: skip
+    sums = sum_dz + sum_dlayer_scale
+    return _BwdPlan(launch, rows_per_split, layout((M, N)), layout((splits, N * sums)))
 
 
 def backward_epilogue(
@@ -302,18 +310,15 @@ def backward_epilogue(
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
-        gpu(device), M, N, sum_dz + sum_dlayer_scale
-    )
+        gpu(device), M, N, activation, layer_scale is not None, row_scale is not None, some,
+        act is not None, sum_dz, sum_dlayer_scale,
+    )  # fmt: skip
     dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     with device_guard(dy):
         launch(
             dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
             M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
-            ACTIVATION=activation, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_ROW_SCALE=row_scale is not None and not some, SOME=some,
-            WRITE_ACT=act is not None, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale,
-            **_BWD_TILE,
         )  # fmt: skip
     return dz, partial
 

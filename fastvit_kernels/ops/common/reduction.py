@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import on_grid, tl, triton
 
 # One program sums BLOCK_R x BLOCK_N tiles down a row range. Partials of another kernel, up to
 # ONE_STAGE_ROWS of them, take one launch: narrow tiles, so that there are programs enough. Not yet
@@ -51,7 +51,6 @@ class _Plan(NamedTuple):
     rows_per_split: int
     first: Any  # the kernel on the grid of each stage
     second: Any
-    tile: dict[str, int]
 
 
 @launch_plan
@@ -64,10 +63,10 @@ def _plan(gpu: Gpu, num_rows: int, N: int) -> _Plan:
         splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(num_rows, splits)
     splits = triton.cdiv(num_rows, rows_per_split)
-    kernel = _column_sum_kernel
-    return _Plan(
-        splits, rows_per_split, kernel[column_blocks, splits], kernel[column_blocks, 1], tile
-    )  # fmt: skip
+    first, second = (
+        on_grid(_column_sum_kernel, (column_blocks, rows), **tile) for rows in (splits, 1)
+    )
+    return _Plan(splits, rows_per_split, first, second)
 
 
 def column_sum(x: Tensor, out: Tensor) -> Tensor:
@@ -81,12 +80,12 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
     num_rows, N = x.shape
     if num_rows == 0 or N == 0:
         return out.zero_()
-    splits, rows_per_split, launch, launch_second, tile = _plan(gpu(x.device), num_rows, N)
+    splits, rows_per_split, launch, launch_second = _plan(gpu(x.device), num_rows, N)
     first = out
     if splits > 1:
         first = x.new_empty((splits, N), dtype=torch.float32)
     with device_guard(x):
-        launch(first, x, num_rows, N, rows_per_split, x.stride(0), **tile)
+        launch(first, x, num_rows, N, rows_per_split, x.stride(0))
         if splits > 1:
-            launch_second(out, first, splits, N, splits, N, **tile)
+            launch_second(out, first, splits, N, splits, N)
     return out

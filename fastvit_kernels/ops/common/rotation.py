@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import on_grid, tl, triton
 
 NORMS = ("layer_norm", "rms_norm")
 MAX_D = 1024  # a head is held in the registers of one program
@@ -368,13 +368,13 @@ def chosen(
 @launch_plan
 def _fwd_plan(
     gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, transpose: bool
-) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-    """The kernel on its grid, sizes, options."""
+) -> tuple[Any, tuple[int, ...]]:
+    """The kernel on its grid, sizes."""
     B, T, H, D = shape
     config, options = chosen(FWD_TABLE, gpu, D, R, rotation, TRANSPOSE=transpose)
     num_rows = B * T * H
     grid = (triton.cdiv(num_rows, config.block_rows),)
-    return _rope_fwd_kernel[grid], (num_rows, T, H, rotation.prefix_tokens), options
+    return on_grid(_rope_fwd_kernel, grid, **options), (num_rows, T, H, rotation.prefix_tokens)
 
 
 def rotate(
@@ -390,20 +390,20 @@ def rotate(
     """
     if q.numel() == 0:
         return
-    plan = _fwd_plan(gpu(q.device), q.shape, tables.cos.shape[-1], rotation, transpose)
-    launch, sizes, options = plan
+    R = tables.cos.shape[-1]
+    launch, sizes = _fwd_plan(gpu(q.device), q.shape, R, rotation, transpose)
     with device_guard(q):
         launch(
             *out, q, k, tables.cos, tables.sin, *norms, *sizes, *out[0].stride()[:3],
-            *q.stride()[:3], *k.stride()[:3], *tables.strides, rotation.eps, **options,
+            *q.stride()[:3], *k.stride()[:3], *tables.strides, rotation.eps,
         )  # fmt: skip
 
 
 @launch_plan
 def _bwd_plan(
     gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, needs_dparams: bool
-) -> tuple[Any, tuple[int, ...], dict[str, Any], int]:
-    """The kernel on its grid, sizes, options, programs."""
+) -> tuple[Any, tuple[int, ...], int]:
+    """The kernel on its grid, sizes, programs."""
     B, T, H, D = shape
     config, options = chosen(BWD_TABLE, gpu, D, R, rotation, NEEDS_DPARAMS=needs_dparams)
     num_rows = B * T * H
@@ -412,7 +412,7 @@ def _bwd_plan(
         max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
     )
     sizes = (num_rows, T, H, rotation.prefix_tokens)
-    return _rope_norm_bwd_kernel[(programs, 2)], sizes, options, programs
+    return on_grid(_rope_norm_bwd_kernel, (programs, 2), **options), sizes, programs
 
 
 def rotate_norm_bwd(
@@ -423,7 +423,7 @@ def rotate_norm_bwd(
 
     A row of them: dweight and dbias of q, then of k. `dx` may be `dy` itself.
     """
-    launch, sizes, options, programs = _bwd_plan(
+    launch, sizes, programs = _bwd_plan(
         gpu(q.device), q.shape, tables.cos.shape[-1], rotation, needs_dparams
     )
     partial = None
@@ -433,6 +433,6 @@ def rotate_norm_bwd(
         launch(
             *dx, partial, *dy, q, k, tables.cos, tables.sin, *weights, *sizes,
             *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-            *k.stride()[:3], *tables.strides, rotation.eps, **options,
+            *k.stride()[:3], *tables.strides, rotation.eps,
         )  # fmt: skip
     return partial

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import on_grid, tl, triton
 from .reduction import column_sum
 from .rotation import (
     BWD_PAIRS,
@@ -146,7 +146,6 @@ class _Plan(NamedTuple):
     programs: int
     splits: int
     sizes: tuple[int, ...]
-    options: dict[str, Any]
 
 
 @launch_plan
@@ -167,8 +166,8 @@ def _plan(
     splits = triton.cdiv(num_shared, shared_per_split)
     rows = (num_rows, T, table_heads, rotation.prefix_tokens)
     sizes = (*rows, num_shared, shared_per_split, heads_shared)
-    grid = (row_blocks, splits)
-    return _Plan(_rope_tables_bwd_kernel[grid], row_blocks * splits, splits, sizes, options)
+    launch = on_grid(_rope_tables_bwd_kernel, (row_blocks, splits), **options)
+    return _Plan(launch, row_blocks * splits, splits, sizes)
 
 
 def _rotate_tables_bwd(
@@ -176,7 +175,7 @@ def _rotate_tables_bwd(
     rotation: Rotation, norms: tuple[Tensor | None, ...], dtables: Tensor, needs_dparams: bool,
 ) -> Tensor | None:  # fmt: skip
     """Write dq, dk and dtables; returns partials (programs, 4 D) fp32 of the norms if wanted."""
-    launch, programs, splits, sizes, options = _plan(
+    launch, programs, splits, sizes = _plan(
         gpu(q.device), q.shape, tables.cos.shape, rotation, needs_dparams
     )
     partial = None
@@ -189,7 +188,7 @@ def _rotate_tables_bwd(
         launch(
             *dx, sums, partial, *dy, q, k, tables.cos, tables.sin, *norms, *sizes,
             *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-            *k.stride()[:3], *tables.strides, rotation.eps, **options,
+            *k.stride()[:3], *tables.strides, rotation.eps,
         )  # fmt: skip
     if splits > 1:
         column_sum(sums, dtables)

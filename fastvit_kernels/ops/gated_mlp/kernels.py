@@ -24,7 +24,7 @@ from torch import Tensor
 from ...runtime.arguments import Layout, contiguous, empty_strided, layout
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import on_grid, tl, triton
 from ..common.activation import activate, activate_and_derivative
 from ..common.rows import NormConfig, block_width
 
@@ -246,9 +246,7 @@ def _padded(columns: int) -> int:
 class FwdPlan(NamedTuple):
     """All that a forward launch derives from the kind of its arguments."""
 
-    launch: Any  # the kernel on its grid
-    sizes: tuple[int, ...]
-    options: dict[str, Any]
+    launch: Any  # called with tensors
     hidden: Layout
     stats: Layout | None
 
@@ -262,23 +260,24 @@ def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[
 
 @launch_plan
 def _fwd_plan(
-    gpu: Gpu, rows: tuple[int, ...], F: int, packed: bool, gate_last: bool, norm: bool
-) -> FwdPlan:
+    gpu: Gpu, rows: tuple[int, ...], F: int, packed: bool, gate_last: bool, activation: str,
+    norm_eps: float | None, has_norm_bias: bool,
+) -> FwdPlan:  # fmt: skip
     M = math.prod(rows)
     vector, sizes = _z_sizes(M, F, packed, gate_last)
-    if norm:
-        block_f = block_width(F)
-        config = FWD_TABLE.choose(gpu, block_f)
-        launch = _gate_norm_fwd_kernel[(triton.cdiv(M, config.block_rows),)]
-        options = dict(
-            BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps
-        )  # fmt: skip
-    else:
-        launch, options = _gate_fwd_kernel[triton.cdiv(M, BLOCK_R), triton.cdiv(F, BLOCK_F)], _TILE
-    return FwdPlan(
-        launch, (M, *sizes), dict(VECTOR=vector, **options),
-        layout((*rows, F)), layout((2, M)) if norm else None,
+    options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
+    if norm_eps is None:
+        grid = triton.cdiv(M, BLOCK_R), triton.cdiv(F, BLOCK_F)
+        launch = on_grid(_gate_fwd_kernel, grid, M, *sizes, **options, **_TILE)
+        return FwdPlan(launch, layout((*rows, F)), None)
+    block_f = block_width(F)
+    config = FWD_TABLE.choose(gpu, block_f)
+    launch = on_grid(
+        _gate_norm_fwd_kernel, (triton.cdiv(M, config.block_rows),), M, *sizes, norm_eps,
+        HAS_BIAS=has_norm_bias, BLOCK_ROWS=config.block_rows, BLOCK_F=block_f,
+        num_warps=config.num_warps, **options,
     )  # fmt: skip
+    return FwdPlan(launch, layout((*rows, F)), layout((2, M)))
 
 
 def gate_fwd(
@@ -293,59 +292,60 @@ def gate_fwd(
         value: (M, F) contiguous, or None. gate_last: whether the gate is the second half.
     """
     F, device = z.shape[1] if value is not None else z.shape[1] // 2, z.device
-    norm, stats = norm_weight is not None, None
-    plan = _fwd_plan(gpu(device), rows, F, value is None, gate_last, norm)
-    hidden = empty_strided(*plan.hidden, dtype=z.dtype, device=device)
+    eps, stats = None if norm_weight is None else norm_eps, None
+    launch, hidden_layout, stats_layout = _fwd_plan(
+        gpu(device), rows, F, value is None, gate_last, activation, eps, norm_bias is not None
+    )
+    hidden = empty_strided(*hidden_layout, dtype=z.dtype, device=device)
     value = z if value is None else value
     with device_guard(z):
-        if plan.stats is not None:
-            stats = empty_strided(*plan.stats, dtype=torch.float32, device=device)
-            plan.launch(
-                hidden, stats, z, value, contiguous(norm_weight), contiguous(norm_bias),
-                *plan.sizes, norm_eps, ACTIVATION=activation, HAS_BIAS=norm_bias is not None,
-                **plan.options,
-            )  # fmt: skip
+        if stats_layout is not None:
+            stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
+            launch(hidden, stats, z, value, contiguous(norm_weight), contiguous(norm_bias))
         else:
-            plan.launch(hidden, z, value, *plan.sizes, ACTIVATION=activation, **plan.options)
+            launch(hidden, z, value)
     return hidden, stats
 
 
 class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
-    launch: Any
-    sizes: tuple[int, ...]
-    options: dict[str, Any]
+    launch: Any  # called with tensors
     columns: Columns
     dz: Layout
     partial: Layout
 
 
 @launch_plan
-def _bwd_plan(gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, norm: bool) -> BwdPlan:
+def _bwd_plan(
+    gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, activation: str, norm: bool,
+    has_norm_bias: bool, write_hidden: bool, sum_dz: bool,
+) -> BwdPlan:  # fmt: skip
     vector, (width, *z_sizes) = _z_sizes(M, F, packed, gate_last)
     columns = dz_columns(F, packed, gate_last)
-    dz_sizes = (n // vector for n in columns)
+    dz_sizes = [n // vector for n in columns]
+    options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
     if norm:
         block_f = block_width(F)
         config = BWD_TABLE.choose(gpu, block_f)
         programs = max(1, BWD_WARPS_PER_SM // config.num_warps) * gpu.num_sms
         splits = min(triton.cdiv(M, config.block_rows), programs)
-        launch, rows = _gate_norm_bwd_kernel[(splits,)], ()
-        options = dict(
-            REREAD=F > MAX_KEPT_F, BLOCK_ROWS=config.block_rows, BLOCK_F=block_f,
-            num_warps=config.num_warps,
+        launch = on_grid(
+            _gate_norm_bwd_kernel, (splits,), M, width, *z_sizes, *dz_sizes,
+            HAS_BIAS=has_norm_bias, WRITE_NORMED=write_hidden, REREAD=F > MAX_KEPT_F,
+            BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps, **options,
         )  # fmt: skip
     else:
         column_blocks = triton.cdiv(F, BLOCK_F)
         wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
         rows_per_split = triton.cdiv(M, min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT)))
         splits = triton.cdiv(M, rows_per_split)
-        launch, rows, options = _gate_bwd_kernel[column_blocks, splits], (rows_per_split,), _TILE
-    return BwdPlan(
-        launch, (M, width, *rows, *z_sizes, *dz_sizes), dict(VECTOR=vector, **options), columns,
-        layout((M, columns.stride)), layout((splits, columns.stride + (2 * F if norm else 0))),
-    )  # fmt: skip
+        launch = on_grid(
+            _gate_bwd_kernel, (column_blocks, splits), M, width, rows_per_split, *z_sizes,
+            *dz_sizes, WRITE_HIDDEN=write_hidden, SUM_DZ=sum_dz, **options, **_TILE,
+        )  # fmt: skip
+    sums = columns.stride + (2 * F if norm else 0)
+    return BwdPlan(launch, columns, layout((M, columns.stride)), layout((splits, sums)))
 
 
 def gate_bwd(
@@ -362,20 +362,19 @@ def gate_bwd(
         The others: as for `gate_fwd`.
     """
     M, F = dhidden.shape
-    plan = _bwd_plan(gpu(z.device), M, F, value is None, gate_last, norm_weight is not None)
+    plan = _bwd_plan(
+        gpu(z.device), M, F, value is None, gate_last, activation, norm_weight is not None,
+        norm_bias is not None, hidden is not None, sum_dz,
+    )  # fmt: skip
     dz = empty_strided(*plan.dz, dtype=z.dtype, device=z.device)
     partial = empty_strided(*plan.partial, dtype=torch.float32, device=z.device)
     value = z if value is None else value
     with device_guard(z):
         if norm_weight is None:
-            plan.launch(
-                dz, hidden, partial, dhidden, z, value, *plan.sizes, ACTIVATION=activation,
-                WRITE_HIDDEN=hidden is not None, SUM_DZ=sum_dz, **plan.options,
-            )  # fmt: skip
+            plan.launch(dz, hidden, partial, dhidden, z, value)
         else:
             plan.launch(
                 dz, hidden, partial, dhidden, z, value, contiguous(norm_weight),
-                contiguous(norm_bias), stats, *plan.sizes, ACTIVATION=activation,
-                HAS_BIAS=norm_bias is not None, WRITE_NORMED=hidden is not None, **plan.options,
+                contiguous(norm_bias), stats,
             )  # fmt: skip
     return dz, partial, plan.columns

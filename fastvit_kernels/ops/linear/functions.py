@@ -151,16 +151,16 @@ class LinearByLibraryFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual):
-        needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+    def forward(ctx, x, weight, bias, residual, reads):
+        needs_dx, needs_dweight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
-        offer(ctx, Reads(None, bias.dtype) if needs_dbias else None, None)
+        offer(ctx, reads, None)
         return by_library(x, weight, bias, residual)
 
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
-        needs_dx, needs_dweight, needs_dbias, needs_dresidual = ctx.needs_input_grad
+        needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
         _, _, _, known = taken(ctx, dy, None, None)
         dx, dweight, dbias = ops_for(DIRECT, dy).linear_by_library_bwd(
             dy, *ctx.saved_tensors, needs_dbias and known is None
@@ -172,6 +172,7 @@ class LinearByLibraryFunction(torch.autograd.Function):
             dweight if needs_dweight else None,
             dbias if needs_dbias else None,
             dy if needs_dresidual else None,
+            None,
         )
 
 
@@ -284,8 +285,9 @@ def linear(
     if ops is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
     if decision.by_library and x.is_contiguous():
-        run = ops.LinearByLibraryFunction if decision.needs_gradient else by_library
-        return run(x, weight, bias, residual)
+        if decision.needs_gradient:
+            return ops.LinearByLibraryFunction(x, weight, bias, residual, decision.reads)
+        return by_library(x, weight, bias, residual)
     if not decision.needs_gradient:
         return _forward(*inputs, decision)[1]
     return ops.LinearFunction(*inputs, decision)

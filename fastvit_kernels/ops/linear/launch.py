@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ def _empty_fwd(
     shape = (*x.shape[:-1], weight.shape[0])
     y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
     y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
-    z_shape = shape if save_z and activation else (0,)
-    return y, torch.empty(z_shape, dtype=x.dtype, device=x.device)
+    (z,) = empty_gradients(x.device, (shape, x.dtype if save_z and activation else None))
+    return y, z
 
 
 def _flops_fwd(x, weight):
@@ -52,12 +53,12 @@ def linear_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
 
-    x and weight share one dtype; activation "" is none. Without z the second result is empty.
+    x and weight share one dtype; activation "" is none. z is None where there is none to save.
     Where row_scale keeps some samples, x and z have their rows, the residual and y those of all.
     """
     scaled = layer_scale is not None or row_scale is not None
     save_z = save_z and activation != ""
-    no_z = empty((0,), x.dtype, x.device)
+    no_z: Any = None
     shape = (*x.shape[:-1], weight.shape[0])
     y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
     if x.numel() == 0:
@@ -88,7 +89,7 @@ def linear_fwd(
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     with device_guard(x):
         tile_launch(
-            plan, _linear_fwd_kernel, y, z if save_z else None, rows, weight, contiguous(bias),
+            plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
             *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
             ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
         )  # fmt: skip
@@ -168,12 +169,10 @@ def linear_bwd(
 def _empty_by_library_bwd(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    N = dy.shape[-1]
-    return (
-        dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1])),
-        dy.new_empty(0 if x is None else (N, x.shape[-1])),
-        dy.new_empty(N if needs_dbias else 0),
-    )
+    N, dtype = dy.shape[-1], dy.dtype
+    dx = ((0,), None) if weight is None else ((*dy.shape[:-1], weight.shape[1]), dtype)
+    dweight = ((0,), None) if x is None else ((N, x.shape[-1]), dtype)
+    return empty_gradients(dy.device, dx, dweight, ((N,), dtype if needs_dbias else None))
 
 
 def _flops_by_library_bwd(dy, x, weight):
@@ -184,13 +183,15 @@ def _flops_by_library_bwd(dy, x, weight):
 def linear_by_library_bwd(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx of weight, dweight of x, dbias, all in dy's dtype; empty where that is None or False."""
-    dx, dweight, dbias = grads = _empty_by_library_bwd(dy, x, weight, needs_dbias)
+    """dx of weight, dweight of x, dbias, all in dy's dtype; None where that is None or False."""
     rows = as_rows(dy)
-    if weight is not None:  # autocast leaves `out=` forms alone
-        torch.mm(rows, weight, out=dx.view(-1, weight.shape[1]))
+    dx: Any = None
+    dweight: Any = None
+    dbias: Any = None
+    if weight is not None:
+        dx = gemm.matmul(rows, weight).view(*dy.shape[:-1], weight.shape[1])
     if x is not None:
-        torch.mm(rows.t(), as_rows(x), out=dweight)
+        dweight = gemm.matmul(rows.t(), as_rows(x))
     if needs_dbias:
-        column_sum(rows, dbias)
-    return grads
+        dbias = column_sum(rows, empty((dy.shape[-1],), dy.dtype, dy.device))
+    return dx, dweight, dbias

@@ -24,7 +24,7 @@ from ...runtime.arguments import (
 from ...runtime.backend import Gpu, device_guard, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.operator import operator
-from ...runtime.triton import triton
+from ...runtime.triton import on_grid, triton
 from ..common.reduction import column_sum
 from ..common.rows import block_width, bwd_programs, bwd_stages, norm_tables
 from ..common.samples import keeps_some, kept_shape, shape_of_d
@@ -43,10 +43,7 @@ def _stats_shape(center: bool, shape: Sequence[int], saved: bool) -> tuple[int, 
 class FwdPlan(NamedTuple):
     """All that a forward launch derives from the kind of its arguments."""
 
-    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    # rows of y, C, rows a sample, row strides of x and of the residual, eps
-    sizes: tuple[float, ...]
-    options: dict[str, Any]
+    launch: Callable[..., None] | None  # called with tensors; None where x is empty
     y: Layout
     stats: Layout
     copies_x: bool  # its rows are no view
@@ -67,22 +64,20 @@ def _fwd_plan(
     block_c = block_width(C)
     config = TABLES[center][0].choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
+    launch = on_grid(
+        _norm_fwd_kernel, grid, num_rows, C, math.prod(shape[1:-1]) if some else 0,
+        *(C if s is None else s for s in (stride, residual_stride)), eps,
+        CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
+        HAS_RESIDUAL=residual_strides is not None, SAVE_STATS=save_stats,
+        SOME=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+    )  # fmt: skip
     return FwdPlan(
-        launch=_norm_fwd_kernel[grid] if num_rows * C else None,
-        sizes=(
-            num_rows, C, math.prod(shape[1:-1]) if some else 0,
-            *(C if s is None else s for s in (stride, residual_stride)), eps,
-        ),
-        options=dict(
-            CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
-            HAS_RESIDUAL=residual_strides is not None, SAVE_STATS=save_stats,
-            SOME=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
-        ),
+        launch=launch if num_rows * C else None,
         y=layout(shape),
         stats=layout(_stats_shape(center, shape, save_stats)),
         copies_x=stride is None,
         copies_residual=residual_stride is None,
-    )  # fmt: skip
+    )
 
 
 def _launch_fwd(
@@ -90,7 +85,7 @@ def _launch_fwd(
     out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None, residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     device = x.device
-    launch, sizes, options, y_layout, stats_layout, copies_x, copies_residual = _fwd_plan(
+    launch, y_layout, stats_layout, copies_x, copies_residual = _fwd_plan(
         gpu(device), center, x.shape, x.stride(), weight is not None, bias is not None, eps,
         save_stats, 0 if samples is None else samples.shape[0],
         None if residual is None else residual.stride(),
@@ -103,10 +98,7 @@ def _launch_fwd(
         if copies_residual and residual is not None:
             residual = residual.contiguous()
         with device_guard(x):
-            launch(
-                y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), residual,
-                *sizes, **options,
-            )  # fmt: skip
+            launch(y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), residual)
     return y, stats
 
 
@@ -142,12 +134,8 @@ def rms_norm_fwd(
 class BwdPlan(NamedTuple):
     """All that a backward launch derives from the kind of its arguments."""
 
-    launch: Callable[..., Any] | None  # the kernel on its grid; None where x is empty
-    # rows of x, C, rows a sample, samples kept of dy and d, row strides of dy, dresidual and x,
-    # factor of kept samples in d
-    sizes: tuple[float, ...]
+    launch: Callable[..., None] | None  # called with tensors; None where x is empty
     copies: tuple[bool, ...]  # whose rows are no view: of dy, dresidual and x
-    options: dict[str, Any]
     dx: Layout
     sums: Layout
     partial: Layout
@@ -172,25 +160,23 @@ def _bwd_plan(
         for i, s in enumerate(strides)
     ]
     sums = _num_sums(center, needs_dparams, sums_d)
+    launch = on_grid(
+        _norm_bwd_kernel, (programs,), num_rows, C, num_rows // B, kept, kept_of_d,
+        *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
+        CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
+        NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
+        WRITE_D=writes_d, SUM_D=sums_d, SOME=kept > 0, SOME_D=kept_of_d > 0,
+        BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
+        STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0), num_warps=config.num_warps,
+    )  # fmt: skip
     return BwdPlan(
-        launch=_norm_bwd_kernel[(programs,)] if num_rows * C else None,
-        sizes=(
-            num_rows, C, num_rows // B, kept, kept_of_d,
-            *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
-        ),
+        launch=launch if num_rows * C else None,
         copies=tuple(stride is None for stride in row_strides),
-        options=dict(
-            CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
-            NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
-            WRITE_D=writes_d, SUM_D=sums_d, SOME=kept > 0, SOME_D=kept_of_d > 0,
-            BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
-            STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0), num_warps=config.num_warps,
-        ),
         dx=layout(shape),
         sums=layout((sums, C)),
         partial=layout((programs, sums * C)),
         d=layout((kept_of_d, *shape[1:]) if kept_of_d else shape),
-    )  # fmt: skip
+    )
 
 
 def _num_sums(center: bool, needs_dparams: bool, needs_g: bool = False) -> int:
@@ -205,13 +191,13 @@ def _launch_bwd(
 ) -> Any:  # fmt: skip
     """dx, sums, and d, None where its dtype is."""
     device = x.device
-    launch, sizes, copies, options, dx_layout, sums_layout, partial_layout, d_layout = _bwd_plan(
+    launch, copies, dx_layout, sums_layout, partial_layout, d_layout = _bwd_plan(
         gpu(device), center, x.shape, weight is not None, needs_dparams, row_scale is not None,
         d_dtype is not None, needs_g, 0 if samples is None else samples.shape[0],
         row_scale.shape[0] if keeps_some(row_scale) else 0,
         dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
     )  # fmt: skip
-    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
+    dx = x.new_empty_strided(*dx_layout)
     sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
     d = None if d_dtype is None else empty_strided(*d_layout, dtype=d_dtype, device=device)
     if launch is None:
@@ -225,7 +211,7 @@ def _launch_bwd(
     with device_guard(x):
         launch(
             dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
-            contiguous(samples), *sizes, **options,
+            contiguous(samples),
         )  # fmt: skip
     if partial is not None:
         column_sum(partial, sums)
