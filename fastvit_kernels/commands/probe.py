@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels probe`."""
     add = parser.add_argument
     add("--data", choices=sorted(DEFAULTS), help="as for train (default digits)")
-    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
     add_reading(parser)
     options.add_model(parser, None, "not needed with --weights timm:NAME or hf:NAME")
     add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="as for train; random without it")

@@ -30,19 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files, "
         "webdataset tar shards, hf a folder that Hugging Face's datasets reads")  # fmt: skip
-    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
     add_reading(parser)
     options.add_model(parser, None, "default: by --data")
     add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="pretrained weights of --model; with "
         "timm: or hf: they bring their model")  # fmt: skip
     add("--freeze", nargs="+", metavar="PATTERN",
         help="parameters that stay: 'blocks.0.*'; backbone is all but the head")  # fmt: skip
-    add(
-        "--lora",
-        type=positive(int),
-        metavar="RANK",
-        help="train LoRA (peft) of q, k, v, and a head",
-    )
+    add("--lora", type=positive(int), metavar="RANK",
+        help="train LoRA (peft) of q, k, v, and a head")  # fmt: skip
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
     add("--epochs", type=positive(int))

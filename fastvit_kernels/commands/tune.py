@@ -25,13 +25,7 @@ from .models import fused_model, input_shape, run_step
 
 
 def model_step(
-    model: str,
-    batch: int,
-    dtype: str,
-    *,
-    train: bool,
-    device: torch.device,
-    **overrides: Any,
+    model: str, batch: int, dtype: str, *, train: bool, device: torch.device, **overrides: Any
 ) -> Callable[[], None]:
     """One step of `fused_model(model)` on random images, fp32 parameters under autocast."""
     vit = fused_model(model, **overrides).to(device).train(train)

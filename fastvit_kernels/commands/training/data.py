@@ -86,17 +86,17 @@ class Augmentation:
     shift: float = 0.0
     mirror: bool = False
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards."""
-        return self.apply(images, self.draw(len(images), generator))
-
     @staticmethod
     def draw(B: int, generator: torch.Generator) -> Tensor:
         """(5, B), from -1 to 1, on the CPU, so that a run draws the same maps on every device."""
         return 2 * torch.rand(5, B, generator=generator) - 1
 
     def apply(self, images: Tensor, draw: Tensor) -> Tensor:
-        """The maps of `draw`, a column an image."""
+        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards.
+
+        Args:
+            draw: the numbers of `draw`, a column an image.
+        """
         height, width = images.shape[-2:]
         angle = draw[0] * math.radians(self.degrees)
         zoom = 1 + draw[1] * self.zoom

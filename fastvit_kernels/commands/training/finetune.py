@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import importlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,12 @@ def load_into(model: nn.Module, source: str) -> str:
         else:
             found = _of_timm(model, found)
             own = model.state_dict()
-            found = {n: v for n, v in found.items() if not _other_head(n, v, own)}
+            other = {n for n, v in found.items() if n in own and v.shape != own[n].shape}
             wrong = [
-                f"{n} is {tuple(v.shape)} there and {tuple(own[n].shape)} here"
-                for n, v in found.items() if n in own and v.shape != own[n].shape
+                f"{n} is {tuple(found[n].shape)} there and {tuple(own[n].shape)} here"
+                for n in found if n in other and not HEAD.search(n)
             ]  # fmt: skip
+            found = {n: v for n, v in found.items() if n not in other}
             missing = [n for n in own if n not in found]
             if wrong:
                 raise ValueError("; ".join(wrong[:3]))
@@ -111,10 +112,6 @@ def load_into(model: nn.Module, source: str) -> str:
     return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
 
 
-def _other_head(name: str, value: Tensor, own: Mapping[str, Tensor]) -> bool:
-    return bool(HEAD.search(name)) and name in own and own[name].shape != value.shape
-
-
 def _without_other_head(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Without a classifier of another number of classes, whatever its family calls it."""
     classes = {n: v for n, v in found.items() if HEAD.search(n)}
@@ -125,13 +122,8 @@ def _without_other_head(found: dict[str, Tensor], model: nn.Module) -> dict[str,
 
 def _of_timm(model: nn.Module, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """timm's own renaming and resizing of positions, where its file of this model has one."""
-
-    module = next(
-        (c.__module__ for c in type(model).__mro__ if c.__module__.startswith("timm.")), ""
-    )
-    change = (
-        getattr(importlib.import_module(module), "checkpoint_filter_fn", None) if module else None
-    )
+    modules = (c.__module__ for c in type(model).__mro__ if c.__module__.startswith("timm."))
+    change = getattr(sys.modules.get(next(modules, "")), "checkpoint_filter_fn", None)
     return change(found, model) if change else found
 
 

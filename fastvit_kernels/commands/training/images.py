@@ -15,6 +15,7 @@ from .streaming import Streamed
 
 def add_reading(parser: Any) -> None:
     add = parser.add_argument
+    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
     add(
         "--in-memory", action=argparse.BooleanOptionalAction,
         help="hold the images of --data folder in memory, not streamed",

@@ -91,9 +91,7 @@ class Run:
         torch.manual_seed(settings.seed)
         self.model = model_of(settings, len(self.classes), say).to(device)
         self._leave_bytes()
-        own: dict[str, Tensor] = dict(self.model.named_parameters())
-        self.learners = [self._learner("", self._forward(self.model), own)]
-        self.average = self._first_average(own)
+        own = self._learn(self.model)
         self.pace = (0.0, 0.0)  # images/s and share of time waiting for images, of this epoch
         if settings.compare:
             copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in own.items()}
@@ -109,22 +107,23 @@ class Run:
             embed.mean, embed.std = found.mean, found.std
             self.source.as_bytes = not plain
 
-    @staticmethod
-    def _forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda images: logits_of(model(images))
+    def _learn(self, wrapped: nn.Module) -> dict[str, Tensor]:
+        """Make the model's parameters, which it gives, the first learner's.
+
+        Args:
+            wrapped: what is called for the model's output.
+        """
+        own: dict[str, Tensor] = dict(self.model.named_parameters())
+        self.learners = [self._learner("", lambda images: logits_of(wrapped(images)), own)]
+        trained = {n: p for n, p in own.items() if p.requires_grad and self.settings.ema}
+        self.average = {n: p.detach().clone() for n, p in trained.items()}
+        return own
 
     def distribute(self, fsdp: bool) -> None:
-        """Put the model under DDP or FSDP2; before `restore`."""
+        """Put the model under DDP or FSDP2, whose parameters are others; before `restore`."""
         wrapped = distribute(self.model, self.device, fsdp, self.autocast)
         self.sharded = fsdp
-        own: dict[str, Tensor] = dict(self.model.named_parameters())  # FSDP2's are others
-        self.learners = [self._learner("", self._forward(wrapped), own)]
-        self.average = self._first_average(own)
-
-    def _first_average(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        if not self.settings.ema:
-            return {}
-        return {n: p.detach().clone() for n, p in own.items() if p.requires_grad}
+        self._learn(wrapped)
 
     def _learner(self, name: str, forward: Any, parameters: dict[str, Tensor]) -> Learner:
         optimizer = make_optimizer(self.model, parameters, self.settings)
