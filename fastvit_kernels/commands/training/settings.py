@@ -17,29 +17,29 @@ from .cached import source_folder
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Settings:
     """What a run is made of: all of it is in the checkpoint, and --resume changes none of it."""
 
     data: str
-    data_dir: str | None
+    data_dir: str | None = None
     model: str | None  # a name for build_model, None for DIGITS_VIT
-    img_size: int
+    img_size: int = 0  # until make_settings has asked the model
     in_chans: int
     epochs: int
     batch_size: int
     lr: float
-    weight_decay: float
+    weight_decay: float = 0.05
     warmup_epochs: int
-    label_smoothing: float
-    drop_path: float
-    augment: bool
-    held_out: float
-    seed: int
+    label_smoothing: float = 0.1
+    drop_path: float = 0.0
+    augment: bool = True
+    held_out: float = 0.2
+    seed: int = 0
     precision: str
-    threads: int | None  # of PyTorch on the CPU, None for its own choice
-    backend: Backend
-    compare: bool
+    threads: int | None = None  # of PyTorch on the CPU, None for its own choice
+    backend: Backend = "auto"
+    compare: bool = False
     # What checkpoints from before these options mean.
     in_memory: bool = True
     crop_scale: float = 0.08
@@ -51,7 +51,7 @@ class Settings:
     lora: int = 0
 
 
-# By data set: what an option that is not given becomes.
+# By data set: what an option that is not given becomes, where Settings has no default.
 DEFAULTS: dict[str, dict[str, Any]] = {
     # One thread: the matrices are small, and the bits then do not depend on the number of cores.
     "digits": dict(
@@ -66,10 +66,6 @@ for _kind in ("folder", "webdataset", "hf"):
         model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
         warmup_epochs=5, in_memory=False,
     )  # fmt: skip
-COMMON_DEFAULTS: dict[str, Any] = dict(
-    data_dir=None, weight_decay=0.05, label_smoothing=0.1, drop_path=0.0, augment=True,
-    held_out=0.2, seed=0, backend="auto", compare=False, threads=None,
-)  # fmt: skip
 
 
 def flag_of(setting: str) -> str:
@@ -83,56 +79,56 @@ def given_options(arguments: object) -> dict[str, Any]:
     return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
 
 
-def _check_reading(kind: str, values: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_reading(settings: Settings, given: dict[str, Any]) -> None:
     """Raises: CommandError for options of another way to read the images."""
+    kind = settings.data
     if given.get("in_memory") and kind in ("webdataset", "hf"):
         raise CommandError(f"--data {kind} is streamed; --in-memory is for --data folder")
-    if values.get("in_memory", True):
+    if settings.in_memory:
         for name in ("randaugment", "crop_scale"):
             if name in given:
                 raise CommandError(
                     f"{flag_of(name)} is for streamed images: --data folder without --in-memory, "
                     f"webdataset or hf; --data {kind} is held in memory here"
                 )
-    elif values["augment"] is False and (given.get("randaugment") or "crop_scale" in given):
+    elif not settings.augment and (given.get("randaugment") or "crop_scale" in given):
         raise CommandError("--no-augment leaves no place for --randaugment and --crop-scale")
-    if not 0 < values.get("crop_scale", 0.08) < 1:
-        raise CommandError(f"--crop-scale must be above 0 and below 1, got {values['crop_scale']}")
-    if values.get("ema") and values["compare"]:
+    if not 0 < settings.crop_scale < 1:
+        raise CommandError(f"--crop-scale must be above 0 and below 1, got {settings.crop_scale}")
+    if settings.ema and settings.compare:
         raise CommandError("--ema averages weights, which --compare does not: choose one of them")
 
 
 def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     """The options given, completed by the defaults of the data set and of the device."""
     kind = given.get("data", "digits")
-    values = {**COMMON_DEFAULTS, **DEFAULTS[kind], **given, "data": kind}
-    source = values.get("weights")
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    settings = Settings(**{"precision": precision, **DEFAULTS[kind], **given, "data": kind})
+    source = settings.weights
     if source is not None and source.startswith(("timm:", "hf:")):
         if "model" not in given:  # the model that the weights are of
-            values["model"] = (
-                source if source.startswith("timm:") else f"hf:{source_folder(source)}"
-            )
+            timm = source.startswith("timm:")
+            settings.model = source if timm else f"hf:{source_folder(source)}"
     elif source is not None:
-        values["weights"] = str(Path(source).resolve())
-    if values.get("lora") and values["compare"]:
+        settings.weights = str(Path(source).resolve())
+    if settings.lora and settings.compare:
         raise CommandError("--lora and --compare: the plain PyTorch model has no LoRA; choose one")
-    values.setdefault("precision", "bf16" if device.type == "cuda" else "fp32")
-    if kind != "digits" and values["data_dir"] is None:
+    if kind != "digits" and settings.data_dir is None:
         raise CommandError(f"--data {kind} needs --data-dir")
-    if kind == "digits" and values["data_dir"] is not None:
+    if kind == "digits" and settings.data_dir is not None:
         raise CommandError("--data digits comes with scikit-learn and takes no --data-dir")
-    if kind in ("digits", "mnist") and values["in_chans"] != 1:
+    if kind in ("digits", "mnist") and settings.in_chans != 1:
         raise CommandError(f"--data {kind} has one channel; --in-chans is for --data folder")
-    _check_reading(kind, values, given)
-    if values["data_dir"] is not None:
-        values["data_dir"] = str(Path(values["data_dir"]).resolve())
-    if not 0 < values["held_out"] < 1:
+    _check_reading(settings, given)
+    if settings.data_dir is not None:
+        settings.data_dir = str(Path(settings.data_dir).resolve())
+    if not 0 < settings.held_out < 1:
         raise CommandError("--held-out must be above 0")
-    if values["warmup_epochs"] < 0:
-        raise CommandError(f"--warmup-epochs must be 0 or more, got {values['warmup_epochs']}")
-    if "img_size" not in values:
-        values["img_size"] = DIGITS_VIT["img_size"]
-        if values["model"] is not None:
+    if settings.warmup_epochs < 0:
+        raise CommandError(f"--warmup-epochs must be 0 or more, got {settings.warmup_epochs}")
+    if not settings.img_size:
+        settings.img_size = int(DIGITS_VIT["img_size"])
+        if settings.model is not None:
             with torch.device("meta"):
-                values["img_size"] = input_shape(build_model(values["model"]))[1]
-    return Settings(**values)
+                settings.img_size = input_shape(build_model(settings.model))[1]
+    return settings
