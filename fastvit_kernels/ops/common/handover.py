@@ -8,8 +8,8 @@ linear takes them where the gradient that autograd brings is that very tensor, i
 was left: a sum with another gradient, what a hook or the engine gives instead, is another tensor,
 and a change in place is another version. In every other case it reads the gradient that it gets.
 
-The norm finds the linear's node as the grad_fn of its input, so nothing computes between the two.
-torch.compile sees neither: its graphs have no nodes to look at.
+The norm's backward finds the linear's node as the grad_fn of its saved input, so nothing computes
+between the two. torch.compile sees neither: its graphs have no nodes to look at.
 
 A row_scale may be what `keep_samples` gave (samples.py): d then has the rows of kept samples.
 """
@@ -63,17 +63,21 @@ class Handed(NamedTuple):
 
 def takes_rows(function: Any) -> Any:
     """Marks an autograd.Function of one output that calls `offer` in its forward."""
-    _READERS.add(function._backward_cls)
+    node = function._backward_cls
+    node.row_scale = node.handed = None  # until one has them
+    _READERS.add(node)
     return function
 
 
 def offer(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
     """In the forward: a norm that reads the output may leave what `reads` says."""
-    ctx.reads, ctx.row_scale, ctx.handed = reads, row_scale, None
+    ctx.reads = reads
+    if row_scale is not None:
+        ctx.row_scale = row_scale
 
 
 def reader_of(x: Tensor) -> Any:
-    """The node that made x, where it offered to take d and g; None for any other."""
+    """In the backward: the node that made x, where it offered to take d and g; else None."""
     if _compiling() or x.__class__ not in _KNOWN:
         return None
     node = x.grad_fn
@@ -105,8 +109,11 @@ def taken(
     """In the backward: d and its row_scale, which is None where d has it already; g for a layer
     with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
     d dy itself, where nothing was left or dy is another gradient by now."""
-    handed, ctx.handed = ctx.handed, None
-    if handed is None or handed.gradient is not dy or handed.version != dy._version:
+    handed = None if _compiling() else ctx.handed
+    if handed is None:
+        return dy, row_scale, None, None
+    ctx.handed = None
+    if handed.gradient is not dy or handed.version != dy._version:
         return dy, row_scale, None, None
     if handed.stream != _stream(dy):
         return dy, row_scale, None, None

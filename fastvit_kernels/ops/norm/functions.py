@@ -48,8 +48,6 @@ from ..common.rows import MAX_C
 from ..common.samples import kept_rows
 from . import launch as launch  # registers the operators
 
-_compiling = torch.compiler.is_compiling
-
 
 def layer_norm_ref(
     x: Tensor,
@@ -115,7 +113,6 @@ class NormFunction(torch.autograd.Function):
         y, stats = _forward(decision, x, weight, bias, True, samples, residual)
         ctx.save_for_backward(x, weight, stats, samples)
         ctx.decision = decision
-        ctx.reader = reader_of(x)
         return y
 
     @staticmethod
@@ -155,8 +152,8 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
     center, param_dtype = ctx.decision.center, ctx.decision.param_dtype
-    ops, reader = ops_for(ctx.decision.ops, dy, dresidual), ctx.reader
-    if reader is None or _compiling():
+    ops, reader = ops_for(ctx.decision.ops, dy, dresidual), reader_of(x)
+    if reader is None:
         bwd = ops.layer_norm_bwd if center else ops.rms_norm_bwd
         dx, sums = bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples)
     else:
