@@ -109,11 +109,10 @@ def taken(
     """In the backward: d and its row_scale, which is None where d has it already; g for a layer
     with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
     d dy itself, where nothing was left or dy is another gradient by now."""
-    handed = None if _compiling() else ctx.handed
-    if handed is None:
-        return dy, row_scale, None, None
-    ctx.handed = None
-    if handed.gradient is not dy or handed.version != dy._version:
+    handed = None
+    if not _compiling():
+        handed, ctx.handed = ctx.handed, None
+    if handed is None or handed.gradient is not dy or handed.version != dy._version:
         return dy, row_scale, None, None
     if handed.stream != _stream(dy):
         return dy, row_scale, None, None
