@@ -31,10 +31,15 @@ from .launch import empty_rows, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
 
+def _tokens_first(x: Tensor) -> Tensor:
+    """An uninitialised (B, T, H, D), contiguous, for x (B, H, T, D)."""
+    B, H, T, D = x.shape
+    return x.new_empty_strided((B, T, H, D), (T * H * D, H * D, D, 1))
+
+
 def _empty_fwd(q: Tensor) -> tuple[Tensor, Tensor]:
-    B, H, T_q, D = q.shape
-    out = q.new_empty((B, T_q, H, D)).transpose(1, 2)
-    return out, empty_rows(out.transpose(1, 2))
+    out = _tokens_first(q)
+    return out.transpose(1, 2), empty_rows(out)
 
 
 def _flops_fwd(q, k):
@@ -47,23 +52,46 @@ def sdpa_fwd(
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    out, lse = _empty_fwd(q)
+    out = _tokens_first(q)
+    lse = empty_rows(out)
     if out.numel():
         heads = [readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v)]
-        launch_fwd(out.transpose(1, 2), lse, heads, mask, seed, scale, dropout_p, is_causal)
-    return out, lse
+        launch_fwd(out, lse, heads, mask, seed, scale, dropout_p, is_causal)
+    return out.transpose(1, 2), lse
 
 
 def _empty_bwd(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    B, H, T_q, D = q.shape
-    T_kv = k.shape[2]
-    dq = q.new_empty((B, T_q, H, D)).transpose(1, 2)
-    dk = k.new_empty((B, T_kv, H, D)).transpose(1, 2)
-    return dq, dk, torch.empty_like(dk)
+    dq, dk, dv = (_tokens_first(x).transpose(1, 2) for x in (q, k, k))
+    return dq, dk, dv
 
 
 def _flops_bwd(q, k):
     return 10 * math.prod(q) * k[2]  # as torch counts it, with the scores computed anew
+
+
+def _gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+    dmask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
+    grads = [_tokens_first(x) for x in (q, k, v)]
+    if out.numel():
+        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
+        delta = launch_bwd(
+            grads, dout, heads, out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
+            is_causal,
+        )  # fmt: skip
+        if dmask is not None:
+            assert mask is not None and delta is not None
+            launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
+    else:
+        for grad in grads:  # there may be keys without a query
+            grad.zero_()
+        if dmask is not None:
+            dmask.zero_()
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
@@ -72,17 +100,7 @@ def sdpa_bwd(
     seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
-    dq, dk, dv = _empty_bwd(q, k)
-    if out.numel():
-        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        launch_bwd(
-            [x.transpose(1, 2) for x in (dq, dk, dv)], dout, heads,
-            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p, is_causal,
-        )  # fmt: skip
-    else:
-        for grad in (dk, dv):  # there may be keys without a query
-            grad.zero_()
-    return dq, dk, dv
+    return _gradients(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
 
 
 def _empty_and_mask_bwd(
@@ -101,19 +119,9 @@ def sdpa_and_mask_bwd(
     seed: Tensor | None, scale: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
-    dq, dk, dv, dmask = _empty_and_mask_bwd(q, k, mask)
-    if out.numel():
-        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        delta = launch_bwd(
-            [x.transpose(1, 2) for x in (dq, dk, dv)], dout, heads,
-            out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p, False,
-        )  # fmt: skip
-        assert delta is not None
-        launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
-    else:
-        for grad in (dk, dv, dmask):
-            grad.zero_()
-    return dq, dk, dv, dmask
+    dmask = mask.new_empty(mask.shape)
+    arguments = dout, q, k, v, out, lse, mask, seed, scale, dropout_p, False
+    return *_gradients(*arguments, dmask), dmask
 
 
 class SdpaDecision(NamedTuple):
