@@ -88,15 +88,16 @@ def plant(fault: Fault, source: str) -> str:
 
 
 def package_file(fault: Fault, root: Path = ROOT) -> Path:
-    return root / "fastvit_kernels" / fault.file
+    home = root if fault.file.startswith("bench/") else root / "fastvit_kernels"
+    return home / fault.file
 
 
 @contextmanager
 def project_copy() -> Iterator[Path]:
-    """A temporary folder with the package, its tests and pytest's settings."""
+    """A temporary folder with the package, bench, their tests and pytest's settings."""
     with tempfile.TemporaryDirectory(prefix="fastvit-mutate-") as folder:
         root = Path(folder).resolve()
-        for name in ("fastvit_kernels", "tests"):
+        for name in ("fastvit_kernels", "bench", "tests"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(".*"))
         shutil.copy(ROOT / "pyproject.toml", root)
         yield root
