@@ -22,11 +22,12 @@ from ...runtime.arguments import (
     check_probability,
     needs_gradient,
 )
+from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
-from .functions import default_scale, draw_seed, torch_sdpa, unsupported_scale
+from .functions import default_scale, draw_seed, unsupported_scale
 from .launch import empty_rows, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 

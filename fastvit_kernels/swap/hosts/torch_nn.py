@@ -51,7 +51,7 @@ class MultiheadAttention(Fused):
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
-        if not module._qkv_same_embed_dim:
+        if not module.kdim == module.vdim == module.embed_dim:
             return "its keys or values have another width"
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds a key and a value of its own"
