@@ -136,9 +136,10 @@ def layer_gradients(
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
     decision = ctx.decision
+    dtypes = decision.input_dtypes
     *wanted, dresidual_dtype, dlayer_scale_dtype = (
         dtype if needed else None
-        for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
     )
     wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
     dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)

@@ -141,7 +141,8 @@ class Fused:
         names, defaults, others = self.fused_arguments
         if len(args) > len(names):
             return None  # the host's error
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # Without strict=, here and in the others: Dynamo of torch 2.9 takes strict=False for True.
+        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
         if len(given) != len(args) + len(kwargs):
             return None
         x = given.pop(names[0], None)

@@ -83,7 +83,7 @@ class MultiheadAttention(Fused):
         names, defaults, _ = self.fused_arguments
         if len(args) > len(names):
             return None  # the host's error
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
         x = given.pop("query", None)
         same = given.pop("key", None) is x and given.pop("value", None) is x
         unasked = given.pop("need_weights", True) is False
