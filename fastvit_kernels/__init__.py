@@ -4,6 +4,9 @@ The ops are functions of tensors, the modules make up a ViT with timm's names, a
 switch says which implementation runs. Importing the package touches no device.
 """
 
+from .runtime import compat as compat  # before all others: it refuses a torch that is too old
+
+# isort: split
 from . import _former_names as _former_names
 from .models.attention_maps import attention_maps
 from .models.gated_mlp import GluMlp, SwiGLU

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.arguments import check_tensor
 from ..runtime.backend import backend
+from ..runtime.compat import SOFTMAXES, TorchDispatchMode
 from .modules import Attention
-
-_SOFTMAXES = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
 
 
 def attention_probabilities(q: Tensor, k: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class _Softmaxes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _SOFTMAXES and out.ndim == 4 and out.shape[-1] == out.shape[-2]:
+        if func.overloadpacket in SOFTMAXES and out.ndim == 4 and out.shape[-1] == out.shape[-2]:
             self.maps.append(out.float())
         return out
 

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from ..runtime.backend import use_triton
+from ..runtime.compat import KNOWS_VERSIONS, place_of_storage, saves_are_hooked, version
 from .common.rows import MAX_C
 from .norm.launch import layer_norm_fwd, rms_norm_fwd
 
 
 def is_hooked() -> bool:
-    """Whether somebody else decides what is saved."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether somebody else decides what is saved; or nobody knows of changes in place."""
+    return saves_are_hooked() or not KNOWS_VERSIONS
 
 
 def place_of(x: Tensor) -> int:
     """What tells one storage from another."""
-    return x.untyped_storage()._cdata
+    return place_of_storage(x.untyped_storage())
 
 
 @contextmanager
@@ -86,4 +87,4 @@ def rebuilt_norm(
 
 
 def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
-    return [0 if t is None else t._version for t in tensors]
+    return [0 if t is None else version(t) for t in tensors]

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
+from ..runtime.compat import node_class
 from .linear.functions import LinearFunction
 from .linear.launch import linear_fwd
 from .norm.functions import NormAndInputFunction
 from .rebuilt_norm import is_hooked, place_of
 
-_Norm: Any = NormAndInputFunction._backward_cls
+_Norm, _Linear = node_class(NormAndInputFunction), node_class(LinearFunction)
 
 
 def _norm_before(layer: Any) -> Any:
     """The node of the norm that handed the linear its residual, where the two can make the sum
     again: None where one of them does not keep enough, or the norm's own input is made again."""
-    if layer.__class__ is not LinearFunction._backward_cls:
+    if layer.__class__ is not _Linear:
         return None
     if not layer.decision.is_repeatable:
         return None

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from .compat import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what torch computes in
 _BELOW_ONE = math.nextafter(1.0, 0.0)

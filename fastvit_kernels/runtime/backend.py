@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from .compat import in_forward_mode, in_transform
 from .dtypes import DTYPE_NAMES
 from .triton import HAS_TRITON, triton
 
@@ -154,9 +154,9 @@ def _device_reason(x: Tensor) -> str | None:
 
 def _transform_reason() -> str | None:
     """The active transform that the kernels have no rules for, or None."""
-    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportAttributeAccessIssue]
+    if in_transform():
         return "a torch.func transform is active (grad, vmap, jvp, ...)"
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         return "forward-mode differentiation is active"
     return None
 

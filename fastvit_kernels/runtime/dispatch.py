@@ -15,12 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .backend import state, use_triton
+from .compat import FakeTensor, FunctionalTensor, is_autocast_on, is_watched
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
 
@@ -30,27 +28,9 @@ MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (FakeTensor, FunctionalTensor)
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore[reportAttributeAccessIssue]
+_NO_DISPATCH = Tensor.__torch_dispatch__
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
 _grad_enabled = torch.is_grad_enabled
-_autocast_enabled = torch._C._is_any_autocast_enabled
-_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
-_tracing = torch._C._is_tracing  # by torch.jit.trace
-_profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def is_watched() -> bool:
-    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
-    return (
-        _compiling()
-        or _modes() > 0
-        or _transforms()
-        or forward_ad._current_level >= 0
-        or _tracing()
-        or _profiling()
-    )
 
 
 class _Indirect(Exception):
@@ -74,7 +54,7 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     def decided(*args: Any) -> Decision:
         if is_watched():
             return decide(*args, OPERATORS)
-        facts: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
+        facts: list[Any] = [state(), _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
         learn = facts.append
         try:
             for x in args:

@@ -101,7 +101,7 @@ def differentiable(function: Function) -> Function:
 
     The direct one leaves out the Python prologue of torch's, which serves torch.func alone.
     """
-    direct = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+    direct = getattr(super(torch.autograd.Function, function), "apply", function.apply)
     setattr(DIRECT, function.__name__, direct)
     setattr(OPERATORS, function.__name__, function.apply)
     return function

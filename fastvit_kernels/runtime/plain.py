@@ -6,27 +6,17 @@ import sys
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-
-def is_watched_everywhere() -> bool:
-    """Whether a global hook wants every call of every module."""
-    return bool(
-        _torch_module._global_forward_hooks
-        or _torch_module._global_forward_pre_hooks
-        or _torch_module._global_backward_hooks
-        or _torch_module._global_backward_pre_hooks
-    )
+from .compat import collector_of, is_wrapper
+from .compat import has_global_hook as is_watched_everywhere
 
 
 def _watches(hook: Any) -> bool:
     """False for the hook that transformers leaves on a layer, while nobody asks for its output."""
     if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
         return True
-    home = sys.modules.get(hook.__module__)
-    collector = getattr(home, "_active_collector", None)
+    collector = collector_of(sys.modules.get(hook.__module__))
     return collector is None or collector.get() is not None
 
 
@@ -58,7 +48,7 @@ def is_raw(tensor: Tensor) -> bool:
         kind.__torch_function__ in _OWN_FUNCTIONS
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not is_traceable_wrapper_subclass(tensor)
+        and not is_wrapper(tensor)
     )
 
 

@@ -6,7 +6,6 @@ For a type checker their attributes are Any: a kernel is Python syntax for anoth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,12 +21,15 @@ if TYPE_CHECKING:
     HAS_TRITON: bool
     VERSION: tuple[int, ...]  # (3, 6, 0); () where there is none
 else:
+    from .compat import TRITON, check_version, version_of
+
     try:
         import triton
         import triton.language as tl
 
         HAS_TRITON = True
-        VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
+        VERSION = version_of(triton.__version__)
+        check_version("triton", triton.__version__, TRITON)
     except ModuleNotFoundError:
 
         class _Absent:

@@ -16,6 +16,7 @@ from torch import nn
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
 from .hosts.fused import Fused, Unfused
+from .observe import leaves
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, make_report
 from .verdicts import patched, refusal, unproven
@@ -118,6 +119,8 @@ def swap_in(
             tried[name] = ((f"{cls.fused_level}, by the table of its library", reason or PROVEN),)
         if reason is not None:
             planned.pop(module, None)
+        if cls is None and _is_read_through(name, modules):
+            continue  # by an earlier call
         # Unknown to the tables, or of a version that they do not describe.
         if reason == "" or (reason and module._modules and patched(module, cls) is None):
             found, search = recognise(module, class_of)
@@ -147,6 +150,16 @@ def swap_in(
     if explain:
         report.explanation = explanation(modules, tried)
     return report
+
+
+def _is_read_through(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module around this one was swapped to read the parts of this one without it."""
+    for above in ancestors(name):
+        inside = f"{name[len(above) + 1 if above else 0 :]}."
+        roles = getattr(type(modules[above]), "fused_roles", None)
+        if any(role.startswith(inside) for role in leaves(roles, str)):
+            return True
+    return False
 
 
 def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...]]) -> list[str]:

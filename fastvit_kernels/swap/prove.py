@@ -22,11 +22,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.backend import backend, get_backend
+from ..runtime.compat import global_hooks
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .facts import ClassOf, Facts, host_of, is_recognised
 from .observe import leaves
@@ -84,10 +84,7 @@ def aside(run: Callable[[], Any]) -> Any:
 def _undisturbed() -> Iterator[None]:
     """No global hook sees the copies, the CPU's generator gets its state back, and ops compute
     their specification: float64 has no kernels, so that only backend "triton" has to change."""
-    hooks = [
-        _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks,
-        _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks,
-    ]  # fmt: skip
+    hooks = global_hooks()
     former = [dict(h) for h in hooks]
     for h in hooks:
         h.clear()

@@ -18,10 +18,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
+from ..runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
 from .machine_code import Code
@@ -115,7 +114,7 @@ class _RunLaunchers(TorchDispatchMode):
                 self.trace.torch_calls.append(call)
             return result
         with self:  # launchers may call operators
-            return LAUNCHERS[func._opname](*args, **(kwargs or {}))
+            return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
 
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand
@@ -123,7 +122,7 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the lef
 
 def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | None:
     """What a call of torch's operators costs; None for one that moves nothing: views, empty."""
-    name = func._schema.name.removeprefix("aten::")
+    name = func.overloadpacket.__name__
     if (
         func.namespace != "aten"
         or func.is_view
@@ -200,7 +199,7 @@ def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
         grid = grid(given.arguments) if callable(grid) else grid
         trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
 
-    former_driver = getattr(driver, "_active", None)
+    former_driver = active_driver(driver)
     driver.set_active(_absent_driver(target))
     JITFunction.run = compile_only
     try:

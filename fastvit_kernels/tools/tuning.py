@@ -20,9 +20,9 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.backend import backend, gpu
+from ..runtime.compat import TorchDispatchMode
 from ..runtime.configs import TABLES, Choice, forced, install, recording
 from ..runtime.operator import LAUNCHERS
 from ..runtime.tuned_table import Journal
@@ -79,7 +79,7 @@ class _NoteOperators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with recording() as choices:
             result = func(*args, **(kwargs or {}))
-        launcher = functools.partial(LAUNCHERS[func._opname], **(kwargs or {}))
+        launcher = functools.partial(LAUNCHERS[func.overloadpacket.__name__], **(kwargs or {}))
         self.calls.append(OperatorCall(launcher, args, tuple(choices)))
         return result
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fastvit_kernels.runtime import dispatch
+from fastvit_kernels.runtime import compat
 from fastvit_kernels.runtime import operator as operators
 
 GUARD_BYTES = 64 * 1024  # wider than a tile, so that a tile that starts inside ends in the guard
@@ -147,13 +147,13 @@ def _faults(buffer: _Buffer) -> list[str]:
 @contextmanager
 def unwatched(is_direct: bool = True) -> Iterator[None]:
     """Inside, calls go past torch's dispatcher, as a user's do, though a guard looks on."""
-    modes = dispatch._modes
+    num_modes = compat.num_modes
     if is_direct:
-        dispatch._modes = lambda: 0
+        compat.num_modes = lambda: 0
     try:
         yield
     finally:
-        dispatch._modes = modes
+        compat.num_modes = num_modes
 
 
 @contextmanager

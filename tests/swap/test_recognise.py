@@ -58,6 +58,15 @@ def made(name):
     return randomize(HOSTS[name]())
 
 
+def test_a_second_call_swaps_nothing_that_a_wider_part_reads():
+    model = by_hand.Apart()
+    assert [s.level for s in swap_in(model).swapped] == ["attention"]
+    first = [type(m) for m in model.modules()]
+    assert type(model.inner) is by_hand.Apart.Heads
+    swap_in(model)
+    assert [type(m) for m in model.modules()] == first
+
+
 def step(module, training, seed=0):
     """Outputs and gradients of a step with this seed, by name."""
     module.zero_grad()

@@ -254,7 +254,8 @@ def test_transformers_probabilities(name):
     randomize(model).eval()
     host = copy.deepcopy(model)
     report = swap_in(model)
-    assert any("attn_implementation='eager' is set" in row.reason for row in report.left)
+    if not any(hasattr(type(m), "fused_roles") for m in model.modules()):  # 5.17's DINOv2 has some
+        assert any("attn_implementation='eager' is set" in row.reason for row in report.left)
     a = model(**inputs, output_attentions=True, output_hidden_states=True)
     b = host(**inputs, output_attentions=True, output_hidden_states=True)
     assert len(a.attentions) == len(b.attentions) == 2

@@ -26,6 +26,7 @@ from ...runtime.arguments import (
     check_tensor,
     needs_gradient,
 )
+from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from .configs import MAX_D
@@ -39,9 +40,6 @@ from .launch import (
     readable,
 )
 from .masked import as_four_axes, check_mask, unsupported_mask
-
-# Torch's own: F's attribute of this name may be ours by now, as a drop-in.
-torch_sdpa = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def attention_ref(

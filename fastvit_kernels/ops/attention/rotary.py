@@ -22,6 +22,7 @@ from ...runtime.arguments import (
     contiguous,
     needs_gradient,
 )
+from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ..common.gemm import product_with_bias
@@ -29,7 +30,7 @@ from ..common.reduction import column_sum
 from ..common.rotation import Rotation, rotate, tables_of
 from ..common.rotation_tables import turn_back
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
-from .functions import check_scores, draw_seed, torch_sdpa, unsupported_scale
+from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 from .projected import check_projection, empty_qkv, projected_flops
 from .varlen import check_lengths, check_packing, varlen_attention_ref

@@ -7,6 +7,7 @@ or additive mask that broadcasts, causal or not. What the kernels cannot do take
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ from ...runtime.arguments import (
     check_probability,
     needs_gradient,
 )
+from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
-from .functions import default_scale, draw_seed, torch_sdpa, unsupported_scale
+from .functions import default_scale, draw_seed, unsupported_scale
 from .launch import empty_rows, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
@@ -200,7 +202,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
         if enable_gqa:
             _check_groups(name, x, q)
             continue
-        pairs = zip(reversed(x.shape[:-2]), reversed(q.shape[:-2]), strict=False)
+        pairs = _last_axes(x.shape[:-2], q.shape[:-2])
         if not all(m == n or m == 1 or n == 1 for m, n in pairs):
             raise ValueError(
                 f"{OP}: {name} must have the batch and heads of query, {tuple(q.shape[:-2])}, "
@@ -214,11 +216,17 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_g
         return
     batch = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     wanted = (*batch, q.shape[-2], k.shape[-2])
-    pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+    pairs = _last_axes(mask.shape, wanted)
     if mask.ndim > len(wanted) or not all(m in (1, n) for m, n in pairs):
         raise ValueError(
             f"{OP}: attn_mask must broadcast to {tuple(wanted)}, got shape {tuple(mask.shape)}"
         )
+
+
+def _last_axes(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Sizes that meet where two shapes broadcast. (Dynamo of 2.9 takes strict=False for True.)"""
+    both = min(len(a), len(b))
+    return zip(a[len(a) - both :], b[len(b) - both :], strict=True)
 
 
 def _check_groups(name: str, x: Tensor, q: Tensor) -> None:

@@ -16,7 +16,6 @@ import itertools
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.arguments import (
     autocast_dtype,
@@ -26,6 +25,7 @@ from ...runtime.arguments import (
     empty,
     needs_gradient,
 )
+from ...runtime.compat import FakeTensor
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable, operator
 from ...runtime.values import values_are_checked

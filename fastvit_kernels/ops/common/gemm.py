@@ -20,11 +20,10 @@ from torch import Tensor
 
 from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
+from ...runtime.compat import is_autocast_on
 from ...runtime.configs import launch_plan
 from ...runtime.triton import HAS_TRITON, VERSION, tl, triton
 from .gemm_configs import TMA_ARCHS, GemmConfig
-
-_autocast_enabled = torch._C._is_any_autocast_enabled
 
 GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
 
@@ -81,7 +80,7 @@ def matmul(
     """
     if out is None:
         plain = out_dtype is None or out_dtype == a.dtype
-        if plain and a.is_cuda | (a.dtype.itemsize > 2) and not _autocast_enabled():
+        if plain and a.is_cuda | (a.dtype.itemsize > 2) and not is_autocast_on():
             return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
         shape = (a.shape[0], b.shape[1])
         out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
@@ -101,7 +100,7 @@ def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias, contiguous: x (..., K), weight (N, K), one dtype; bias (N,) or None."""
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)  # the library's products have one dtype
-    if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not _autocast_enabled():
+    if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not is_autocast_on():
         z = F.linear(x, weight, bias)  # one call, where `out=` forms take four
         return z if z.is_contiguous() else z.contiguous()
     (N, K), shape = weight.shape, x.shape[:-1]

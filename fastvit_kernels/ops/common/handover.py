@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.arguments import as_dtype
+from ...runtime.compat import FakeTensor, node_class, raw_stream, version
 from ...runtime.dispatch import ops_for
 
 _compiling = torch.compiler.is_compiling
@@ -63,9 +63,10 @@ class Handed(NamedTuple):
 
 def takes_rows(function: Any) -> Any:
     """Marks an autograd.Function of one output that calls `offer` in its forward."""
-    node = function._backward_cls
-    node.row_scale = node.handed = None  # until one has them
-    _READERS.add(node)
+    node = node_class(function)
+    if node is not None:
+        node.row_scale = node.handed = None  # until one has them
+        _READERS.add(node)
     return function
 
 
@@ -86,7 +87,7 @@ def reader_of(x: Tensor) -> Any:
 
 def _stream(x: Tensor) -> int:
     """The current stream of x's device: memory that another one reads must not be freed here."""
-    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return raw_stream(x.device.index) if x.is_cuda else 0
 
 
 def dtype_of_sums(reader: Any, param_dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +99,7 @@ def hand(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
     d_dtype, g_dtype = reader.reads
     reader.handed = Handed(
-        gradient, gradient._version, _stream(gradient), gradient if d_dtype is None else d,
+        gradient, version(gradient), _stream(gradient), gradient if d_dtype is None else d,
         None if g_dtype is None else as_dtype(sums[-1], g_dtype),
     )  # fmt: skip
 
@@ -110,9 +111,9 @@ def taken(
     with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
     d dy itself, where nothing was left or dy is another gradient by now."""
     handed = None
-    if not _compiling():
+    if _READERS and not _compiling():
         handed, ctx.handed = ctx.handed, None
-    if handed is None or handed.gradient is not dy or handed.version != dy._version:
+    if handed is None or handed.gradient is not dy or handed.version != version(dy):
         return dy, row_scale, None, None
     if handed.stream != _stream(dy):
         return dy, row_scale, None, None
@@ -135,9 +136,10 @@ def layer_gradients(
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
     decision = ctx.decision
+    dtypes = decision.input_dtypes
     *wanted, dresidual_dtype, dlayer_scale_dtype = (
         dtype if needed else None
-        for dtype, needed in zip(decision.input_dtypes, ctx.needs_input_grad, strict=False)
+        for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
     )
     wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
     dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)

@@ -16,20 +16,18 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
-import torch.fx._symbolic_trace as _fx
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _stack_of_modes
 
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ...runtime.arguments import autocast_dtype
+from ...runtime.compat import constant_when_traced, has_foreign_mode, is_fast_norm, is_fx_tracing
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from ..facts import torch_is_patched
 from ..verdicts import verdict
 
 Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
-_modes = torch._C._len_torch_dispatch_stack
 
 Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the others that count
 # What a branch's last matmul ends in: residual + row_scale * layer_scale * y, of what is there.
@@ -58,11 +56,7 @@ def is_traced() -> bool:
     dispatch mode of another package (a counter), which knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    if torch.compiler.is_compiling() or not (_fx._is_fx_tracing_flag or _modes()):
-        return False
-    return _fx._is_fx_tracing_flag or any(
-        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
-    )
+    return not torch.compiler.is_compiling() and (is_fx_tracing() or has_foreign_mode())
 
 
 class Fused:
@@ -137,20 +131,18 @@ class Fused:
         """Of the host's result, what the fused forward gives. For a proof."""
         return result
 
+    @constant_when_traced  # looked at while tracing; guards follow what is read
     def fused_verdict(self) -> str | None:
         """Why the host's own forward runs, None where the fused one may."""
         return "a function of torch was replaced" if torch_is_patched() else verdict(self)
-
-    # Looked at while tracing; guards follow what is read. All that assume_constant_result does,
-    # which would import torch._dynamo for it, longer than our whole package takes.
-    fused_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
         names, defaults, others = self.fused_arguments
         if len(args) > len(names):
             return None  # the host's error
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # Without strict=, here and in the others: Dynamo of torch 2.9 takes strict=False for True.
+        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
         if len(given) != len(args) + len(kwargs):
             return None
         x = given.pop(names[0], None)
@@ -336,7 +328,7 @@ class Norm(Fused):
 
     def fused_blocked(self) -> str | None:
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
-        return "timm's fast_norm is on" if getattr(self, "_fast_norm", False) else None
+        return "timm's fast_norm is on" if is_fast_norm(self) else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         weight, _, _ = self.fused_parameters()

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ...runtime.compat import FakeTensor, version
 
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, what was read of it)
 
@@ -27,8 +28,8 @@ def read_once(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
     if tensor.is_inference():
         return read(tensor)
     known = _read.get(tensor)
-    if known is None or known[0] != tensor._version:
-        known = _read[tensor] = tensor._version, {}
+    if known is None or known[0] != version(tensor):
+        known = _read[tensor] = version(tensor), {}
     values = known[1]
     if read not in values:
         values[read] = read(tensor)

@@ -49,7 +49,7 @@ def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = Fals
     B, H, T, D = shape
     *leading, tokens, R = cos.shape if cos.ndim > 1 else (0, 0)
     fits = tokens <= T and R % 2 == 0 and 0 < R <= D and len(leading) < 3
-    fits = fits and all(n in (1, m) for n, m in zip(leading, (B, H), strict=False))
+    fits = fits and all(n in (1, m) for n, m in zip(leading, (B, H)[: len(leading)], strict=True))
     return Turn(cos, sin, interleaved) if fits else None
 
 

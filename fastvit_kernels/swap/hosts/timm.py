@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...runtime.compat import constant_when_traced
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
@@ -151,6 +152,7 @@ def _lost_qkv(module: Any) -> str | None:
     return "its qkv is replaced, and the host reads only the weight"
 
 
+@constant_when_traced
 @cache
 def tables_by_head(host: str) -> bool:
     """Whether a table (n, T', R) is by head, as from timm 1.0.16 on; by sample before."""
@@ -159,9 +161,6 @@ def tables_by_head(host: str) -> bool:
         return rotate(torch.zeros(1, 2, 1, 2), torch.zeros(2, 1, 4)).shape[0] == 1
     except RuntimeError:
         return False
-
-
-tables_by_head._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class RopeAttention(Attention):

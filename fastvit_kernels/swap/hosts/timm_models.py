@@ -80,7 +80,7 @@ class NaFlexVit(Model):
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """Patches with their coordinates and which of them are valid, or a dict of these."""
         names = self.fused_arguments.names
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
         if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
             return None
         x = given.pop(names[0], None)

@@ -51,7 +51,7 @@ class MultiheadAttention(Fused):
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
-        if not module._qkv_same_embed_dim:
+        if not module.kdim == module.vdim == module.embed_dim:
             return "its keys or values have another width"
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds a key and a value of its own"
@@ -83,7 +83,7 @@ class MultiheadAttention(Fused):
         names, defaults, _ = self.fused_arguments
         if len(args) > len(names):
             return None  # the host's error
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
         x = given.pop("query", None)
         same = given.pop("key", None) is x and given.pop("value", None) is x
         unasked = given.pop("need_weights", True) is False

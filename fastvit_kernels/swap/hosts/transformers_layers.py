@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.compat import attention_of
 from .attend import registered
 from .branch import PreNormBlock
 from .fused import DropPath, LayerScale, WithNone, names
@@ -40,11 +41,11 @@ class Attention(WithNone, SelfAttention):
     fused_attention_dropout = names("attention_dropout dropout dropout_prob")
 
     def fused_facts(self: Any) -> Any:
-        chosen = self.config._attn_implementation
+        chosen = attention_of(self.config)
         return chosen, registered(chosen)
 
     def fused_blocked(self: Any) -> str | None:
-        chosen = self.config._attn_implementation
+        chosen = attention_of(self.config)
         if chosen not in ("sdpa", ATTENTION):
             return f"attn_implementation={chosen!r} is set"
         if getattr(self, "is_causal", False):

@@ -40,6 +40,28 @@ class Inline(nn.Module):
         return x + self.feed(self.ln2(x))
 
 
+class Apart(nn.Module):
+    """An attention, and the projection of what it gives in a module around it."""
+
+    class Heads(nn.Module):
+        def __init__(self, dim, heads):
+            super().__init__()
+            self.heads = heads
+            self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+        def forward(self, x):
+            layers = (self.query, self.key, self.value)
+            q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in layers)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def __init__(self, dim=32, heads=2):
+        super().__init__()
+        self.inner, self.out = self.Heads(dim, heads), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.out(self.inner(x))
+
+
 class RmsNorm(nn.Module):
     """Llama's, DINOv3's and Gemma's manner: in the dtype that comes, or in fp32 with one rounding
     before the weight or behind it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....ops.attention.functions import attention
 from ....ops.attention.sdpa import scaled_dot_product_attention
 from ....ops.linear.functions import linear
+from ....runtime.compat import attention_of
 from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary
@@ -87,7 +88,7 @@ def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
 def attention_facts(module: Any) -> Any:
     """The attention function that a module of transformers has chosen."""
     config = getattr(module, "config", None)
-    chosen = getattr(config, "_attn_implementation", None)
+    chosen = attention_of(config)
     return None if chosen is None else (chosen, registered(chosen))
 
 

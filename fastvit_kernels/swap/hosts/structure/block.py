@@ -230,7 +230,7 @@ class Block(Roles):
     def fused_given_all(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (self.fused_roles.lists and args and isinstance(args[0], list)):
             return super().fused_given(args, kwargs)
-        every = {**dict(zip(self.fused_arguments.names[1:], args[1:], strict=False)), **kwargs}
+        every = {**dict(zip(self.fused_arguments.names[1:], args[1:])), **kwargs}  # noqa: B905
         others = {n: v for n, v in every.items() if n in self.fused_extras and v is not None}
         if any(type(v) is not list or len(v) != len(args[0]) for v in others.values()):
             return None

@@ -25,7 +25,7 @@ class Roles(Fused):
         unread = getattr(self.fused_roles, "unread", ())
         if unread:
             names = self.fused_arguments.names
-            kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
+            kwargs = {**dict(zip(names[1:], args[1:])), **kwargs}  # noqa: B905
             kwargs = {n: v for n, v in kwargs.items() if n not in unread}
             args = args[:1] + args[len(names) :]
         return super().fused_given(args, kwargs)

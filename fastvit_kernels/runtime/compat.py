@@ -1,0 +1,296 @@
+"""What the package asks of torch, triton, timm and transformers by names that they do not promise.
+
+Those begin with an underscore, and this is the only file that touches them. Each entry says what it
+tells us and what stands in where no release has it any more: something public, something slower, or
+the host's own forward. No call raises because a name is gone; `MISSING` lists those that are, and a
+test wants it empty, so that we meet a release that drops one before its users do.
+
+A name is private where a part of its way from a library's module is, in an import and a string too,
+or where it is an attribute that neither this package nor Python defines. Two kinds may stand in
+other files: the dicts of every nn.Module (`_modules`, `_parameters`, `_forward_hooks`, ...), which
+pickles hold and nothing public stands for; and a method of ours that overrides a host's, as only
+the host calls it. tests/runtime/test_compat.py walks the sources and takes each name away.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+import torch.nn.modules.module as _nn_module
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+TORCH, TRITON = (2, 9), (3, 5)  # the oldest that CI runs
+MISSING: list[str] = []
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of "2.13.0+cpu"."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+def check_version(name: str, text: str, least: tuple[int, ...]) -> None:
+    """Raises ImportError for a release of `name` older than `least`."""
+    if version_of(text) < least:
+        wanted = ".".join(map(str, least))
+        raise ImportError(f"fastvit_kernels needs {name} {wanted} or newer, got {name} {text}")
+
+
+check_version("torch", torch.__version__, TORCH)
+
+
+def _find(*names: str, gone: Any, tried: tuple[Any, ...] | None = None) -> Any:
+    """The first of "module:name" that there is, else `gone`.
+
+    Args:
+        tried: arguments of a call at once: a function that takes others counts as gone.
+    """
+    for name in names:
+        try:
+            found = pkgutil.resolve_name(name)
+            if tried is not None:
+                found(*tried)
+            return found
+        except Exception:
+            continue
+    MISSING.append(names[0])
+    return gone
+
+
+# Who looks on. Direct C functions, as every op asks.
+
+# Dispatch modes at work. Gone: as if there were one, so calls go through registered operators, and
+# swapped modules run their host's forward.
+_stack_of_modes = _find(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", gone=None, tried=()
+)
+num_modes: Callable[[], int] = _find(
+    "torch:_C._len_torch_dispatch_stack", tried=(),
+    gone=(lambda: len(_stack_of_modes())) if _stack_of_modes else (lambda: 1),
+)  # fmt: skip
+# torch.func transforms at work. Gone: as if there were one, so the specification runs.
+_peek_transform = _find("torch:_C._functorch.peek_interpreter_stack", gone=lambda: True, tried=())
+in_transform: Callable[[], bool] = _find(
+    "torch:_C._are_functorch_transforms_active", tried=(),
+    gone=lambda: _peek_transform() is not None,
+)  # fmt: skip
+# torch.jit.trace. Gone: its public twin, a function of Python.
+_is_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
+# A profiler that wants operators' names. Gone: it sees launches without them.
+_is_profiling = _find("torch:autograd._profiler_enabled", gone=lambda: False, tried=())
+# torch.fx at work (make_fx too). Gone: a Proxy is no dense tensor, which sends a module to its
+# host's forward; only calls on constants are not seen.
+is_fx_tracing: Callable[[], bool] = _find(
+    "torch.fx._symbolic_trace:_get_is_fx_tracing",  # from 2.14 on
+    "torch.fx._symbolic_trace:is_fx_symbolic_tracing", tried=(), gone=lambda: False,
+)  # fmt: skip
+_is_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
+
+
+class _ProbedLevel:
+    """Forward mode's level without its name: a dual tensor can be made at a level only."""
+
+    @property
+    def _current_level(self) -> int:
+        try:
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        except RuntimeError:
+            return -1
+        return 0
+
+
+# The level of forward-mode differentiation, below 0 without. Gone: tried out, 10 us a call.
+_has_level = _find("torch.autograd.forward_ad:_current_level", gone=None) is not None
+_forward_ad: Any = forward_ad if _has_level else _ProbedLevel()
+
+
+def in_forward_mode() -> bool:
+    return _forward_ad._current_level >= 0
+
+
+def is_watched() -> bool:
+    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
+    return (
+        _is_compiling()
+        or num_modes() > 0
+        or in_transform()
+        or _forward_ad._current_level >= 0
+        or _is_tracing()
+        or _is_profiling()
+    )
+
+
+def has_foreign_mode() -> bool:
+    """Whether another package's dispatch mode is at work, which knows torch's operators alone."""
+    if not num_modes():
+        return False
+    return _stack_of_modes is None or any(
+        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
+    )
+
+
+# Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
+is_autocast_on: Callable[[], bool] = _find(
+    "torch:_C._is_any_autocast_enabled", tried=(),
+    gone=lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
+)  # fmt: skip
+
+
+# Global hooks on modules. Gone: as if there were one: swapped modules run their host's forward.
+_HOOKS = tuple(
+    _find(f"torch.nn.modules.module:_global_{name}_hooks", gone=None)
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def _any_global_hook() -> bool:
+    return bool(
+        _nn_module._global_forward_hooks
+        or _nn_module._global_forward_pre_hooks
+        or _nn_module._global_backward_hooks
+        or _nn_module._global_backward_pre_hooks
+    )
+
+
+has_global_hook: Callable[[], bool] = _any_global_hook if None not in _HOOKS else lambda: True
+
+
+def global_hooks() -> list[Any]:
+    """The dicts of global hooks on modules, of those that there are."""
+    return [hooks for hooks in _HOOKS if hooks is not None]
+
+
+# Tensors and their memory.
+
+
+class _ByName(type):
+    """Of a class that is gone: its instances go by its name."""
+
+    def __instancecheck__(cls, x: object) -> bool:
+        return type(x).__name__ == cls.__name__
+
+
+# A compiler's tensors without values. Gone: told by the name of their class.
+FakeTensor: Any = _find(
+    "torch._subclasses.fake_tensor:FakeTensor", gone=_ByName("FakeTensor", (), {})
+)
+FunctionalTensor: Any = _find(
+    "torch._subclasses.functional_tensor:FunctionalTensor",
+    gone=_ByName("FunctionalTensor", (), {}),
+)
+
+
+def _has_inner_tensors(x: object) -> bool:
+    return hasattr(x, "__tensor_flatten__") and hasattr(type(x), "__tensor_unflatten__")
+
+
+# A tensor made of others (a DTensor, a quantised weight). Gone: by the two methods it must have.
+is_wrapper: Callable[[Any], bool] = _find(
+    "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    tried=(None,), gone=_has_inner_tensors,
+)  # fmt: skip
+
+# How often a tensor was written to. Gone: each asking has an answer of its own, so that nothing
+# read counts as known, and no memory is saved by making a tensor again.
+KNOWS_VERSIONS = _find("torch:Tensor._version", gone=None) is not None
+version: Callable[[Tensor], Any] = attrgetter("_version") if KNOWS_VERSIONS else lambda _: object()
+
+# What tells one storage from another. Gone: its address.
+place_of_storage: Callable[[Any], int] = (
+    attrgetter("_cdata")
+    if _find("torch:UntypedStorage._cdata", gone=None) is not None
+    else torch.UntypedStorage.data_ptr
+)
+
+# Hooks on what autograd saves. Gone: as if there were some: no memory is saved.
+_top_saves_hooks = _find(
+    "torch:_C._autograd._top_saved_tensors_default_hooks", gone=lambda _: True, tried=(True,)
+)
+
+
+def saves_are_hooked() -> bool:
+    """Whether somebody else decides what autograd saves."""
+    return _top_saves_hooks(True) is not None
+
+
+def node_class(function: Any) -> Any:
+    """The class of an autograd.Function's nodes. Gone: None, and no node hands another anything."""
+    return getattr(function, "_backward_cls", None)
+
+
+if node_class(torch.autograd.Function) is None:
+    MISSING.append("torch:autograd.Function._backward_cls")
+
+# The current stream's address, by the device's index. Gone, as from CPU builds: the stream's own.
+raw_stream: Callable[[int], int] = _find(
+    "torch:_C._cuda_getCurrentRawStream",
+    gone=lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+# torch's own attention: F's attribute of this name may be ours by now, as a drop-in. Gone: F's.
+torch_sdpa: Callable[..., Tensor] = _find(
+    "torch:_C._nn.scaled_dot_product_attention", gone=F.scaled_dot_product_attention
+)
+
+
+def constant_when_traced(function: Function) -> Function:
+    """What `torch.compiler.assume_constant_result` does, without its import of torch._dynamo,
+    longer than that of our whole package. Gone: compiled graphs break where it is called."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# Hosts.
+
+
+def collector_of(module: Any) -> Any:
+    """transformers' collector of layers' outputs, by its module. Gone: None, taken as at work, so
+    that a layer with its hook is called, not bypassed."""
+    return getattr(module, "_active_collector", None)
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention function that a config of transformers names. Gone: None, which no fused
+    attention takes: the host's forward runs."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def is_fast_norm(norm: Any) -> bool:
+    """timm's set_fast_norm: the norm then stays in autocast's dtype. Gone: as if it were off."""
+    return getattr(norm, "_fast_norm", False)
+
+
+# For tools and attention_maps, which swapped models and ops do without.
+
+
+def _without(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"torch {torch.__version__} has no {name}")
+
+    return type(name, (), {"__init__": refuse})
+
+
+TorchDispatchMode: Any = _find(
+    "torch.utils._python_dispatch:TorchDispatchMode", gone=_without("TorchDispatchMode")
+)
+FakeTensorMode: Any = _find(
+    "torch._subclasses.fake_tensor:FakeTensorMode", gone=_without("FakeTensorMode")
+)
+# The operators of a softmax in torch's attention. Gone: the maps of that path are not found.
+SOFTMAXES = (
+    _find("torch:ops.aten._softmax", gone=None),
+    _find("torch:ops.aten._safe_softmax", gone=None),
+)
+
+
+def active_driver(driver: Any) -> Any:
+    """Triton's driver, where one is active; asking in public would look for a GPU. Gone: None,
+    and Triton looks for a GPU at its next launch."""
+    return getattr(driver, "_active", None)
