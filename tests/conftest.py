@@ -7,9 +7,11 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-# Read when torch and numpy are imported: the suite's own processes share the cores, and the bits of
-# the interpreter's matrix products depend on how many threads compute one.
-os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Read when torch and numpy are imported: one thread unless you set another number, since the
+# suite's own processes share the cores.
+THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
+for library in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(library, THREADS)
 
 import torch
 
@@ -26,7 +28,7 @@ from fastvit_kernels.verify.runner import device_lost
 define_torchvision_operators()
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(THREADS))
     from fast_interpreter import make_fast
     from interpreter import mend_interpreter
 
