@@ -9,9 +9,8 @@ from pathlib import Path
 
 # Read when torch and numpy are imported: one thread unless you set another number, since the
 # suite's own processes share the cores.
-THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
-for library in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(library, THREADS)
+_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+os.environ |= dict.fromkeys(_LIBRARIES, os.environ.get("OMP_NUM_THREADS", "1")) | dict(os.environ)
 
 import torch
 
@@ -28,7 +27,7 @@ from fastvit_kernels.verify.runner import device_lost
 define_torchvision_operators()
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(int(THREADS))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from fast_interpreter import make_fast
     from interpreter import mend_interpreter
 

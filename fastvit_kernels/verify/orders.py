@@ -76,9 +76,7 @@ class AnotherOrder(TorchDispatchMode):
             for place, axis in places.items():
                 given[place] = _reordered(given.get(place), axis, order)
             undo += [(place, axis, order.argsort()) for place, axis in results.items()]
-        outputs = func(
-            *(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs or {}}
-        )
+        outputs = func(*(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs or {}})
         if not undo:
             return outputs
         found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]

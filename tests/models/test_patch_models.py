@@ -11,6 +11,7 @@ from torch import nn
 
 from fastvit_kernels import VisionTransformer, load_weights
 from fastvit_kernels.models.modules import PatchEmbed
+from fastvit_kernels.models.patch_dropout import draw_kept
 
 SIZES: dict[str, Any] = dict(
     img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
@@ -103,6 +104,16 @@ def test_patch_dropout_turns_the_kept_patches_as_timm_does():
         patch_drop_rate=0.6, rope_type="cat", ref_feat_shape=4, key_bias=False, global_pool="avg"
     )
     _of_timm(theirs, ours)
+
+
+def test_one_patch_is_always_kept():
+    assert draw_kept(3, 4, 0.9, DEVICE).shape == (3, 1)
+
+
+def test_positions_resampled_in_16_bits_keep_their_dtype():
+    model = _model(dynamic_img_size=True).bfloat16().eval()
+    images = torch.randn(1, 3, 12, 20, device=DEVICE, dtype=torch.bfloat16)
+    assert model.forward_features(images).dtype is torch.bfloat16
 
 
 def test_a_normed_embedding_drops_the_same_patches():

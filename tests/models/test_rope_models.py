@@ -1,6 +1,7 @@
 """Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
 models with their weights, and what a model does with them otherwise."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -289,6 +290,37 @@ def test_create_vit_is_timms(name):
     table = theirs.rope.get_embed(None if theirs.rope.feat_shape else grid)
     cos, sin = ours.rope(grid)
     torch.testing.assert_close(torch.cat((sin, cos), -1), table, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_create_vit_computes_what_timms_does(name):
+    """Activations, gates, pooling, LayerScale: on a small model with timm's random weights."""
+    side = 2 * int(re.findall(r"patch(\d+)", name)[0])
+    small: Any = dict(depth=1, embed_dim=48, num_heads=3, img_size=side, num_classes=5)
+    model, host = create_vit(name, **small).to(DEVICE).eval(), timm.create_model(name, **small)
+    scales = [x for n, x in host.state_dict().items() if "gamma_1" in n or "ls1.gamma" in n]
+    ours = model.blocks[0].ls1
+    assert bool(scales) == (ours is not None)
+    if ours is not None:
+        assert ours.gamma.tolist() == scales[0].tolist()
+    host = randomise(host)
+    assert not load_weights(model, host.state_dict()).missing
+    if getattr(host, "dynamic_img_size", False):
+        side += side // 2
+    assert model.patch_embed.strict_img_size == host.patch_embed.strict_img_size
+    images = random_images(2, 3, side)
+    torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-4)
+
+
+def test_every_preset_has_timms_shapes():
+    for name in filter(timm.is_model, preset_names()):
+        with torch.device("meta"):  # none of their weights has memory that is written
+            pair: Any = create_vit(name, depth=1), timm.create_model(name, depth=1, num_classes=0)
+        ours, theirs = (model.to_empty(device="cpu") for model in pair)
+        wanted = {n: x.shape for n, x in timm_names(theirs.state_dict()).items()}
+        found = {n: x.shape for n, x in ours.state_dict().items() if not n.startswith("head.")}
+        assert found == wanted, name
+        assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads, name
 
 
 def test_preset_names_are_timms():
