@@ -9,8 +9,10 @@ from pathlib import Path
 
 # Read when torch and numpy are imported: one thread unless you set another number, since the
 # suite's own processes share the cores.
-_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-os.environ |= dict.fromkeys(_LIBRARIES, os.environ.get("OMP_NUM_THREADS", "1")) | dict(os.environ)
+os.environ |= dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    os.environ.get("OMP_NUM_THREADS", "1"),
+) | dict(os.environ)
 
 import torch
 
