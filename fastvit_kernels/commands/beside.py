@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..swap.apply import swap_in
 from ..swap.hosts import host_path
 from ..swap.hosts.fused import Fused
-from ..verify.accuracy import Error, judge
+from ..verify.accuracy import Error, measure_all
 from . import cut
 
 EXACT = 1e-9  # of the largest value, in float64
@@ -118,7 +118,7 @@ def model_errors(
     def specification() -> dict[str, Tensor]:
         return _run(copy.deepcopy(model), inputs, seed, autocast)
 
-    return judge(actual, specification, oracle, dtype, floors)
+    return measure_all(actual, specification, oracle, dtype, floors)
 
 
 def fingerprint(model: nn.Module, inputs: Any) -> str:

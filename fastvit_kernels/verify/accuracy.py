@@ -114,7 +114,7 @@ def measure(
     )  # fmt: skip
 
 
-def judge(
+def measure_all(
     actual: Tensors, specification: Callable[[], Tensors], oracle: Tensors, dtype: torch.dtype,
     floors: Mapping[str, float] | None = None,
 ) -> list[Error]:  # fmt: skip
@@ -242,7 +242,7 @@ class Reference:
             a = actual_grads[name]
             assert (a is None) == (o is None), f"d{name}: got {a}, the reference {o}"
         oracle = _named(self.oracle, self.oracle_grads)
-        return judge(_named(actual, actual_grads), specification, oracle, dtype)
+        return measure_all(_named(actual, actual_grads), specification, oracle, dtype)
 
     def errors(self, function: Function) -> list[Error]:
         """Of each output of function and each input's gradient, beside PyTorch's own.

@@ -18,7 +18,7 @@ from torchvision.models.vision_transformer import ConvStemConfig
 
 from fastvit_kernels import PatchEmbed, VisionTransformer, backend, create_vit, load_weights
 from fastvit_kernels.models.modules import DropPath
-from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels.verify.accuracy import measure_all
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -244,9 +244,10 @@ def test_timm_whole_model_in_bf16():
     model, host = _timm_pair()
     oracle = host.double()(random_images().double())
     images = random_images().to(bf16)
-    yardstick = host.to(bf16)(images)
     with backend("triton"):
-        error = measure("logits", model.to(bf16)(images), yardstick, oracle, bf16)
+        found = {"logits": model.to(bf16)(images)}
+    host.to(bf16)
+    (error,) = measure_all(found, lambda: {"logits": host(images)}, {"logits": oracle}, bf16)
     assert error.passed, str(error)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels import LayerNorm, Mlp, backend
-from fastvit_kernels.verify.accuracy import judge
+from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.weights.names import to_timm
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -117,7 +117,7 @@ def assert_parity(
     with torch.autocast(DEVICE.type, dtype=autocast or bf16, enabled=autocast is not None):
         with backend("triton"), Launches() as launches:
             actual = _run(model, images, upstream, stages, lambda grads: grads)
-        errors = judge(actual, yardstick, oracle, autocast or fp32)
+        errors = measure_all(actual, yardstick, oracle, autocast or fp32)
     kernels = _kernels(model)
     assert launches.count.keys() >= kernels, kernels - launches.count.keys()
     assert actual.keys() == oracle.keys()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_accurate, compare, rand
 
-from fastvit_kernels.verify.accuracy import ORDERS, Reference, judge, measure
+from fastvit_kernels.verify.accuracy import ORDERS, Reference, measure, measure_all
 from fastvit_kernels.verify.orders import AnotherOrder
 
 
@@ -103,7 +103,9 @@ def _judged(error, *yardsticks):
     runs = iter(yardsticks)
     oracle = {"x": torch.zeros(3, dtype=torch.float64)}
     actual = {"x": torch.full((3,), error)}
-    (found,) = judge(actual, lambda: {"x": torch.full((3,), next(runs))}, oracle, torch.float32)
+    (found,) = measure_all(
+        actual, lambda: {"x": torch.full((3,), next(runs))}, oracle, torch.float32
+    )
     return found, len(yardsticks) - len(list(runs))
 
 
