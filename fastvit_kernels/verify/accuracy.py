@@ -25,10 +25,16 @@ from .orders import AnotherOrder
 
 FLOOR_EPS = 2.0
 ORDERS = 4
+FAR = 8.0
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Inputs = Mapping[str, Tensor | None]
 Tensors = Mapping[str, Tensor]
 Results = tuple[tuple[Tensor, ...], dict[str, Tensor | None]]  # outputs, gradient of each input
+
+
+def _more(other: float, former: float, limit: float) -> float:
+    """How much larger the error of another run is; what is far off or NaN is no rounding."""
+    return other - former if former < other <= FAR * limit else 0.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ class Error:
 
     def beside(self, torch_max: float, torch_rms: float) -> Error:
         """The same error, where another run of the yardstick had these: the larger ones count."""
-        more_max = max(torch_max - self.torch_max, 0.0) if math.isfinite(torch_max) else 0.0
-        more_rms = max(torch_rms - self.torch_rms, 0.0) if math.isfinite(torch_rms) else 0.0
+        more_max = _more(torch_max, self.torch_max, self.limit_max)
+        more_rms = _more(torch_rms, self.torch_rms, self.limit_rms)
         return replace(
             self, torch_max=self.torch_max + more_max, torch_rms=self.torch_rms + more_rms,
             limit_max=self.limit_max + 2 * more_max, limit_rms=self.limit_rms + 2 * more_rms,

@@ -81,15 +81,15 @@ FAULTS = [
         only=(f"{_ACCURACY}test_the_largest_yardstick_counts_and_no_more_run_than_needed",),
     ),
     Fault(
-        "model-yardstick-last", "verify/accuracy.py", "Error.beside",
+        "model-yardstick-last", "verify/accuracy.py", "_more",
         "the last run of the yardstick counts, not the largest",
-        "max(torch_max - self.torch_max, 0.0)", "torch_max - self.torch_max",
+        "if former < other <= FAR", "if other <= FAR",
         only=(f"{_ACCURACY}test_the_largest_yardstick_counts_and_no_more_run_than_needed",),
     ),
     Fault(
-        "model-yardstick-nan", "verify/accuracy.py", "Error.beside",
-        "a run of the yardstick that is not finite lets everything pass",
-        "if math.isfinite(torch_max) else 0.0", "if torch_max else 0.0",
+        "model-yardstick-far", "verify/accuracy.py", "_more",
+        "a run of the yardstick that is wrong lets everything pass",
+        "former < other <= FAR * limit", "former < other",
         only=(f"{_ACCURACY}test_the_largest_yardstick_counts_and_no_more_run_than_needed",),
     ),
     Fault(
