@@ -21,7 +21,7 @@ from fastvit_kernels import (
     create_vit,
     load_weights,
 )
-from fastvit_kernels.models.presets import preset_names
+from fastvit_kernels.models.presets import _PRESETS, preset_names
 from fastvit_kernels.models.rotary import RotaryEmbedding
 from fastvit_kernels.verify.plain_vit import agreement
 
@@ -321,6 +321,24 @@ def test_every_preset_has_timms_shapes():
         found = {n: x.shape for n, x in ours.state_dict().items() if not n.startswith("head.")}
         assert found == wanted, name
         assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads, name
+        assert ours.blocks[0].norm1.eps == theirs.blocks[0].norm1.eps, name
+        assert ours.patch_embed.img_size == theirs.patch_embed.img_size, name
+        assert ours.global_pool == theirs.global_pool, name
+
+
+def test_every_preset_has_timms_depth(monkeypatch):
+    class Built(Exception):
+        pass
+
+    def stop(self, **arguments):
+        raise Built(arguments.get("depth", 12))
+
+    for host in (Eva, timm.models.VisionTransformer):
+        monkeypatch.setattr(host, "__init__", stop)
+    for name in filter(timm.is_model, preset_names()):
+        with pytest.raises(Built) as built:
+            timm.create_model(name)
+        assert _PRESETS[name]["depth"] == built.value.args[0], name
 
 
 def test_preset_names_are_timms():

@@ -16,7 +16,15 @@ from torch.nn.utils import parametrize
 from torchvision.models import VisionTransformer as TorchvisionViT
 from torchvision.models.vision_transformer import ConvStemConfig
 
-from fastvit_kernels import PatchEmbed, VisionTransformer, backend, create_vit, load_weights
+from fastvit_kernels import (
+    LayerNorm,
+    PatchEmbed,
+    RmsNorm,
+    VisionTransformer,
+    backend,
+    create_vit,
+    load_weights,
+)
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.verify.accuracy import measure_all
 
@@ -307,6 +315,19 @@ def test_drop_path_rates_are_timms(depth):
     assert rates[:depth] == [pytest.approx(pair) for pair in rates[depth:]]
 
 
+def test_norms_have_their_hosts_eps():
+    assert LayerNorm(8).eps == nn.LayerNorm(8).eps
+    assert RmsNorm(8).eps == timm.layers.RmsNorm(8).eps
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RmsNorm])
+def test_a_branch_begins_in_autocasts_dtype(norm):
+    x = rand(2, 8)
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        y, same = norm(8).to(DEVICE)(x, and_input=True)
+    assert (y.dtype, same.dtype) == (bf16, fp32)
+
+
 def test_a_drop_path_that_drops_all_gives_zeros():
     path = DropPath(1.0).train()
     assert path.row_scale(torch.ones(4, 3)).tolist() == [0.0] * 4  # pyright: ignore
@@ -382,6 +403,8 @@ def test_create_vit_builds_every_name():
 def test_create_vit_rejects():
     with pytest.raises(ValueError, match="unknown model 'vit_base'; wanted 'vit_mnist' or"):
         create_vit("vit_base")
+    with pytest.raises(ValueError, match="near names: vit_base_patch16_224"):
+        create_vit("vit_base_patch16_225")
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         create_vit("vit_mnist", nonsense=1)
     assert create_vit("vit_mnist", num_classes=3).head.out_features == 3

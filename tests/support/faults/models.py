@@ -359,4 +359,34 @@ FAULTS = [
         "torch.backends.mha.set_fastpath_enabled(fast)", "pass",
         only=(f"{_MAPS}test_attention_maps_of_other_libraries",),
     ),
+    Fault(
+        "model-preset-depth", "models/presets.py", "_perception_encoder",
+        "one size of Perception Encoder with a block less",
+        "((1536, 47, 16), 448, 14, scaled)", "((1536, 46, 16), 448, 14, scaled)",
+        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_depth",),
+    ),
+    Fault(
+        "model-preset-eps", "models/presets.py", "_aimv2",
+        "AIMv2's norms with the eps of others",
+        "norm_eps=1e-5", "norm_eps=1e-6",
+        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_shapes",),
+    ),
+    Fault(
+        "model-preset-near", "models/presets.py", "create_vit",
+        "a mistyped name is not answered with names near it",
+        "difflib.get_close_matches(name, _PRESETS)", "[]",
+        only=("models/test_vit.py::test_create_vit_rejects",),
+    ),
+    Fault(
+        "model-norm-default-eps", "models/norms.py", "RmsNorm.__init__",
+        "RmsNorm's default eps is torch's LayerNorm's",
+        "eps: float = 1e-6", "eps: float = 1e-5",
+        only=("models/test_vit.py::test_norms_have_their_hosts_eps",),
+    ),
+    Fault(
+        "model-norm-autocast", "models/norms.py", "LayerNorm.forward",
+        "a branch under autocast begins in fp32, which costs a cast",
+        "autocast_dtype(x) if isinstance(x, Tensor) else None", "None",
+        only=("models/test_vit.py::test_a_branch_begins_in_autocasts_dtype",),
+    ),
 ]  # fmt: skip
