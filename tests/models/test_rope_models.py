@@ -1,6 +1,8 @@
 """Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
 models with their weights, and what a model does with them otherwise."""
 
+import functools
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -312,33 +314,40 @@ def test_create_vit_computes_what_timms_does(name):
     torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-4)
 
 
-def test_every_preset_has_timms_shapes():
-    for name in filter(timm.is_model, preset_names()):
-        with torch.device("meta"):  # none of their weights has memory that is written
-            pair: Any = create_vit(name, depth=1), timm.create_model(name, depth=1, num_classes=0)
-        ours, theirs = (model.to_empty(device="cpu") for model in pair)
-        wanted = {n: x.shape for n, x in timm_names(theirs.state_dict()).items()}
-        found = {n: x.shape for n, x in ours.state_dict().items() if not n.startswith("head.")}
-        assert found == wanted, name
-        assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads, name
-        assert ours.blocks[0].norm1.eps == theirs.blocks[0].norm1.eps, name
-        assert ours.patch_embed.img_size == theirs.patch_embed.img_size, name
-        assert ours.global_pool == theirs.global_pool, name
+def _arguments(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a model is built with, by name: numbers, names and flags."""
+    defaults = {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items()}
+    arguments = {**defaults, **given}
+    for size in ("img_size", "patch_size", "ref_feat_shape"):
+        if isinstance(arguments.get(size), int):
+            arguments[size] = (arguments[size],) * 2
+    classes = ("self", "act_layer", "mlp_layer", "norm_layer", "embed_norm_layer")
+    return {n.replace("num_reg", "reg"): x for n, x in arguments.items() if n not in classes}
 
 
-def test_every_preset_has_timms_depth(monkeypatch):
+def test_every_preset_has_timms_arguments(monkeypatch):
     class Built(Exception):
         pass
 
-    def stop(self, **arguments):
-        raise Built(arguments.get("depth", 12))
+    def stopped(init):
+        @functools.wraps(init)
+        def stop(self, **given):
+            raise Built(_arguments(type(self), given))
 
-    for host in (Eva, timm.models.VisionTransformer):
-        monkeypatch.setattr(host, "__init__", stop)
+        return stop
+
+    for cls in (Eva, timm.models.VisionTransformer):
+        monkeypatch.setattr(cls, "__init__", stopped(cls.__init__))
     for name in filter(timm.is_model, preset_names()):
+        ours = _arguments(VisionTransformer, _PRESETS[name])
+        if _PRESETS[name].get("mlp_layer") == "SwiGLUPacked":  # ours counts gate and value
+            ours["mlp_ratio"] /= 2
         with pytest.raises(Built) as built:
-            timm.create_model(name)
-        assert _PRESETS[name]["depth"] == built.value.args[0], name
+            timm.create_model(name, num_classes=ours["num_classes"])
+        (theirs,) = built.value.args
+        shared = ours.keys() & theirs.keys()
+        assert len(shared) > 20
+        assert {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}, name
 
 
 def test_preset_names_are_timms():

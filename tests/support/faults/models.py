@@ -212,13 +212,13 @@ FAULTS = [
         "model-preset-width", "models/presets.py", "",
         "one size of AIMv2 with another number of heads",
         '("1b", (2048, 24, 16), 2.75)', '("1b", (2048, 24, 32), 2.75)',
-        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_shapes",),
+        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_arguments",),
     ),
     Fault(
         "model-preset-registers", "models/presets.py", "_rope_vit",
-        "registers of one preset left out",
-        '("betwixt", (640, 12, 10), 4, True)', '("betwixt", (640, 12, 10), 1, True)',
-        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_shapes",),
+        "one register in each preset",
+        "reg_tokens=registers", "reg_tokens=1",
+        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_arguments",),
     ),
     Fault(
         "model-drop-path-rates", "models/vit.py", "VisionTransformer.__init__",
@@ -363,13 +363,7 @@ FAULTS = [
         "model-preset-depth", "models/presets.py", "_perception_encoder",
         "one size of Perception Encoder with a block less",
         "((1536, 47, 16), 448, 14, scaled)", "((1536, 46, 16), 448, 14, scaled)",
-        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_depth",),
-    ),
-    Fault(
-        "model-preset-eps", "models/presets.py", "_aimv2",
-        "AIMv2's norms with the eps of others",
-        "norm_eps=1e-5", "norm_eps=1e-6",
-        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_shapes",),
+        only=(f"{_ROPE_MODELS}test_every_preset_has_timms_arguments",),
     ),
     Fault(
         "model-preset-near", "models/presets.py", "create_vit",
