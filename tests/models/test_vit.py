@@ -510,6 +510,13 @@ def test_a_linear_of_another_kind_keeps_its_own_forward(layer, kind):
         assert model.blocks[0].get_submodule(layer).up.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("no_embed_class", [False, True])
+def test_positions_are_resampled_after_class_token_and_registers(no_embed_class):
+    model, host = _timm_pair(reg_tokens=2, no_embed_class=no_embed_class, dynamic_img_size=True)
+    images = random_images(2, 3, 24, 40)
+    torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-5)
+
+
 def test_image_of_another_size_is_rejected():
     with pytest.raises(ValueError, match=r"images must be \(32, 32\) \(height, width\), got"):
         _timm_pair()[0](random_images(height=40))

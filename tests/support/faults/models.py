@@ -303,7 +303,7 @@ FAULTS = [
         "model-resample-prefix", "models/positions.py", "resize_positions",
         "positions of class and register tokens resampled from the first",
         "(pos_embed[:, :prefix], resize", "(pos_embed[:, :1].expand(-1, prefix, -1), resize",
-        only=("models/test_weights.py::test_positions_of_prefix_tokens_are_kept",),
+        only=("models/test_vit.py::test_positions_are_resampled_after_class_token_and_registers",),
     ),
     Fault(
         "model-resample-dtype", "models/positions.py", "resize_grid",
