@@ -7,9 +7,12 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-# Read when torch and numpy are imported: the suite's own processes share the cores, and the bits of
-# the interpreter's matrix products depend on how many threads compute one.
-os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# Read when torch and numpy are imported: one thread unless you set another number, since the
+# suite's own processes share the cores.
+os.environ |= dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    os.environ.get("OMP_NUM_THREADS", "1"),
+) | dict(os.environ)
 
 import torch
 
@@ -26,7 +29,7 @@ from fastvit_kernels.verify.runner import device_lost
 define_torchvision_operators()
 
 if not torch.cuda.is_available():
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from fast_interpreter import make_fast
     from interpreter import mend_interpreter
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ..swap.apply import swap_in
 from ..swap.hosts import host_path
 from ..swap.hosts.fused import Fused
-from ..verify.accuracy import Error, measure
+from ..verify.accuracy import Error, measure_all
 from . import cut
 
 EXACT = 1e-9  # of the largest value, in float64
@@ -109,18 +108,17 @@ def model_errors(
     """
     dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
     oracle = _run(copy.deepcopy(model).double(), inputs, seed)
-    yardstick = _run(copy.deepcopy(model), inputs, seed, autocast)
     swapped = copy.deepcopy(model)
     swap(swapped)
     actual = _run(swapped, inputs, seed, autocast)
     assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
-    peaks, errors = _peaks(oracle), []
-    for name, o in oracle.items():
-        error = measure(name, actual[name], yardstick[name], o, dtype)
-        floor = 2 * torch.finfo(dtype).eps * peaks[_layer(name)]
-        limits = dict(limit_max=error.limit_max + floor, limit_rms=error.limit_rms + floor)
-        errors.append(dataclasses.replace(error, **limits))
-    return errors
+    peaks = _peaks(oracle)
+    floors = {name: 2 * torch.finfo(dtype).eps * peaks[_layer(name)] for name in oracle}
+
+    def specification() -> dict[str, Tensor]:
+        return _run(copy.deepcopy(model), inputs, seed, autocast)
+
+    return measure_all(actual, specification, oracle, dtype, floors)
 
 
 def fingerprint(model: nn.Module, inputs: Any) -> str:

@@ -162,8 +162,9 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
         name: "vit_{tiny,small,base,large,huge}_patch{14,16,32}_{224,384}" as in timm; a name of
             timm's for DINOv3, EVA02, Perception Encoder (lang, spatial), RoPE-ViT (axial) or AIMv2,
             such as "vit_small_patch16_dinov3"; or "vit_mnist" (28 x 28 x 1, patch 2, C=64, 2
-            layers, 2 heads, 10 classes). docs/models.md lists them. Image size and number of
-            classes are those of timm's default weights, 0 where these have no head.
+            layers, 2 heads, 10 classes). docs/models.md lists them. A plain ViT has 1000
+            classes; else image size and number of classes are those of timm's default weights, 0
+            where these have no head.
         overrides: any argument of VisionTransformer.
     Raises: ValueError for another name; TypeError for an unknown argument.
     """

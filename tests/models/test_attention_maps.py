@@ -7,6 +7,7 @@ from references import NotebookViT
 from torch import nn
 
 from fastvit_kernels import VisionTransformer, attention_maps, load_weights, swap_in
+from fastvit_kernels.models.attention_maps import attention_probabilities
 
 
 def _vit(**overrides) -> Any:
@@ -75,6 +76,10 @@ def test_attention_maps_under_autocast_are_fp32():
     assert all(m.dtype is torch.float32 for m in maps)
     for m in maps:
         torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
+    q, k = rand(2, 5, 2, 8), rand(2, 5, 2, 8, seed=1)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found = attention_probabilities(q, k)
+    torch.testing.assert_close(found, attention_probabilities(q, k), rtol=1e-6, atol=1e-7)
 
 
 def test_attention_maps_leave_modes_hooks_gradients_and_random_state():

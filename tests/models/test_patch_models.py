@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from model_parity import randomise
 from numerics import DEVICE
 from torch import nn
 
 from fastvit_kernels import VisionTransformer, load_weights
 from fastvit_kernels.models.modules import PatchEmbed
+from fastvit_kernels.models.patch_dropout import draw_kept
 
 SIZES: dict[str, Any] = dict(
     img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
@@ -70,7 +72,7 @@ def test_bytes_without_statistics_are_refused():
 
 def _of_timm(theirs: nn.Module, ours: VisionTransformer) -> None:
     """The same draws from the same seed, hence the same training step."""
-    theirs = theirs.to(DEVICE).train()
+    theirs = randomise(theirs).train()  # fresh weights give scores near 0: no place would matter
     load_weights(ours, theirs.state_dict())
     images = torch.randn(3, 3, 16, 16, device=DEVICE)
     results = []
@@ -82,7 +84,7 @@ def _of_timm(theirs: nn.Module, ours: VisionTransformer) -> None:
     (out, grads), (expected, expected_grads) = results
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     for name in ("patch_embed.proj.weight", "cls_token", "blocks.0.attn.proj.weight"):
-        torch.testing.assert_close(grads[name], expected_grads[name], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(grads[name], expected_grads[name], rtol=1e-3, atol=1e-5)
     ours.eval()
     assert torch.equal(ours(images), ours(images))
 
@@ -97,12 +99,20 @@ def test_patch_dropout_turns_the_kept_patches_as_timm_does():
     timm = pytest.importorskip("timm")
     rope = dict(use_rot_pos_emb=True, ref_feat_shape=(4, 4))
     theirs = timm.models.Eva(**SIZES, **rope, patch_drop_rate=0.6, qkv_fused=True, num_reg_tokens=0)
-    with torch.no_grad():
-        theirs.cls_token.normal_()
     ours = _model(
         patch_drop_rate=0.6, rope_type="cat", ref_feat_shape=4, key_bias=False, global_pool="avg"
     )
     _of_timm(theirs, ours)
+
+
+def test_one_patch_is_always_kept():
+    assert draw_kept(3, 4, 0.9, DEVICE).shape == (3, 1)
+
+
+def test_positions_resampled_in_16_bits_keep_their_dtype():
+    model = _model(dynamic_img_size=True).bfloat16().eval()
+    images = torch.randn(1, 3, 12, 20, device=DEVICE, dtype=torch.bfloat16)
+    assert model.forward_features(images).dtype is torch.bfloat16
 
 
 def test_a_normed_embedding_drops_the_same_patches():

@@ -1,6 +1,9 @@
 """Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
 models with their weights, and what a model does with them otherwise."""
 
+import functools
+import inspect
+import re
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,7 @@ from fastvit_kernels import (
     create_vit,
     load_weights,
 )
-from fastvit_kernels.models.presets import preset_names
+from fastvit_kernels.models.presets import _PRESETS, preset_names
 from fastvit_kernels.models.rotary import RotaryEmbedding
 from fastvit_kernels.verify.plain_vit import agreement
 
@@ -289,6 +292,62 @@ def test_create_vit_is_timms(name):
     table = theirs.rope.get_embed(None if theirs.rope.feat_shape else grid)
     cos, sin = ours.rope(grid)
     torch.testing.assert_close(torch.cat((sin, cos), -1), table, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_create_vit_computes_what_timms_does(name):
+    """Activations, gates, pooling, LayerScale: on a small model with timm's random weights."""
+    side = 2 * int(re.findall(r"patch(\d+)", name)[0])
+    small: Any = dict(depth=1, embed_dim=48, num_heads=3, img_size=side, num_classes=5)
+    model, host = create_vit(name, **small).to(DEVICE).eval(), timm.create_model(name, **small)
+    scales = [x for n, x in host.state_dict().items() if "gamma_1" in n or "ls1.gamma" in n]
+    ours = model.blocks[0].ls1
+    assert bool(scales) == (ours is not None)
+    if ours is not None:
+        assert ours.gamma.tolist() == scales[0].tolist()
+    host = randomise(host)
+    assert not load_weights(model, host.state_dict()).missing
+    if getattr(host, "dynamic_img_size", False):
+        side += side // 2
+    assert model.patch_embed.strict_img_size == host.patch_embed.strict_img_size
+    images = random_images(2, 3, side)
+    torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-4)
+
+
+def _arguments(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a model is built with, by name: numbers, names and flags."""
+    defaults = {n: p.default for n, p in inspect.signature(cls.__init__).parameters.items()}
+    arguments = {**defaults, **given}
+    for size in ("img_size", "patch_size", "ref_feat_shape"):
+        if isinstance(arguments.get(size), int):
+            arguments[size] = (arguments[size],) * 2
+    classes = ("self", "act_layer", "mlp_layer", "norm_layer", "embed_norm_layer")
+    return {n.replace("num_reg", "reg"): x for n, x in arguments.items() if n not in classes}
+
+
+def test_every_preset_has_timms_arguments(monkeypatch):
+    class Built(Exception):
+        pass
+
+    def stopped(init):
+        @functools.wraps(init)
+        def stop(self, **given):
+            raise Built(_arguments(type(self), given))
+
+        return stop
+
+    for cls in (Eva, timm.models.VisionTransformer):
+        monkeypatch.setattr(cls, "__init__", stopped(cls.__init__))
+    for name in filter(timm.is_model, preset_names()):
+        ours = _arguments(VisionTransformer, _PRESETS[name])
+        if _PRESETS[name].get("mlp_layer") == "SwiGLUPacked":  # ours counts gate and value
+            ours["mlp_ratio"] /= 2
+        with pytest.raises(Built) as built:
+            timm.create_model(name, num_classes=ours["num_classes"])
+        (theirs,) = built.value.args
+        shared = ours.keys() & theirs.keys()
+        assert len(shared) > 20
+        assert {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}, name
 
 
 def test_preset_names_are_timms():

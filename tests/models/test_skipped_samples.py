@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.verify.plain_vit import plain_vit
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -69,16 +69,17 @@ def test_forward_and_every_gradient(what, autocast):
     model = _vit(**BLOCKS[what])
     images, upstream = _images(), _upstream()
     oracle = _plain_step(model, images, upstream, torch.float64)
-    yardstick = _plain_step(model, images, upstream, fp32, autocast)
     with backend("triton"):
         found = _own_step(model, images, upstream, autocast)
-    dropped_none = _own_step(model.eval(), images, upstream)
-    assert not torch.allclose(dropped_none["logits"], found["logits"].float(), atol=0.1)
     dtype = autocast or fp32
-    errors = [measure(n, found[n], yardstick[n], oracle[n], dtype) for n in oracle]
+    errors = measure_all(
+        found, lambda: _plain_step(model, images, upstream, fp32, autocast), oracle, dtype
+    )
     # Key biases have no gradient but rounding's.
     broken = [str(e) for e in errors if not e.passed and e.max > 1e-5]
     assert not broken, "\n".join(broken)
+    dropped_none = _own_step(model.eval(), images, upstream)
+    assert not torch.allclose(dropped_none["logits"], found["logits"].float(), atol=0.1)
 
 
 def _dense(samples, images):
@@ -90,8 +91,9 @@ def _dense(samples, images):
     return rows
 
 
-def test_equals_the_mask_of_the_same_samples_bit_for_bit(monkeypatch):
-    """Forward, and the gradient of every sample; sums over samples have another order."""
+def test_equals_the_mask_of_the_same_samples(monkeypatch):
+    """Forward and every gradient. Not bit for bit: the library's products may add up a row in
+    another order when there are more rows."""
     model = _vit(init_values=0.5)
     masked = copy.deepcopy(model)
     images, upstream = _images(), _upstream()
@@ -105,10 +107,8 @@ def test_equals_the_mask_of_the_same_samples_bit_for_bit(monkeypatch):
             if isinstance(module, DropPath):
                 module.mode = "mask"
         plain = _own_step(masked, images, upstream)
-    for name in ("logits", "images"):
-        assert torch.equal(skipped[name], plain[name]), name
     for name, dense in plain.items():
-        torch.testing.assert_close(skipped[name], dense, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(skipped[name], dense, rtol=1e-5, atol=5e-6, msg=name)
 
 
 def _flops(depth, drop_path):

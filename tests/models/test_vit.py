@@ -16,8 +16,17 @@ from torch.nn.utils import parametrize
 from torchvision.models import VisionTransformer as TorchvisionViT
 from torchvision.models.vision_transformer import ConvStemConfig
 
-from fastvit_kernels import PatchEmbed, VisionTransformer, backend, create_vit, load_weights
-from fastvit_kernels.verify.accuracy import measure
+from fastvit_kernels import (
+    LayerNorm,
+    PatchEmbed,
+    RmsNorm,
+    VisionTransformer,
+    backend,
+    create_vit,
+    load_weights,
+)
+from fastvit_kernels.models.modules import DropPath
+from fastvit_kernels.verify.accuracy import measure_all
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -243,10 +252,85 @@ def test_timm_whole_model_in_bf16():
     model, host = _timm_pair()
     oracle = host.double()(random_images().double())
     images = random_images().to(bf16)
-    yardstick = host.to(bf16)(images)
     with backend("triton"):
-        error = measure("logits", model.to(bf16)(images), yardstick, oracle, bf16)
+        found = {"logits": model.to(bf16)(images)}
+    host.to(bf16)
+    (error,) = measure_all(found, lambda: {"logits": host(images)}, {"logits": oracle}, bf16)
     assert error.passed, str(error)
+
+
+@pytest.mark.parametrize("what", ["avg", "token-fc_norm", "no_pool"])
+def test_features_and_head_are_timms(what):
+    model, host = _timm_pair(*TIMM[what])
+    images = random_images()
+    features = model.forward_features(images)
+    torch.testing.assert_close(features, host.forward_features(images), rtol=1e-4, atol=1e-5)
+    pooled = model.forward_head(features, pre_logits=True)
+    wanted = host.forward_head(features, pre_logits=True)
+    torch.testing.assert_close(pooled, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.head(pooled), model(images))
+
+
+GATES = ("SwiGLUPacked", "GluMlp-gelu-no_biases", "SwiGLU-scale_mlp_norm-init_values")
+
+
+@pytest.mark.parametrize("what", ["reg4", "pre_norm-eps1e-5-quick_gelu", *GATES])
+def test_initial_weights_are_timms(what):
+    """Constants are equal; random numbers have mean and deviation of timm's, by their count."""
+    common, timm_own, ours_own = TIMM[what]
+    model = VisionTransformer(**SMALL, **common, **ours_own)
+    host = timm.models.VisionTransformer(**SMALL, **common, **timm_own).state_dict()
+    for name, x in model.state_dict().items():
+        halves = zip(x.chunk(2), host[name].chunk(2), strict=True)  # gates are packed with values
+        for ours, theirs in halves:
+            unsure = 5 * theirs.std() / ours.numel() ** 0.5
+            assert (ours.mean() - theirs.mean()).abs() <= unsure, name
+            assert (ours.std() - theirs.std()).abs() <= unsure, name
+
+
+def test_initial_weights_that_timms_vit_has_not():
+    """The same rule for them: 0.02 and zero biases, for queries and values apart too."""
+    model = VisionTransformer(
+        **SMALL, key_bias=False, rope_type="cat", qk_norm=True, representation_size=64
+    )
+    names = {n.rpartition("blocks.0.")[2] for n, _ in model.named_parameters()}
+    assert names >= {"attn.q_bias", "attn.v_bias", "attn.q_norm.weight", "pre_logits.fc.weight"}
+    for name, p in model.named_parameters():
+        if name.endswith("bias") and "patch_embed" not in name:
+            assert p.eq(0).all(), name
+        elif "norm" in name:
+            assert p.eq(1).all(), name
+        elif p.ndim == 2:
+            assert p.std().item() == pytest.approx(0.02, rel=0.1), name
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_drop_path_rates_are_timms(depth):
+    arguments = {**SMALL, "depth": depth, "drop_path_rate": 0.3, "img_size": 8}
+    rates = [
+        [getattr(getattr(b, name), "drop_prob", 0.0) for name in ("drop_path1", "drop_path2")]
+        for make in (VisionTransformer, timm.models.VisionTransformer)
+        for b in make(**arguments).blocks  # pyright: ignore
+    ]
+    assert rates[:depth] == [pytest.approx(pair) for pair in rates[depth:]]
+
+
+def test_norms_have_their_hosts_eps():
+    assert LayerNorm(8).eps == nn.LayerNorm(8).eps
+    assert RmsNorm(8).eps == timm.layers.RmsNorm(8).eps
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RmsNorm])
+def test_a_branch_begins_in_autocasts_dtype(norm):
+    x = rand(2, 8)
+    with torch.autocast(DEVICE.type, dtype=bf16):
+        y, same = norm(8).to(DEVICE)(x, and_input=True)
+    assert (y.dtype, same.dtype) == (bf16, fp32)
+
+
+def test_a_drop_path_that_drops_all_gives_zeros():
+    path = DropPath(1.0).train()
+    assert path.row_scale(torch.ones(4, 3)).tolist() == [0.0] * 4  # pyright: ignore
 
 
 def test_drop_path_draws_what_timm_draws():
@@ -319,6 +403,8 @@ def test_create_vit_builds_every_name():
 def test_create_vit_rejects():
     with pytest.raises(ValueError, match="unknown model 'vit_base'; wanted 'vit_mnist' or"):
         create_vit("vit_base")
+    with pytest.raises(ValueError, match="near names: vit_base_patch16_224"):
+        create_vit("vit_base_patch16_225")
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         create_vit("vit_mnist", nonsense=1)
     assert create_vit("vit_mnist", num_classes=3).head.out_features == 3
@@ -422,6 +508,13 @@ def test_a_linear_of_another_kind_keeps_its_own_forward(layer, kind):
     out.sum().backward()
     if kind == "subclass":
         assert model.blocks[0].get_submodule(layer).up.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("no_embed_class", [False, True])
+def test_positions_are_resampled_after_class_token_and_registers(no_embed_class):
+    model, host = _timm_pair(reg_tokens=2, no_embed_class=no_embed_class, dynamic_img_size=True)
+    images = random_images(2, 3, 24, 40)
+    torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-5)
 
 
 def test_image_of_another_size_is_rejected():

@@ -1,10 +1,14 @@
 """The 2x rule itself: that it passes what is right and stops what is wrong."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.nn.functional as F
 from numerics import assert_accurate, compare, rand
 
-from fastvit_kernels.verify.accuracy import Reference, measure
+from fastvit_kernels.verify.accuracy import ORDERS, Reference, measure, measure_all
+from fastvit_kernels.verify.orders import AnotherOrder
 
 
 def _square(x):
@@ -92,3 +96,74 @@ def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf3
     finally:
         torch.set_float32_matmul_precision(former)
     assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is True
+
+
+def _judged(error, *yardsticks):
+    """One tensor that is `error` off, where PyTorch's runs are off by these; and how many ran."""
+    runs = iter(yardsticks)
+    oracle = {"x": torch.zeros(3, dtype=torch.float64)}
+    actual = {"x": torch.full((3,), error)}
+    (found,) = measure_all(
+        actual, lambda: {"x": torch.full((3,), next(runs))}, oracle, torch.float32
+    )
+    return found, len(yardsticks) - len(list(runs))
+
+
+def test_the_largest_yardstick_counts_and_no_more_run_than_needed():
+    error, runs = _judged(5.0, 1.0, 0.5, 3.0, 9.0, 9.0)
+    assert error.passed and runs == 3
+    assert (error.torch_max, error.limit_max) == (3.0, 6.0)
+    assert error.torch_rms == pytest.approx(3.0) and error.limit_rms == pytest.approx(6.0)
+    assert _judged(1.9, 1.0, 9.0)[1] == 1
+    error, runs = _judged(5.0, 1.0, float("nan"), 99.0, 2.0, 1.5, 9.0)  # 99 is no rounding
+    assert not error.passed and runs == 1 + ORDERS and error.limit_max == 4.0
+
+
+# what -> (function, shapes of its arguments, whether it may be permuted)
+ORDERED = {
+    "linear": (F.linear, [(2, 7, 33), (9, 33), (9,)], True),
+    "matmul": (torch.matmul, [(2, 3, 7, 33), (2, 3, 33, 5)], True),
+    "baddbmm": (torch.baddbmm, [(3, 7, 5), (3, 7, 33), (3, 33, 5)], True),
+    "layer_norm": (
+        lambda x, w, b: F.layer_norm(x, (33,), w, b), [(2, 7, 33), (33,), (33,)], True
+    ),
+    "layer_norm-one_row": (
+        lambda x, w, b: F.layer_norm(x, (33,), w, b), [(33,), (33,), (33,)], True
+    ),
+    "softmax": (lambda x: x.softmax(1), [(2, 33, 3)], True),
+    "sums": (lambda x: x.sum() + x.sum(-1).sum() + x.sum((0, 2)), [(2, 17, 13)], True),
+    "means": (lambda x: x.mean() + x.mean((0, 2), keepdim=True), [(2, 17, 13)], True),
+    "conv2d": (lambda *a: F.conv2d(*a, stride=4), [(3, 5, 16, 16), (8, 5, 4, 4), (8,)], True),
+    "conv2d-groups": (
+        lambda *a: F.conv2d(*a, groups=2), [(3, 6, 8, 8), (8, 3, 3, 3), (8,)], False
+    ),
+    "conv_transpose2d": (F.conv_transpose2d, [(3, 6, 8, 8), (6, 3, 3, 3), (3,)], False),
+    "attention": (F.scaled_dot_product_attention, [(2, 3, 17, 8)] * 3, True),
+    "attention-mask": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, rand(2, 1, 17, 17, grad=False) > 0),
+        [(2, 3, 17, 8)] * 3, True,
+    ),
+    "attention-causal": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 3, 17, 8)] * 3, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ORDERED)
+def test_another_order_rounds_differently_and_is_the_same_function(what):
+    function, shapes, is_permuted = ORDERED[what]
+
+    def run(dtype, context):
+        inputs = [rand(*shape, seed=i).detach().to(dtype) for i, shape in enumerate(shapes)]
+        leaves = [x.requires_grad_() for x in inputs]
+        with context:
+            y = function(*leaves)
+            upstream = rand(*y.shape, seed=9, grad=False).to(dtype)
+            return y.detach(), *torch.autograd.grad(y, leaves, upstream)
+
+    for a, b in zip(run(torch.float64, nullcontext()), run(torch.float64, AnotherOrder(0)),
+                    strict=True):  # fmt: skip
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    fp32 = [run(torch.float32, context) for context in (nullcontext(), AnotherOrder(0))]
+    assert is_permuted != all(torch.equal(a, b) for a, b in zip(*fp32, strict=True))

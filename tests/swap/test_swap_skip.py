@@ -113,9 +113,8 @@ def test_equals_the_mask_of_the_same_samples(host, counted, monkeypatch):
         for cls in {type(m) for m in twin.modules() if isinstance(m, fused.DropPath)}:
             monkeypatch.setattr(cls, "fused_row_scale", dense)
         masked = _step(twin, x)
-        assert torch.equal(skipped[0], masked[0]) and torch.equal(skipped[1], masked[1])
-        for a, b in zip(skipped, masked, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(skipped, masked, strict=True):  # no bits: library products of other sizes
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
         evaluated = _step(model.eval(), x)
         assert torch.equal(evaluated[0], _step(twin.eval(), x)[0])
 
