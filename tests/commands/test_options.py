@@ -78,8 +78,8 @@ def test_what_serves_ci_alone_is_not_in_the_help(capsys):
     ("words", "message"),
     [
         (["tune", "--device", "tpu"], "must be cpu, cuda or cuda:N, got tpu"),
-        (["tune", "--batch", "0"], "must be above 0, got 0"),
-        (["tune", "--time-budget", "-1"], "must be above 0, got -1"),
+        (["tune", "--batch", "0"], "must be above 0 and at most 2147483647, got 0"),
+        (["tune", "--time-budget", "-1"], "must be above 0 and at most 2147483647, got -1"),
         (["compile", "--train", "--infer"], "not allowed with"),
     ],
 )

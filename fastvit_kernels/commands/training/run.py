@@ -207,7 +207,7 @@ class Run:
     def _follow(self) -> None:
         """Move the averaged weights towards those of this step."""
         if self.average:
-            weights = list(self.learners[0].parameters.values())
+            weights = [self.learners[0].parameters[name] for name in self.average]
             get_ema_multi_avg_fn(self.settings.ema)(list(self.average.values()), weights, None)
 
     @contextmanager
