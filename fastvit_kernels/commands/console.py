@@ -28,6 +28,7 @@ def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
         yield
     except errors as error:
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
         raise CommandError(f"{what}: {reason}") from error
 
 

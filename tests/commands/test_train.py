@@ -72,7 +72,7 @@ def pictures():
 def assert_same_run(first, second):
     a, b = (checkpoint.load(folder / "checkpoint.pt") for folder in (first, second))
     assert without_times(a["history"]) == without_times(b["history"])
-    for part in ("model", "reference"):
+    for part in ("model", "reference", "average"):
         assert (part in a) == (part in b)
         for name, weight in a.get(part, {}).items():
             assert torch.equal(weight, b[part][name]), name
@@ -80,7 +80,14 @@ def assert_same_run(first, second):
         for index, state in a.get(part, {"state": {}})["state"].items():
             for name, value in state.items():
                 assert torch.equal(value, b[part]["state"][index][name]), (index, name)
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
     assert torch.equal(a["rng"]["torch"], b["rng"]["torch"])
+    assert a["rng"]["python"] == b["rng"]["python"]
+    assert torch.equal(a["rng"]["numpy"][1], b["rng"]["numpy"][1])
+    if (first / names.WEIGHTS).exists():
+        ours, theirs = (torch.load(f / names.WEIGHTS, weights_only=True) for f in (first, second))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def test_train_writes_everything_and_learns(tmp_path, capsys, all_digits):
@@ -171,7 +178,13 @@ class _StopAt:
 
 
 @pytest.mark.parametrize(
-    "extra", [[], ["--compare", "--drop-path", "0.3"]], ids=["plain", "compare"]
+    "extra",
+    [
+        [],
+        ["--compare", "--drop-path", "0.3"],
+        ["--ema", "0.9", "--freeze", "blocks.0.*", "--drop-path", "0.3"],
+    ],
+    ids=["plain", "compare", "ema"],
 )
 def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, extra):
     words = ["--batch", 64, "--epochs", 3, "--no-check", *extra]
