@@ -50,10 +50,6 @@ FAULTS: list[Fault] = [
         "p.ndim > 1 and n not in named", "p.ndim > 1", only=MANUAL,
     ),
     Fault(
-        "train-decay-frozen", RUN, "make_optimizer", "frozen parameters are the optimizer's",
-        "if p.requires_grad}", "}", only=("commands/test_finetune.py::test_a_frozen_backbone",),
-    ),
-    Fault(
         "train-warmup-late", RUN, "learning_rate", "the warm-up begins at 0",
         "(step + 1) / warmup", "step / warmup", only=MANUAL,
     ),
@@ -594,7 +590,7 @@ FAULTS: list[Fault] = [
         "weights-gate", NAMES, "", "the gate and what it multiplies change places",
         r'(?:mlp|ffn)\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2"',
         r'(?:mlp|ffn)\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2"',
-        only=("models/test_gated_models.py",),
+        only=(_WEIGHTS + "test_names_of_gated_mlps",),
     ),
     Fault(
         "weights-positions-mode", "models/positions.py", "", "positions resized without antialias",
