@@ -24,7 +24,7 @@ from .training import checkpoint, data, figures
 from .training.finetune import UNFIT
 from .training.folder import WEIGHTS, read_run
 from .training.model import model_of
-from .training.settings import Settings
+from .training.settings import read_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
         content, run = read_run(weights.parent)
     else:
         content, run = checkpoint.load(weights), weights
-    settings = Settings(**content["settings"])
+    settings = read_settings(content, run)
     if run != weights:  # weights.pth has LoRA added in
         settings.lora = 0
     model = model_of(settings, len(content["classes"]))

@@ -41,7 +41,6 @@ from ..verify.selection import NoSuchCase, Selection, as_dict, run_cases, run_co
 from . import options
 from .console import (
     ERROR_COLUMNS,
-    CommandError,
     aligned,
     error_cells,
     make_console,
@@ -165,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-configs", action="store_true", help="every launch config that ships, each forced"
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N",
+        "--jobs", type=options.within(int, 0, options.MOST_PROCESSES), metavar="N",
         help="cases at once, each in a process of its own; 0: all in this one, in turn (default "
         f"0, on a GPU up to {MOST_JOBS})",
     )  # fmt: skip
@@ -188,8 +187,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _jobs(arguments: argparse.Namespace, device: torch.device) -> int:
     if arguments.jobs is None:
         return min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cuda" else 0
-    if arguments.jobs < 0:
-        raise CommandError(f"--jobs must be at least 0, got {arguments.jobs}")
     return arguments.jobs
 
 

@@ -87,8 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execve(sys.executable, sys.orig_argv, variables)
     module = importlib.import_module(f"{__package__}.{COMMANDS[arguments.command].module}")
     try:
-        return module.run(arguments)
-    except CommandError as error:
+        status = module.run(arguments)
+        sys.stdout.flush()
+        return status
+    except (CommandError, OSError) as error:  # a disk that is full, a file that is not there
         print(f"fastvit-kernels {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser, default="bf16")
     options.add_json(parser)
     parser.add_argument(
-        "--jobs", type=options.positive(int), metavar="N",
+        "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N",
         help="processes that compile (default 1; one for each processor with --gate)",
     )  # fmt: skip
     # For CI and for those who change a kernel: docs/compile.md explains them.

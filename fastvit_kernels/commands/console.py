@@ -27,7 +27,9 @@ def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise CommandError(f"{what}: {error}") from error
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
+        raise CommandError(f"{what}: {reason}") from error
 
 
 def require(module: str, package: str, install: str = "fastvit-kernels[train]") -> ModuleType:

@@ -33,6 +33,7 @@ from ..swap.report import SwapReport, ancestors
 from . import cut, options, zoo
 from .beside import difference, fingerprint, model_errors, randomize
 from .console import CommandError, require
+from .training.checkpoint import write_text
 
 TRIED = 5  # cut models of a name of which the host refuses a training step
 
@@ -268,7 +269,7 @@ def write_table(found: Sequence[Row], out: Path) -> None:
         lines += ["|---|---|---|---|"]
         lines += [f"| {r.model} | {r.level} | {r.verified} | {r.reason} |" for r in mine]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(lines) + "\n")
+    write_text(out, "\n".join(lines) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from ..tools.examine import examine
 from ..tools.resources import TARGETS, Kernel
 from .resources import compare, resources_page
 from .steps import CASES, LISTED, LISTED_ONLY
+from .training.checkpoint import write_text
 
 
 def _problems(k: Kernel) -> Iterator[str]:
@@ -127,9 +128,9 @@ def run_gate(
     problems = compiled.errors + broken_rules(kernels)
     if update:
         table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text(resources_page(kernels))
+        write_text(table, resources_page(kernels))
         passed = [rules_digest(), *([] if problems else sorted(compiled.digests))]
-        record_of(table).write_text("\n".join([*passed, ""]))
+        write_text(record_of(table), "\n".join([*passed, ""]))
         print(f"wrote {table}")
     elif not table.is_file():
         problems.append(f"there is no table {table}; write it with --gate --update")

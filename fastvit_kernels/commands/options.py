@@ -6,7 +6,6 @@ A command takes those it needs. Former spellings are still read, but no help lis
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,38 @@ from ..runtime.dtypes import DTYPES
 from .console import CommandError
 
 MODEL = "vit_base_patch16_224"
+MOST = 2**31 - 1  # what torch takes for a size, and a timer for seconds
+MOST_PROCESSES = 1024
+MOST_PIXELS = 2**14  # of a side
 
 
-def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argparse type: a finite number above 0."""
+def _number(
+    kind: Callable[[str], Any], fits: Callable[[Any], bool], wanted: str
+) -> Callable[[str], Any]:
+    """An argparse type. `fits` compares, so that NaN never fits and no integer is too long."""
 
     def parse(text: str) -> Any:
         value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
         return value
 
     parse.__name__ = kind.__name__
     return parse
 
 
-def share(text: str) -> float:
-    """An argparse type: a number from 0 to below 1."""
-    value = float(text)
-    if not (math.isfinite(value) and 0 <= value < 1):
-        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, got {text}")
-    return value
+def positive(kind: Callable[[str], Any], most: float = MOST) -> Callable[[str], Any]:
+    """An argparse type: a number above 0."""
+    return _number(kind, lambda value: 0 < value <= most, f"above 0 and at most {most}")
+
+
+def within(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
+    """An argparse type: a number from least to most."""
+    return _number(kind, lambda value: least <= value <= most, f"from {least} to {most}")
+
+
+share = _number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
+part = _number(float, lambda value: 0 < value < 1, "above 0 and below 1")
 
 
 def _device(text: str) -> str:
@@ -74,8 +84,8 @@ def add_model(parser: Any, default: str | None = MODEL, help: str = "") -> None:
 
 def add_img_size(parser: Any) -> None:
     _add(
-        parser, "--img-size", formerly="--image-size", type=positive(int), metavar="PIXELS",
-        help="side of the square images (default: the model's)",
+        parser, "--img-size", formerly="--image-size", type=positive(int, MOST_PIXELS),
+        metavar="PIXELS", help="side of the square images (default: the model's)",
     )  # fmt: skip
 
 
@@ -148,7 +158,7 @@ def require_kernels(device: torch.device) -> None:
 
 
 def add_seed(parser: Any, help: str) -> None:
-    _add(parser, "--seed", type=int, metavar="SEED", help=help)
+    _add(parser, "--seed", type=within(int, 0, 2**32 - 1), metavar="SEED", help=help)
 
 
 def add_json(parser: Any) -> None:

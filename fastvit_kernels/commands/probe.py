@@ -19,7 +19,7 @@ from ..runtime.backend import backend
 from . import options
 from .console import CommandError, make_console, require
 from .models import fused_model, input_shape, logits_of
-from .options import positive, share
+from .options import part, positive
 from .training import data
 from .training.finetune import load_into
 from .training.images import add_reading, open_images
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
     options.add_batch(parser, dest="batch_size")
-    add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
+    add("--held-out", type=part, metavar="SHARE", help="where there is no split (default 0.2)")
     options.add_seed(parser, "of the split and of the probe (default 0)")
     options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help="of autocast")
     add("--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)")

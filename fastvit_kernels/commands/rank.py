@@ -19,6 +19,7 @@ from ..tools.faults import faults
 from ..tools.loop_model import ROOFS
 from ..tools.rank import SIZES, Ranking, Row, Step, decisions, rank, steps
 from ..tools.resources import TARGETS
+from . import options
 from .console import CommandError, aligned
 
 TOKENS = (197, 257, 577, 1025)
@@ -137,4 +138,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hidden = argparse.SUPPRESS
     parser.add_argument("--rank", nargs="*", metavar="TABLE", help=hidden)
     parser.add_argument("--sizes", nargs="+", default=["S", "B", "L"], choices=SIZES, help=hidden)
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help=hidden)
+    parser.add_argument(
+        "--tokens", nargs="+", type=options.positive(int), default=list(TOKENS), help=hidden
+    )

@@ -16,7 +16,7 @@ from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
-from .options import positive, share
+from .options import MOST, MOST_PROCESSES, part, positive, share, within
 from .training.folder import open_run, read_run
 from .training.images import add_reading, open_images
 from .training.processes import Processes, ended_together, join, leave
@@ -36,30 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "timm: or hf: they bring their model")  # fmt: skip
     add("--freeze", nargs="+", metavar="PATTERN",
         help="parameters that stay: 'blocks.0.*'; backbone is all but the head")  # fmt: skip
-    add("--lora", type=positive(int), metavar="RANK",
+    add("--lora", type=positive(int, 4096), metavar="RANK",
         help="train LoRA (peft) of q, k, v, and a head")  # fmt: skip
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
     add("--epochs", type=positive(int))
     options.add_batch(parser, dest="batch_size")
-    add("--lr", type=positive(float), help="peak learning rate of AdamW")
+    add("--lr", type=positive(float, 1e300), help="peak learning rate of AdamW")
     add("--weight-decay", type=share, help="on matrices alone (default 0.05)")
-    add("--warmup-epochs", type=int, metavar="EPOCHS", help="linear, before the cosine")
+    add("--warmup-epochs", type=within(int, 0, MOST), metavar="EPOCHS",
+        help="linear, before the cosine")  # fmt: skip
     add("--label-smoothing", type=share, help="default 0.1")
     add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
     add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
-    add("--crop-scale", type=share, metavar="SHARE",
+    add("--crop-scale", type=part, metavar="SHARE",
         help="smallest part of a streamed image that a crop keeps (default 0.08)")  # fmt: skip
-    add("--randaugment", type=positive(int), metavar="M", help="RandAugment of this magnitude")
-    add("--mixup", type=positive(float), metavar="ALPHA", help="mix pairs of images, by Beta(A, A)")
+    add("--randaugment", type=positive(int, 30), metavar="M", help="RandAugment of this magnitude")
+    add("--mixup", type=within(float, 1e-3, 1e3), metavar="ALPHA",
+        help="mix pairs of images, by Beta(ALPHA, ALPHA)")  # fmt: skip
     add("--ema", type=share, metavar="DECAY", help="also average the weights; those are reported")
-    add("--held-out", type=share, metavar="SHARE", help="where there is no split (default 0.2)")
+    add("--held-out", type=part, metavar="SHARE", help="where there is no split (default 0.2)")
     options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
     options.add_dtype(
         parser, ("bf16", "fp32"), dest="precision",
         help="of autocast; default bf16 on CUDA, else fp32",
     )  # fmt: skip
-    add("--threads", type=positive(int), help="CPU threads (default 1 for digits, else torch's)")
+    add("--threads", type=positive(int, MOST_PROCESSES),
+        help="CPU threads (default 1 for digits, else torch's)")  # fmt: skip
     add("--backend", choices=("auto", "triton", "torch"),
         help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
         "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
@@ -172,7 +175,7 @@ def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
         launch = f"torchrun --nproc-per-node {processes.world} -m fastvit_kernels train"
     return (
         f"{path} holds the run after epoch {len(content['history'])} of {settings.epochs}; go on "
-        f"with\n  {launch} --resume --out {folder}"
+        f"with: {launch} --resume --out {folder}"
     )
 
 
@@ -215,19 +218,21 @@ def _run(
     steps_backend = _choose_backend(settings, device, console)
     if path is None:
         processes.agree(lambda: _make_folder(folder))
-        with refusing(f"--out {folder} cannot be written", OSError):
+        with refusing("nothing was trained", OSError):
             training.save()
     with ended_together(
         processes,
-        lambda why: console.print(
-            f"\nThe run stops: {why}. {_how_far(folder, settings, processes)}", markup=False
-        ),
+        lambda why: console.out(f"\nThe run stops: {why}. {_how_far(folder, settings, processes)}"),
     ):
         try:
             with backend(steps_backend):
                 _train(training, console)
                 write_report(training, errors, console)
         except KeyboardInterrupt:
-            console.print(f"\nInterrupted. {_how_far(folder, settings, processes)}")
+            console.out(f"\nInterrupted. {_how_far(folder, settings, processes)}")
             return 130
+        except OSError as error:  # such as a full disk
+            if not processes.first:
+                raise SystemExit(2) from error
+            raise CommandError(f"{error}. {_how_far(folder, settings, processes)}") from error
     return 0

@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".npz")
+ADVICE = (
+    "; if you trust it, read it with torch.load(..., weights_only=False) and pass its state dict"
+)
 MAX_RATIO = 16  # trained weights do not compress; zeros do, a thousandfold
 UNPACKED_FREELY = 2**28  # bytes below which the ratio does not matter
 
@@ -82,7 +85,11 @@ def _read_npz(path: Path) -> dict[str, Any]:
         return dict(arrays)
 
 
-def _read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, advice: str = "") -> Any:
+    """What torch.save wrote, read by torch's weights_only unpickler.
+
+    Raises: ValueError with the reason, and `advice` where it holds more than tensors.
+    """
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PK\x03\x04":
@@ -93,10 +100,7 @@ def _read_pickle(path: Path) -> Any:
         found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         if found is None:
             raise ValueError("it is not a checkpoint of torch.save") from error
-        raise ValueError(
-            f"it holds more than tensors ({found[1]}); if you trust it, read it with "
-            "torch.load(..., weights_only=False) and pass its state dict"
-        ) from error
+        raise ValueError(f"it holds more than tensors ({found[1]}){advice}") from error
     for name, x in _tensors(contents):
         if x.layout is torch.strided and not x.is_meta and not x.is_nested:  # else refused later
             held = x.untyped_storage().nbytes() // max(x.element_size(), 1)
@@ -138,7 +142,7 @@ def read_file(path: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(path)
-        return _read_npz(path) if suffix == ".npz" else _read_pickle(path)
+        return _read_npz(path) if suffix == ".npz" else read_pickle(path, ADVICE)
     except (ImportError, PermissionError):
         raise
     except Exception as error:  # each format raises its own

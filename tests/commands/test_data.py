@@ -78,8 +78,9 @@ def test_augmentation_identity_shift_and_mirror():
     spot[:, :, 7, 7] = 1
     moved = data.Augmentation(shift=2).apply(spot, data.Augmentation.draw(32, generator))
     axis = torch.arange(15.0)
-    x = (moved.sum(2)[:, 0] * axis).sum(1) / moved.sum((1, 2, 3)) - 7
-    assert x.abs().max() <= 2.001 and x.abs().max() > 1
+    for summed in (2, 3):  # over rows: along x; over columns: along y
+        place = (moved.sum(summed)[:, 0] * axis).sum(1) / moved.sum((1, 2, 3)) - 7
+        assert place.abs().max() <= 2.001 and place.abs().max() > 1
 
 
 def test_augmentation_rotates_without_shearing():
@@ -91,6 +92,42 @@ def test_augmentation_rotates_without_shearing():
     turned = data.Augmentation(degrees=90).apply(spot, draw)[0, 0]
     rows, columns = (turned > 0.5).nonzero().unbind(1)
     assert columns.tolist() == [15, 16] and set(rows.tolist()) <= {4, 11}
+
+
+@pytest.mark.parametrize(("drawn", "height"), [(1, 4), (0, 5), (-1, 6)])
+def test_augmentation_zooms_by_the_share_that_it_says(drawn, height):
+    """At 20 % a square of 5 x 5 pixels becomes one of 5 / 1.2 to 5 / 0.8."""
+    square = torch.zeros(1, 1, 25, 25)
+    square[0, 0, 10:15, 10:15] = 1
+    draw = torch.zeros(5, 1)
+    draw[1] = drawn
+    zoomed = data.Augmentation(zoom=0.2).apply(square, draw)[0, 0]
+    assert zoomed.sum().sqrt().item() == pytest.approx(5 / (1 + 0.2 * drawn), rel=0.02)
+    assert round(zoomed[12].sum().item()) == round(zoomed[:, 12].sum().item()) == height
+
+
+def test_each_image_draws_its_own_map():
+    draw = data.Augmentation.draw(500, torch.Generator().manual_seed(0))
+    assert draw.shape == (5, 500) and all(len(row.unique()) > 490 for row in draw)
+    assert draw.min() > -1.001 and draw.max() < 1.001 and draw.mean(1).abs().max() < 0.1
+    assert draw.min(1).values.max() < -0.9 and draw.max(1).values.min() > 0.9
+
+
+def test_images_are_cropped_about_their_centre_and_turned_upright(tmp_path):
+    wide = Image.new("L", (24, 8))
+    wide.paste(255, (8, 0, 16, 8))
+    assert data.fit(wide, 4).min() > 200, "the middle square is white"
+    turned = Image.new("RGB", (4, 8), (0, 0, 0))
+    turned.paste((255, 255, 255), (0, 0, 4, 4))  # the upper half
+    exif = turned.getexif()
+    exif[0x0112] = 3  # it was taken upside down
+    turned.save(tmp_path / "turned.png", exif=exif)
+    with Image.open(tmp_path / "turned.png") as opened:
+        pixels = data.fit(data.upright(opened, 1), None)
+    assert pixels.shape == (1, 8, 4) and pixels[0, :4].max() == 0 and pixels[0, 4:].min() == 255
+    assert data.fit(data.upright(Image.new("L", (4, 4)), 3), None).shape == (3, 4, 4)
+    with pytest.raises(ValueError, match="mode I;16; 8 bits a channel are wanted"):
+        data.upright(Image.new("I;16", (4, 4)), 1)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -193,3 +230,5 @@ def test_more_images_than_memory_is_said_before_they_are_read(tmp_path):
     write_images(tmp_path)
     with pytest.raises(CommandError, match="use a smaller --img-size"):
         data.load_folder(tmp_path, 10_000_000, 3, 0.2, 0)
+    with pytest.raises(CommandError, match="use a smaller --img-size"):
+        data.load_digits(100_000, 0.2, 0)

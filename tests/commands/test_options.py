@@ -78,8 +78,8 @@ def test_what_serves_ci_alone_is_not_in_the_help(capsys):
     ("words", "message"),
     [
         (["tune", "--device", "tpu"], "must be cpu, cuda or cuda:N, got tpu"),
-        (["tune", "--batch", "0"], "must be above 0, got 0"),
-        (["tune", "--time-budget", "-1"], "must be above 0, got -1"),
+        (["tune", "--batch", "0"], "must be above 0 and at most 2147483647, got 0"),
+        (["tune", "--time-budget", "-1"], "must be above 0 and at most 2147483647, got -1"),
         (["compile", "--train", "--infer"], "not allowed with"),
     ],
 )
@@ -87,6 +87,83 @@ def test_values_that_no_command_takes(words, message, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# The least and the most that each number takes; everything between is its meaning, all else is a
+# mistake. Ints must be whole.
+INTS = {
+    "--version": (1, options.MOST), "--img-size": (1, options.MOST_PIXELS),
+    "--batch": (1, options.MOST), "--epochs": (1, options.MOST),
+    "--warmup-epochs": (0, options.MOST), "--lora": (1, 4096), "--randaugment": (1, 30),
+    "--threads": (1, options.MOST_PROCESSES), "--workers": (0, options.MOST_PROCESSES),
+    "--seed": (0, 2**32 - 1),
+    "--neighbours": (1, options.MOST), "--tokens": (1, options.MOST),
+    "check --jobs": (0, options.MOST_PROCESSES), "compile --jobs": (1, options.MOST_PROCESSES),
+}  # fmt: skip
+FLOATS = {
+    "--lr": ("1e-12", "1e300"), "--weight-decay": ("0", "0.999"),
+    "--label-smoothing": ("0", "0.999"), "--drop-path": ("0", "0.999"), "--ema": ("0", "0.9999"),
+    "--crop-scale": ("1e-6", "0.999"), "--held-out": ("1e-6", "0.999"),
+    "--mixup": ("0.001", "1000"), "--time-budget": ("0.01", str(options.MOST)),
+    "--case-timeout": ("0.01", str(options.MOST)),
+}  # fmt: skip
+JUNK = (
+    "-1",
+    "-0.5",
+    "nan",
+    "-nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "9" * 400,
+    "9" * 5000,
+    "",
+    "two",
+    "0x1",
+)
+
+
+def _numbers():
+    """(command, flag, int or float) of every number of fastvit-kernels."""
+    for command in cli.COMMANDS:
+        for action in _subparsers(cli.build_parser([command]))[command]._actions:
+            kind = getattr(action.type, "__name__", "")
+            if kind in ("int", "float") and not action.choices:
+                yield command, max(action.option_strings, key=len), kind
+
+
+@pytest.mark.parametrize(("command", "flag", "kind"), list(_numbers()))
+def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
+    def read(value):
+        place = {"hub-layout": ["folder"], "attention-maps": ["image", "--weights", "file"]}
+        words = [command, *place.get(command, []), flag, value]
+        return vars(cli.build_parser(words).parse_args(words))
+
+    if FORMER.intersection([flag]):
+        return
+    limits = INTS.get(f"{command} {flag}", INTS.get(flag)) if kind == "int" else FLOATS[flag]
+    assert limits is not None, f"{command} {flag} needs its limits here"
+    least, most = limits
+    for value in (least, most):
+        found = [v[0] if isinstance(v, list) else v for v in read(str(value)).values()]
+        assert float(value) in [float(v) for v in found if type(v).__name__ == kind]
+    outside = [*JUNK, "1e300" if most != "1e300" else "1e301"]
+    outside += [str(least - 1), str(most + 1), f"{least}.5"] if kind == "int" else []
+    outside += [x for x in ("0", "1", "2") if kind == "float" and least != x
+                and not float(least) < float(x) <= float(most)]  # fmt: skip
+    for value in outside:
+        with pytest.raises(SystemExit) as stop:
+            read(value)
+        lines = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2
+        said = f"fastvit-kernels {command}: error: argument {flag}"
+        assert lines[-1].startswith(said), value
+        assert all(line.startswith(("usage: ", " ")) for line in lines[:-1])
+
+
+def test_limits_are_of_flags_that_are_there():
+    flags = {flag for _, flag, _ in _numbers()}
+    assert {name.split()[-1] for name in (*INTS, *FLOATS)} <= flags
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

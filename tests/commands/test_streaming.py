@@ -16,8 +16,9 @@ from fastvit_kernels.commands.training import checkpoint, records
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import make_settings
-from fastvit_kernels.commands.training.streaming import Streamed
+from fastvit_kernels.commands.training.streaming import Streamed, training_transforms
 from fastvit_kernels.models import modules
+from fastvit_kernels.runtime.backend import backend
 
 pytest.importorskip("rich")
 pytest.importorskip("torchvision")
@@ -107,6 +108,73 @@ def test_a_broken_image_names_itself(tmp_path, capsys):
     assert "Left out: 1 images" in out and "waiting for data" in out
     history = checkpoint.load(tmp_path / "run" / "checkpoint.pt")["history"]
     assert all(0 <= row["data_wait"] <= 1 for row in history)
+
+
+def test_a_broken_image_counts_nowhere(tmp_path):
+    """Nor in the loss, the accuracy and the number of either split."""
+    write_images(tmp_path / "images", count=6)
+    for name in ("cat/1.png", "dog/4.png", "dog/5.png"):
+        (tmp_path / "images" / name).write_bytes(b"not an image")
+    given = dict(augment=False, lr=1e-12, label_smoothing=0.0, warmup_epochs=0)
+    images = streamed(tmp_path / "images", skip=True, **given)
+    run = training.Run(images._train_images.settings, images, torch.device("cpu"), tmp_path)
+    with backend("torch"), torch.no_grad():
+        run.model.eval()
+        batches = list(images.batches(1, Processes()))
+        train = [(run.model(x), y) for x, y, _ in batches]
+        held = [(run.model(x), images.held_out_labels[i], i)
+                for i, x in images.held_out_batches(Processes())]  # fmt: skip
+    with backend("torch"):
+        row = run.epoch(1, lambda: None)
+    _, predicted = run.evaluate(run.learners[0])
+    assert sum(len(y) for _, y in train) + sum(len(y) for _, y, _ in held) == 9
+    wanted = [min(5, images.train_count - start) for start in range(0, images.train_count, 5)]
+    assert [w for *_, w in batches] == [len(y) / n for (_, y), n in zip(train, wanted, strict=True)]
+    for split, parts in (("train", train), ("held_out", held)):
+        logits, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        loss = torch.nn.functional.cross_entropy(logits, labels).item()
+        assert row[f"{split}_loss"] == pytest.approx(loss, rel=1e-4)
+        right = (logits.argmax(1) == labels).float().mean().item()
+        assert row[f"{split}_accuracy"] == pytest.approx(right)
+    read = torch.cat([part[2] for part in held])
+    assert (predicted >= 0).nonzero()[:, 0].tolist() == read.tolist()
+    assert len(images.broken) == 3
+
+
+def test_the_options_reach_the_crops(tmp_path):
+    words = {"data": "folder", "data_dir": str(tmp_path), "img_size": 8, "model": "vit_mnist"}
+    settings = make_settings({**words, "crop_scale": 0.5, "randaugment": 7}, torch.device("cpu"))
+    crop, mirror, randaugment = training_transforms(settings).transforms
+    assert tuple(crop.scale) == (0.5, 1.0) and tuple(crop.size) == (8, 8) and crop.antialias
+    assert mirror.p == 0.5 and randaugment.magnitude == 7
+    assert len(training_transforms(make_settings(words, torch.device("cpu"))).transforms) == 2
+
+
+def test_streamed_images_are_normalized_by_those_of_training(tmp_path):
+    write_images(tmp_path / "images" / "train", count=5)
+    write_images(tmp_path / "images" / "val", count=40)
+    images = streamed(tmp_path / "images", augment=False)
+    pixels = torch.tensor([*range(5), *range(100, 105)]).double() / 255
+    assert images.normalization.mean == pytest.approx([pixels.mean().item()] * 3)
+    assert images.normalization.std == pytest.approx([pixels.std(correction=0).item()] * 3)
+    held = torch.cat([x for _, x in images.held_out_batches(Processes())])
+    assert held.shape == (80, 3, 8, 8)
+    first = (0 - pixels.mean()) / pixels.std(correction=0)
+    assert held[0].mean().item() == pytest.approx(first.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("change", ["size", "name", "label"])
+def test_the_digest_of_streamed_images(tmp_path, change):
+    write_images(tmp_path / "images", count=5)
+    before = streamed(tmp_path / "images").digest()
+    assert streamed(tmp_path / "images").digest() == before
+    image = tmp_path / "images" / "cat" / "3.png"
+    if change == "size":
+        image.write_bytes(image.read_bytes() + b"0")
+    else:
+        image.rename(image.with_name("9.png") if change == "name" else
+                     tmp_path / "images" / "dog" / "3a.png")  # fmt: skip
+    assert streamed(tmp_path / "images").digest() != before
 
 
 def test_mixup_and_average(tmp_path, capsys, monkeypatch):
@@ -204,7 +272,6 @@ def test_datasets(tmp_path):
         (["--data", "webdataset"], "--data webdataset needs --data-dir"),
         (["--data", "folder", "--data-dir", "absent"], "absent is not a folder"),
         (["--randaugment", "9"], "--randaugment is for streamed images"),
-        (["--data", "folder", "--data-dir", "images", "--crop-scale", "0"], "--crop-scale must be"),
         (["--ema", "0.9", "--compare"], "--ema averages weights, which --compare does not"),
     ],
 )

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 import os
@@ -5,9 +6,11 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_data import Image, write_images, write_mnist
 
 from fastvit_kernels import create_vit
@@ -15,7 +18,10 @@ from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.training import checkpoint, data, figures, report
 from fastvit_kernels.commands.training import folder as names
 from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training.data import Augmentation
+from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import DIGITS_VIT, make_settings
+from fastvit_kernels.commands.training.source import AUGMENTATIONS
 from fastvit_kernels.runtime.backend import backend, get_backend
 from fastvit_kernels.verify import plain_vit
 
@@ -72,7 +78,7 @@ def pictures():
 def assert_same_run(first, second):
     a, b = (checkpoint.load(folder / "checkpoint.pt") for folder in (first, second))
     assert without_times(a["history"]) == without_times(b["history"])
-    for part in ("model", "reference"):
+    for part in ("model", "reference", "average"):
         assert (part in a) == (part in b)
         for name, weight in a.get(part, {}).items():
             assert torch.equal(weight, b[part][name]), name
@@ -80,7 +86,14 @@ def assert_same_run(first, second):
         for index, state in a.get(part, {"state": {}})["state"].items():
             for name, value in state.items():
                 assert torch.equal(value, b[part]["state"][index][name]), (index, name)
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
     assert torch.equal(a["rng"]["torch"], b["rng"]["torch"])
+    assert a["rng"]["python"] == b["rng"]["python"]
+    assert torch.equal(a["rng"]["numpy"][1], b["rng"]["numpy"][1])
+    if (first / names.WEIGHTS).exists():
+        ours, theirs = (torch.load(f / names.WEIGHTS, weights_only=True) for f in (first, second))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def test_train_writes_everything_and_learns(tmp_path, capsys, all_digits):
@@ -171,7 +184,13 @@ class _StopAt:
 
 
 @pytest.mark.parametrize(
-    "extra", [[], ["--compare", "--drop-path", "0.3"]], ids=["plain", "compare"]
+    "extra",
+    [
+        [],
+        ["--compare", "--drop-path", "0.3"],
+        ["--ema", "0.9", "--freeze", "blocks.0.*", "--drop-path", "0.3"],
+    ],
+    ids=["plain", "compare", "ema"],
 )
 def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, extra):
     words = ["--batch", 64, "--epochs", 3, "--no-check", *extra]
@@ -402,6 +421,204 @@ def test_batches_cover_every_image_once_and_depend_on_the_epoch_alone(tmp_path):
     )
     assert torch.equal(first, again) and not torch.equal(first, next_)
     assert torch.equal(first.bincount(), run.source.train.labels.bincount())
+
+
+def _plain_training(run, epochs):
+    """What docs/train.md promises of a run, written out: the weights, their average, and the
+    losses and accuracies of the training images (smoothed) and of the held-out ones (the average's,
+    not smoothed), epoch by epoch. For a run that has not begun."""
+    s, model = run.settings, copy.deepcopy(run.model)
+    split, held = run.source.train, run.source.held_out
+    pixels = split.images.double() / 255
+    mean, std = pixels.mean().float(), pixels.std(correction=0).float()
+    decayed = [
+        p for n, p in model.named_parameters() if p.ndim > 1 and n not in ("cls_token", "pos_embed")
+    ]
+    others = [p for p in model.parameters() if not any(p is d for d in decayed)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": s.weight_decay}, {"params": others, "weight_decay": 0}]
+    )
+    average = copy.deepcopy(model)
+    steps = math.ceil(len(split) / s.batch_size)
+    warmup, total, step, rows = s.warmup_epochs * steps, s.epochs * steps, 0, []
+    for epoch in range(1, epochs + 1):
+        model.train()
+        generator = torch.Generator().manual_seed(s.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(split), generator=generator)
+        loss_sum, right = 0.0, 0
+        for index in order.split(s.batch_size):
+            x = (split.images[index].float() / 255 - mean) / std
+            if s.augment:
+                x = AUGMENTATIONS["digits"].apply(x, Augmentation.draw(len(index), generator))
+            y = split.labels[index]
+            rate = s.lr * (step + 1) / warmup
+            if step >= warmup:
+                rate = s.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            logits = model(x).log_softmax(1)
+            target = F.one_hot(y, 10) * (1 - s.label_smoothing) + s.label_smoothing / 10
+            loss = -(target * logits).sum(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad *= min(1.0, 1.0 / (norm + 1e-6))
+            optimizer.step()
+            for p, a in zip(model.parameters(), average.parameters(), strict=True):
+                a.data = s.ema * a.data + (1 - s.ema) * p.data
+            loss_sum, right = loss_sum + loss.item() * len(y), right + (logits.argmax(1) == y).sum()
+            step += 1
+        average.eval()
+        with torch.no_grad():
+            logits = average((held.images.float() / 255 - mean) / std).log_softmax(1)
+        rows.append(
+            {
+                "lr": rate, "train_loss": loss_sum / len(split),
+                "train_accuracy": float(right) / len(split),
+                "held_out_loss": -logits[torch.arange(len(held)), held.labels].mean().item(),
+                "held_out_accuracy": (logits.argmax(1) == held.labels).float().mean().item(),
+            }
+        )  # fmt: skip
+    return model, average, rows
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_a_run_is_what_the_manual_says(tmp_path, augment):
+    """Against a training loop of its own: data, schedule, decay, clipping, smoothing, average."""
+    given = dict(
+        epochs=3, warmup_epochs=1, lr=0.02, weight_decay=0.3, label_smoothing=0.2, drop_path=0.3,
+        ema=0.8, seed=3, augment=augment, batch_size=48,
+    )  # fmt: skip
+    with backend("torch"):
+        run = _small_run(tmp_path, **given)
+        state = torch.get_rng_state()
+        model, average, rows = _plain_training(run, 2)
+        torch.set_rng_state(state)
+        for epoch in (1, 2):
+            run.epoch(epoch, lambda: None)
+    ours = dict(run.model.named_parameters())
+    for weights, wanted in ((ours, model), (run.average, average)):
+        for name, weight in weights.items():
+            other = wanted.get_parameter(name)
+            if name.endswith("qkv.bias"):  # Adam makes steps of the keys' part of rounding alone
+                weight, other = (w.detach().view(3, -1)[[0, 2]] for w in (weight, other))
+            torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4, msg=name)
+    for row, wanted in zip(run.history, rows, strict=True):
+        assert {key: row[key] for key in wanted} == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_average_leaves_as_it_came(tmp_path):
+    run = _small_run(tmp_path, ema=0.5)
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    for value in run.average.values():
+        value.zero_()
+    with pytest.raises(ZeroDivisionError), run.averaged():
+        1 / sum(p.abs().max() for p in run.model.parameters()).item()
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_an_average_of_what_is_trained(tmp_path):
+    """Frozen parameters have none, and shift none of the others."""
+    run = _small_run(tmp_path, ema=0.5, freeze=["cls_token", "blocks.0.*"])
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with torch.no_grad():
+        for p in run.learners[0].parameters.values():
+            p.add_(1)
+    run._follow()
+    assert not [n for n in run.average if n == "cls_token" or n.startswith("blocks.0.")]
+    for name, value in run.average.items():
+        torch.testing.assert_close(value, before[name] + 0.5, msg=name)
+
+
+def test_the_seed_draws_weights_split_and_order(tmp_path, all_digits):
+    def drawn(seed):
+        settings = make_settings({"seed": seed}, torch.device("cpu"))
+        images = data.load(settings, lambda *_: None)
+        run = training.Run(settings, images, torch.device("cpu"), tmp_path)
+        _, labels, _ = next(run.source.batches(1, run.processes))
+        weight = run.model.get_parameter("blocks.0.mlp.fc1.weight")
+        return weight.sum().item(), images.held_out.labels.tolist(), labels.tolist()
+
+    assert drawn(1) == drawn(1)
+    assert all(a != b for a, b in zip(drawn(1), drawn(2), strict=True))
+
+
+def test_settings_reach_the_model_and_the_threads(tmp_path, monkeypatch, capsys):
+    run = _small_run(tmp_path, drop_path=0.25, img_size=6, model="vit_mnist")
+    assert run.model.blocks[-1].drop_path2.drop_prob == 0.25
+    assert run.model.patch_embed.grid_size == (3, 3) or run.model.patch_embed.img_size == (6, 6)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert cli.main(["train", *QUICK[:-1], "1", "--out", "a"]) == 0
+    assert cli.main(["train", *QUICK[:-1], "1", "--out", "b", "--threads", "2"]) == 0
+    assert threads == [1, 2]
+
+
+def test_bf16_is_of_autocast(tmp_path):
+    """The weights stay fp32, the products are bf16, in training and in evaluation."""
+    seen = set()
+    run = _small_run(tmp_path, precision="bf16")
+    hook = run.model.head.register_forward_hook(lambda m, x, y: seen.add((m.training, y.dtype)))
+    with backend("torch"):
+        run.epoch(1, lambda: None)
+    hook.remove()
+    assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+
+
+def test_a_warm_up_longer_than_the_run():
+    settings = make_settings({"epochs": 2, "warmup_epochs": 9, "lr": 1.0}, torch.device("cpu"))
+    rates = [training.learning_rate(step, 2, settings) for step in range(4)]
+    assert rates == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_rows_of_the_confusion_matrix_are_true_classes():
+    labels, predicted = torch.tensor([0, 0, 2]), torch.tensor([1, 0, 1])
+    wanted = [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert report.confusion_matrix(labels, predicted, 3).tolist() == wanted
+
+
+def test_weights_of_shares_sum_to_the_batch(tmp_path):
+    """Each image is one process's, and the weighted mean of the shares' losses is the batch's."""
+    run = _small_run(tmp_path, batch_size=7)
+    alone = list(run.source.batches(1, Processes()))
+    parts = [list(run.source.batches(1, Processes(rank, 3))) for rank in range(3)]
+    for (x, y, weight), *shares in zip(alone, *parts, strict=True):
+        assert weight == 1 and sum(share[2] for share in shares) == pytest.approx(3)
+        kept = [share for share in shares if share[2]]
+        assert torch.equal(torch.cat([share[0] for share in kept]), x)
+        assert torch.equal(torch.cat([share[1] for share in kept]), y)
+        assert [share[2] for share in kept] == pytest.approx([len(s[1]) * 3 / len(y) for s in kept])
+    held = [list(run.source.held_out_batches(Processes(rank, 3))) for rank in range(3)]
+    numbers = torch.cat([index for part in held for index, _ in part])
+    assert numbers.sort().values.tolist() == list(range(run.source.held_out_count))
+
+
+def test_augmentations_are_those_of_the_manual():
+    """Degrees, zoom, shift in pixels, mirroring: docs/train.md's row --no-augment."""
+    manual = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    row = next(line for line in manual.splitlines() if line.startswith("| `--no-augment`"))
+    assert "rotation 5 / 10 / 5 degrees, zoom 10 / 10 / 20 %, shift 0.5 / 2 / 16 pixels" in row
+    found = [AUGMENTATIONS[kind] for kind in ("digits", "mnist", "folder")]
+    assert [a.degrees for a in found] == [5, 10, 5] and [a.zoom for a in found] == [0.1, 0.1, 0.2]
+    assert [a.shift for a in found] == [0.5, 2, 16]
+    assert [a.mirror for a in found] == [False, False, True]
+
+
+def test_defaults_are_those_of_the_manual():
+    kinds = [make_settings(given, torch.device("cpu")) for given in (
+        {}, {"data": "mnist", "data_dir": "."}, {"data": "folder", "data_dir": "."}
+    )]  # fmt: skip
+    assert [(s.epochs, s.warmup_epochs) for s in kinds] == [(40, 4), (20, 2), (100, 5)]
+    assert [(s.batch_size, s.lr) for s in kinds] == [(64, 2e-3), (256, 2e-3), (256, 1e-3)]
+    assert [s.model for s in kinds] == [None, "vit_mnist", "vit_tiny_patch16_224"]
+    assert [(s.img_size, s.in_chans) for s in kinds] == [(8, 1), (28, 1), (224, 3)]
+    for s in kinds:
+        assert (s.weight_decay, s.label_smoothing, s.drop_path) == (0.05, 0.1, 0)
+        assert (s.held_out, s.seed, s.crop_scale, s.mixup, s.ema) == (0.2, 0, 0.08, 0, 0)
+        assert (s.randaugment, s.precision, s.augment, s.compare) == (0, "fp32", True, False)
+    assert make_settings({}, torch.device("cuda")).precision == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -428,6 +429,49 @@ def test_hostile_source(name, refused, tmp_path):
     make, error, message = OTHERS[name]
     source, grid_size = make(tmp_path)
     refused(error, message, source, grid_size)
+
+
+def _trusting(path: Path) -> list[str]:
+    """Calls in a source file that would run what a file brings, and the one reader that checks."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and any(
+            "Unpickler" in ast.unparse(b) for b in node.bases
+        ):
+            found.append(f"{path.name}: class {node.name}")
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        trusted = name in ("eval", "exec", "__import__", "compile")
+        trusted |= name.split(".")[0] in ("pickle", "marshal", "shelve", "joblib", "dill", "yaml")
+        trusted |= name == "torch.load" and given.get("weights_only") != "True"
+        trusted |= name in ("np.load", "numpy.load") and given.get("allow_pickle") != "False"
+        trusted |= given.get("trust_remote_code", "False") != "False"
+        trusted |= name == "dcp.FileSystemReader"
+        if trusted and name != "pickle.UnpicklingError":
+            found.append(f"{path.name}: {name}")
+    return found
+
+
+def test_no_source_reads_a_file_that_could_run_code():
+    root = Path(weight_files.__file__).parents[2]
+    files = [*(root / "fastvit_kernels").rglob("*.py"), *(root / "bench").rglob("*.py")]
+    assert [call for file in files for call in _trusting(file)] == ["sharded.py: class _Unpickler"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(path)", "torch.load(path, weights_only=False)", "np.load(path)",
+        "np.load(path, allow_pickle=True)", "pickle.load(file)", "pickle.loads(text)",
+        "eval(text)", "exec(text)", "yaml.load(text)", "load(x, trust_remote_code=True)",
+        "class U(pickle.Unpickler): pass", "dcp.FileSystemReader(path)",
+    ],
+)  # fmt: skip
+def test_a_source_that_does_is_noticed(tmp_path, line):
+    (tmp_path / "source.py").write_text(line)
+    assert len(_trusting(tmp_path / "source.py")) == 1
 
 
 def test_the_malicious_pickle_does_run_where_it_is_trusted(tmp_path, monkeypatch):

@@ -328,11 +328,12 @@ def test_positions_are_resized_as_timm_does(img_size):
     assert f"pos_embed (1, 17, {C}) -> (1, {1 + math.prod(grid)}, {C})" in str(report)
 
 
-def test_positions_of_prefix_tokens_are_kept():
-    source = _timm(reg_tokens=4)
-    model = _vit(img_size=48, reg_tokens=4)
+@pytest.mark.parametrize("reg_tokens", [4, 8])  # 9 prefix tokens and 16 patches are 5 x 5, too
+def test_positions_of_prefix_tokens_are_kept(reg_tokens):
+    source = _timm(reg_tokens=reg_tokens)
+    model = _vit(img_size=48, reg_tokens=reg_tokens)
     load_weights(model, source.state_dict())
-    expected = resample_abs_pos_embed(source.pos_embed, [6, 6], num_prefix_tokens=5)
+    expected = resample_abs_pos_embed(source.pos_embed, [6, 6], num_prefix_tokens=1 + reg_tokens)
     torch.testing.assert_close(model.pos_embed, expected)
 
 
@@ -381,6 +382,33 @@ def test_old_timm_pre_logits():
     assert "pre_logits.fc.weight" in source.state_dict()
     _assert_complete(load_weights(model, source.state_dict()))
     _assert_equal_models(model, source)
+
+
+@pytest.mark.parametrize(
+    ("stem", "names"),
+    [
+        ("blocks.0.mlp", {"w12": "fc1", "w3": "fc2"}),  # DINOv2's own
+        ("blocks.0.mlp", {"w1": "fc1_g", "w2": "fc1_x", "w3": "fc2"}),  # DINOv3's own
+        ("encoder.layer.0.mlp", {"weights_in": "fc1", "weights_out": "fc2"}),  # transformers' v2
+        ("layer.0.mlp", {"gate_proj": "fc1_g", "up_proj": "fc1_x", "down_proj": "fc2"}),  # v3
+        ("layers.0.ffn", {"gate_proj": "fc1_g", "up_proj": "fc1_x", "down_proj": "fc2"}),  # AIMv2
+        ("layer.0.mlp", {"up_proj": "fc1", "down_proj": "fc2"}),  # without a gate
+    ],
+)
+def test_names_of_gated_mlps(stem, names):
+    """Which half is the gate: g(x) * x is no more itself where they change places."""
+    source = {
+        f"{stem}.{name}.{leaf}": torch.rand(2) for name in names for leaf in ("weight", "bias")
+    }
+    _, found = to_timm(source)
+    wanted = {
+        f"blocks.0.mlp.{target}.{leaf}": source[f"{stem}.{name}.{leaf}"]
+        for name, target in names.items() for leaf in ("weight", "bias")
+    }  # fmt: skip
+    assert found.keys() == wanted.keys()
+    assert all(
+        found[name] is wanted[name] or torch.equal(found[name], x) for name, x in wanted.items()
+    )
 
 
 def test_gradients_convert_like_weights():

@@ -190,11 +190,6 @@ def test_a_config_job_gives_what_this_process_gives():
     assert runs[0] == all_configs.run_config(reached, wanted[0])
 
 
-def test_jobs_are_checked(capsys):
-    assert cli.main(["check", "--jobs", "-1"]) == 2
-    assert "--jobs must be at least 0, got -1" in capsys.readouterr().err
-
-
 class Process:
     """Stands in for one that prints so many lines, then ends or falls silent."""
 

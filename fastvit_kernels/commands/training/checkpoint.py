@@ -5,21 +5,35 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from ...weights.files import read_pickle
 from ..console import CommandError, refusing
 
 FORMAT = 1
 NAME = "checkpoint.pt"
+PARTS = {"settings", "classes", "normalization", "data_digest", "history"}
+
+
+def unwritten(path: Path, error: BaseException) -> OSError:
+    """That `path` cannot be written, in one line: torch.save raises a RuntimeError where the disk
+    is full, with the system's own error under it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = getattr(cause, "strerror", None) or str(cause or error).split("\n")[0]
+    return OSError(f"{path} cannot be written: {reason}")
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call write(file) on a temporary file beside `path`, which then takes the place of `path`.
 
     Whatever interrupts it, `path` holds either the old content or the new.
+    Raises: OSError that names `path`, where it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -28,8 +42,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError | RuntimeError):
+            raise unwritten(path, error) from error
         raise
 
 
@@ -76,7 +93,9 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CommandError(f"there is no checkpoint {path}")
     with refusing(f"{path} cannot be read as a checkpoint", Exception):
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = read_pickle(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CommandError(f"{path} is not a checkpoint of fastvit-kernels train")
+    if lacking := sorted(PARTS - content.keys()):
+        raise CommandError(f"{path} cannot be read as a checkpoint: it lacks {lacking[0]}")
     return content

@@ -129,6 +129,7 @@ def resize(images: Tensor, img_size: int) -> Tensor:
     """uint8 (N, channels, h, w) -> (N, channels, img_size, img_size), bilinear, antialiased."""
     if images.shape[-2:] == (img_size, img_size):
         return images
+    _check_memory(len(images), 4 * images.shape[1] * img_size**2)
     chunks = [
         F.interpolate(chunk.float(), (img_size, img_size), mode="bilinear", antialias=True)
         for chunk in images.split(4096)

@@ -10,7 +10,7 @@ import torch
 
 from ..console import CommandError
 from . import checkpoint, sharded
-from .settings import Settings, flag_of, make_settings
+from .settings import Settings, flag_of, make_settings, read_settings
 
 CHECKPOINT, METRICS = checkpoint.NAME, "metrics.csv"
 WEIGHTS, SUMMARY = "weights.pth", "summary.json"
@@ -55,15 +55,15 @@ def _latest_folder(name: str) -> Path:
     return max(found, key=number)
 
 
-def _resumed_settings(folder: Path, content: dict[str, Any], given: dict[str, Any]) -> Settings:
-    settings = Settings(**content["settings"])
+def _resumed_settings(path: Path, content: dict[str, Any], given: dict[str, Any]) -> Settings:
+    settings = read_settings(content, path)
     if "data_dir" in given:
         given = {**given, "data_dir": str(Path(given["data_dir"]).resolve())}
     for name, value in given.items():
         if value != getattr(settings, name):
             raise CommandError(
-                f"{flag_of(name)} {value} differs from the {getattr(settings, name)} of "
-                f"the run in {folder}; --resume keeps a run's settings, --out starts another run"
+                f"{flag_of(name)} {value} differs from the {getattr(settings, name)} of the run "
+                f"in {path.parent}; --resume keeps a run's settings, --out starts another run"
             )
     return settings
 
@@ -81,7 +81,7 @@ def open_run(
     if resume:
         folder = out or _latest_folder(name)
         content, path = read_run(folder)
-        return folder, _resumed_settings(folder, content, given), path
+        return folder, _resumed_settings(path, content, given), path
     settings = make_settings(given, device)
     folder = out or _free_folder(name)
     taken = [n for n in WRITTEN if (folder / n).exists()]

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from ..console import CommandError
+from ..options import MOST_PROCESSES, within
 from . import data
 from .records import SOURCES
 from .settings import Settings
@@ -21,7 +21,7 @@ def add_reading(parser: Any) -> None:
         help="hold the images of --data folder in memory, not streamed",
     )  # fmt: skip
     add(
-        "--workers", type=int, metavar="N",
+        "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
         help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
     )  # fmt: skip
     add(
@@ -43,8 +43,6 @@ def open_images(
         found = find(data.data_folder(settings), settings.held_out, settings.seed)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         workers = min(8, (cores or 1) - 1) if arguments.workers is None else arguments.workers
-        if workers < 0:
-            raise CommandError(f"--workers must be 0 or more, got {workers}")
         skip = arguments.on_error == "skip"
         return Streamed(
             *found, settings, workers, skip, lambda line: console.print(line, markup=False)

@@ -51,7 +51,8 @@ class Processes:
     def agree(self, action: Callable[[], T]) -> T:
         """What `action` returns in the first process, in all of them.
 
-        Raises: its CommandError in the first process, and SystemExit(2) in silence in the others.
+        Raises: its CommandError or OSError in the first process, and SystemExit(2) in silence in
+            the others.
         """
         if self.world == 1:
             return action()
@@ -60,7 +61,7 @@ class Processes:
         if self.first:
             try:
                 box = [True, action()]
-            except CommandError as refused:
+            except (CommandError, OSError) as refused:
                 box, error = [False, None], refused
         dist.broadcast_object_list(box)
         if error is not None:

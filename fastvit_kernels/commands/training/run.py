@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ...models.vit import VisionTransformer
-from ..console import CommandError, require
+from ..console import CommandError, refusing, require
 from ..models import logits_of
 from ..zoo import define_torchvision_operators
 from . import checkpoint, sharded
@@ -207,7 +207,7 @@ class Run:
     def _follow(self) -> None:
         """Move the averaged weights towards those of this step."""
         if self.average:
-            weights = list(self.learners[0].parameters.values())
+            weights = [self.learners[0].parameters[name] for name in self.average]
             get_ema_multi_avg_fn(self.settings.ema)(list(self.average.values()), weights, None)
 
     @contextmanager
@@ -351,9 +351,14 @@ class Run:
 
         self.processes.agree(same_data)
         self.history = content["history"]
-        if not alone or self.processes.launched:
-            self._restore_tensors(path, content if alone else None)
-            return
+        damaged = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+        with refusing(f"{path} cannot be read as a checkpoint", *damaged):
+            if not alone or self.processes.launched:
+                self._restore_tensors(path, content if alone else None)
+            else:
+                self._restore_whole(path, content)
+
+    def _restore_whole(self, path: Path, content: dict[str, Any]) -> None:
         sharded.missing_from(
             path,
             {f"model.{name}": t for name, t in self.model.state_dict().items()},

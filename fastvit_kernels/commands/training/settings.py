@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...runtime.backend import Backend
-from ..console import CommandError
+from ..console import CommandError, refusing
 from ..models import build_model, input_shape
 from .cached import source_folder
 
@@ -79,6 +79,15 @@ def given_options(arguments: object) -> dict[str, Any]:
     return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
 
 
+def read_settings(content: dict[str, Any], path: Path) -> Settings:
+    """The settings of a checkpoint's content.
+
+    Raises: CommandError where they are those of another version.
+    """
+    with refusing(f"{path} cannot be read as a checkpoint", TypeError):
+        return Settings(**content["settings"])
+
+
 def _check_reading(settings: Settings, given: dict[str, Any]) -> None:
     """Raises: CommandError for options of another way to read the images."""
     kind = settings.data
@@ -93,8 +102,6 @@ def _check_reading(settings: Settings, given: dict[str, Any]) -> None:
                 )
     elif not settings.augment and (given.get("randaugment") or "crop_scale" in given):
         raise CommandError("--no-augment leaves no place for --randaugment and --crop-scale")
-    if not 0 < settings.crop_scale < 1:
-        raise CommandError(f"--crop-scale must be above 0 and below 1, got {settings.crop_scale}")
     if settings.ema and settings.compare:
         raise CommandError("--ema averages weights, which --compare does not: choose one of them")
 
@@ -122,10 +129,6 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     _check_reading(settings, given)
     if settings.data_dir is not None:
         settings.data_dir = str(Path(settings.data_dir).resolve())
-    if not 0 < settings.held_out < 1:
-        raise CommandError("--held-out must be above 0")
-    if settings.warmup_epochs < 0:
-        raise CommandError(f"--warmup-epochs must be 0 or more, got {settings.warmup_epochs}")
     if not settings.img_size:
         settings.img_size = int(DIGITS_VIT["img_size"])
         if settings.model is not None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..console import CommandError, refusing
@@ -27,6 +28,43 @@ from .processes import Processes
 RUN = "run.pt"
 _NAME = re.compile(r"checkpoint-\d{4,}")
 _LEFT = re.compile(r"\.?checkpoint-\d{4,}(\.tmp|\.gone)*")  # by a process that was killed
+# All that the .metadata of tensors names, besides dtypes. BytesStorageMetadata, which is not here,
+# would let torch read what is no tensor with pickle.
+_NAMED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # its name in Python 3.13
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the names above and no other, so that nothing a file brings is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in _NAMED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata names {module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, which would trust the pickle in .metadata."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            return _Unpickler(file).load()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in the first process that failed."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def latest(folder: Path) -> Path | None:
@@ -63,13 +101,14 @@ def save(
     target = folder / f"checkpoint-{len(content['history']):04d}"
     temporary = folder / f".{target.name}.tmp"
     processes.agree(lambda: shutil.rmtree(temporary, ignore_errors=True))
-    with refusing(f"{temporary} cannot be written", OSError, dcp.CheckpointException):
+    try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary))
+    except (OSError, dcp.CheckpointException) as error:
+        raise checkpoint.unwritten(target, _cause(error)) from error
 
     def name_it() -> None:
-        with refusing(f"{target} cannot be written", OSError):
-            checkpoint.save(temporary / RUN, content)
-            os.replace(temporary, target)
+        checkpoint.save(temporary / RUN, content)
+        os.replace(temporary, target)
         remove_all(folder, target)
         (folder / checkpoint.NAME).unlink(missing_ok=True)
 
@@ -111,14 +150,17 @@ def load(path: Path, tensors: dict[str, Tensor]) -> set[str]:
 
     Raises: CommandError where it is damaged, holds other names, or other shapes.
     """
-    reader, what = dcp.FileSystemReader(path), f"{path} cannot be read as a checkpoint"
-    with refusing(what, OSError, pickle.UnpicklingError, EOFError):
-        held = reader.read_metadata().state_dict_metadata
-    shapes = {name: getattr(entry, "size", None) for name, entry in held.items()}
+    reader, what = _Reader(path), f"{path} cannot be read as a checkpoint"
+    with refusing(what, Exception):
+        held: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        shapes = {name: entry.size for name, entry in held.items()}
     missing = missing_from(path, tensors, shapes)
     wanted = {name: tensor for name, tensor in tensors.items() if name in held}
-    with refusing(what, OSError, dcp.CheckpointException), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # of one process that reads alone
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        except (OSError, dcp.CheckpointException) as error:
+            raise CommandError(f"{what}: {_cause(error)}") from error
     return missing

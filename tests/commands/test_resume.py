@@ -1,0 +1,294 @@
+"""What a run leaves: whole files where the disk is full; and what no file of it can do."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_data import Image, write_images
+from test_train import _a_smaller_run, _in_a_folder_of_its_own, _small_run, run
+from torch.distributed import checkpoint as dcp
+
+from fastvit_kernels.commands import cli, coverage
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.training import checkpoint, figures, sharded
+from fastvit_kernels.commands.training import folder as names
+from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training.processes import Processes
+
+resource = pytest.importorskip("resource")
+pytest.importorskip("rich")
+__all__ = ["_a_smaller_run", "_in_a_folder_of_its_own"]  # fixtures
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+class Runs:
+    """A pickle of it makes the file "executed" when it is read by a trusting unpickler."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("executed"),))
+
+
+@pytest.fixture
+def one_line(capsys):
+    """Run a command that must end with one line of its own and status 2, and give that line."""
+
+    def command(*words):
+        capsys.readouterr()
+        assert cli.main([str(word) for word in words]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return command
+
+
+@pytest.fixture
+def small_files():
+    """After a call of it no file may grow beyond so many bytes: the disk is as good as full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill(path):
+    """Let the disk be full for what is written to `path`."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.with_name(f".{path.name}.tmp").symlink_to(FULL)
+
+
+def test_a_disk_that_fills_in_a_checkpoint(tmp_path, monkeypatch, one_line, small_files):
+    train_epoch = training.Run.train_epoch
+
+    def fill_in_the_second(self, learner, epoch, advance):
+        if epoch == 2:
+            small_files(100_000)
+        return train_epoch(self, learner, epoch, advance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Run, "train_epoch", fill_in_the_second)
+        words = ["train", "--epochs", 3, "--batch", 64, "--no-check", "--out", "run"]
+        line = one_line(*words)
+    assert line == (
+        "fastvit-kernels train: run/checkpoint.pt cannot be written: File too large. "
+        "run/checkpoint.pt holds the run after epoch 1 of 3; go on with: "
+        "fastvit-kernels train --resume --out run"
+    )
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint.pt", "metrics.csv"]
+    small_files(resource.RLIM_INFINITY)
+    assert run("--resume", "--no-check", "--out", "run") == 0
+    assert len(checkpoint.load(tmp_path / "run" / "checkpoint.pt")["history"]) == 3
+
+
+@needs_full
+@pytest.mark.parametrize("name", [names.CHECKPOINT, names.METRICS, names.WEIGHTS, names.SUMMARY])
+def test_a_disk_that_is_full(tmp_path, one_line, name):
+    """Of each file; what the run has written before stays whole, and it goes on with --resume."""
+    fill(tmp_path / "run" / name)
+    line = one_line("train", "--epochs", 1, "--batch", 128, "--no-check", "--out", "run")
+    assert f"run/{name} cannot be written: No space left on device" in line
+    assert not (tmp_path / "run" / name).exists()
+    if name == names.CHECKPOINT:
+        assert line.startswith("fastvit-kernels train: nothing was trained: ")
+    else:
+        assert line.endswith("epoch 1 of 1; go on with: fastvit-kernels train --resume --out run")
+        assert run("--resume", "--no-check", "--out", "run") == 0
+
+
+@needs_full
+def test_a_disk_that_is_full_elsewhere(tmp_path, monkeypatch):
+    """Pictures, the table of `coverage`: the old content stays."""
+    monkeypatch.undo()  # pictures are drawn
+    row = coverage.Row("timm", "vit", "block", "", "")
+    for path, write in (
+        (tmp_path / "figure.png", lambda p: figures._save(figures._figure(1, 1), p)),
+        (tmp_path / "coverage.md", lambda p: coverage.write_table([row], p)),
+    ):
+        path.write_text("old")
+        fill(path)
+        with pytest.raises(OSError, match=f"{path.name} cannot be written: No space left"):
+            write(path)
+        assert path.read_text() == "old"
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch, one_line):
+    def refuse(arguments):
+        raise OSError(28, "No space left on device", "results.json")
+
+    monkeypatch.setattr("fastvit_kernels.commands.check.run", refuse)
+    assert one_line("check").endswith("[Errno 28] No space left on device: 'results.json'")
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda *a: (calls.append("fsync"), fsync(*a)))
+    monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    checkpoint.write_text(tmp_path / "file", "text")
+    assert calls == ["fsync", "replace"] and (tmp_path / "file").read_text() == "text"
+
+
+def _sharded(folder, **tensors):
+    """A run folder with the checkpoint of several processes, after one epoch."""
+    run = _small_run(folder, epochs=2)
+    content = {"settings": vars(run.settings), "classes": run.classes, "history": [{}]}
+    content |= {"normalization": {}, "data_digest": run.source.digest()}
+    sharded.save(folder, content, {**run._tensors(), **tensors}, Processes())
+    return folder / "checkpoint-0001"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_disk_that_fills_in_a_sharded_checkpoint(tmp_path, small_files):
+    folder = tmp_path / "run"
+    whole = _sharded(folder)
+    small_files(10_000)
+    with pytest.raises(OSError, match="checkpoint-0002 cannot be written: File too large"):
+        sharded.save(folder, {"history": [{}, {}]}, {"a": torch.zeros(100_000)}, Processes())
+    small_files(resource.RLIM_INFINITY)
+    assert sharded.latest(folder) == whole
+    held = {n: t.clone() for n, t in _small_run(folder)._tensors().items()}
+    assert sharded.load(whole, held) == set()
+
+
+def _poison_metadata(folder):
+    path = _sharded(folder)
+    content = torch.serialization.pickle.dumps(Runs())
+    (path / ".metadata").write_bytes(content)
+
+
+def _poison_entry(folder):
+    """torch reads what is no tensor with pickle."""
+    _sharded(folder, **{"model.norm.weight": Runs()})
+
+
+def _poison_run(folder):
+    torch.save({**checkpoint.load(_sharded(folder) / "run.pt"), "x": Runs()},
+               folder / "checkpoint-0001" / "run.pt")  # fmt: skip
+
+
+def _poison_checkpoint(folder):
+    folder.mkdir()
+    torch.save({"format": 1, "settings": Runs()}, folder / "checkpoint.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("poison", "name", "why"),
+    [
+        (_poison_checkpoint, "checkpoint.pt", "it holds more than tensors (getattr)"),
+        (_poison_run, "checkpoint-0001/run.pt", "it holds more than tensors (getattr)"),
+        (_poison_metadata, "checkpoint-0001", "its .metadata names pathlib"),
+        (
+            _poison_entry,
+            "checkpoint-0001",
+            "its .metadata names torch.distributed.checkpoint.metadata.Bytes",
+        ),
+    ],
+)
+def test_nothing_in_a_checkpoint_is_executed(tmp_path, one_line, poison, name, why):
+    poison(tmp_path / "run")
+    line = one_line("train", "--resume", "--no-check", "--out", "run")
+    assert f"run/{name} cannot be read as a checkpoint: {why}" in line
+    assert not Path("executed").exists()
+
+
+def test_what_poisons_the_shards_is_executed_where_it_is_trusted(tmp_path):
+    """Else the tests above would prove nothing."""
+    _poison_metadata(tmp_path / "run")
+    with pytest.raises(AttributeError):
+        dcp.FileSystemReader(tmp_path / "run" / "checkpoint-0001").read_metadata()
+    assert Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["attention-maps", "image.png", "--weights", "run/checkpoint.pt"],
+        ["attention-maps", "image.png", "--weights", "run/weights.pth"],
+        ["attention-maps", "image.png", "--model", "vit_mnist", "--weights", "run/weights.pth"],
+        ["train", "--no-check", "--weights", "run/weights.pth"],
+        ["probe", "--model", "vit_mnist", "--weights", "run/weights.pth"],
+    ],
+)
+def test_nothing_in_weights_is_executed(tmp_path, one_line, words):
+    pytest.importorskip("sklearn")
+    (tmp_path / "run").mkdir()
+    Image.linear_gradient("L").save("image.png")
+    for name in ("checkpoint.pt", "weights.pth"):
+        torch.save({"model": {"norm.weight": torch.ones(1), "x": Runs()}}, f"run/{name}")
+    line = one_line(*words)
+    assert "run/weights.pth" in line or "run/checkpoint.pt" in line
+    assert "it holds more than tensors (getattr)" in line
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda c: c.pop("history"), "it lacks history"),
+        (lambda c: c["settings"].update(new=1), "unexpected keyword argument 'new'"),
+        (lambda c: c.pop("model"), "it lacks 'model'"),
+        (lambda c: c.pop("rng"), "it lacks 'rng'"),
+        (lambda c: c["optimizer"].pop("state"), "it lacks 'state'"),
+    ],
+    ids=["history", "settings", "model", "rng", "optimizer"],
+)
+def test_a_checkpoint_that_lacks_something(tmp_path, one_line, change, why):
+    run = _small_run(tmp_path)
+    run.save()
+    content = checkpoint.load(tmp_path / "checkpoint.pt")
+    change(content)
+    torch.save(content, tmp_path / "checkpoint.pt")
+    line = one_line("train", "--resume", "--no-check", "--out", tmp_path)
+    assert f"{tmp_path}/checkpoint.pt cannot be read as a checkpoint: " in line and why in line
+
+
+def test_the_random_states_are_all_restored():
+    state = checkpoint.rng_state()
+    first = random.random(), np.random.random(), torch.rand(3).tolist()
+    checkpoint.set_rng_state(state)
+    assert (random.random(), np.random.random(), torch.rand(3).tolist()) == first
+
+
+@pytest.mark.parametrize("part", ["pixels", "labels", "classes"])
+def test_resume_compares_all_of_the_data(tmp_path, part):
+    before, after = _small_run(tmp_path), _small_run(tmp_path)
+    before.save()
+    if part == "pixels":
+        after.source.held_out.images[0, 0, 0, 0] += 1
+    elif part == "labels":
+        after.source.train.labels[0] += 1
+    else:
+        after.source.classes[0] = "other"
+    with pytest.raises(CommandError, match="--resume needs the same data"):
+        after.restore(tmp_path / "checkpoint.pt")
+
+
+def test_resume_of_streamed_images_is_bit_for_bit(tmp_path, monkeypatch):
+    """Crops, MixUp and averaged weights: one process reads, then two of them."""
+    pytest.importorskip("torchvision")
+    write_images(tmp_path / "images", count=6)
+    words = ["--data", "folder", "--data-dir", "images", "--model", "vit_mnist", "--img-size", 12]
+    words += ["--no-check", "--threads", 1, "--batch", 4, "--epochs", 2, "--mixup", 0.4]
+    words += ["--ema", 0.5, "--workers", 0]
+    assert run(*words, "--out", "whole") == 0
+    train_epoch = training.Run.train_epoch
+
+    def stop(self, learner, epoch, advance):
+        def interrupt():
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+        return train_epoch(self, learner, epoch, interrupt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Run, "train_epoch", stop)
+        assert run(*words, "--out", "parts") == 130
+    assert run("--resume", "--no-check", "--out", "parts", "--workers", 0) == 0
+    first, second = (checkpoint.load(tmp_path / d / "checkpoint.pt") for d in ("whole", "parts"))
+    for part in ("model", "average"):
+        assert all(torch.equal(v, second[part][n]) for n, v in first[part].items())
