@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,32 +26,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
 NOTICED = ("noticed", "timeout", "crash")
-
-# Runs pytest on the copy and writes down what started and what failed, which a killed process too
-# leaves behind. An installed package must not stand in for the copy.
-RUNNER = """
-import importlib.util, json, pathlib, sys
-root, *arguments = sys.argv[1:]
-found = importlib.util.find_spec("fastvit_kernels").origin
-assert pathlib.Path(found).is_relative_to(root), f"{found} is not in {root}"
-import pytest
-log = open(f"{root}/log.jsonl", "w", buffering=1)
-class Log:
-    def pytest_runtest_logstart(self, nodeid):
-        print(json.dumps({"started": nodeid}), file=log)
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            print(json.dumps({"failed": report.nodeid}), file=log)
-sys.exit(pytest.main(arguments, plugins=[Log()]))
-"""
-
 
 class CannotPlant(ValueError):
     """The fault does not fit the source as it is now."""
@@ -103,12 +89,37 @@ def project_copy() -> Iterator[Path]:
         yield root
 
 
-_running: set[subprocess.Popen[str]] = set()
+_running: set[BaseProcess] = set()
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+def _kill(process: BaseProcess) -> None:
+    if process.exitcode is None and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+        except ProcessLookupError:  # not yet
+            process.kill()
+
+
+@functools.cache
+def _zygote() -> ForkServerContext:
+    """Forks processes that have imported what tests import but the package: most of a test's time.
+
+    They run Triton's interpreter, whatever the machine has, with the settings of conftest.py.
+    """
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    settings |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings |= {"PYTHONPATH": str(Path(__file__).parent)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zygote"])
+    with patch.dict(os.environ, settings):
+        forkserver.ensure_running()
+    return context
+
+
+def _in_zygote(root: Path, arguments: Sequence[str]) -> None:
+    from zygote import run_pytest  # which imports much
+
+    run_pytest(root, arguments)
 
 
 @dataclass(frozen=True)
@@ -123,24 +134,18 @@ class Run:
 
 def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -> Run:
     """Run the tests (names under tests/) of the copy at root."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", RUNNER, str(root), "-q", "--tb=short", "--color=no"]
-    command += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the latter imports for 2 s
-    command += [*options, *(f"tests/{test}" for test in tests)]
-    process = subprocess.Popen(
-        command, cwd=root, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    arguments = ["-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    arguments += ["-p", "no:hypothesispytest"]  # it imports for 2 s
+    arguments += [*options, *(f"tests/{test}" for test in tests)]
+    process = _zygote().Process(target=_in_zygote, args=(root, arguments))
+    process.start()
     _running.add(process)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, status = process.communicate()[0], None
-    finally:
-        _running.discard(process)
+    process.join(timeout)
+    status = process.exitcode
+    _kill(process)
+    process.join()
+    _running.discard(process)
+    output = (root / "output.txt").read_text(errors="replace")
     log = root / "log.jsonl"
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     started = [e["started"] for e in entries if "started" in e]
@@ -160,13 +165,16 @@ class Result:
 
 
 def check(fault: Fault, timeout: float) -> Result:
-    """Plant one fault in a copy and run its tests there."""
+    """Plant one fault in a copy and run its tests there, first the one that noticed it last."""
+    known = [test for test in (last_noticed().get(fault.id),) if test]
     with project_copy() as root:
         path = package_file(fault, root)
         path.write_text(plant(fault, path.read_text()))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()  # its time and size may be those of the planted file
-        run = run_tests(root, fault.tests, timeout, "-x")
+        run = run_tests(root, known, timeout, "-x") if known else None
+        if run is None or not (run.failed or run.status is None or run.status < 0):
+            run = run_tests(root, fault.tests, timeout, "-x")
     if run.failed:
         return Result(fault, "noticed", run.failed[0], run.output)
     if run.status == 0:
@@ -175,6 +183,14 @@ def check(fault: Fault, timeout: float) -> Result:
         outcome = "timeout" if run.status is None else "crash"
         return Result(fault, outcome, run.started[-1], run.output)
     return Result(fault, "broken", "", run.output)
+
+
+@functools.cache
+def last_noticed() -> dict[str, str]:
+    """By fault, the test that docs/reliability.md names."""
+    page = rows((ROOT / "docs" / "reliability.md").read_text())
+    named = {id: re.search(r"\| ([\w/]+\.py): `([^`]+)`", row) for id, row in page.items()}
+    return {id: "::".join(found.groups()) for id, found in named.items() if found}
 
 
 def fails_without_a_fault(tests: Sequence[str], timeout: float) -> list[str]:
