@@ -1,17 +1,20 @@
 """Plants small faults in the package, one at a time, and says which test notices each.
 
 python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--markdown FILE] [--list]
+python tests/support/mutate.py --random N --seed S [--files GLOB]
 
 A fault is planted in a copy of the package and its tests in a temporary folder; the working tree is
 only read, whenever the run ends. The tests of the fault run there until the first failure. Every
 test that noticed something then runs without a fault and must pass. Exit status: 0 where all faults
-were noticed, else 1.
+were noticed, else 1. --random draws faults (drawn.py) and shows those that nobody notices, past
+those that faults/survivors.py explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import functools
 import json
 import multiprocessing
@@ -32,11 +35,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
+from drawn import Drawn, draw, plant_drawn
 from faults import FAULTS, Fault
+from faults.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
-NOTICED = ("noticed", "timeout", "crash")
+NOTICED = ("noticed", "timeout", "crash", "import")
+
 
 class CannotPlant(ValueError):
     """The fault does not fit the source as it is now."""
@@ -60,6 +66,8 @@ def _segment(source: str, function: str) -> tuple[int, int]:
 
 def plant(fault: Fault, source: str) -> str:
     """The source with the fault in it."""
+    if isinstance(fault, Drawn):
+        return plant_drawn(fault, source)
     begin, end = _segment(source, fault.within) if fault.within else (0, len(source))
     segment = source[begin:end]
     if segment.count(fault.old) != 1:
@@ -80,12 +88,13 @@ def package_file(fault: Fault, root: Path = ROOT) -> Path:
 
 @contextmanager
 def project_copy() -> Iterator[Path]:
-    """A temporary folder with the package, bench, their tests and pytest's settings."""
+    """A temporary folder with the package, bench, their tests, pages and pytest's settings."""
     with tempfile.TemporaryDirectory(prefix="fastvit-mutate-") as folder:
         root = Path(folder).resolve()
-        for name in ("fastvit_kernels", "bench", "tests"):
+        for name in ("fastvit_kernels", "bench", "tests", "docs"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(".*"))
-        shutil.copy(ROOT / "pyproject.toml", root)
+        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+            shutil.copy(ROOT / name, root)
         yield root
 
 
@@ -156,7 +165,7 @@ def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -
 @dataclass(frozen=True)
 class Result:
     fault: Fault
-    outcome: str  # noticed, timeout, crash; not noticed; broken: no test could run
+    outcome: str  # noticed, timeout, crash; not noticed; broken, of a drawn one import: no test ran
     test: str  # that noticed
     output: str
 
@@ -182,7 +191,7 @@ def check(fault: Fault, timeout: float) -> Result:
     if run.started and (run.status is None or run.status < 0):
         outcome = "timeout" if run.status is None else "crash"
         return Result(fault, outcome, run.started[-1], run.output)
-    return Result(fault, "broken", "", run.output)
+    return Result(fault, "import" if isinstance(fault, Drawn) else "broken", "", run.output)
 
 
 @functools.cache
@@ -193,14 +202,22 @@ def last_noticed() -> dict[str, str]:
     return {id: "::".join(found.groups()) for id, found in named.items() if found}
 
 
-def fails_without_a_fault(tests: Sequence[str], timeout: float) -> list[str]:
+def fails_without_a_fault(tests: Iterable[str], timeout: float, *options: str) -> list[str]:
     """Those of the tests that fail on the package as it is."""
+    names = sorted({test.removeprefix("tests/") for test in tests if test})
+    if not names:
+        return []
     with project_copy() as root:
-        names = sorted({test.removeprefix("tests/") for test in tests})
-        run = run_tests(root, names, timeout)
+        run = run_tests(root, names, timeout, *options)
     if run.failed or run.status == 0:
         return run.failed
     return [f"pytest ended with {run.status}:\n{run.output}"]
+
+
+def _changed_lines(fault: Drawn) -> list[str]:
+    source = package_file(fault).read_text()
+    lines = difflib.unified_diff(source.splitlines(), plant(fault, source).splitlines(), n=0)
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
 def _row(result: Result) -> str:
@@ -249,9 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     parser.add_argument("--list", action="store_true", help="list the faults, plant none")
     parser.add_argument("--verbose", action="store_true", help="what pytest said of each fault")
+    parser.add_argument("--random", type=int, metavar="N", help="draw so many faults")
+    parser.add_argument("--seed", type=int, default=0, help="another one draws others")
+    parser.add_argument("--files", metavar="GLOB", default="*", help="draw in these files alone")
     words = parser.parse_args(arguments)
 
-    faults = FAULTS
+    faults = FAULTS if words.random is None else draw(words.random, words.seed, words.files)
+    explained = [f.id for f in faults if f.id in SURVIVORS]
+    faults = [f for f in faults if f.id not in SURVIVORS]
     if words.only:
         unknown = [w for w in words.only if not any(fnmatch(f.id, w) for f in FAULTS)]
         if unknown:
@@ -263,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plant(fault, package_file(fault).read_text())
         except CannotPlant as error:
             problems.append(str(error))
+    for id in explained:
+        print(f"{id}: explained, {SURVIVORS[id]}")
     if words.list:
         for fault in faults:
             print(f"{fault.id:28} {fault.file:40} {fault.what}")
@@ -279,7 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for result in pool.map(lambda fault: check(fault, words.timeout), faults):
                 results.append(result)
                 print(result, flush=True)
-                if words.verbose or result.outcome not in NOTICED:
+                if isinstance(result.fault, Drawn) and result.outcome not in NOTICED:
+                    print(*_changed_lines(result.fault), sep="\n", flush=True)
+                elif words.verbose or result.outcome not in NOTICED:
                     print(result.output, flush=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -287,10 +313,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _kill(process)
             raise
     noticed = [r for r in results if r.outcome in NOTICED]
-    wrong = fails_without_a_fault([r.test for r in noticed], words.timeout) if noticed else []
+    wrong = fails_without_a_fault([r.test for r in noticed], words.timeout)
+    files = [t for r in noticed if r.outcome == "import" for t in r.fault.tests]
+    wrong += fails_without_a_fault(files, words.timeout, "--collect-only")
     for test in wrong:
         print(f"fails without a fault too: {test}")
-    print(f"{len(results)} faults planted, {len(noticed)} noticed")
+    print(f"{len(results)} faults planted, {len(noticed)} noticed", end="")
+    print(f", {len(explained)} explained" if explained else "")
     if words.markdown is not None:
         text = words.markdown.read_text() if words.markdown.exists() else ""
         words.markdown.write_text(table(text, results))

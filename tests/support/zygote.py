@@ -58,7 +58,6 @@ def run_pytest(root: Path, arguments: Sequence[str]) -> None:
     here = [path for path in sys.path if Path(path).resolve().is_relative_to(ROOT)]
     sys.path[:] = [str(root), *(path for path in sys.path if path not in here)]
     sys.modules["__main__"] = ModuleType("__main__")  # processes of the tests import it again
-    sys.modules.pop("faults", None)
     # an installed package must not stand in for the copy
     found = importlib.util.find_spec("fastvit_kernels")
     origin = found and found.origin
