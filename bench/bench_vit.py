@@ -24,7 +24,7 @@ from bench.harness import (
     failure,
     finish,
     interleave,
-    through_kernels,
+    judged,
     verdict,
     with_speedup,
 )
@@ -151,7 +151,7 @@ def _ready(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> Tim
     timer, bench.current = bench.timer, entry.provider.name
     why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
     try:
-        with through_kernels(entry.provider):
+        with judged(entry.provider):
             runner = Runner(case, way, bench.device)
             if oracle is None:
                 entry.compared, entry.note = False, f"not compared: {why}"

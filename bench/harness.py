@@ -135,9 +135,9 @@ def verdict(errors: Sequence[Error]) -> tuple[str, str]:
 
 
 @contextmanager
-def through_kernels(provider: Provider) -> Iterator[None]:
-    """The provider's context. Raises: AssertionError at the end where one of ours took no kernel:
-    PyTorch would be compared with itself."""
+def judged(provider: Provider) -> Iterator[None]:
+    """The provider's context. Raises: AssertionError at the end where one of ours asked for no
+    kernel inside: PyTorch would be compared with itself."""
     with provider.context(), recording() as choices:
         yield
     assert choices or not provider.ours, "it took PyTorch's path: none of our kernels ran"
@@ -147,7 +147,7 @@ def _gate(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's status by the 2x rule."""
     bench.current = entry.provider.name
     try:
-        with through_kernels(entry.provider):
+        with judged(entry.provider):
             if entry.provider.backward:
                 errors = reference.errors(entry.function)
             else:

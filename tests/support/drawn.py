@@ -43,6 +43,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "": ("models/test_vit.py",),
 }
 NOT_RUN = ("__repr__", "__str__")
+MOST = 4  # files of tests for a file
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
 
 
@@ -138,7 +139,7 @@ def _changes(node: ast.AST, within: str) -> Iterator[tuple[str, ast.AST, str, st
     for child in _children(node):
         name = getattr(child, "name", "") if hasattr(child, "body") else ""
         inside = f"{within}.{name}".lstrip(".") if name else within
-        if isinstance(child, ast.expr) or isinstance(child, ast.Slice):
+        if isinstance(child, (ast.expr, ast.Slice)):
             slice_ = isinstance(child, ast.Slice)
             for new in _turned(child):
                 ast.fix_missing_locations(new)
@@ -254,7 +255,7 @@ def _tests() -> dict[str, str]:
     return dict(sorted(texts.items(), key=lambda item: len(item[1])))
 
 
-def tests_of(file: str, most: int = 4) -> tuple[str, ...]:
+def tests_of(file: str) -> tuple[str, ...]:
     """TESTS of the file; else those of its name or its folder's, then those that import it, then
     those of the files that import it."""
     if file in TESTS:
@@ -262,13 +263,13 @@ def tests_of(file: str, most: int = 4) -> tuple[str, ...]:
     *folders, name = file.removesuffix(".py").split("/")
     found = [t for n in (name, *folders[1:][-1:]) for t in _tests() if t.endswith(f"test_{n}.py")]
     level, seen = {file}, {file}
-    while level and len(found) < most:
+    while level and len(found) < MOST:
         users = sorted({user for f in level for user in _importers().get(f, ())} - seen)
         seen |= set(users)
         users_tests = {u.removeprefix("tests/") for u in users if u.startswith("tests/")}
         found += [t for t in _tests() if t in users_tests]
         named = {t for u in users for t in TESTS.get(u, ())}
-        found += sorted(named) if len(found) < most else []
+        found += sorted(named) if len(found) < MOST else []
         level = {u for u in users if not u.startswith("tests/")} if not found else set()
     room = next(tests for start, tests in ROOM_TESTS.items() if file.startswith(start))
-    return tuple(dict.fromkeys([*found[:most], *(room if len(found) < 2 else ())]))
+    return tuple(dict.fromkeys([*found[:MOST], *(room if len(found) < 2 else ())]))

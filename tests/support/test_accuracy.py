@@ -92,3 +92,64 @@ def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf3
     finally:
         torch.set_float32_matmul_precision(former)
     assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is True
+
+
+ROUNDED = 2**-10  # what PyTorch's result is off by, however it sums: far above the floor
+
+
+def _rounded(x):
+    """The specification; in fp32 PyTorch is a thousandth off."""
+    return x * 1 if x.dtype is torch.float64 else x * (1 + ROUNDED)
+
+
+class _Off(torch.autograd.Function):
+    """x, off by a share of it; its gradient off by another."""
+
+    @staticmethod
+    def forward(ctx, x, share, share_of_gradient):
+        ctx.share = share_of_gradient
+        return x * (1 + share)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 + ctx.share), None, None
+
+
+@pytest.mark.parametrize(("times", "passes"), [(1.5, True), (-1.5, True), (3, False), (-3, False)])
+@pytest.mark.parametrize("place", ["output", "gradient"])
+def test_an_error_may_be_twice_pytorchs(place, times, passes):
+    shares = (times * ROUNDED, 0) if place == "output" else (0, times * ROUNDED)
+    errors = compare(lambda x: _Off.apply(x, *shares), _rounded, {"x": rand(50, 20)})
+    assert [e.passed for e in errors] == ([passes, True] if place == "output" else [True, passes])
+
+
+@pytest.mark.parametrize(("eps", "passes"), [(1.5, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
+    """Of the largest magnitude, and of the RMS."""
+    x = torch.ones(64, dtype=torch.float64)
+    share = eps * torch.finfo(dtype).eps
+    (error,) = Reference(lambda x: x * 1, {"x": x}, dtype=dtype).errors(lambda x: x * (1 + share))
+    assert error.passed == passes == (error.max <= error.limit_max)
+    assert passes == (error.rms <= error.limit_rms)
+
+
+def test_the_floor_is_the_coarsest_dtypes():
+    """A kernel with 16-bit inputs and an fp32 output is as coarse as its inputs."""
+    inputs = {"x": rand(8, grad=False), "w": rand(8, dtype=torch.float16, grad=False)}
+    off = 1 + torch.finfo(torch.float16).eps
+    (error,) = compare(lambda x, w: x * w * off, lambda x, w: x * w, inputs)
+    assert error.passed
+    (error,) = compare(lambda x, w: x * off, lambda x, w: x * 1.0, {**inputs, "w": None})
+    assert not error.passed
+
+
+def test_a_gradient_that_is_not_wanted_is_stopped():
+    frozen = {"x": rand(3), "y": rand(3, grad=False)}
+
+    def times(x, y):
+        return x * y
+
+    assert [e.name for e in compare(times, times, frozen)] == ["out", "dx"]
+    with pytest.raises(AssertionError, match="dy: got tensor"):
+        compare(times, lambda x, y: x * y.detach(), {"x": rand(3), "y": rand(3)})
