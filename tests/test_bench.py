@@ -138,6 +138,53 @@ def test_a_forward_alone_is_held_against_float64():
     assert rows["broken"].status == FAILED and rows["eager"].status == OK
 
 
+def test_a_mode_times_what_it_says(monkeypatch):
+    """fwd a forward, bwd a backward over one forward, both the two; every gradient is computed."""
+    given = {n: torch.ones(2, 3, requires_grad=True) for n in "ab"}
+    given["frozen"] = torch.ones(3)
+    seen = []
+
+    def function(a, b, frozen):
+        seen.append("forward")
+        return a * b + frozen
+
+    def grad(outputs, leaves, upstream, retain_graph=False):
+        seen.append(("backward", len(leaves), retain_graph))
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for mode, prepared, timed in (
+        ("fwd", [], ["forward"]),
+        ("bwd", ["forward"], [("backward", 2, True)]),
+        ("both", [], ["forward", ("backward", 2, False)]),
+    ):
+        step = harness._step(function, given, [torch.ones(2, 3)], mode)
+        state = step.prepare()
+        assert seen == prepared
+        seen.clear()
+        step.run(state)
+        assert seen == timed
+        seen.clear()
+
+
+def test_a_speedup_is_the_baselines_time_over_the_providers():
+    """By a graph's replay where both have one; none where either is wrong or was not compared."""
+    base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
+    assert harness.with_speedup(fast, base, True).speedup == 1.5
+    replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
+    assert harness.with_speedup(*replayed[::-1], True).speedup == 4.0
+    assert harness.with_speedup(replayed[1], base, True).speedup == 1.5
+    assert harness.with_speedup(fast, replayed[0], True).speedup == 1.5
+    for row, baseline, compared in (
+        (replace(fast, status=FAILED), base, True),
+        (fast, replace(base, status=FAILED), True),
+        (fast, base, False),
+        (fast, None, True),
+        (replace(fast, ms=None), base, True),
+        (fast, replace(base, ms=None), True),
+    ):
+        assert harness.with_speedup(row, baseline, compared).speedup is None
+
+
 def test_what_took_pytorchs_path_is_not_ours():
     def falls_back(**inputs):
         with fk.backend("torch"):

@@ -2,8 +2,8 @@
 
 from .fault import Fault
 
-BENCH = ("test_bench.py",)
-MODEL = ("test_bench_model.py",)
+BENCH = "test_bench.py::test_"
+MODEL = "test_bench_model.py::test_"
 COUNTS = ("test_bench_counts.py",)
 ACCURACY = ("support/test_accuracy.py",)
 RUNNER = ("verify/test_runner.py",)
@@ -18,94 +18,112 @@ FAULTS = [
         "judge-gate-outputs", "bench/harness.py", "_gate",
         "the bench's gate looks at outputs only",
         "errors = reference.errors(entry.function)",
-        "errors = reference.errors(entry.function)[:1]", BENCH,
+        "errors = reference.errors(entry.function)[:1]",
+        (f"{BENCH}the_gate_looks_at_every_gradient",),
     ),
     Fault(
         "judge-gate-first-gradient", "bench/harness.py", "_gate",
         "the bench's gate looks at the first gradient only",
         "errors = reference.errors(entry.function)",
-        "errors = reference.errors(entry.function)[:2]", BENCH,
+        "errors = reference.errors(entry.function)[:2]",
+        (f"{BENCH}the_gate_looks_at_every_gradient",),
     ),
     Fault(
         "judge-gate-forward", "bench/harness.py", "_gate",
         "a provider without a backward is not held against float64",
         'measure("out", out, yardstick, oracle, out.dtype)',
-        'measure("out", yardstick, yardstick, oracle, out.dtype)', BENCH,
+        'measure("out", yardstick, yardstick, oracle, out.dtype)',
+        (f"{BENCH}a_forward_alone_is_held_against_float64",),
     ),
     Fault(
         "judge-gate-verdict", "bench/harness.py", "verdict",
-        "a provider that breaks the 2x rule is ok", "return FAILED,", "return OK,", BENCH,
+        "a provider that breaks the 2x rule is ok", "return FAILED,", "return OK,",
+        (f"{BENCH}the_gate_closes_on_a_broken_provider",),
     ),
     Fault(
         "judge-gate-speedup", "bench/harness.py", "with_speedup",
-        "a speed-up of what is wrong", "row.status != OK or not compared", "not compared", BENCH,
+        "a speed-up of what is wrong", "row.status != OK or not compared", "not compared",
+        (f"{BENCH}the_gate_closes_on_a_broken_provider",),
     ),
     Fault(
         "judge-gate-fallback", "bench/harness.py", "judged",
         "a provider of ours that fell back is compared with itself",
-        "choices or not provider.ours", "choices is not None", BENCH,
+        "choices or not provider.ours", "choices is not None",
+        (f"{BENCH}what_took_pytorchs_path_is_not_ours",),
     ),
     Fault(
         "judge-gate-ours", "bench/providers.py", "ours",
-        "ours by the backend that falls back", 'backend("triton")', 'backend("torch")', BENCH,
+        "ours by the backend that falls back", 'backend("triton")', 'backend("torch")',
+        (f"{BENCH}what_took_pytorchs_path_is_not_ours",),
     ),
     Fault(
         "judge-speedup-inverted", "bench/harness.py", "with_speedup",
         "the speed-up's inverse", "baseline.ms / row.ms", "row.ms / baseline.ms",
-        ("test_bench.py", "test_bench_session.py"),
+        (f"{BENCH}a_speedup_is_the_baselines_time_over_the_providers",),
     ),
     Fault(
         "judge-step-detached", "bench/harness.py", "_step",
         "mode both times the forward alone",
-        "lambda _: torch.autograd.grad(forward(), leaves, upstream)", "lambda _: forward()", BENCH,
+        "lambda _: torch.autograd.grad(forward(), leaves, upstream)", "lambda _: forward()",
+        (f"{BENCH}a_mode_times_what_it_says",),
     ),
     Fault(
         "judge-step-leaves", "bench/harness.py", "_step",
         "a backward is timed without the gradient of the last argument",
-        "grad(outputs, leaves,", "grad(outputs, leaves[:-1],", BENCH,
+        "grad(outputs, leaves,", "grad(outputs, leaves[:-1],",
+        (f"{BENCH}a_mode_times_what_it_says",),
     ),
     # bench: whole models
     Fault(
         "judge-vit-outputs", "bench/bench_vit.py", "Oracle.errors",
         "the gate of whole models looks at logits only",
-        "return errors + [", "return errors[:1] and errors[:1] or [", MODEL,
+        "return errors + [", "return errors[:1] and errors[:1] or [",
+        (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
         "judge-vit-vector", "bench/bench_vit.py", "Oracle.errors",
         "a small gradient is lost in the vector of all", "for e in each\n", "for e in each[:0]\n",
-        MODEL,
+
+        (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
         "judge-vit-limit", "bench/bench_vit.py", "",
-        "a gradient may be wrong by a hundred limits", "EACH = 4.0", "EACH = 400.0", MODEL,
+        "a gradient may be wrong by a hundred limits", "EACH = 4.0", "EACH = 400.0",
+        (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
         "judge-vit-fallback", "bench/bench_vit.py", "_ready",
         "a swapped model that runs its host is compared with itself",
-        "with judged(entry.provider):", "with entry.provider.context():", MODEL,
+        "with judged(entry.provider):", "with entry.provider.context():",
+        (f"{MODEL}a_swapped_model_that_runs_its_host_is_refused",),
     ),
     Fault(
         "judge-vit-optimizer", "bench/models.py", "Runner.step",
         "ours skips the optimizer", "self.optimizer.step()",
-        "self.way.swapped or self.optimizer.step()", MODEL,
+        "self.way.swapped or self.optimizer.step()",
+        (f"{MODEL}a_step_of_training_trains",),
     ),
     Fault(
         "judge-vit-no-optimizer", "bench/models.py", "Runner.step",
-        "nobody's step trains", "        self.optimizer.step()\n", "", MODEL,
+        "nobody's step trains", "        self.optimizer.step()\n", "",
+        (f"{MODEL}a_step_of_training_trains",),
     ),
     Fault(
         "judge-vit-backward", "bench/models.py", "Runner.step",
         "ours skips the backward", "        loss.backward()\n",
-        "        if not self.way.swapped:\n            loss.backward()\n", MODEL,
+        "        if not self.way.swapped:\n            loss.backward()\n",
+        (f"{MODEL}a_step_of_training_trains",),
     ),
     Fault(
         "judge-vit-accumulates", "bench/models.py", "Runner.step",
         "gradients of former steps stay", "self.optimizer.zero_grad(set_to_none=True)", "pass",
-        MODEL,
+
+        (f"{MODEL}a_step_of_training_trains",),
     ),
     Fault(
         "judge-vit-evaluation", "bench/models.py", "Runner.__init__",
-        "training is measured in evaluation mode", '.train(case.mode == "train")', ".eval()", MODEL,
+        "training is measured in evaluation mode", '.train(case.mode == "train")', ".eval()",
+        (f"{MODEL}a_step_of_training_trains",),
     ),
     Fault(
         "judge-vit-flops", "bench/models.py", "Case.flops",
