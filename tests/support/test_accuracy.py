@@ -123,6 +123,40 @@ def test_an_error_may_be_twice_pytorchs(place, times, passes):
     assert [e.passed for e in errors] == ([passes, True] if place == "output" else [True, passes])
 
 
+def _off_in_the_first(rows):
+    """The specification, off by ROUNDED in so many rows, but in float64."""
+
+    def function(x):
+        off = torch.zeros_like(x)
+        off[:rows] = ROUNDED
+        return x * 1 if x.dtype is torch.float64 else x + off
+
+    return function
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(400, True), (100, False)])
+def test_the_rms_alone_may_stop(rows, passes):
+    """PyTorch is off in some rows, the kernel as much in all 900."""
+    x = torch.zeros(900, 1)
+    (error,) = compare(_off_in_the_first(900), _off_in_the_first(rows), {"x": x})
+    assert error.max <= error.limit_max and error.rms > error.torch_rms
+    assert error.passed == passes and error.share == pytest.approx((1.5 if passes else 3) / 2)
+
+
+@pytest.mark.parametrize(("times", "passes"), [(1.5, True), (3, False)])
+def test_the_maximum_alone_may_stop(times, passes):
+    """PyTorch is off in every row, the kernel in one."""
+
+    def one(x):
+        y = x.clone()
+        y[7] += times * ROUNDED
+        return y
+
+    (error,) = compare(one, _off_in_the_first(900), {"x": torch.zeros(900, 1)})
+    assert error.rms <= error.limit_rms and error.passed == passes
+    assert error.share == pytest.approx(times / 2)
+
+
 @pytest.mark.parametrize(("eps", "passes"), [(1.5, True), (3, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
