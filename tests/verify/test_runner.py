@@ -70,6 +70,20 @@ def test_memory_of_the_right_result_does_not_pass_for_it(way):
     assert seen and all(seen)
 
 
+def test_a_case_runs_the_kernels_or_nothing():
+    """Under "auto" a call that no kernel takes would be PyTorch beside itself."""
+    seen = []
+
+    def noted(**inputs):
+        seen.append(fk.get_backend())
+        return fk.layer_norm(**inputs)
+
+    assert run_case(case_of(noted), "fp32").passed
+    assert seen == ["triton"] and fk.get_backend() == "auto"
+    double = Case("float64", noted, layer_norm_ref, lambda: {"x": torch.ones(2, 8).double()})
+    assert "the backend is 'triton', but there is no kernel" in run_case(double, "fp32").why
+
+
 def test_where_both_raise_nothing_has_passed():
     def raises(**inputs):
         raise ValueError("no such shape")

@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Fault(
         "judge-check-backend", "verify/runner.py", "run_case", "the check falls back",
-        'backend("triton")', 'backend("torch")', CHECK,
+        'backend("triton")', 'backend("torch")', RUNNER,
     ),
     Fault(
         "judge-check-passed", "verify/runner.py", "Result.passed", "one right tensor is enough",
@@ -288,8 +288,8 @@ FAULTS = [
         "actual.keys() > wanted.keys()", BESIDE,
     ),
     Fault(
-        "judge-beside-exact", "commands/beside.py", "", "a millionth is the same",
-        "EXACT = 1e-9", "EXACT = 1e-5", BESIDE,
+        "judge-beside-exact", "commands/beside.py", "", "a thousandth is rounding",
+        "ROUNDING = 1e-13", "ROUNDING = 1e-3", BESIDE,
     ),
     Fault(
         "judge-beside-random", "commands/beside.py", "_training_step",
