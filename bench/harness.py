@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from bench.providers import BASELINE, Function, Provider, with_autotuned
 from bench.rows import ERROR, FAILED, MEMORY, OK, Row
 from bench.shapes import Shape
 from bench.timer import Roofs, Step, Timer, median_p20_p80
+from fastvit_kernels.runtime.configs import recording
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.accuracy import (
     Error,
@@ -125,25 +127,34 @@ def row_of(op: str, provider: str, shape: Shape, dtype: str, mode: str) -> Row:
     return Row(op, provider, shape.id, dtype, mode, shape.model, shape.B, shape.T)
 
 
-def _verdict(errors: list[Error]) -> tuple[str, str]:
+def verdict(errors: Sequence[Error]) -> tuple[str, str]:
     failed = [e for e in errors if not e.passed]
     if failed:
         return FAILED, "2x rule: " + "; ".join(str(e).replace("  FAILED", "") for e in failed[:2])
     return OK, ""
 
 
+@contextmanager
+def judged(provider: Provider) -> Iterator[None]:
+    """The provider's context. Raises: AssertionError at the end where one of ours asked for no
+    kernel inside: PyTorch would be compared with itself."""
+    with provider.context(), recording() as choices:
+        yield
+    assert choices or not provider.ours, "it took PyTorch's path: none of our kernels ran"
+
+
 def _gate(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's status by the 2x rule."""
     bench.current = entry.provider.name
     try:
-        with entry.provider.context():
+        with judged(entry.provider):
             if entry.provider.backward:
                 errors = reference.errors(entry.function)
             else:
                 out = entry.function(**reference.inputs)
                 yardstick, oracle = reference.yardstick[0], reference.oracle[0]
                 errors = [measure("out", out, yardstick, oracle, out.dtype)]
-        entry.status, entry.note = _verdict(errors)
+        entry.status, entry.note = verdict(errors)
     except Exception as error:  # whatever a provider raises, the others are still measured
         entry.status, entry.note = failure(error, bench.timer)
 

@@ -15,11 +15,12 @@ from bench_stand_ins import (
     few_rounds,  # noqa: F401, a fixture by its name
 )
 
+import fastvit_kernels as fk
 from bench import harness, report, roofs
 from bench.harness import measure_op
 from bench.models import Case
 from bench.plan import OPS, op_of
-from bench.providers import Provider, compiled, plain
+from bench.providers import Provider, compiled, ours, plain
 from bench.rows import (
     ERROR,
     FAILED,
@@ -98,6 +99,103 @@ def test_the_gate_closes_on_a_broken_provider():
     assert rows["eager"].status == OK
     assert bad_rows([row]) == [row] and not bad_rows([rows["eager"]])
     assert "FAILED" in report.op_line(row)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, with a gradient of 1.01."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.01 * dy
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "mlp", "patch_embed"])
+def test_the_gate_looks_at_every_gradient(name):
+    op = op_of(name)
+    given = op.inputs(TINY, torch.float32, harness.Draw(CPU, torch.float32))
+    learnt = [n for n, x in given.items() if x.requires_grad]
+
+    def spoiled(argument):
+        right = op.reference(TINY, "fp32")
+        return lambda **given: right(**{**given, argument: Scaled.apply(given[argument])})
+
+    wrong = {f"wrong d{n}": plain(f"wrong d{n}", spoiled(n)) for n in learnt}
+    op = replace(op, providers=lambda *_: [*op_of(name).providers(TINY, "fp32"), *wrong.values()])
+    for row in measure_op(op, TINY, "fp32", ("fwd",), tuple(wrong), bench()):
+        failed = row.provider in wrong
+        assert (row.status == FAILED) == failed, row
+        assert not failed or row.note.startswith(f"2x rule: {row.provider.split()[1]}:")
+        assert not failed or row.speedup is None
+
+
+def test_a_forward_alone_is_held_against_float64():
+    op = with_provider(op_of("layer_norm"), replace(broken(), backward=False))
+    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
+    assert rows["broken"].status == FAILED and rows["eager"].status == OK
+
+
+def test_a_mode_times_what_it_says(monkeypatch):
+    """fwd a forward, bwd a backward over one forward, both the two; every gradient is computed."""
+    given = {n: torch.ones(2, 3, requires_grad=True) for n in "ab"}
+    given["frozen"] = torch.ones(3)
+    seen = []
+
+    def function(a, b, frozen):
+        seen.append("forward")
+        return a * b + frozen
+
+    def grad(outputs, leaves, upstream, retain_graph=False):
+        seen.append(("backward", len(leaves), retain_graph))
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for mode, prepared, timed in (
+        ("fwd", [], ["forward"]),
+        ("bwd", ["forward"], [("backward", 2, True)]),
+        ("both", [], ["forward", ("backward", 2, False)]),
+    ):
+        step = harness._step(function, given, [torch.ones(2, 3)], mode)
+        state = step.prepare()
+        assert seen == prepared
+        seen.clear()
+        step.run(state)
+        assert seen == timed
+        seen.clear()
+
+
+def test_a_speedup_is_the_baselines_time_over_the_providers():
+    """By a graph's replay where both have one; none where either is wrong or was not compared."""
+    base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
+    assert harness.with_speedup(fast, base, True).speedup == 1.5
+    replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
+    assert harness.with_speedup(*replayed[::-1], True).speedup == 4.0
+    assert harness.with_speedup(replayed[1], base, True).speedup == 1.5
+    assert harness.with_speedup(fast, replayed[0], True).speedup == 1.5
+    for row, baseline, compared in (
+        (replace(fast, status=FAILED), base, True),
+        (fast, replace(base, status=FAILED), True),
+        (fast, base, False),
+        (fast, None, True),
+        (replace(fast, ms=None), base, True),
+        (fast, replace(base, ms=None), True),
+    ):
+        assert harness.with_speedup(row, baseline, compared).speedup is None
+
+
+def test_what_took_pytorchs_path_is_not_ours():
+    def falls_back(**inputs):
+        with fk.backend("torch"):
+            return fk.layer_norm(**inputs)
+
+    op = with_provider(op_of("layer_norm"), ours("ours-fallen", falls_back))
+    names = ("ours", "ours-fallen")
+    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("both",), names, bench())}
+    assert rows["ours-fallen"].status == FAILED and rows["ours-fallen"].speedup is None
+    assert "none of our kernels ran" in rows["ours-fallen"].note
+    assert rows["ours"].status == rows["eager"].status == OK
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel"), torch.OutOfMemoryError("full")])

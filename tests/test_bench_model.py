@@ -14,6 +14,7 @@ from bench_stand_ins import (
 )
 
 from bench import bench_profile, bench_vit, harness
+from bench import models as bench_models
 from bench.__main__ import main
 from bench.first_step import measure_first_step
 from bench.models import WAYS, Case, NamedCase, Runner, Way, build
@@ -22,7 +23,7 @@ from bench.rows import (
     FAILED,
     OK,
 )
-from fastvit_kernels import get_backend
+from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
 
 
@@ -131,6 +132,62 @@ def test_the_gate_of_whole_models_closes(monkeypatch):
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
     rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
     assert rows[1].status == FAILED and rows[1].speedup is None
+
+
+def _spoiled(monkeypatch, spoil):
+    """The status and note of "swapped" where `spoil` has had the swapped model."""
+    swap_in = bench_models.swap_in
+
+    def swapped(model, **options):
+        report = swap_in(model, **options)
+        spoil(model)
+        return report
+
+    monkeypatch.setattr(bench_models, "swap_in", swapped)
+    case = Case("timm", "tiny", 16, 2, "bf16", "train")
+    row = list(bench_vit.measure_vit(case, ("swapped",), bench()))[1]
+    return row.status, row.note, row.speedup
+
+
+def test_the_gate_of_whole_models_looks_at_every_gradient(monkeypatch):
+    """The norm's bias is a small part of all gradients as one vector."""
+    pytest.importorskip("timm")
+
+    def spoil(model):
+        model.blocks[0].norm2.bias.register_hook(lambda d: 1.5 * d)
+
+    status, note, speedup = _spoiled(monkeypatch, spoil)
+    assert status == FAILED and "dblocks.0.norm2.bias" in note and speedup is None
+
+
+def test_a_swapped_model_that_runs_its_host_is_refused(monkeypatch):
+    pytest.importorskip("timm")
+    status, note, speedup = _spoiled(monkeypatch, swap_out)
+    assert status == FAILED and "none of our kernels ran" in note and speedup is None
+
+
+@pytest.mark.parametrize("name", ["eager", "swapped", "swapped-low"])
+def test_a_step_of_training_trains(name):
+    """Every way: forward, loss, backward, and the optimizer."""
+    pytest.importorskip("timm")
+    runner = Runner(Case("timm", "tiny", 16, 2, "bf16"), WAYS[name], CPU)
+    runner.optimizer.param_groups[0]["lr"] = 1e-2  # for bf16 to show
+    before = [p.detach().clone() for p in runner.parameters]
+    loss = runner.step()
+    assert not loss.requires_grad and len(runner.optimizer.state) == len(before)
+    assert all(p.grad is None for p in runner.parameters)
+    changed = [not torch.equal(p, old) for p, old in zip(runner.parameters, before, strict=True)]
+    assert all(changed)
+    assert runner.step() < loss and runner.model.training
+    assert all(float(s["step"]) == 2 for s in runner.optimizer.state.values())
+
+
+def test_a_step_of_inference_trains_nothing():
+    pytest.importorskip("timm")
+    runner = Runner(Case("timm", "tiny", 16, 2, "bf16", "infer"), WAYS["swapped"], CPU)
+    before = [p.detach().clone() for p in runner.parameters]
+    assert not runner.step().requires_grad and not runner.model.training
+    assert all(map(torch.equal, runner.parameters, before))
 
 
 def test_a_graph_is_judged_by_what_its_replay_writes():

@@ -51,7 +51,8 @@ def define_torchvision_operators() -> None:
         return
     schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     for name in ("nms", "qnms"):
-        library.define(f"torchvision::{name}", schema)
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"torchvision::{name}", schema)
 
 
 class _RatesOnCpu(TorchFunctionMode):

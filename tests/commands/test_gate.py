@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastvit_kernels.commands import gate
 from fastvit_kernels.tools.resources import Kernel
+from fastvit_kernels.tools.specialisation import specialisation
 
 KERNEL = Kernel(
     kernel="layer_norm_fwd", config="BLOCK_C=1024 w4 s3", dtypes="bf16,fp32", arch="sm_80",
@@ -39,6 +42,88 @@ def test_what_passed_is_left_out_but_for_one_in_eight(run):
     assert run(update=True) == (0, set())
     assert run(changed=True) == (0, {"2a", "fa"})  # digits 0 and 1 of sixteen are compiled
     assert run() == (0, set())
+
+
+def test_the_record_names_all_that_passed(run, tmp_path):
+    run(update=True)
+    record = gate.record_of(tmp_path / "table.md")
+    assert record == tmp_path / "table.sha256"
+    assert record.read_text().split("\n") == [gate.rules_digest(), *sorted(DIGESTS), ""]
+    assert gate.passed_before(tmp_path / "table.md") == {"2a", "fa"}
+    run(update=True, kernel=replace(KERNEL, spills=8))
+    assert record.read_text().split() == [gate.rules_digest()]
+    assert gate.passed_before(tmp_path / "absent.md") == set()
+
+
+def test_each_rule_is_said_with_the_kernels_name():
+    def told(**changes):
+        return gate.broken_rules([replace(KERNEL, **changes)])
+
+    name = "{} layer_norm_fwd [BLOCK_C=1024 w4 s3; bf16,fp32]: {}"
+    assert told() == told(shared=1024) == []
+    big = "1025 bytes of shared memory, a block has 1024"
+    assert told(shared=1025) == [name.format("sm_80", big)]
+    assert told(arch="gfx942", shared=1025, spills=8) == [name.format("gfx942", big)]
+    assert told(spills=8) == [name.format("sm_80", "spills 8 bytes a thread")]
+    assert told(faults=("a", "b")) == [name.format("sm_80", each) for each in "ab"]
+    slow = name.format("sm_90", "multiplies 16-bit tiles without wgmma")
+    sm_90 = dict(arch="sm_90", needs_tensor_cores=True)
+    assert told(**sm_90, tensor_cores="mma") == [slow]
+    assert told(**sm_90, tensor_cores="wgmma") == told(arch="sm_90", tensor_cores="mma") == []
+    assert told(needs_tensor_cores=True, tensor_cores="mma") == []
+
+
+def test_what_is_compiled_of_which_case(monkeypatch):
+    """Kernels of all processes, each once; what a process found wrong; what it left out."""
+    other = replace(KERNEL, key="other")
+    answers = {
+        "one": gate.Compiled([KERNEL], ["one: no"], {"a"}, {"k"}),
+        "two": gate.Compiled([KERNEL, other], [], {"b"}, set()),
+    }
+    seen = []
+
+    class Pool:
+        def __init__(self, jobs, context):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def map(self, function, tasks):
+            seen.extend(tasks)
+            return [answers[case] for _, case, _ in tasks]
+
+    monkeypatch.setattr(gate, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(gate, "CASES", dict.fromkeys(answers))
+    monkeypatch.setattr(gate, "LISTED_ONLY", {"two"})
+    found = gate.compile_cases(["sm_80", "gfx942"], 1, ["k"])
+    assert [task[:2] for task in seen] == [("sm_80", "one"), ("sm_80", "two"), ("gfx942", "one")]
+    assert {known for *_, known in seen} == {frozenset({"k"})}
+    assert sorted(k.key for k in found.kernels) == ["k", "other"]
+    assert found[1:] == (["one: no"] * 2, {"a", "b"}, {"k"})
+
+
+def test_what_is_left_of_a_launch_when_it_is_named():
+    """Equal names, equal machine code: what is not named would hide a change."""
+    function = SimpleNamespace(
+        __qualname__="store",
+        params=[SimpleNamespace(name=n, is_constexpr=n == "B") for n in ("x", "n", "B")],
+    )
+
+    def named(n=3, B=16, x=None):
+        given = {"x": torch.empty(4) if x is None else x, "n": n, "B": B}
+        return specialisation(function, given)
+
+    assert named().startswith("store|") and named().count("|") == 3
+    assert named() == named(5) and named(16) == named(32)
+    values = (3, 16, 1, 2**31 + 3, 2**31, (3, 16), (16, 3), 2.5, None)
+    assert len({named(n) for n in values}) == len(values)
+    assert named(B=16) != named(B=32)
+    assert named(x=torch.empty(9)) == named() != named(x=torch.empty(5)[1:])
+    assert named(x=torch.empty(4).half()) != named() == named(x=torch.empty(8)[4:])
 
 
 def test_what_broke_a_rule_is_compiled_again(run):

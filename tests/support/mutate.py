@@ -1,23 +1,27 @@
 """Plants small faults in the package, one at a time, and says which test notices each.
 
 python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--markdown FILE] [--list]
+python tests/support/mutate.py --random N --seed S [--files GLOB]
 
 A fault is planted in a copy of the package and its tests in a temporary folder; the working tree is
 only read, whenever the run ends. The tests of the fault run there until the first failure. Every
 test that noticed something then runs without a fault and must pass. Exit status: 0 where all faults
-were noticed, else 1.
+were noticed, else 1. --random draws faults (drawn.py) and shows those that nobody notices, past
+those that faults/survivors.py explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,31 +29,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
+from drawn import Drawn, draw, plant_drawn
 from faults import FAULTS, Fault
+from faults.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
-NOTICED = ("noticed", "timeout", "crash")
-
-# Runs pytest on the copy and writes down what started and what failed, which a killed process too
-# leaves behind. An installed package must not stand in for the copy.
-RUNNER = """
-import importlib.util, json, pathlib, sys
-root, *arguments = sys.argv[1:]
-found = importlib.util.find_spec("fastvit_kernels").origin
-assert pathlib.Path(found).is_relative_to(root), f"{found} is not in {root}"
-import pytest
-log = open(f"{root}/log.jsonl", "w", buffering=1)
-class Log:
-    def pytest_runtest_logstart(self, nodeid):
-        print(json.dumps({"started": nodeid}), file=log)
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            print(json.dumps({"failed": report.nodeid}), file=log)
-sys.exit(pytest.main(arguments, plugins=[Log()]))
-"""
+NOTICED = ("noticed", "timeout", "crash", "import")
 
 
 class CannotPlant(ValueError):
@@ -74,6 +66,8 @@ def _segment(source: str, function: str) -> tuple[int, int]:
 
 def plant(fault: Fault, source: str) -> str:
     """The source with the fault in it."""
+    if isinstance(fault, Drawn):
+        return plant_drawn(fault, source)
     begin, end = _segment(source, fault.within) if fault.within else (0, len(source))
     segment = source[begin:end]
     if segment.count(fault.old) != 1:
@@ -94,21 +88,47 @@ def package_file(fault: Fault, root: Path = ROOT) -> Path:
 
 @contextmanager
 def project_copy() -> Iterator[Path]:
-    """A temporary folder with the package, bench, their tests and pytest's settings."""
+    """A temporary folder with the package, bench, their tests, pages and pytest's settings."""
     with tempfile.TemporaryDirectory(prefix="fastvit-mutate-") as folder:
         root = Path(folder).resolve()
-        for name in ("fastvit_kernels", "bench", "tests"):
+        for name in ("fastvit_kernels", "bench", "tests", "docs"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(".*"))
-        shutil.copy(ROOT / "pyproject.toml", root)
+        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+            shutil.copy(ROOT / name, root)
         yield root
 
 
-_running: set[subprocess.Popen[str]] = set()
+_running: set[BaseProcess] = set()
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+def _kill(process: BaseProcess) -> None:
+    if process.exitcode is None and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+        except ProcessLookupError:  # not yet
+            process.kill()
+
+
+@functools.cache
+def _zygote() -> ForkServerContext:
+    """Forks processes that have imported what tests import but the package: most of a test's time.
+
+    They run Triton's interpreter, whatever the machine has, with the settings of conftest.py.
+    """
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    settings |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings |= {"PYTHONPATH": str(Path(__file__).parent)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zygote"])
+    with patch.dict(os.environ, settings):
+        forkserver.ensure_running()
+    return context
+
+
+def _in_zygote(root: Path, arguments: Sequence[str]) -> None:
+    from zygote import run_pytest  # which imports much
+
+    run_pytest(root, arguments)
 
 
 @dataclass(frozen=True)
@@ -123,24 +143,18 @@ class Run:
 
 def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -> Run:
     """Run the tests (names under tests/) of the copy at root."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", RUNNER, str(root), "-q", "--tb=short", "--color=no"]
-    command += ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the latter imports for 2 s
-    command += [*options, *(f"tests/{test}" for test in tests)]
-    process = subprocess.Popen(
-        command, cwd=root, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    arguments = ["-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    arguments += ["-p", "no:hypothesispytest"]  # it imports for 2 s
+    arguments += [*options, *(f"tests/{test}" for test in tests)]
+    process = _zygote().Process(target=_in_zygote, args=(root, arguments))
+    process.start()
     _running.add(process)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, status = process.communicate()[0], None
-    finally:
-        _running.discard(process)
+    process.join(timeout)
+    status = process.exitcode
+    _kill(process)
+    process.join()
+    _running.discard(process)
+    output = (root / "output.txt").read_text(errors="replace")
     log = root / "log.jsonl"
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     started = [e["started"] for e in entries if "started" in e]
@@ -151,7 +165,7 @@ def run_tests(root: Path, tests: Iterable[str], timeout: float, *options: str) -
 @dataclass(frozen=True)
 class Result:
     fault: Fault
-    outcome: str  # noticed, timeout, crash; not noticed; broken: no test could run
+    outcome: str  # noticed, timeout, crash; not noticed; broken, of a drawn one import: no test ran
     test: str  # that noticed
     output: str
 
@@ -160,13 +174,16 @@ class Result:
 
 
 def check(fault: Fault, timeout: float) -> Result:
-    """Plant one fault in a copy and run its tests there."""
+    """Plant one fault in a copy and run its tests there, first the one that noticed it last."""
+    known = [test for test in (last_noticed().get(fault.id),) if test]
     with project_copy() as root:
         path = package_file(fault, root)
         path.write_text(plant(fault, path.read_text()))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()  # its time and size may be those of the planted file
-        run = run_tests(root, fault.tests, timeout, "-x")
+        run = run_tests(root, known, timeout, "-x") if known else None
+        if run is None or not (run.failed or run.status is None or run.status < 0):
+            run = run_tests(root, fault.tests, timeout, "-x")
     if run.failed:
         return Result(fault, "noticed", run.failed[0], run.output)
     if run.status == 0:
@@ -174,17 +191,33 @@ def check(fault: Fault, timeout: float) -> Result:
     if run.started and (run.status is None or run.status < 0):
         outcome = "timeout" if run.status is None else "crash"
         return Result(fault, outcome, run.started[-1], run.output)
-    return Result(fault, "broken", "", run.output)
+    return Result(fault, "import" if isinstance(fault, Drawn) else "broken", "", run.output)
 
 
-def fails_without_a_fault(tests: Sequence[str], timeout: float) -> list[str]:
+@functools.cache
+def last_noticed() -> dict[str, str]:
+    """By fault, the test that docs/reliability.md names."""
+    page = rows((ROOT / "docs" / "reliability.md").read_text())
+    named = {id: re.search(r"\| ([\w/]+\.py): `([^`]+)`", row) for id, row in page.items()}
+    return {id: "::".join(found.groups()) for id, found in named.items() if found}
+
+
+def fails_without_a_fault(tests: Iterable[str], timeout: float, *options: str) -> list[str]:
     """Those of the tests that fail on the package as it is."""
+    names = sorted({test.removeprefix("tests/") for test in tests if test})
+    if not names:
+        return []
     with project_copy() as root:
-        names = sorted({test.removeprefix("tests/") for test in tests})
-        run = run_tests(root, names, timeout)
+        run = run_tests(root, names, timeout, *options)
     if run.failed or run.status == 0:
         return run.failed
     return [f"pytest ended with {run.status}:\n{run.output}"]
+
+
+def _changed_lines(fault: Drawn) -> list[str]:
+    source = package_file(fault).read_text()
+    lines = difflib.unified_diff(source.splitlines(), plant(fault, source).splitlines(), n=0)
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
 def _row(result: Result) -> str:
@@ -233,9 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     parser.add_argument("--list", action="store_true", help="list the faults, plant none")
     parser.add_argument("--verbose", action="store_true", help="what pytest said of each fault")
+    parser.add_argument("--random", type=int, metavar="N", help="draw so many faults")
+    parser.add_argument("--seed", type=int, default=0, help="another one draws others")
+    parser.add_argument("--files", metavar="GLOB", default="*", help="draw in these files alone")
     words = parser.parse_args(arguments)
 
-    faults = FAULTS
+    faults = FAULTS if words.random is None else draw(words.random, words.seed, words.files)
+    explained = [f.id for f in faults if f.id in SURVIVORS]
+    faults = [f for f in faults if f.id not in SURVIVORS]
     if words.only:
         unknown = [w for w in words.only if not any(fnmatch(f.id, w) for f in FAULTS)]
         if unknown:
@@ -247,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plant(fault, package_file(fault).read_text())
         except CannotPlant as error:
             problems.append(str(error))
+    for id in explained:
+        print(f"{id}: explained, {SURVIVORS[id]}")
     if words.list:
         for fault in faults:
             print(f"{fault.id:28} {fault.file:40} {fault.what}")
@@ -263,7 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for result in pool.map(lambda fault: check(fault, words.timeout), faults):
                 results.append(result)
                 print(result, flush=True)
-                if words.verbose or result.outcome not in NOTICED:
+                if isinstance(result.fault, Drawn) and result.outcome not in NOTICED:
+                    print(*_changed_lines(result.fault), sep="\n", flush=True)
+                elif words.verbose or result.outcome not in NOTICED:
                     print(result.output, flush=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -271,10 +313,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _kill(process)
             raise
     noticed = [r for r in results if r.outcome in NOTICED]
-    wrong = fails_without_a_fault([r.test for r in noticed], words.timeout) if noticed else []
+    wrong = fails_without_a_fault([r.test for r in noticed], words.timeout)
+    files = [t for r in noticed if r.outcome == "import" for t in r.fault.tests]
+    wrong += fails_without_a_fault(files, words.timeout, "--collect-only")
     for test in wrong:
         print(f"fails without a fault too: {test}")
-    print(f"{len(results)} faults planted, {len(noticed)} noticed")
+    print(f"{len(results)} faults planted, {len(noticed)} noticed", end="")
+    print(f", {len(explained)} explained" if explained else "")
     if words.markdown is not None:
         text = words.markdown.read_text() if words.markdown.exists() else ""
         words.markdown.write_text(table(text, results))

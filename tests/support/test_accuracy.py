@@ -167,3 +167,98 @@ def test_another_order_rounds_differently_and_is_the_same_function(what):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
     fp32 = [run(torch.float32, context) for context in (nullcontext(), AnotherOrder(0))]
     assert is_permuted != all(torch.equal(a, b) for a, b in zip(*fp32, strict=True))
+
+
+ROUNDED = 2**-10  # what PyTorch's result is off by, however it sums: far above the floor
+
+
+def _rounded(x):
+    """The specification; in fp32 PyTorch is a thousandth off."""
+    return x * 1 if x.dtype is torch.float64 else x * (1 + ROUNDED)
+
+
+class _Off(torch.autograd.Function):
+    """x, off by a share of it; its gradient off by another."""
+
+    @staticmethod
+    def forward(ctx, x, share, share_of_gradient):
+        ctx.share = share_of_gradient
+        return x * (1 + share)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 + ctx.share), None, None
+
+
+@pytest.mark.parametrize(("times", "passes"), [(1.5, True), (-1.5, True), (3, False), (-3, False)])
+@pytest.mark.parametrize("place", ["output", "gradient"])
+def test_an_error_may_be_twice_pytorchs(place, times, passes):
+    shares = (times * ROUNDED, 0) if place == "output" else (0, times * ROUNDED)
+    errors = compare(lambda x: _Off.apply(x, *shares), _rounded, {"x": rand(50, 20)})
+    assert [e.passed for e in errors] == ([passes, True] if place == "output" else [True, passes])
+
+
+def _off_in_the_first(rows):
+    """The specification, off by ROUNDED in so many rows, but in float64."""
+
+    def function(x):
+        off = torch.zeros_like(x)
+        off[:rows] = ROUNDED
+        return x * 1 if x.dtype is torch.float64 else x + off
+
+    return function
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(400, True), (100, False)])
+def test_the_rms_alone_may_stop(rows, passes):
+    """PyTorch is off in some rows, the kernel as much in all 900."""
+    x = torch.zeros(900, 1)
+    (error,) = compare(_off_in_the_first(900), _off_in_the_first(rows), {"x": x})
+    assert error.max <= error.limit_max and error.rms > error.torch_rms
+    assert error.passed == passes and error.share == pytest.approx((1.5 if passes else 3) / 2)
+
+
+@pytest.mark.parametrize(("times", "passes"), [(1.5, True), (3, False)])
+def test_the_maximum_alone_may_stop(times, passes):
+    """PyTorch is off in every row, the kernel in one."""
+
+    def one(x):
+        y = x.clone()
+        y[7] += times * ROUNDED
+        return y
+
+    (error,) = compare(one, _off_in_the_first(900), {"x": torch.zeros(900, 1)})
+    assert error.rms <= error.limit_rms and error.passed == passes
+    assert error.share == pytest.approx(times / 2)
+
+
+@pytest.mark.parametrize(("eps", "passes"), [(1.5, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
+    """Of the largest magnitude, and of the RMS."""
+    x = torch.ones(64, dtype=torch.float64)
+    share = eps * torch.finfo(dtype).eps
+    (error,) = Reference(lambda x: x * 1, {"x": x}, dtype=dtype).errors(lambda x: x * (1 + share))
+    assert error.passed == passes == (error.max <= error.limit_max)
+    assert passes == (error.rms <= error.limit_rms)
+
+
+def test_the_floor_is_the_coarsest_dtypes():
+    """A kernel with 16-bit inputs and an fp32 output is as coarse as its inputs."""
+    inputs = {"x": rand(8, grad=False), "w": rand(8, dtype=torch.float16, grad=False)}
+    off = 1 + torch.finfo(torch.float16).eps
+    (error,) = compare(lambda x, w: x * w * off, lambda x, w: x * w, inputs)
+    assert error.passed
+    (error,) = compare(lambda x, w: x * off, lambda x, w: x * 1.0, {**inputs, "w": None})
+    assert not error.passed
+
+
+def test_a_gradient_that_is_not_wanted_is_stopped():
+    frozen = {"x": rand(3), "y": rand(3, grad=False)}
+
+    def times(x, y):
+        return x * y
+
+    assert [e.name for e in compare(times, times, frozen)] == ["out", "dx"]
+    with pytest.raises(AssertionError, match="dy: got tensor"):
+        compare(times, lambda x, y: x * y.detach(), {"x": rand(3), "y": rand(3)})

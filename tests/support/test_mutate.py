@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import drawn
+import mutate
 import pytest
 from faults import FAULTS, Fault
 from mutate import (
@@ -143,3 +145,78 @@ def test_page_says_who_noticed_each_fault():
         named = re.search(r"\| ([\w/]+\.py): `(test_\w+)", row)
         assert named is not None, row
         assert _test_exists("::".join(named.groups())), row
+
+
+# --- drawn
+
+
+SOURCE = '''"""Text, 1 and 2."""
+def f(a: int = 3, *, b: bool = True) -> "1":
+    """Text 4."""
+    if not a < 1 and b:
+        raise ValueError(f"{a + 1}", 7)
+    return g(a[: a + 2], key=é) if a else print("5")
+'''
+
+
+def test_what_is_drawn_in_a_file():
+    found = {fault.id: fault for fault in drawn._mutants("x.py", SOURCE)}
+    changes = {id.removeprefix("x.py:f: ") for id in found}
+    wanted = {
+        "3 -> (4)", "True -> (False)", "not a < 1 -> (a < 1)", "a < 1 -> (a <= 1)", "1 -> (2)",
+        "not a < 1 and b -> (not a < 1 or b)", "not a < 1 and b -> True",
+        "not a < 1 and b -> False", "g(a[:a + 2], key=é) -> (g(a[:a + 2]))",
+        "g(a[:a + 2], key=é) -> (a[:a + 2])", "2 -> (3)", "a + 2 -> (a - 2)",
+        ":a + 2 -> :a + 2 + 1", "g(a[:a + 2], key=é) if a else print('5') -> (print('5'))",
+        "g(a[:a + 2], key=é) if a else print('5') -> (g(a[:a + 2], key=é))",
+    }  # fmt: skip
+    assert changes == wanted  # no annotation, text or message is among them
+    for fault in found.values():
+        planted = plant(fault, SOURCE)
+        compile(planted, "x.py", "exec")
+        assert planted != SOURCE
+
+
+def test_a_drawn_fault_keeps_its_name_where_others_lines_change():
+    before = [fault.id for fault in drawn._mutants("x.py", SOURCE)]
+    after = [
+        fault.id for fault in drawn._mutants("x.py", f"{SOURCE}\n\n\ndef g():\n    return 1\n")
+    ]
+    assert after[: len(before)] == before and len(set(after)) == len(after)
+    moved = [fault.id for fault in drawn._mutants("x.py", SOURCE.replace("def", "\n# 1\n\ndef"))]
+    assert moved == before
+
+
+def test_a_seed_draws_the_same_from_every_room():
+    first, again, other = drawn.draw(30, 1), drawn.draw(30, 1), drawn.draw(30, 2)
+    assert first == again and {f.id for f in first} != {f.id for f in other}
+    rooms = [fault.file.split("/")[0] for fault in first if "/" in fault.file]
+    assert {"bench", "ops", "swap", "verify", "weights"} <= set(rooms)
+    assert max(map(rooms.count, rooms)) <= 4
+    assert all(fault.file.startswith("swap/") for fault in drawn.draw(9, 1, "swap/*.py"))
+    for fault in first:
+        plant(fault, package_file(fault).read_text())
+
+
+def test_every_file_has_tests():
+    for file in drawn.files_of():
+        tests = drawn.tests_of(file)
+        assert tests and all(map(_test_exists, tests)), file
+    assert drawn.tests_of("ops/norm/kernels.py") == ("ops/test_norm.py",)
+    assert "runtime/test_route.py" in drawn.tests_of("runtime/route.py")
+    assert "test_bench.py" in drawn.tests_of("bench/bench_mlp.py")
+
+
+def test_drawn_faults_are_planted_shown_and_explained(monkeypatch, capsys):
+    seen, spared, tried = drawn.draw(3, 5, "ops/common/reduction.py")
+    monkeypatch.setattr(mutate, "SURVIVORS", {spared.id: "for a reason"})
+    monkeypatch.setattr(
+        mutate, "check", lambda fault, timeout: Result(
+            fault, "noticed" if fault == seen else "not noticed", "", "")
+    )  # fmt: skip
+    words = ["--random", "3", "--seed", "5", "--files", "ops/common/reduction.py"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert f"{spared.id}: explained, for a reason" in out
+    assert f"{tried.id}: not noticed\n-" in out and "\n+" in out
+    assert "2 faults planted, 1 noticed, 1 explained" in out

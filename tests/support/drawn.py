@@ -1,0 +1,275 @@
+"""Small faults anywhere in the package and bench, drawn by seed, for `mutate.py --random`.
+
+A comparison, an operator or a truth value turned, a number one larger, a condition fixed, a
+keyword, a `not` or a call left out, a bound of a slice moved. Texts are left alone: docstrings,
+annotations, messages, what a command prints in help.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+from faults.fault import TESTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+T = TypeVar("T")
+TURNED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+UNTOUCHED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
+TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
+ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
+    "bench/": ("test_bench.py", "test_bench_model.py", "test_bench_command.py"),
+    "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
+    "swap/hosts/structure/": ("swap/test_recognise.py", "swap/test_prove.py"),
+    "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
+    "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
+    "": ("models/test_vit.py",),
+}
+NOT_RUN = ("__repr__", "__str__")
+MOST = 4  # files of tests for a file
+LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
+
+
+@dataclass(frozen=True)
+class Drawn(Fault):
+    """A fault at a place: the bytes begin ... end of the file become `new`."""
+
+    begin: int = 0
+    end: int = 0
+    files: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return self.files
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what a call calls."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _with(node: T, **changed: Any) -> T:
+    node = copy.copy(node)
+    for name, value in changed.items():
+        setattr(node, name, value)
+    return node
+
+
+def _turned(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in the place of a node."""
+    match node:
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.Compare(ops=[op]) if type(op) in TURNED:
+            yield _with(node, ops=[TURNED[type(op)]()])
+        case ast.BoolOp(op=op):
+            yield _with(node, op=TURNED[type(op)]())
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in TURNED:
+            texts = [x for x in (left, right) if isinstance(getattr(x, "value", None), str)]
+            if not texts and not isinstance(left, ast.JoinedStr):
+                yield _with(node, op=TURNED[type(op)]())
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield operand
+        case ast.UnaryOp(op=ast.USub(), operand=operand) if not isinstance(operand, ast.Constant):
+            yield operand
+        case ast.IfExp(body=body, orelse=orelse):
+            yield body
+            yield orelse
+        case ast.Slice():
+            for side in ("lower", "upper"):
+                bound = getattr(node, side)
+                if bound is not None and not isinstance(bound, ast.Constant):
+                    moved = ast.BinOp(bound, ast.Add(), ast.Constant(1))
+                    yield _with(node, **{side: moved})
+        case ast.Call(args=args, keywords=keywords):
+            for keyword in keywords:
+                if keyword.arg is not None and keyword.arg not in TEXTS:
+                    yield _with(node, keywords=[k for k in keywords if k is not keyword])
+            if args and not isinstance(args[0], ast.Starred | ast.GeneratorExp):
+                yield args[0]
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Those in which a fault may lie."""
+    text_body = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "msg", "type_params"):
+            continue
+        children = value if isinstance(value, list) else [value]
+        if isinstance(node, text_body) and name == "body" and ast.get_docstring(node) is not None:
+            children = children[1:]
+        for child in children:
+            if not isinstance(child, ast.AST) or isinstance(child, UNTOUCHED):
+                continue
+            if isinstance(child, ast.keyword) and child.arg in TEXTS:
+                continue
+            if isinstance(child, ast.FunctionDef) and child.name in NOT_RUN:
+                continue
+            if isinstance(child, ast.Call) and _called(child) in LEFT_AS_THEY_ARE:
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.If) and "__main__" in ast.dump(child.test):
+                continue
+            yield child
+
+
+def _changes(node: ast.AST, within: str) -> Iterator[tuple[str, ast.AST, str, str]]:
+    """(function, node, its text, what stands there instead)."""
+    for child in _children(node):
+        name = getattr(child, "name", "") if hasattr(child, "body") else ""
+        inside = f"{within}.{name}".lstrip(".") if name else within
+        if isinstance(child, (ast.expr, ast.Slice)):
+            slice_ = isinstance(child, ast.Slice)
+            for new in _turned(child):
+                ast.fix_missing_locations(new)
+                text = ast.unparse(new)
+                yield inside, child, ast.unparse(child), text if slice_ else f"({text})"
+        if isinstance(child, ast.If | ast.While):
+            for value in ("True", "False") if isinstance(child, ast.If) else ("False",):
+                yield inside, child.test, ast.unparse(child.test), value
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+            yield inside, child, ast.unparse(child), "pass"
+        yield from _changes(child, inside)
+
+
+def _short(text: str) -> str:
+    text = re.sub(r"\s+", " ", text)
+    if len(text) <= 80:
+        return text
+    return f"{text[:60]}... {hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def _mutants(file: str, source: str) -> Iterator[Drawn]:
+    """Every fault that could be drawn in a file. An id is of texts: it outlives changes around."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    tree, seen, tests = ast.parse(source), Counter(), tests_of(file)
+    for within, node, old, new in _changes(tree, ""):
+        at: Any = node
+        begin = starts[at.lineno - 1] + at.col_offset
+        end = starts[at.end_lineno - 1] + at.end_col_offset
+        id = f"{file}:{within}: {_short(old)} -> {_short(new)}"
+        seen[id] += 1
+        id += f" #{seen[id]}" if seen[id] > 1 else ""
+        yield Drawn(id, file, "", "", old, new, (), begin, end, tests)
+
+
+def plant_drawn(fault: Drawn, source: str) -> str:
+    text = source.encode()
+    return (text[: fault.begin] + fault.new.encode() + text[fault.end :]).decode()
+
+
+def files_of(root: Path = ROOT) -> list[str]:
+    """As faults name them: in fastvit_kernels/, or bench/..."""
+    found = [p for p in (root / "bench").glob("*.py") if not p.name.startswith("test_")]
+    inside = (root / "fastvit_kernels").rglob("*.py")
+    return sorted(
+        [str(p.relative_to(root)) for p in found]
+        + [str(p.relative_to(root / "fastvit_kernels")) for p in inside]
+    )
+
+
+def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
+    return [x for turn in zip_longest(*groups) for x in turn if x is not None]
+
+
+def draw(count: int, seed: int, pattern: str = "*") -> list[Drawn]:
+    """Faults by turns of rooms, and of the files in each: what is large does not swallow all."""
+
+    def order(fault: Drawn) -> str:
+        return hashlib.sha256(f"{seed}:{fault.id}".encode()).hexdigest()
+
+    rooms: dict[str, list[list[Drawn]]] = {}
+    for file in files_of():
+        if fnmatch(file, pattern):
+            home = ROOT if file.startswith("bench/") else ROOT / "fastvit_kernels"
+            found = sorted(_mutants(file, (home / file).read_text()), key=order)
+            if found:
+                rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
+    return _in_turn([
+        _in_turn(sorted(files, key=lambda found: order(found[0]))) for files in rooms.values()
+    ])[:count]  # fmt: skip
+
+
+# --- which tests
+
+
+def _imported(path: Path, base: Sequence[str]) -> Iterator[str]:
+    """Files of the package and bench that a file imports by name, as faults name them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = [*base[: len(base) - node.level + 1]] if node.level else []
+            module = ".".join([*home, *([node.module] if node.module else [])])
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            file = name.replace(".", "/") + ".py"
+            if (ROOT / file).exists():
+                yield file.removeprefix("fastvit_kernels/")
+
+
+@cache
+def _importers() -> dict[str, set[str]]:
+    """Of each file: the files, and tests/..., that import it."""
+    found: dict[str, set[str]] = {}
+    for file in files_of():
+        path = ROOT / file if file.startswith("bench/") else ROOT / "fastvit_kernels" / file
+        base = path.relative_to(ROOT).parts[:-1]
+        for used in _imported(path, base):
+            found.setdefault(used, set()).add(file)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for used in _imported(path, ()):
+            found.setdefault(used, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+@cache
+def _tests() -> dict[str, str]:
+    """Name under tests/ -> text, the short files first."""
+    paths = [p for p in (ROOT / "tests").rglob("test_*.py") if p.parent.name != "support"]
+    texts = {str(p.relative_to(ROOT / "tests")): p.read_text() for p in paths}
+    return dict(sorted(texts.items(), key=lambda item: len(item[1])))
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    """TESTS of the file; else those of its name or its folder's, then those that import it, then
+    those of the files that import it."""
+    if file in TESTS:
+        return TESTS[file]
+    *folders, name = file.removesuffix(".py").split("/")
+    found = [t for n in (name, *folders[1:][-1:]) for t in _tests() if t.endswith(f"test_{n}.py")]
+    level, seen = {file}, {file}
+    while level and len(found) < MOST:
+        users = sorted({user for f in level for user in _importers().get(f, ())} - seen)
+        seen |= set(users)
+        users_tests = {u.removeprefix("tests/") for u in users if u.startswith("tests/")}
+        found += [t for t in _tests() if t in users_tests]
+        named = {t for u in users for t in TESTS.get(u, ())}
+        found += sorted(named) if len(found) < MOST else []
+        level = {u for u in users if not u.startswith("tests/")} if not found else set()
+    room = next(tests for start, tests in ROOM_TESTS.items() if file.startswith(start))
+    return tuple(dict.fromkeys([*found[:MOST], *(room if len(found) < 2 else ())]))

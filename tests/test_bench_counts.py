@@ -1,0 +1,159 @@
+"""What bench says that an op computes and moves, beside torch's own count and real tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_stand_ins import CPU
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.harness import Draw
+from bench.models import Case, build
+from bench.plan import OPS, op_of
+from bench.shapes import Shape
+from fastvit_kernels.runtime.dtypes import DTYPES
+
+# sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
+SHAPE = Shape("odd", B=3, T=5, C=24, H=2, F=56, size=8, patch=4)
+VARIANTS = {
+    "linear": ("proj", "fc1"), "gated_mlp": ("packed", "separate", "norm"),
+    "varlen_attention": ("spread", "equal"), "rms_norm": ("", "heads", "added"),
+    "rope": ("", "interleaved", "layer_norm", "learnt"),
+    "rope_attention": ("", "layer_norm", "learnt"),
+}  # fmt: skip
+CASES = [(name, variant) for name in OPS for variant in VARIANTS.get(name, ("",))]
+PRODUCTS = [(name, variant) for name, variant in CASES if name not in ("layer_norm", "rms_norm")]
+
+
+def shape_of(name, variant):
+    longer = {"varlen_attention": 16, "rope": 9, "rope_attention": 9}
+    return replace(SHAPE, T=longer.get(name, SHAPE.T), variant=variant)
+
+
+def given(op, shape, dtype=torch.float32):
+    return op.inputs(shape, dtype, Draw(CPU, dtype))
+
+
+def counted(op, shape):
+    """FLOPs of forward and backward, by torch's counter over the specification's products."""
+    inputs = given(op, shape)
+    leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            y = op.reference(shape, "fp32")(**inputs)
+        y = y if isinstance(y, tuple) else (y,)
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.grad(y, leaves, [torch.randn_like(x) for x in y])
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "variant"), [c for c in PRODUCTS if c[0] != "rope"])
+def test_flops_are_those_of_the_products(name, variant):
+    """FlashAttention's backward computes the scores again, torch's keeps them: one product more."""
+    op, shape = op_of(name), shape_of(name, variant)
+    forward, backward = counted(op, shape)
+    lengths = [shape.T] * shape.B
+    if name == "varlen_attention":
+        lengths = given(op, shape)["cu_seqlens"].diff().tolist()
+    again = 2 * shape.C * sum(n * n for n in lengths) if "attention" in name else 0
+    turned = op_of("rope").flops if name == "rope_attention" else lambda shape, mode: 0
+    assert op.flops(shape, "fwd") == forward + turned(shape, "fwd")
+    assert op.flops(shape, "bwd") == backward + again + turned(shape, "bwd")
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "forward", "backward"),
+    [
+        ("layer_norm", "", 7, 13),
+        ("rms_norm", "", 4, 9), ("rms_norm", "heads", 4, 9), ("rms_norm", "added", 5, 9),
+        # of q and of k
+        ("rope", "", 2 * 3, 2 * 3), ("rope", "interleaved", 2 * 3, 2 * 3),
+        ("rope", "layer_norm", 2 * 10, 2 * 16), ("rope", "learnt", 2 * 3, 2 * 7),
+    ],
+)  # fmt: skip
+def test_flops_of_an_element(name, variant, forward, backward):
+    op, shape = op_of(name), shape_of(name, variant)
+    elements = shape.B * shape.T * shape.C
+    assert op.flops(shape, "fwd") == forward * elements
+    assert op.flops(shape, "bwd") == backward * elements
+
+
+# By op: what a forward and a backward read and write, of what is as large as a product's operand.
+# y the output, of it and of inputs also the gradients; stats a row's fp32 pair, rstd one of it, lse
+# one of each head, hidden (M, F), qkv (M, 3 C).
+MOVED = {
+    "layer_norm": ("x y stats", "y x x stats"),
+    "rms_norm": ("x y rstd", "y x x rstd"),
+    "rms_norm-added": ("x residual y rstd", "y x x rstd"),
+    "linear-proj": ("x weight residual y", "y x weight x weight"),  # dresidual is dy
+    "linear-fc1": ("x weight y y", "y x weight y x weight"),  # and what the GELU took
+    "mlp": (
+        "x residual fc1_weight fc2_weight y hidden",
+        "y x hidden fc1_weight fc2_weight x fc1_weight fc2_weight",
+    ),
+    "gated_mlp": (
+        "x residual fc1_weight gate_weight fc2_weight y hidden hidden",
+        "y x hidden hidden fc1_weight gate_weight fc2_weight x fc1_weight gate_weight fc2_weight",
+    ),
+    "attention": ("qkv y lse", "qkv y y lse qkv"),
+    "varlen_attention": ("qkv y lse", "qkv y y lse qkv"),
+    "qkv_attention": ("x weight heads y lse", "x weight heads y y lse x weight"),
+    "rope_attention": (
+        "x weight cos sin heads y lse", "x weight cos sin heads y y lse x weight",
+    ),
+    "rope": ("q k cos sin q k", "q k cos sin q k"),
+    "rope-layer_norm": ("q k cos sin q k", "q k cos sin q k q k"),
+    "rope-learnt": ("q k cos sin q k", "q k cos sin q k q k cos sin"),
+    "patch_embed": ("images weight pos_embed y", "images weight pos_embed y"),
+}  # fmt: skip
+
+
+def sizes(op, shape, dtype):
+    """Bytes by name, of the tensors themselves."""
+    inputs = given(op, shape, DTYPES.get(dtype, torch.float32))
+    y = op.reference(shape, dtype)(**inputs)
+    y = y[0] if isinstance(y, tuple) else y
+    found = {n: x.numel() * x.element_size() for n, x in (*inputs.items(), ("y", y))}
+    rows = given(op, shape)["qkv"].shape[0] if op.name == "varlen_attention" else shape.B * shape.T
+    norms = math.prod(inputs["x"].shape[:-1]) if op.name.endswith("norm") else rows
+    size = y.element_size()
+    found |= {"stats": 8 * norms, "rstd": 4 * norms, "lse": 4 * rows * shape.H}
+    found |= {"hidden": rows * shape.F * size, "heads": 3 * rows * shape.C * size}
+    return {"gate_weight": 0, **found}  # packed: fc1_weight has both
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "amp"])
+def test_bytes_are_those_of_the_tensors(name, variant, dtype):
+    op, shape = op_of(name), shape_of(name, variant)
+    if dtype not in op.dtypes:
+        return
+    size = sizes(op, shape, dtype)
+    moved = MOVED.get(f"{name}-{variant}") or MOVED[name]
+    for mode, names in zip(("fwd", "bwd"), moved, strict=True):
+        wanted = sum(size[n] for n in names.split())
+        if name == "gated_mlp" and variant == "norm":
+            wanted += size["stats"]
+        assert op.bytes(shape, dtype, mode) == wanted, mode
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_both_is_the_sum(name, variant):
+    op, shape = op_of(name), shape_of(name, variant)
+    assert op.flops(shape, "both") == op.flops(shape, "fwd") + op.flops(shape, "bwd") > 0
+    for dtype in op.dtypes:
+        forward, backward, both = (op.bytes(shape, dtype, m) for m in ("fwd", "bwd", "both"))
+        assert both == forward + backward and min(forward, backward) > 0
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_flops_of_a_whole_model_are_torchs(mode):
+    pytest.importorskip("timm")
+    case = Case("timm", "Ti", 32, 2, mode=mode)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        build(case, torch.device("meta")).eval()(torch.empty(2, *case.image, device="meta"))
+    assert case.flops == counter.get_total_flops() * (3 if mode == "train" else 1)

@@ -1,0 +1,134 @@
+"""The shipped checker, without the help of conftest.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics import DEVICE, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.ops.norm.functions import layer_norm_ref
+from fastvit_kernels.verify.accuracy import Reference
+from fastvit_kernels.verify.op import Case
+from fastvit_kernels.verify.runner import Fault, check, poisoned, run_case
+
+
+@pytest.fixture(autouse=True)
+def _own_poison(_poisoned_memory):
+    """Tests fill `torch.empty` with NaN: here the checker has to."""
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def case_of(function, specification=layer_norm_ref):
+    inputs = {"x": rand(6, 32), "weight": rand(32, seed=1), "bias": rand(32, seed=2)}
+    return Case("a case", function, specification, lambda: dict(inputs))
+
+
+def fill_of():
+    return torch.empty(1000, device=DEVICE).isnan().all().item()
+
+
+def settings():
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    return torch.are_deterministic_algorithms_enabled(), filled
+
+
+def test_what_no_kernel_wrote_is_nan_inside_alone():
+    assert settings() == (False, False)
+    with poisoned():
+        assert fill_of()
+    assert settings() == (False, False)
+    with pytest.raises(KeyError), poisoned():
+        raise KeyError
+    assert settings() == (False, False)
+    with poisoned(), poisoned():
+        pass
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with poisoned():
+        pass
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize("way", ["run_case", "check"])
+def test_memory_of_the_right_result_does_not_pass_for_it(way):
+    seen = []
+
+    def unwritten(x, weight, bias):
+        seen.append(fill_of())
+        fk.layer_norm(x, weight, bias)  # leaves the right numbers where the next one may lie
+        y = torch.empty_like(x)
+        return y + 0 * (x + weight + bias)
+
+    case = case_of(unwritten)
+    if way == "run_case":
+        assert not run_case(case, "fp32").passed
+    else:
+        with pytest.raises(Fault, match="out: max inf"):
+            check(case.reference, unwritten)
+    assert seen and all(seen)
+
+
+def test_a_case_runs_the_kernels_or_nothing():
+    """Under "auto" a call that no kernel takes would be PyTorch beside itself."""
+    seen = []
+
+    def noted(**inputs):
+        seen.append(fk.get_backend())
+        return fk.layer_norm(**inputs)
+
+    assert run_case(case_of(noted), "fp32").passed
+    assert seen == ["triton"] and fk.get_backend() == "auto"
+    double = Case("float64", noted, layer_norm_ref, lambda: {"x": torch.ones(2, 8).double()})
+    assert "the backend is 'triton', but there is no kernel" in run_case(double, "fp32").why
+
+
+def test_where_both_raise_nothing_has_passed():
+    def raises(**inputs):
+        raise ValueError("no such shape")
+
+    for function, specification in ((raises, raises), (fk.layer_norm, raises)):
+        result = run_case(case_of(function, specification), "fp32")
+        assert not result.passed and result.why == "ValueError: no such shape"
+    with pytest.raises(Fault, match="ValueError: no such shape"):
+        check(case_of(fk.layer_norm).reference, raises)
+
+
+class Restless(torch.autograd.Function):
+    """Other last bits at each call, of the output or of the gradient."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x, of_output):
+        ctx.of_output, Restless.calls = of_output, Restless.calls + 1
+        return x * (1 + 2**-23 * (Restless.calls % 2)) if of_output else x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if ctx.of_output else dy * (1 + 2**-23 * (Restless.calls % 2)), None
+
+
+@pytest.mark.parametrize(("of_output", "name"), [(True, "output 0"), (False, "dx")])
+def test_two_runs_give_equal_bits(of_output, name):
+    def restless(x, **rest):
+        return fk.layer_norm(Restless.apply(x, of_output), **rest)
+
+    def settled(x, **rest):
+        return fk.layer_norm(x.clone(), **rest)
+
+    case = case_of(restless)
+    with pytest.raises(Fault, match=f"two runs give different bits in {name}"):
+        check(case.reference, restless)
+    assert 0 < check(case.reference, settled) < 1
+    assert check(case.reference, restless, repeats=1) < 1
+
+
+def test_a_wrong_gradient_is_a_fault():
+    def wrong(x, weight, bias):
+        return fk.layer_norm(x, weight, 0.99 * bias + 0.01 * bias.detach())
+
+    reference = Reference(layer_norm_ref, case_of(wrong).make())
+    with pytest.raises(Fault, match=r"^dbias: "):
+        check(reference, wrong)
