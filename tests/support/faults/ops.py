@@ -9,6 +9,7 @@ _BF16 = (
 _COMMANDS = (
     "commands/test_options.py::test_bf16_in_an_interpreter_that_computes_it_wrongly_is_refused",
 )
+_EXPORT = "swap/test_swap_exports.py::test_an_exported_batch_is_dynamic"
 FAULTS: list[Fault] = [
     Fault(
         "op-bf16-believed", "runtime/backend.py", "bf16_reason",
@@ -46,5 +47,26 @@ FAULTS: list[Fault] = [
         "`check --dtype bf16` runs in an interpreter that multiplies raw bits",
         "options.require_kernels(device, arguments.dtype)", "options.require_kernels(device)",
         only=_COMMANDS,
+    ),
+    Fault(
+        "op-export-gated", "ops/gated_mlp/functions.py", "_decide",
+        "a gated MLP cannot be exported for any batch",
+        "math.prod(x.shape[:-1])", "x.shape[:-1].numel()", only=(_EXPORT,),
+    ),
+    Fault(
+        "op-export-mask", "ops/attention/functions.py", "attention_ref",
+        "an export with a mask is fixed to its example's batch",
+        "mask.shape[0] in (1, q.shape[0])", "len(mask) in (1, len(q))", only=(_EXPORT,),
+    ),
+    Fault(
+        "op-export-rope", "ops/rope.py", "check_rotation",
+        "an export with rotary positions wants a largest batch",
+        "isinstance(rows, int) and ", "", only=(_EXPORT,),
+    ),
+    Fault(
+        "op-rope-rows", "ops/common/rotation.py", "_count_rows",
+        "rows past 2^31, of a program for any batch, overflow in silence",
+        "num_rows >= MAX_ROWS", "False",
+        only=("ops/test_rope.py::test_rope_counts_rows_in_32_bits",),
     ),
 ]
