@@ -69,7 +69,7 @@ def poison(dtype: np.dtype) -> Any:
         return 0x7FC0  # NaN as bf16
     if dtype.kind == "f":
         return np.nan
-    return True if dtype == bool else np.iinfo(dtype).max // 2
+    return True if dtype.kind == "b" else np.iinfo(dtype).max // 2
 
 
 def _masked_load(self, ptrs, mask, other, *options, **named):
