@@ -2,7 +2,7 @@
 
 The table shows the error of each output and gradient beside PyTorch's own in the same dtype, and
 the limit of the 2x rule (docs/numerics.md). On a GPU the kernels run there; without one they run in
-Triton's interpreter, in fp32 and fp16: the interpreter of triton 3.6 multiplies bf16 wrongly.
+Triton's interpreter, in fp32 and fp16: that multiplies bf16 wrongly.
 
 With --all-configs every launch config that ships is forced in turn, not the default alone, and run
 twice for equal bits. With --jobs each case has a process of its own: one that hangs is killed after
@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
     if INTERPRETED and arguments.device is None:
         arguments.device = "cpu"
     device = options.chosen_device(arguments)
-    options.require_kernels(device)
+    options.require_kernels(device, arguments.dtype)
     dtypes = [arguments.dtype] if arguments.dtype else list(DTYPES)
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")

@@ -145,15 +145,15 @@ def chosen_device(arguments: argparse.Namespace) -> torch.device:
     return device
 
 
-def kernels_reason(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this device, None where they can."""
+def kernels_reason(device: torch.device, dtype: str | None = None) -> str | None:
+    """Why the kernels cannot run on this device, in this dtype, None where they can."""
     with backend("auto"):
-        return reason_for_torch(torch.empty(1, device=device))
+        return reason_for_torch(torch.empty(1, dtype=DTYPES[dtype or "fp32"], device=device))
 
 
-def require_kernels(device: torch.device) -> None:
-    """Raises: CommandError where the kernels cannot run on this device."""
-    if (reason := kernels_reason(device)) is not None:
+def require_kernels(device: torch.device, dtype: str | None = None) -> None:
+    """Raises: CommandError where the kernels cannot run on this device, in this dtype."""
+    if (reason := kernels_reason(device, dtype)) is not None:
         raise CommandError(f"the kernels cannot run here: {reason}")
 
 

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _choose_backend(settings: Settings, device: torch.device, console: Any) -> Backend:
     """The backend of the training steps, and one line that says so where it may surprise."""
-    reason = options.kernels_reason(device)
+    reason = options.kernels_reason(device, settings.precision)
     if settings.backend == "triton" and reason is not None:
         raise CommandError(f"--backend triton: the kernels cannot run here, {reason}")
     if device.type == "cpu" and settings.backend == "auto":
@@ -142,7 +142,8 @@ def _epoch_line(row: dict[str, float], settings: Settings) -> str:
 
 def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:
     """The errors of the check batch, [] where there is none, None where one breaks the 2x rule."""
-    if not arguments.check or options.kernels_reason(run.device) is not None:
+    precision = run.settings.precision
+    if not arguments.check or options.kernels_reason(run.device, precision) is not None:
         return []
     errors = check_batch(run, console)
     if all(e.passed for e in errors):

@@ -32,11 +32,13 @@ from .checks import (
     check_pos_embed,
     check_rates,
 )
-from .gated_mlp import GluMlp, SwiGLU, create_mlp
+from .gated_mlp import create_mlp
+from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed, Size
 from .norms import NORM_LAYERS, LayerNorm, RmsNorm
 from .patch_dropout import PatchDropout, kept_tables
 from .positions import resize_positions
+from .refused import refuse
 from .rope_tables import Tables
 from .rotary import GridIndexing, RopeType, RotaryEmbedding
 
@@ -149,8 +151,12 @@ class VisionTransformer(nn.Module):
     dynamic_img_size=True takes images of any size: learned positions are resampled to their grid,
     rotary ones computed for it. With `mean` and `std`, numbers for each channel, the model also
     takes uint8 images and normalises them as it reads them. A training step with `patch_drop_rate`
-    keeps that much less of each image's patches, and reads no pixel of the others.
+    keeps that much less of each image's patches, and reads no pixel of the others. Arguments that
+    timm alone has raise TypeError and say what to do instead.
     """
+
+    weight_init_mode: WeightInit = ""
+    fix_init = False
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans=3, num_classes: int = 1000,
@@ -171,10 +177,12 @@ class VisionTransformer(nn.Module):
         ref_feat_shape: Size | None = None, dynamic_img_size: bool = False,
         drop_path: DropPathMode = "mask",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        patch_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0, weight_init: WeightInit = "", fix_init: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **timm: Any,
     ):  # fmt: skip
         super().__init__()
         op = "VisionTransformer"
+        refuse(op, timm)
         check_block(
             op, mlp_ratio, init_values, norm_eps, memory, mlp_layer, scale_mlp_norm, norm_layer,
             in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads,
@@ -185,7 +193,7 @@ class VisionTransformer(nn.Module):
             op, qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token,
             no_embed_class=no_embed_class, pre_norm=pre_norm, final_norm=final_norm,
             fc_norm=False if fc_norm is None else fc_norm, pool_include_prefix=pool_include_prefix,
-            dynamic_img_size=dynamic_img_size,
+            dynamic_img_size=dynamic_img_size, fix_init=fix_init,
         )  # fmt: skip
         check_rates(
             op, drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
@@ -195,6 +203,7 @@ class VisionTransformer(nn.Module):
         check_pos_embed(op, pos_embed)
         check_drop_path(op, "drop_path", drop_path)
         check_choice(op, "rope_type", rope_type, get_args(RopeType))
+        check_choice(op, "weight_init", weight_init, get_args(WeightInit))
         if embed_norm_layer is not None:
             check_choice(op, "embed_norm_layer", embed_norm_layer, sorted(NORM_LAYERS))
         self.embed_dim, self.num_classes, self.global_pool = embed_dim, num_classes, global_pool
@@ -246,27 +255,26 @@ class VisionTransformer(nn.Module):
             self.pre_logits.add_module("fc", nn.Linear(embed_dim, features))
             self.pre_logits.add_module("act", nn.Tanh())
         self.head = nn.Linear(features, num_classes) if num_classes else nn.Identity()
-        self.init_weights()
+        self.weight_init_mode = "reset" if weight_init == "skip" else weight_init
+        self.fix_init = fix_init
+        if weight_init != "skip":
+            self.init_weights()
+        self.to(device=device, dtype=dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state if "rope" in state["_modules"] else {"rope": None, **state})
         self._modules.setdefault("patch_drop", PatchDropout())
 
-    def init_weights(self) -> None:
-        """timm's defaults: truncated normal 0.02 for Linear and positions, zero biases."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for module in self.modules():
-            if isinstance(module, (GluMlp, SwiGLU)):
-                module.init_weights()
+    def init_weights(self, mode: WeightInit = "") -> None:
+        """Draw them by a scheme of timm's, by default `weight_init`, the constructor's."""
+        init_weights(self, mode or self.weight_init_mode, self.num_classes)
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
+        if self.fix_init:
+            fix_weights(self.blocks)
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that an optimizer should not decay; timm's optimizers ask for them."""

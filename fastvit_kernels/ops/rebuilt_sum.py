@@ -92,7 +92,7 @@ def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
 
     def pack(saved: Tensor) -> Any:
         is_x = place_of(saved) == place and saved.shape == shape and saved.dtype == dtype
-        return again if is_x else saved
+        return again if is_x and saved.is_contiguous() else saved  # x.mT may have x's shape
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.take()

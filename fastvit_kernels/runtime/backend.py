@@ -20,9 +20,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .compat import in_forward_mode, in_transform
+from .arguments import autocast_dtype
+from .compat import constant_when_traced, in_forward_mode, in_transform
 from .dtypes import DTYPE_NAMES
-from .triton import HAS_TRITON, triton
+from .triton import HAS_TRITON, tl, triton
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -152,6 +153,32 @@ def _device_reason(x: Tensor) -> str | None:
     return f"the tensor is on device {x.device}"
 
 
+@functools.cache
+@constant_when_traced
+def _interprets_bf16() -> bool:
+    """Whether Triton's interpreter multiplies bf16 and rounds to it, as those of 3.5 to 3.9 do not:
+    their products are of raw bits, their casts truncate."""
+    try:
+        import numpy as np
+        from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+        x = TensorHandle(np.array([[0x3FC0]], np.uint16), tl.bfloat16)  # 1.5
+        zero = TensorHandle(np.zeros((1, 1), np.float32), tl.float32)
+        square = interpreter_builder.create_dot(x, x, zero, None, 0)
+        above = TensorHandle(np.array([1 + 2**-8 + 2**-9], np.float32), tl.float32)
+        bits = interpreter_builder.cast_impl(above, tl.bfloat16).data
+        return float(square.data.item()) == 2.25 and int(bits.item()) == 0x3F81  # 1 + 2**-7
+    except (ImportError, AttributeError, TypeError):  # another interpreter, which nobody has tried
+        return False
+
+
+def bf16_reason(*dtypes: torch.dtype | None) -> str | None:
+    """Why no kernel computes right in one of these dtypes, or None."""
+    if not INTERPRETED or torch.bfloat16 not in dtypes or _interprets_bf16():
+        return None
+    return f"the interpreter of triton {triton.__version__} computes bf16 wrongly"
+
+
 def _transform_reason() -> str | None:
     """The active transform that the kernels have no rules for, or None."""
     if in_transform():
@@ -172,6 +199,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         return "the backend is 'torch'"
     if x.dtype not in DTYPE_NAMES:
         unsupported = f"there is no kernel for {x.dtype}"
+    unsupported = unsupported or bf16_reason(x.dtype, autocast_dtype(x))
     return _device_reason(x) or unsupported or _transform_reason()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .backend import state, use_triton
+from .backend import bf16_reason, state, use_triton
 from .compat import FakeTensor, FunctionalTensor, is_autocast_on, is_watched
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
@@ -110,6 +110,7 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     assert first is not None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
+    unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
     return ops if use_triton(op, first, unsupported) else None
 
 

@@ -4,15 +4,17 @@ import argparse
 import ast
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fastvit_kernels as fk
 from bench.__main__ import build_parser as bench_parser
-from fastvit_kernels.commands import cli, options
+from fastvit_kernels.commands import cli, options, train
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model, fused_model, input_shape, logits_of
+from fastvit_kernels.runtime import backend as runtime_backend
 from fastvit_kernels.runtime import dtypes
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +245,24 @@ def test_a_step_of_a_host_is_compiled_as_ours_is():
     arguments = cli.build_parser(words).parse_args(words)
     assert (arguments.img_size, arguments.batch, arguments.train) == (8, 3, False)
     assert options.DTYPES is dtypes.DTYPES  # one table
+
+
+def test_bf16_in_an_interpreter_that_computes_it_wrongly_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(runtime_backend, "INTERPRETED", True)
+    monkeypatch.setattr(runtime_backend, "_interprets_bf16", lambda: False)
+    settings = SimpleNamespace(backend="triton", precision="bf16")
+    for refuse in (
+        lambda: options.require_kernels(torch.device("cpu"), "bf16"),
+        lambda: train._choose_backend(settings, torch.device("cpu"), None),
+    ):
+        with pytest.raises(CommandError, match="computes bf16 wrongly"):
+            refuse()
+    assert cli.main(["check", "--dtype", "bf16", "--device", "cpu"]) == 2
+    assert "computes bf16 wrongly" in capsys.readouterr().err
+
+    lines = []
+    settings.backend, console = "auto", SimpleNamespace(print=lines.append)
+    assert train._choose_backend(settings, torch.device("cpu"), console) == "torch"
+    assert "computes bf16 wrongly" in lines[0] and "PyTorch path" in lines[0]
+    run = SimpleNamespace(device=torch.device("cpu"), settings=settings)
+    assert train._checked(run, SimpleNamespace(check=True), console) == []  # and blames no kernel

@@ -209,6 +209,9 @@ CONSTRUCTORS = [
         "rope_type": [("mixed", r"rope_type must be one of \('', 'cat', 'dinov3'\), got 'mixed'"),
                       (None, "T:rope_type must be one of")],
         "dynamic_img_size": _flag("dynamic_img_size"),
+        "fix_init": _flag("fix_init"),
+        "weight_init": [("xavier", "weight_init must be one of .*, got 'xavier'"),
+                        (None, "T:weight_init must be one of")],
     }),
     *_arguments(fk.create_vit, dict(name="vit_mnist"), {
         "name": [

@@ -1,3 +1,4 @@
+import inspect
 from functools import partial
 from typing import Any
 
@@ -408,6 +409,62 @@ def test_create_vit_rejects():
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         create_vit("vit_mnist", nonsense=1)
     assert create_vit("vit_mnist", num_classes=3).head.out_features == 3
+
+
+def _timms_arguments():
+    """(name, its value where nobody asks) of each argument of timm's."""
+    by_name = {}
+    for function in (timm.create_model, timm.models.VisionTransformer):
+        by_name |= inspect.signature(function).parameters
+    return [(p.name, p.default) for p in by_name.values() if p.kind is not p.VAR_KEYWORD]
+
+
+@pytest.mark.parametrize(("name", "default"), _timms_arguments()[1:], ids=lambda x: str(x)[:20])
+def test_each_argument_of_timms_is_taken_or_refused(name, default):
+    """The first is the model's name."""
+    taken = name in inspect.signature(VisionTransformer).parameters
+    if not taken and (default is None or isinstance(default, (bool, str))):
+        create_vit("vit_mnist", depth=1, **{name: default})
+    if not taken and name not in ("exportable", "no_jit"):
+        instead = "swap_in|load_weights|dynamic_img_size|torch.export"
+        with pytest.raises(TypeError, match=f"{name} is timm's alone, got 'x'; .*({instead})"):
+            create_vit("vit_mnist", **{name: "x"})
+
+
+@pytest.mark.parametrize("name", ["strict_img_size", "features_only", "out_indices"])
+def test_arguments_of_timms_other_functions_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is timm's alone, got 'x'; "):
+        VisionTransformer(**{name: "x"})  # pyright: ignore
+
+
+@pytest.mark.parametrize("mlp_layer", [timm.layers.Mlp, SwiGLU, GluMlp])
+@pytest.mark.parametrize("fix_init", [False, True], ids=["", "fixed"])
+@pytest.mark.parametrize("scheme", ["", "reset", "skip", "jax", "jax_nlhb", "moco"])
+def test_initial_weights_are_timms(scheme, fix_init, mlp_layer):
+    torch.manual_seed(0)
+    options: Any = dict(
+        img_size=16, patch_size=8, num_classes=9, embed_dim=96, depth=3, num_heads=2, reg_tokens=3,
+        weight_init=scheme, fix_init=fix_init, init_values=0.1,
+    )  # fmt: skip
+    model = VisionTransformer(**options, mlp_layer=mlp_layer.__name__)
+    wanted = timm.models.VisionTransformer(**options, mlp_layer=mlp_layer).state_dict()
+    skipped = ("pos_embed", "cls_token", "reg_token") if scheme == "skip" else ()
+    for name, ours in model.state_dict().items():
+        theirs = wanted[name]
+        if name in skipped:  # timm's has what was in memory
+            assert (ours == 0).all()
+        elif theirs.min() == theirs.max():
+            torch.testing.assert_close(ours, theirs, msg=name)
+        else:
+            few = 1 + 4 * ours.numel() ** -0.5  # samples spread
+            for measure in (torch.std, lambda x: x.abs().mean()):
+                assert 1 / few < measure(ours) / measure(theirs) < few, name
+            assert ours.abs().max() < 1.5 * theirs.abs().max() * few, name
+
+
+def test_a_model_is_made_in_a_dtype_on_a_device():
+    model = VisionTransformer(16, 8, depth=1, device="meta", dtype=bf16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", bf16)}
 
 
 def _step(model, images, upstream):

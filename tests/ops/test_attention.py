@@ -1,4 +1,6 @@
+import functools
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,18 @@ def test_attention_dropout(T, dtype, monkeypatch):
         return (probabilities @ v).transpose(1, 2)
 
     assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, dtype))
+
+
+def test_attention_dropout_seeds_differ_in_62_bits():
+    seeds = [int(attention_functions.draw_seed(DEVICE)) for _ in range(64)]
+    assert functools.reduce(operator.or_, seeds) == 2**62 - 1
+
+    qkv, masks = rand(1, 9, 3, 1, 16, grad=False), []
+    ops = torch.ops.fastvit_kernels
+    for bit in (0, 15, 16, 31, 32, 47, 61):
+        out, _ = ops.attention_fwd(qkv, torch.tensor([1 << bit], device=DEVICE), 0.25, 0.5)
+        assert not any(torch.equal(out, former) for former in masks), f"bit {bit} is not read"
+        masks.append(out)
 
 
 def test_attention_dropout_draws_anew_and_follows_the_generator():

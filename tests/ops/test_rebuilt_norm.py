@@ -60,6 +60,26 @@ def test_rebuilt_norm_keeps_every_bit(name, norm):
         assert (a is b is None) or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("view", [
+    lambda y: y.mT, lambda y: y[:, 1:], lambda y: y[:1].expand(B, T, C), lambda y: y.view(B, C, T),
+])  # fmt: skip
+def test_rebuilt_norm_of_a_view_that_is_saved(view):
+    """An op inside may save y turned, in part, or in another shape."""
+    inputs = _inputs()
+    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+
+    def gradients(low):
+        with backend("triton"):
+            y, _ = layer_norm_and_input(inputs["x"], *norm)
+            with rebuilt_norm(y, inputs["x"], *norm) if low else nullcontext():
+                out = view(y).square()
+        upstream = rand(*out.shape, seed=9, grad=False)
+        return torch.autograd.grad(out, [inputs["x"], *norm[:2]], upstream)
+
+    for a, b in zip(gradients(low=False), gradients(low=True), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_rebuilt_norm_saves_no_y():
     inputs = _inputs()
     norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
@@ -114,6 +134,36 @@ def test_vision_transformer_of_low_memory_has_the_same_gradients(norm):
     assert all(torch.equal(a, b) for a, b in zip(default, low, strict=True))
     assert (kept[0], rebuilt[0]) == (5, 9)  # two norms a block, and the last; a block's once more
     assert rebuilt[1] == kept[1] + 2  # and the sum after attention
+
+
+LAYOUTS = {
+    "turned": lambda: rand(B, C, T, seed=9, grad=False).mT,
+    "one number": lambda: rand(1, 1, 1, seed=9, grad=False).expand(B, T, C),
+    "one row": lambda: rand(1, 1, C, seed=9, grad=False).expand(B, T, C),
+    "one sample": lambda: rand(1, T, C, seed=9, grad=False).expand(B, T, C),
+    "part": lambda: rand(B, T, 2 * C, seed=9, grad=False)[..., C:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mlp_layer", ["Mlp", "SwiGLU"])
+def test_a_block_of_low_memory_under_any_upstream_gradient(mlp_layer, layout):
+    """Equal numbers in other memory, the input's and the gradient's: equal bits."""
+    torch.manual_seed(0)
+    block = Block(C, 2, init_values=0.5, mlp_layer=mlp_layer).to(DEVICE)
+    x, upstream = rand(B, T, C, grad=False), LAYOUTS[layout]()
+
+    def gradients(memory, x, upstream):
+        block.memory = memory
+        x = x.detach().requires_grad_()
+        with backend("triton"):
+            return torch.autograd.grad(block(x), [x, *block.parameters()], upstream)
+
+    wanted = gradients("default", x, upstream.contiguous())
+    for memory in ("default", "low"):
+        for same in (x, x.mT.contiguous().mT):
+            got = gradients(memory, same, upstream)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), memory
 
 
 @pytest.mark.parametrize("memory", ["tiny", None, 1])

@@ -1,5 +1,7 @@
 """rebuilt_sum: a LayerNorm's input, made again by the linear layer before it, bit for bit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from numerics import DEVICE, rand
@@ -115,6 +117,25 @@ def test_rebuilt_sum_is_no_chain(made):
     assert len(made) == 2
 
 
+def test_rebuilt_sum_of_a_view_that_is_saved():
+    """Turned, it has the sum's shape where there are as many tokens as columns."""
+    p = _inputs() | {"x": rand(B, C, C)}
+    names = ("x", "norm1", "proj", "bias")
+
+    def gradients(low):
+        with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+            y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
+            x = linear(y, p["proj"], p["bias"], residual=first)
+            with rebuilt_sum(x) if low else nullcontext() as again:
+                out = x.mT.square() + x.flatten(1).square().view_as(x)
+            assert low == (again is not None)
+        upstream = rand(*out.shape, seed=9, grad=False)
+        return torch.autograd.grad(out, [p[name] for name in names], upstream)
+
+    for a, b in zip(gradients(low=True), gradients(low=False), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_rebuilt_sum_leaves_other_inputs_alone():
     p = _inputs()
     with backend("triton"):
@@ -126,6 +147,7 @@ def test_rebuilt_sum_leaves_other_inputs_alone():
             y,
             linear(y, p["proj"]),
             linear(y, p["proj"], residual=p["x"]),
+            linear(first, p["proj"], residual=y),
             linear(y, p["proj"], activation="gelu", residual=first),
             linear(wide, weight, layer_scale=p["gamma"], residual=first),
         )

@@ -5,7 +5,9 @@ import torch
 from numerics import DEVICE, DTYPES, assert_accurate, compare, dtype_id, rand
 
 from fastvit_kernels import backend, rope
-from fastvit_kernels.ops.rope import rope_ref
+from fastvit_kernels.ops.common.rotation import _bwd_plan, _fwd_plan
+from fastvit_kernels.ops.rope import check_rotation, rope_ref
+from fastvit_kernels.runtime.backend import gpu
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -164,6 +166,20 @@ def test_rope_empty_batch():
     (q.sum() + k.sum()).backward()
     assert inputs["q"].grad.shape == (0, 3, 2, 8) and inputs["k_norm_bias"].grad.eq(0).all()
     assert inputs["sin"].grad.shape == (3, 8) and inputs["sin"].grad.eq(0).all()
+
+
+def test_rope_counts_rows_in_32_bits():
+    tables, params = _tables(1, 2).values(), (None,) * 4
+
+    def why(B):
+        return check_rotation("rope", (B, 1, 1, 2), rand(1), *tables, params, False, 0, None, 0)
+
+    assert why(2**31 - 1)[0] is None
+    cannot, rotation, *_ = why(2**31)
+    assert "B T H must be below 2^31" in cannot
+    for plan in (_fwd_plan, _bwd_plan):  # where a program for any batch first knows its own
+        with pytest.raises(ValueError, match=r"B T H must be below 2\^31, got 2147483648"):
+            plan(gpu(DEVICE), (2**31, 1, 1, 2), 2, rotation, False)
 
 
 def test_rope_is_deterministic():

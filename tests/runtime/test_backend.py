@@ -93,3 +93,39 @@ def test_the_first_change_of_backend_is_seen_by_calls_of_a_known_kind():
     if DEVICE.type == "cpu":
         assert "NormFunction" in first, "no kernel ran"
     assert second == "NativeLayerNormBackward0", done.stdout + done.stderr
+
+
+@pytest.mark.interpreter
+def test_no_kernel_computes_bf16_in_an_interpreter_that_cannot():
+    """Triton's own multiplies raw bits; that of the tests is mended."""
+    program = (
+        "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "import torch, fastvit_kernels as fk\n"
+        "from fastvit_kernels.verify.cases import check_cases\n"
+        "from fastvit_kernels.verify.op import SMALL\n"
+        "cpu, bf16 = torch.device('cpu'), torch.bfloat16\n"
+        "calls = [(c.reference.run, c.function) for c in check_cases(SMALL, cpu, bf16)]\n"
+        "def autocast(x): return torch.autocast('cpu', bf16)(fk.linear)(x, x)\n"
+        "x = torch.randn(4, 16)\n"
+        "calls += [(autocast, x), (lambda x: fk.layer_norm(x, out_dtype=bf16), x)]\n"
+        "calls += [(lambda x: fk.linear(x, x, residual=torch.ones(4, 4, dtype=bf16)), x)]\n"
+        "for call, argument in calls:\n"
+        "    try:\n"
+        "        with fk.backend('triton'): call(argument)\n"
+        "        print('a kernel ran', argument)\n"
+        "    except RuntimeError as error:\n"
+        "        if 'computes bf16 wrongly' not in str(error): print(error)\n"
+        "assert torch.allclose(autocast(x).float(), x @ x.T, atol=0.1)\n"
+        "compiled = torch.compile(autocast, backend='eager', fullgraph=True)\n"
+        "assert torch.equal(compiled(x), autocast(x))\n"
+        "with fk.backend('triton'): fk.linear(x, x)\n"
+        "print('all', len(calls))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("all "), done.stdout + done.stderr
+
+
+@pytest.mark.interpreter
+def test_the_tests_interpreter_computes_bf16():
+    x = rand(4, 16, dtype=torch.bfloat16, grad=False)
+    assert reason_for_torch(x) is None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 
-from numerics import rand
-from tiny_calls import every_launch, op_and_inputs
+import pytest
+import torch
+from numerics import DEVICE, rand
+from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor
 
 import fastvit_kernels as fk
+from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.operator import DIRECT
 
 LAYOUT = ("stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage")
@@ -42,3 +46,68 @@ def test_no_decision_looks_at_the_layout_of_a_tensor(op, monkeypatch):
     function(*inputs)
     fk.linear(rand(3, 16), rand(8, 16))  # of one product alone, it asks the library's route too
     assert len(decided) >= 2
+
+
+def _wide(x):
+    """x with a row's numbers after each of its rows."""
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def _turned(x):
+    return x if x.ndim < 2 else x.mT.contiguous().mT
+
+
+def _by_torch(call):
+    with fk.backend("torch"):
+        call()
+
+
+def _first_calls(function, inputs):
+    """Calls like the one to come but for what a decision must look at, or must not."""
+    plain = [x.detach() for x in inputs]
+
+    def call(change=lambda x: x.clone(), wanted=True):
+        some = [change(x) for x in plain]
+        for i, x in enumerate(some):
+            x.requires_grad_(wanted is True or wanted == i)
+        out = function(*some)
+        if out.requires_grad and out.device == DEVICE:
+            out.backward(torch.ones_like(out))
+
+    yield "no_grad", torch.no_grad()(call)
+    yield "inference", torch.inference_mode()(lambda: call(wanted=False))
+    yield "frozen", lambda: call(wanted=False)
+    for i in range(len(inputs)):
+        yield f"input {i} alone trained", lambda i=i: call(wanted=i)
+    yield "wide", lambda: call(_wide)
+    yield "turned", lambda: call(_turned)
+    yield "half", lambda: call(lambda x: x.half())
+    yield "double", lambda: call(lambda x: x.double())
+    yield "autocast", torch.autocast(DEVICE.type, torch.float16)(call)
+    yield "torch", lambda: _by_torch(call)
+    yield "meta", lambda: call(lambda x: x.to("meta"))
+
+
+@every_launch
+def test_the_first_call_decides_for_its_own_kind_alone(op):
+    function, inputs = op_and_inputs(op)
+
+    def bits():
+        torch.manual_seed(0)
+        return step(function, inputs)
+
+    configs._forget()
+    wanted = bits()
+    for name, first in _first_calls(function, inputs):
+        configs._forget()
+        with contextlib.suppress(*[ValueError] * (name == "meta")):  # some stay on their device
+            first()
+        for a, b in zip(bits(), wanted, strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_equal_numbers_of_another_type_are_another_call():
+    qkv = rand(1, 5, 3, 2, 8)
+    fk.attention(qkv, scale=1)
+    with pytest.raises(TypeError, match="scale must be a number, got bool True"):
+        fk.attention(qkv, scale=True)

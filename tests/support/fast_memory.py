@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from interpreter import poison
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -49,7 +50,7 @@ def _places(pointers: np.ndarray, size: int) -> np.ndarray | None:
 def read(pointers: np.ndarray, mask: Any, other: Any, dtype: np.dtype) -> np.ndarray | None:
     """What is at the pointers, where the mask holds (None: everywhere); None for triton to read.
 
-    `other` is an array that broadcasts to the rest, or None for zeros.
+    `other` is an array that broadcasts to the rest, or None: nobody filled the rest.
     """
     shape = pointers.shape
     whole = mask is None or bool(mask.all())
@@ -61,9 +62,8 @@ def read(pointers: np.ndarray, mask: Any, other: Any, dtype: np.dtype) -> np.nda
     found = _memory(dtype).take(places)
     if whole:
         return found
-    result = np.zeros(shape, dtype)
-    if other is not None:
-        result[...] = other
+    result = np.empty(shape, dtype)
+    result[...] = poison(dtype) if other is None else other
     result[mask] = found
     return result
 

@@ -4,10 +4,13 @@ In triton 3.6.0 the interpreter holds bf16 as uint16; its dot multiplies those r
 fp32 -> bf16 cast truncates where the hardware rounds to nearest even. Both are replaced here by
 what the hardware does. Its dot in fp32 is NumPy's, whose order of sums is that of the CPU's BLAS
 and may differ between the rows of one tile, which no GPU does: products of a tile are summed in
-float64 here and rounded once.
+float64 here and rounded once. A masked load without `other` gives zeros there and whatever a
+register held on a GPU: here it gives NaN, of integers a large number.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -17,6 +20,7 @@ _Builder = interpreter.InterpreterBuilder
 _TensorHandle = interpreter.TensorHandle
 _original_cast = _Builder.cast_impl
 _original_fp_to_fp = _Builder.create_fp_to_fp
+_original_masked_load = _Builder.create_masked_load
 
 
 def float32_to_bf16_bits(x: np.ndarray) -> np.ndarray:
@@ -59,9 +63,27 @@ def _fp_to_fp(self, src, dst_type, rounding_mode):
     return _original_fp_to_fp(self, src, dst_type, rounding_mode)
 
 
+def poison(dtype: np.dtype) -> Any:
+    """What a masked lane holds that nobody filled."""
+    if dtype == np.uint16:
+        return 0x7FC0  # NaN as bf16
+    if dtype.kind == "f":
+        return np.nan
+    return True if dtype.kind == "b" else np.iinfo(dtype).max // 2
+
+
+def _masked_load(self, ptrs, mask, other, *options, **named):
+    if other is None:
+        dtype = ptrs.get_element_ty()
+        kind = interpreter._get_np_dtype(dtype)
+        other = _TensorHandle(np.full(ptrs.data.shape, poison(kind), kind), dtype)
+    return _original_masked_load(self, ptrs, mask, other, *options, **named)
+
+
 def mend_interpreter() -> None:
-    """Install the three replacements; a second call changes nothing."""
+    """Install the replacements; a second call changes nothing."""
     _Builder.create_dot = _dot
     _Builder.cast_impl = _cast
     _Builder.create_fp_to_fp = _fp_to_fp
+    _Builder.create_masked_load = _masked_load
     # create_fp_trunc and create_fp_ext call self.cast_impl and need no replacement.

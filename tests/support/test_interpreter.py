@@ -7,6 +7,7 @@ from numerics import DEVICE, rand
 
 from fastvit_kernels.runtime.triton import tl, triton
 
+NUMBERS = [torch.float32, torch.float16, torch.bfloat16]
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run on a GPU here")
 
 
@@ -21,6 +22,22 @@ def _product_kernel(out_ptr, a_ptr, b_ptr, N: tl.constexpr):
 def _cast_kernel(out_ptr, x_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _masked_kernel(out_ptr, x_ptr, n, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [*NUMBERS, torch.int32, torch.int64, torch.uint8], ids=str)
+def test_a_masked_load_without_other_gives_poison(dtype):
+    x = torch.arange(16, device=DEVICE).to(dtype)
+    out = torch.zeros(16, dtype=dtype, device=DEVICE)
+    _masked_kernel[(1,)](out, x, 11, N=16)
+    assert torch.equal(out[:11], x[:11])
+    assert (out[11:].isnan() if dtype.is_floating_point else out[11:] > 100).all()
 
 
 def test_bf16_dot_multiplies_numbers_not_bits():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels import backend, create_vit, swap_in, swap_out
 from fastvit_kernels.commands import zoo
 from fastvit_kernels.commands.coverage import randomize
 
@@ -34,14 +34,14 @@ class Logits(torch.nn.Module):
         return self.model(pixel_values=x, return_dict=True).last_hidden_state
 
 
-def _of(host):
+def _of(host, name=None):
     torch.manual_seed(0)
     if host == "timm":
-        model, images = zoo.timm_small("vit_tiny_patch16_224")
+        model, images = zoo.timm_small(name or "vit_tiny_patch16_224")
     elif host == "torchvision":
         model, images = zoo.torchvision_small()
     else:
-        model, inputs = zoo.hf_small("dinov2")
+        model, inputs = zoo.hf_small(name or "dinov2")
         model, images = Logits(model), inputs["pixel_values"]
     randomize(model).eval()
     swapped = copy.deepcopy(model)
@@ -75,6 +75,33 @@ def test_onnx_by_torch_export(host):
     model, swapped, images = _of(host)
     program = torch.onnx.export(swapped, (images,), dynamo=True, verbose=False)
     _close(_run_onnx(program.model_proto, images), model(images))
+
+
+EXPORTED = [
+    ("ours", "vit_tiny_patch16_224"), ("ours", "eva02_tiny_patch14_224"),
+    ("ours", "vit_small_patch16_dinov3"), ("timm", "vit_tiny_patch16_224"),
+    ("timm", "eva02_tiny_patch14_224"), ("timm", "aimv2_large_patch14_224"),
+    ("timm", "vit_relpos_small_patch16_224"), ("torchvision", None), ("transformers", "aimv2"),
+    ("transformers", "dinov2_swiglu"), ("transformers", "beit"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+@pytest.mark.parametrize(("host", "name"), EXPORTED)
+def test_an_exported_batch_is_dynamic(host, name, choice):
+    if host == "ours":
+        model = create_vit(
+            name, img_size=32, patch_size=16, embed_dim=32, depth=1, num_heads=2, num_classes=5
+        )
+        randomize(model).eval()
+        images = torch.randn(2, 3, 32, 32)
+    else:
+        _, model, images = _of(host, name)
+    more = torch.cat((images, images.flip(-1)[:1]))
+    with backend(choice), torch.no_grad():
+        sizes = ({0: torch.export.Dim("B", min=1)},)
+        program = torch.export.export(model, (images,), dynamic_shapes=sizes, strict=False)
+        _close(program.module()(more), model(more))
 
 
 @every_host

@@ -52,7 +52,7 @@ def attention_ref(
         return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
     mask = as_four_axes(attn_mask)
     mask = mask if mask.dtype is torch.bool else mask.to(qkv.dtype)
-    if len(mask) in (1, len(q)):
+    if mask.shape[0] in (1, q.shape[0]):  # len() would fix the sizes of an export
         out = torch_sdpa(q, k, v, mask, dropout_p, scale=scale)
     else:
         q, k, v = (x.unflatten(0, (-1, len(mask))) for x in (q, k, v))

@@ -12,6 +12,7 @@ the store. Derivation: docs/rope.md.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -365,14 +366,22 @@ def chosen(
     )  # fmt: skip
 
 
+def _count_rows(shape: tuple[int, ...]) -> int:
+    """B T H, which a program compiled for any batch learns here."""
+    num_rows = math.prod(shape[:3])
+    if num_rows >= MAX_ROWS:
+        raise ValueError(f"rope: B T H must be below 2^31, got {num_rows}")
+    return num_rows
+
+
 @launch_plan
 def _fwd_plan(
     gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, transpose: bool
 ) -> tuple[Any, tuple[int, ...]]:
     """The kernel on its grid, sizes."""
-    B, T, H, D = shape
+    _, T, H, D = shape
     config, options = chosen(FWD_TABLE, gpu, D, R, rotation, TRANSPOSE=transpose)
-    num_rows = B * T * H
+    num_rows = _count_rows(shape)
     grid = (triton.cdiv(num_rows, config.block_rows),)
     return on_grid(_rope_fwd_kernel, grid, **options), (num_rows, T, H, rotation.prefix_tokens)
 
@@ -404,9 +413,9 @@ def _bwd_plan(
     gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, needs_dparams: bool
 ) -> tuple[Any, tuple[int, ...], int]:
     """The kernel on its grid, sizes, programs."""
-    B, T, H, D = shape
+    _, T, H, D = shape
     config, options = chosen(BWD_TABLE, gpu, D, R, rotation, NEEDS_DPARAMS=needs_dparams)
-    num_rows = B * T * H
+    num_rows = _count_rows(shape)
     programs = min(
         triton.cdiv(num_rows, config.block_rows),
         max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),

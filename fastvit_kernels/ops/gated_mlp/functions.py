@@ -22,6 +22,7 @@ Source: arXiv:2002.05202; the LayerNorm: arXiv:2303.11331. Derivation: docs/gate
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -251,7 +252,7 @@ def _decide(
     chosen = route(op, ops, next(filter(None, reasons), None), *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in operands)
     scaled = layer_scale is not None or row_scale is not None
-    M = x.shape[:-1].numel()
+    M = math.prod(x.shape[:-1])
     return GatedMlpDecision(
         ops=chosen,
         needs_gradient=needs_gradient(*inputs),

@@ -41,6 +41,7 @@ from ...runtime.arguments import (
     check_shape,
     needs_gradient,
 )
+from ...runtime.backend import bf16_reason
 from ...runtime.dispatch import decide_once, first_order, ops_for, route
 from ...runtime.operator import Routed, differentiable
 from ..common.handover import dtype_of_sums, hand, reader_of
@@ -193,6 +194,7 @@ def _decide(
         out_dtype = torch.float32 if widens else x.dtype
         if residual is not None:
             out_dtype = torch.promote_types(out_dtype, residual.dtype)
+    unsupported = unsupported or bf16_reason(out_dtype)
     param = weight if weight is not None else bias
     norm = op.removesuffix("_and_input")
     return NormDecision(

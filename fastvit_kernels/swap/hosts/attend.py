@@ -70,7 +70,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
     for its first axis, a divisor of B."""
-    if mask is not None and mask.ndim == 4 and len(mask) not in (1, len(q)):
+    if mask is not None and mask.ndim == 4 and mask.shape[0] not in (1, q.shape[0]):
         mask = mask.repeat(len(q) // len(mask), 1, 1, 1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     return out.transpose(1, 2)

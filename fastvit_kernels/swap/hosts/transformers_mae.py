@@ -50,7 +50,7 @@ class MaeEmbeddings(Fused):
         if extras.pop("interpolate_pos_encoding", False):
             return None
         patches = self.patch_embeddings
-        noise, shape = extras.get("noise"), (len(x), patches.num_patches)
+        noise, shape = extras.get("noise"), (x.shape[0], patches.num_patches)
         if noise is not None:
             if not (isinstance(noise, Tensor) and is_raw(noise) and noise.shape == shape):
                 return None
@@ -65,7 +65,7 @@ class MaeEmbeddings(Fused):
     ) -> tuple[Tensor, Tensor, Tensor]:
         projection = self.patch_embeddings.projection
         places = torch.arange(self.patch_embeddings.num_patches, device=x.device)
-        places = places.expand(len(x), -1).unsqueeze(-1)
+        places = places.expand(x.shape[0], -1).unsqueeze(-1)
         keep, mask, restore = self.random_masking(places, noise)
         tokens = patch_embed(
             x, projection.weight, projection.bias, prefix_tokens=self.cls_token,
