@@ -4,8 +4,9 @@ auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPR
 triton  Triton, or a RuntimeError that says why not
 torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
-The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto". The switch
-is process-wide; every call reads it, and torch.compile guards on it.
+The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto".
+`set_backend` chooses for the process, `with backend(...)` for the thread and asyncio task that it
+stands in, and for a backward started there. Every call reads it, and torch.compile guards on it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from threading import Lock, get_ident
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -36,35 +40,74 @@ def _checked(name: str) -> Backend:
     return name  # type: ignore[return-value]
 
 
-_backend: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+_process: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+_own: ContextVar[Backend | None] = ContextVar("fastvit_kernels.backend", default=None)
+_blocks = 0  # `backend` blocks at work, in all threads
+_lock = Lock()
+# What torch hands on from a thread that calls a backward to those that run it on a GPU, where a
+# checkpoint computes its forward again.
+_KEY = "fastvit_kernels.backend"
+_hand_on = torch._C._stash_obj_in_tls
+_is_handed_on = torch._C._is_key_in_tls
+_handed_on = torch._C._get_obj_in_tls
+
+
+def _chosen() -> Backend:
+    own = _own.get()
+    if own is None and _is_handed_on(_KEY):
+        thread, name = _handed_on(_KEY)
+        own = name if thread != get_ident() else None  # another task's of this thread
+    return own or _process
+
+
+class _Here(ModuleType):
+    """A module, since torch.compile guards on what a module's attribute is in the calling thread;
+    before torch 2.15 it cannot read a context variable."""
+
+    @property
+    def backend(self) -> Backend:
+        return _chosen()
+
+
+_here = _Here(_KEY)
 
 
 def get_backend() -> Backend:
     """The current backend: "auto", "triton" or "torch"."""
-    return _backend
+    return _here.backend
 
 
 def set_backend(name: Backend) -> None:
-    """Choose the implementation of every op from now on, in the whole process.
+    """Choose the implementation of every op from now on, in the whole process but for what runs
+    inside of a `backend` block.
 
     Args:
         name: "auto", "triton" or "torch", as the module docstring says.
     Raises: ValueError for any other name.
     """
-    global _backend
-    _backend = _checked(name)
-    _number_state()
+    global _process
+    _process = _checked(name)
 
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Context manager: `set_backend(name)` inside, the former backend again afterwards."""
-    former = get_backend()
-    set_backend(name)
+    """Context manager: the implementation of every op inside, in this thread and asyncio task.
+
+    Args, raises: as `set_backend`.
+    """
+    global _blocks
+    token = _own.set(_checked(name))
+    with _lock:
+        _blocks += 1
+    former = _handed_on(_KEY) if _is_handed_on(_KEY) else (get_ident(), None)
+    _hand_on(_KEY, (get_ident(), name))
     try:
         yield
     finally:
-        set_backend(former)
+        _hand_on(_KEY, former)
+        with _lock:
+            _blocks -= 1
+        _own.reset(token)
 
 
 class Gpu(NamedTuple):
@@ -77,22 +120,12 @@ class Gpu(NamedTuple):
 
 
 _absent_gpu: Gpu | None = None
-
-_states: dict[tuple[Backend, Gpu | None], int] = {}
 _NO_GUARD = nullcontext()
 
 
-def _number_state() -> None:
-    global _state
-    _state = _states.setdefault((_backend, _absent_gpu), len(_states))
-
-
-_number_state()
-
-
-def state() -> int:
-    """A number for what the choice of implementation depends on besides a call's arguments."""
-    return _state
+def state() -> Any:
+    """What the choice of implementation depends on besides a call's arguments."""
+    return _chosen() if _blocks else _process, _absent_gpu
 
 
 @contextmanager
@@ -100,12 +133,10 @@ def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
     """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
     global _absent_gpu
     former, _absent_gpu = _absent_gpu, gpu
-    _number_state()
     try:
         yield
     finally:
         _absent_gpu = former
-        _number_state()
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,7 +199,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         x: the op's first tensor.
         unsupported: what this op cannot do in a kernel, or None.
     """
-    if _backend == "torch":
+    if get_backend() == "torch":
         return "the backend is 'torch'"
     if x.dtype not in DTYPE_NAMES:
         unsupported = f"there is no kernel for {x.dtype}"
@@ -184,9 +215,10 @@ def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     reason = reason_for_torch(x, unsupported)
     if reason is None:
         return True
-    if _backend == "triton":
+    chosen = get_backend()
+    if chosen == "triton":
         raise RuntimeError(f"{op}: the backend is 'triton', but {reason}")
-    if x.is_cuda and _backend == "auto" and not torch.compiler.is_compiling():
+    if x.is_cuda and chosen == "auto" and not torch.compiler.is_compiling():
         _say_once(op, reason)
     return False
 

@@ -1,5 +1,7 @@
+import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -93,3 +95,107 @@ def test_the_first_change_of_backend_is_seen_by_calls_of_a_known_kind():
     if DEVICE.type == "cpu":
         assert "NormFunction" in first, "no kernel ran"
     assert second == "NativeLayerNormBackward0", done.stdout + done.stderr
+
+
+def _in_a_thread(function):
+    """What `function` gives in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_block_chooses_for_its_thread_alone():
+    """Two that overlap leave nothing behind, and no third thread sees either."""
+    inside, leave = threading.Barrier(3), threading.Event()
+    seen = []
+
+    def run():
+        with fk.backend("torch"):
+            inside.wait(10)
+            seen.append(get_backend())
+            leave.wait(10)
+        seen.append(get_backend())
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(10)
+    seen.append((get_backend(), "NormFunction" in str(fk.layer_norm(rand(2, 8)).grad_fn)))
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert seen.count("torch") == seen.count("auto") == 2 and ("auto", True) in seen
+    assert get_backend() == "auto" == _in_a_thread(get_backend)
+
+
+def test_set_backend_chooses_for_all_threads_but_those_in_a_block():
+    with fk.backend("auto"):
+        fk.set_backend("torch")
+        try:
+            assert get_backend() == "auto" and _in_a_thread(get_backend) == "torch"
+        finally:
+            fk.set_backend("auto")
+
+
+def test_a_block_chooses_for_its_task_alone():
+    async def inside(entered, leave):
+        with fk.backend("torch"):
+            entered.set()
+            await leave.wait()
+            return get_backend()
+
+    async def both():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(entered, leave))
+        await entered.wait()
+        found = get_backend()
+        leave.set()
+        return found, await task
+
+    assert asyncio.run(both()) == ("auto", "torch")
+
+
+def test_a_backward_in_a_thread_of_autograds_has_the_choice_of_its_caller():
+    """As a checkpoint on a GPU has it, which computes its forward again there. On a CPU, autograd
+    takes another thread below 60 backwards in backwards."""
+
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                found[threading.get_ident()] = str(fk.layer_norm(rand(2, 8)).grad_fn)
+                if ctx.depth:
+                    Deep.apply(torch.ones((), requires_grad=True), ctx.depth - 1).backward()
+            return dy, None
+
+    for name, kernels in (("torch", False), ("auto", True)):
+        found = {}
+        with fk.backend(name):
+            Deep.apply(torch.ones((), requires_grad=True), 65).backward()
+        assert len(found) == 2
+        assert {"NormFunction" in f for f in found.values()} == {kernels}
+
+
+def test_a_compiled_call_follows_the_choice_of_its_thread():
+    x = rand(2, 8)
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(str(graph.code))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fk.layer_norm, backend=counting, fullgraph=True)
+    compiled(x)
+    with fk.backend("torch"):
+        compiled(x)
+        _in_a_thread(lambda: compiled(x))
+    compiled(x)
+    assert ["torch.nn.functional.layer_norm" in g for g in graphs] == [False, True]
