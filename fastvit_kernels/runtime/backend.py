@@ -6,7 +6,7 @@ torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
 The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto".
 `set_backend` chooses for the process, `with backend(...)` for the thread and asyncio task that it
-stands in, and for a backward started there. Every call reads it, and torch.compile guards on it.
+stands in. Every call reads it, and torch.compile guards on it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from threading import Lock, get_ident
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -42,22 +41,6 @@ def _checked(name: str) -> Backend:
 
 _process: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
 _own: ContextVar[Backend | None] = ContextVar("fastvit_kernels.backend", default=None)
-_blocks = 0  # `backend` blocks at work, in all threads
-_lock = Lock()
-# What torch hands on from a thread that calls a backward to those that run it on a GPU, where a
-# checkpoint computes its forward again.
-_KEY = "fastvit_kernels.backend"
-_hand_on = torch._C._stash_obj_in_tls
-_is_handed_on = torch._C._is_key_in_tls
-_handed_on = torch._C._get_obj_in_tls
-
-
-def _chosen() -> Backend:
-    own = _own.get()
-    if own is None and _is_handed_on(_KEY):
-        thread, name = _handed_on(_KEY)
-        own = name if thread != get_ident() else None  # another task's of this thread
-    return own or _process
 
 
 class _Here(ModuleType):
@@ -66,10 +49,10 @@ class _Here(ModuleType):
 
     @property
     def backend(self) -> Backend:
-        return _chosen()
+        return _own.get() or _process
 
 
-_here = _Here(_KEY)
+_here = _Here("fastvit_kernels.backend")
 
 
 def get_backend() -> Backend:
@@ -93,20 +76,16 @@ def set_backend(name: Backend) -> None:
 def backend(name: Backend) -> Iterator[None]:
     """Context manager: the implementation of every op inside, in this thread and asyncio task.
 
+    A backward that is called inside stays in this thread, so that a checkpoint's recomputation on a
+    GPU, else a matter of autograd's threads, has the same choice.
+
     Args, raises: as `set_backend`.
     """
-    global _blocks
     token = _own.set(_checked(name))
-    with _lock:
-        _blocks += 1
-    former = _handed_on(_KEY) if _is_handed_on(_KEY) else (get_ident(), None)
-    _hand_on(_KEY, (get_ident(), name))
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
-        _hand_on(_KEY, former)
-        with _lock:
-            _blocks -= 1
         _own.reset(token)
 
 
@@ -125,7 +104,7 @@ _NO_GUARD = nullcontext()
 
 def state() -> Any:
     """What the choice of implementation depends on besides a call's arguments."""
-    return _chosen() if _blocks else _process, _absent_gpu
+    return _own.get() or _process, _absent_gpu
 
 
 @contextmanager

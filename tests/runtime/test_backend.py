@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from numerics import DEVICE, rand
+from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import get_backend, reason_for_torch, use_triton
@@ -157,30 +158,17 @@ def test_a_block_chooses_for_its_task_alone():
     assert asyncio.run(both()) == ("auto", "torch")
 
 
-def test_a_backward_in_a_thread_of_autograds_has_the_choice_of_its_caller():
-    """As a checkpoint on a GPU has it, which computes its forward again there. On a CPU, autograd
-    takes another thread below 60 backwards in backwards."""
+def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
+    """On a GPU autograd has threads of its own, which know no block."""
+    found = []
 
-    class Deep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, depth):
-            ctx.depth = depth
-            return x.clone()
+    def forward(x):
+        found.append((get_backend(), reason_for_torch(x)))
+        return fk.layer_norm(x)
 
-        @staticmethod
-        def backward(ctx, dy):
-            with torch.enable_grad():
-                found[threading.get_ident()] = str(fk.layer_norm(rand(2, 8)).grad_fn)
-                if ctx.depth:
-                    Deep.apply(torch.ones((), requires_grad=True), ctx.depth - 1).backward()
-            return dy, None
-
-    for name, kernels in (("torch", False), ("auto", True)):
-        found = {}
-        with fk.backend(name):
-            Deep.apply(torch.ones((), requires_grad=True), 65).backward()
-        assert len(found) == 2
-        assert {"NormFunction" in f for f in found.values()} == {kernels}
+    with fk.backend("torch"):
+        checkpoint(forward, rand(2, 8), use_reentrant=False).sum().backward()
+    assert found == [("torch", "the backend is 'torch'")] * 2
 
 
 def test_a_compiled_call_follows_the_choice_of_its_thread():
