@@ -48,8 +48,12 @@ class _Here(ModuleType):
     before torch 2.15 it cannot read a context variable."""
 
     @property
-    def backend(self) -> Backend:
-        return _own.get() or _process
+    def own(self) -> Backend | None:
+        return _own.get()
+
+    @own.setter
+    def own(self, name: Backend | None) -> None:
+        _own.set(name)
 
 
 _here = _Here("fastvit_kernels.backend")
@@ -57,7 +61,7 @@ _here = _Here("fastvit_kernels.backend")
 
 def get_backend() -> Backend:
     """The current backend: "auto", "triton" or "torch"."""
-    return _here.backend
+    return _here.own or _process
 
 
 def set_backend(name: Backend) -> None:
@@ -81,12 +85,13 @@ def backend(name: Backend) -> Iterator[None]:
 
     Args, raises: as `set_backend`.
     """
-    token = _own.set(_checked(name))
+    former, _here.own = _here.own, _checked(name)
+    in_place = torch.autograd.set_multithreading_enabled
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with nullcontext() if torch.compiler.is_compiling() else in_place(False):
             yield
     finally:
-        _own.reset(token)
+        _here.own = former
 
 
 class Gpu(NamedTuple):

@@ -187,3 +187,14 @@ def test_a_compiled_call_follows_the_choice_of_its_thread():
         _in_a_thread(lambda: compiled(x))
     compiled(x)
     assert ["torch.nn.functional.layer_norm" in g for g in graphs] == [False, True]
+
+
+def test_a_block_in_a_compiled_function_breaks_no_graph():
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        with fk.backend("torch"):
+            found = get_backend()
+        return x + (found == "torch"), get_backend()
+
+    y, outside = compiled(torch.zeros(1))
+    assert (y.item(), outside, get_backend()) == (1, "auto", "auto")
