@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Whether global hooks see nothing of what this thread does: swap/prove.py calls copies.
+UNSEEN: ContextVar[bool] = ContextVar("fastvit_kernels.unseen", default=False)
 
 
 def is_watched_everywhere() -> bool:
@@ -18,7 +22,7 @@ def is_watched_everywhere() -> bool:
         or _torch_module._global_forward_pre_hooks
         or _torch_module._global_backward_hooks
         or _torch_module._global_backward_pre_hooks
-    )
+    ) and (torch.compiler.is_compiling() or not UNSEEN.get())
 
 
 def _watches(hook: Any) -> bool:

@@ -4,30 +4,30 @@ A small copy of the module, with random weights in float64 on the CPU, runs its 
 fused specification on the same inputs: several lengths, train and eval, children bypassed and
 called, with the same seed. Outputs, all gradients and the numbers drawn must be equal to rounding.
 A proof takes milliseconds and is kept for the configuration. It runs in a thread of its own, where
-no autocast, no mode, no transform and no tracer of the caller is at work, and gives the random
-generator its state back.
+no autocast, no mode, no transform and no tracer of the caller is at work, and changes nothing that
+another thread can see: it draws from a generator of its own (draws.py), its copies call no global
+hook (copies.py), and its backend is its thread's.
 
 The copy is narrower than the module wherever that runs (copies.py).
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _torch_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..runtime.backend import backend, get_backend
+from ..runtime.backend import backend
+from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
+from .draws import own_draws
 from .facts import ClassOf, Facts, host_of, is_recognised
 from .observe import leaves
 
@@ -75,30 +75,16 @@ def prove(
 
 
 def aside(run: Callable[[], Any]) -> Any:
-    """What `run` gives in a thread of its own, undisturbed; its exception is raised here."""
+    """What `run` gives in a thread of its own; its exception is raised here. No module is watched
+    there by a global hook, and ops compute their specification."""
+
+    def undisturbed() -> Any:
+        UNSEEN.set(True)
+        with backend("torch"):
+            return run()
+
     with ThreadPoolExecutor(1, "fastvit_kernels proof") as thread:
-        return thread.submit(_undisturbed()(run)).result()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No global hook sees the copies, the CPU's generator gets its state back, and ops compute
-    their specification: float64 has no kernels, so that only backend "triton" has to change."""
-    hooks = [
-        _torch_module._global_forward_hooks, _torch_module._global_forward_pre_hooks,
-        _torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks,
-    ]  # fmt: skip
-    former = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    state = torch.default_generator.get_state()
-    try:
-        with backend("torch") if get_backend() == "triton" else nullcontext():
-            yield
-    finally:
-        torch.default_generator.set_state(state)
-        for h, kept in zip(hooks, former, strict=True):
-            h.update(kept)
+        return thread.submit(undisturbed).result()
 
 
 def first_line(error: Exception) -> str:
@@ -122,26 +108,23 @@ def _run(
     Args:
         briefly: no gradients of parameters.
     """
-    torch.default_generator.manual_seed(7)
-    others = random.getstate()
-    try:
+    with own_draws() as generator:
         result = compute()
-        drawn = random.getstate() != others
-    finally:
-        random.setstate(others)
+        drawn = generator.get_state()
     outputs = list(leaves(result, Tensor))
     found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
     found[f"a result of the form {_form(result)}"] = None
-    found["the state of the random generator"] = torch.default_generator.get_state()
-    if drawn:
-        found["a draw of Python's random numbers"] = None
+    found["the state of the random generator"] = drawn
     inputs = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
     given = enumerate(leaves(call, Tensor))
     inputs |= {f"argument {i}": t for i, t in given if t.requires_grad}
     with_gradient = [t for t in outputs if t.requires_grad]
     generator = torch.Generator().manual_seed(8)
     upstream = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in with_gradient]
-    gradients = torch.autograd.grad(with_gradient, [*inputs.values()], upstream, allow_unused=True)
+    with own_draws():
+        gradients = torch.autograd.grad(
+            with_gradient, [*inputs.values()], upstream, allow_unused=True
+        )
     found |= {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}
     return found
 
@@ -182,8 +165,7 @@ def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) ->
     for dtype in DTYPES:
         for sizes in sizes_of(modules):
             try:
-                with backend("torch") if dtype == torch.float32 else nullcontext():
-                    found = _compare(module, class_of, sizes, dtype)
+                found = _compare(module, class_of, sizes, dtype)
             except _NotTried as error:
                 reason = reason or error
                 continue
@@ -205,8 +187,7 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
         modules = facts.modules(module)
         sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)
         try:
-            with backend("torch") if dtype == torch.float32 else nullcontext():
-                _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
+            _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
         except _NotTried as error:
             return f"it could not be tried at its size: {first_line(error)}"
     return _at_sizes[key]

@@ -24,6 +24,7 @@ from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
+from ..draws import OwnDraws
 from ..facts import torch_is_patched
 from ..verdicts import verdict
 
@@ -61,7 +62,8 @@ def is_traced() -> bool:
     if torch.compiler.is_compiling() or not (_fx._is_fx_tracing_flag or _modes()):
         return False
     return _fx._is_fx_tracing_flag or any(
-        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
+        type(mode).__module__.partition(".")[0] != "torch" and type(mode) is not OwnDraws
+        for mode in _stack_of_modes()
     )
 
 
