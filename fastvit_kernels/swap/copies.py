@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime.plain import is_plain
 from .facts import PRIVATE, ClassOf, host_of, is_rate, is_recognised, keeps_rates
+from .rates import Rate
 
 LARGEST = 2**24  # values in a copy
 REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
@@ -46,6 +47,9 @@ class Copier:
     whole: bool = False  # the root was recognised by structure, or is to be
     dtype: torch.dtype = torch.float64
     quick: bool = False  # large weights repeat their values
+    rates: dict[Any, Rate] = field(
+        default_factory=dict
+    )  # id of a module, its setting -> the copy's
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     drawn: Tensor | None = None  # what large weights repeat, each from a place of its own
@@ -75,7 +79,7 @@ class Copier:
         first = len(self.tensors) * PLACES % REPEATED
         return self.drawn.roll(-first).repeat(n // REPEATED + 1)[:n].view(shape)
 
-    def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
+    def setting(self, name: str, value: Any, off: frozenset[str], rate: float = RATE) -> Any:
         if isinstance(value, Tensor):
             return self.tensor(value, isinstance(value, nn.Parameter))
         if "checkpoint" in name and value is True:  # it sets the state of the process's generator
@@ -85,7 +89,7 @@ class Copier:
         if isinstance(value, int):
             return self.sizes.get(value, value)
         if is_rate(name, value):
-            return 0.0 if name in off else value if exact else RATE
+            return 0.0 if name in off else rate
         if type(value) in (tuple, list, torch.Size):
             return type(value)(self.setting(name, v, off) for v in value)
         return dict(value) if type(value) is dict else value
@@ -119,7 +123,8 @@ class Copier:
         for name, value in vars(original).items():
             # A proof compares with the host, which masks.
             if name not in PRIVATE and name not in ("forward", "fused_drop_path", CALL):
-                made.__dict__[name] = self.setting(name, value, off | quiet, exact)
+                rate = self.rates.get((id(original), name), value) if exact else RATE
+                made.__dict__[name] = self.setting(name, value, off | quiet, rate)
         derived = getattr(self.planned(original), "fused_derived", None)
         if derived is not None:
             made.__dict__.update(derived(made))

@@ -24,6 +24,10 @@ _IDLE = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
 _FILLS: dict[str, str] = {"rand_like": "uniform_", "randn_like": "normal_"}
 
 
+class Foreign(RuntimeError):
+    """Numbers are drawn where none of our generators can stand."""
+
+
 @cache
 def _with_generator(func: Any) -> Any:
     """The overload of an operator that takes a generator; None where there is none."""
@@ -52,12 +56,12 @@ class OwnDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or func in _IDLE:
             return func(*args, **kwargs)
         if kwargs.get("generator") not in (None, torch.default_generator):
-            raise RuntimeError("it draws from a generator of its own")
+            raise Foreign("it draws from a generator of its own")
         taking, name = _with_generator(func), func._schema.name.removeprefix("aten::")
         if taking is not None:
             return taking(*args, **{**kwargs, "generator": self.generator})
         if name not in _FILLS:
-            raise RuntimeError(f"{name} draws from the generator of the process")
+            raise Foreign(f"{name} draws from the generator of the process")
         empty = torch.empty_like(*args, **kwargs)
         return getattr(empty, _FILLS[name])(generator=self.generator)
 
@@ -65,7 +69,7 @@ class OwnDraws(TorchDispatchMode):
 def _refuse_pythons(frame: Any, event: str, called: Any) -> None:
     """A profile function: what it raises takes the place of the call."""
     if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
-        raise RuntimeError("it draws Python's random numbers")
+        raise Foreign("it draws Python's random numbers")
 
 
 @contextmanager

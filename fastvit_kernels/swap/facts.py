@@ -3,7 +3,8 @@ the functions of the classes.
 
 `Facts` describes a module and what its fused forward may bypass. Its `key` tells two configurations
 apart by classes, settings, shapes and functions; values of weights, devices, dtypes and modes play
-no part. `hold` asks in a few microseconds whether a module is still the one that was described.
+no part, nor those of probabilities between 0 and 1; where they may, `rates` has them. `hold` asks
+in a few microseconds whether a module is still the one that was described.
 """
 
 from __future__ import annotations
@@ -161,10 +162,8 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
         whole: it belongs to a module that was recognised by structure: all that it holds counts.
     """
     own = vars(module)
-    exact = whole and keeps_rates(module)
     settings = tuple(
-        (n, (type(v), v) if exact and is_rate(n, v) else _hashable(n, v))
-        if not whole or _is_simple(v) else (n, _content(v))
+        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v))
         for n, v in own.items() if n not in PRIVATE
     )  # fmt: skip
     tensors = tuple(
@@ -182,17 +181,6 @@ def _drops(known: Any) -> bool:
     return not tensors and (
         host is nn.Identity or any("drop" in n or n == "p" for n, _ in settings)
     )
-
-
-def _with_any_rate(known: Any) -> Any:
-    if not isinstance(known, tuple):
-        return known
-    host, fused, settings, *more = known
-    alike = tuple(
-        (n, "a rate" if isinstance(v, tuple) and len(v) == 2 and is_rate(n, v[1]) else v)
-        for n, v in settings
-    )
-    return host, fused, alike, *more
 
 
 class Objects:
@@ -229,6 +217,7 @@ class Facts:
         self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
         self.values: list[Any] = []
         self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
+        self.rates: dict[tuple[int, str], float] = {}  # that may decide something: place, setting
         key: list[Any] = []
         for place in places:  # grows as we go
             module, cls, within = modules[place], class_of(modules[place]), wholes[place]
@@ -238,6 +227,8 @@ class Facts:
                 continue
             key.append((names[place], _describe(module, cls, within)))
             own = vars(module)
+            if within and keeps_rates(module):
+                self.rates |= {(place, n): v for n, v in own.items() if is_rate(n, v)}
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
                 self.getters.append((len(self.known), itemgetter(*settings)))
@@ -269,8 +260,7 @@ class Facts:
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
     def at_rest(self) -> Any:
-        """The key with all probabilities alike, and all leaves alike that only drop: what those do,
-        a smaller proof has shown."""
+        """The key with all leaves alike that only drop: a smaller proof has shown what they do."""
         described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
         above = {name.rpartition(".")[0] for name, _ in described}
         drops = {name: known[0] for name, known in described if name not in above and _drops(known)}
@@ -281,7 +271,7 @@ class Facts:
 
         return (
             tuple(
-                (name, "drops" if name in drops else _with_any_rate(known), *more)
+                (name, "drops" if name in drops else known, *more)
                 for name, known, *more in self.key[0]
             ),
             tuple(without([cls for cls, _ in self.classes], self.functions)),

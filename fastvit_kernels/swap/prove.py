@@ -14,6 +14,7 @@ The copy is narrower than the module wherever that runs (copies.py).
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from .copies import Copier, halved, shorter_tables, sizes_of
 from .draws import own_draws
 from .facts import ClassOf, Facts, host_of, is_recognised
 from .observe import leaves
+from .rates import TRIED, Asked, Rate, answers_hold, noted
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
@@ -45,6 +47,7 @@ ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those of them that a pr
 
 _proofs: dict[Any, str | None] = {}
 _at_sizes: dict[Any, str | None] = {}  # the last proof of each, for all rates
+_answers: dict[Any, list[tuple[Asked, str | None]]] = {}  # of proofs that differ by rates alone
 _count: dict[type, int] = {}
 _lock = threading.RLock()
 
@@ -61,17 +64,29 @@ def prove(
     """
     cls: Any = class_of(module)
     key = (facts.key, cls.__mro__[1], getattr(cls, "fused_roles", None))
+    exact = (*key, *facts.rates.values())
     with _lock:
-        if key not in _proofs:
-            host = host_of(cls)
-            _count[host] = _count.get(host, 0) + 1
-            if _count[host] > MOST:
-                return f"more than {MOST} configurations of {host.__name__} were met"
-            try:
-                _proofs[key] = aside(lambda: _prove(module, facts, class_of, at_size))
-            except Exception as error:  # a proof never fails its caller
-                _proofs[key] = f"it could not be tried: {first_line(error)}"
-        return _proofs[key]
+        if exact in _proofs:
+            return _proofs[exact]
+        alike = [why for asked, why in _answers.get(key, ()) if answers_hold(asked, facts.rates)]
+        if len(alike) >= TRIED and len({why is None for why in alike}) == 1:
+            return alike[0]
+        host = host_of(cls)
+        _count[host] = _count.get(host, 0) + 1
+        if _count[host] > MOST:
+            reason = f"more than {MOST} configurations of {host.__name__} were met"
+            if _count[host] == MOST + 1:
+                warnings.warn(f"swap_in: {reason}; in new ones its own forward runs", stacklevel=2)
+            return reason
+        asked: Asked = {}
+        rates = noted(facts.modules(module), facts.rates, asked)
+        try:
+            _proofs[exact] = aside(lambda: _prove(module, facts, class_of, at_size, rates))
+        except Exception as error:  # a proof never fails its caller
+            _proofs[exact] = f"it could not be tried: {first_line(error)}"
+        if rates:
+            _answers.setdefault(key, []).append((asked, _proofs[exact]))
+        return _proofs[exact]
 
 
 def aside(run: Callable[[], Any]) -> Any:
@@ -158,14 +173,16 @@ class _NotTried(Exception):
     """The host's own forward does not run on a copy of this size."""
 
 
-def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) -> str | None:
+def _prove(
+    module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool, rates: dict[Any, Rate]
+) -> str | None:
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
     reason: Exception | None = None
     for dtype in DTYPES:
         for sizes in sizes_of(modules):
             try:
-                found = _compare(module, class_of, sizes, dtype)
+                found = _compare(module, class_of, sizes, dtype, rates=rates)
             except _NotTried as error:
                 reason = reason or error
                 continue
@@ -237,7 +254,7 @@ class _Unrounded(TorchFunctionMode):
 
 def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
-    briefly: bool = False,
+    briefly: bool = False, rates: dict[Any, Rate] | None = None,
 ) -> str | None:  # fmt: skip
     def host_class(m: nn.Module) -> type:
         return host_of(class_of(m))
@@ -245,7 +262,9 @@ def _compare(
     calls: list[Call] = []
     least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
     for called in (False,) if briefly else (False, True):
-        copier = Copier(sizes, class_of, is_recognised(class_of(module)), dtype, briefly)
+        copier = Copier(
+            sizes, class_of, is_recognised(class_of(module)), dtype, briefly, rates or {}
+        )
         try:
             host = copier.module(module, host_class, called, {})
         except Exception as error:

@@ -14,7 +14,7 @@ from torch import nn
 
 from .candidates import Refused, Unlike
 from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
-from .draws import own_draws
+from .draws import Foreign, own_draws
 from .facts import ClassOf, host_of
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
@@ -91,6 +91,8 @@ def observed(
                     return observe(copy, parts, (x,), given)
             except Refused:
                 raise
+            except Foreign as error:
+                raise Refused(str(error)) from error
             except Exception as error:
                 failure = failure or error
     raise Unlike(f"it could not be run: {first_line(failure) if failure else ''}")
