@@ -15,9 +15,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 _aten = torch.ops.aten
+_PYTHONS = random.random.__self__  # the generator of the process
 # They are marked as drawing, and draw nothing on a CPU: they take no dropout there.
 _IDLE = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
 # Before torch 2.10 these take no generator; what fills an empty tensor does.
@@ -49,6 +50,17 @@ class OwnDraws(TorchDispatchMode):
         super().__init__()
         self.generator = generator
 
+    def __enter__(self) -> OwnDraws:
+        _push_mode(self)  # no more: torch's own tells all threads that a mode is at work
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports torch._dynamo, which takes seconds
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -68,7 +80,7 @@ class OwnDraws(TorchDispatchMode):
 
 def _refuse_pythons(frame: Any, event: str, called: Any) -> None:
     """A profile function: what it raises takes the place of the call."""
-    if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
+    if event == "c_call" and getattr(called, "__self__", None) is _PYTHONS:
         raise Foreign("it draws Python's random numbers")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..runtime.plain import is_plain
 from .activations import is_activation
+from .rates import Asked, answers_hold
 
 ClassOf = Callable[[nn.Module], type]  # the class that a module has, or is to have
 
@@ -216,6 +217,8 @@ class Facts:
         self.known: list[int] = []  # places of the modules that are looked at
         self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
         self.values: list[Any] = []
+        self.settings: list[list[str]] = []  # their names
+        self.asked: Asked | None = None  # of rates by the proof; None: these rates were tried alone
         self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
         self.rates: dict[tuple[int, str], float] = {}  # that may decide something: place, setting
         key: list[Any] = []
@@ -233,6 +236,7 @@ class Facts:
             if settings:
                 self.getters.append((len(self.known), itemgetter(*settings)))
                 self.values.append(copy.deepcopy(self.getters[-1][1](own)))  # lists may change
+                self.settings.append(settings)
             if within and (objects := Objects(own)).names:
                 self.objects.append((len(self.known), objects))
             self.known.append(place)
@@ -298,12 +302,34 @@ class Facts:
         except KeyError:
             return False
         return (
-            values == self.values
+            (values == self.values or self._hold_but_for_rates(values))
             and read == self.read
             and all(objects.hold(own[index]) for index, objects in self.objects)
             and [get(cls) for cls, get in self.classes] == self.functions
             and [modules[p].fused_facts() for p in self.asking] == self.answers
         )
+
+    def _hold_but_for_rates(self, values: list[Any]) -> bool:
+        """Whether nothing changed but rates on which the verdict does not depend."""
+        rates = dict(self.rates)
+        changed = [i for i, value in enumerate(values) if value != self.values[i]]
+        for i in changed:
+            names, place = self.settings[i], self.known[self.getters[i][0]]
+            pair = values[i], self.values[i]
+            for name, now, then in zip(
+                names, *(pair if len(names) > 1 else zip(pair)), strict=True
+            ):
+                if now != then and not (is_rate(name, now) and is_rate(name, then)):
+                    return False
+                if (place, name) in rates:
+                    rates[place, name] = now
+        if rates != self.rates:
+            if self.asked is None or not answers_hold(self.asked, rates):
+                return False
+            self.rates = rates
+        for i in changed:
+            self.values[i] = copy.deepcopy(values[i])
+        return True
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """The modules that were described, the root first, in the order of `names`."""

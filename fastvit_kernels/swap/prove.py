@@ -68,9 +68,10 @@ def prove(
     with _lock:
         if exact in _proofs:
             return _proofs[exact]
-        alike = [why for asked, why in _answers.get(key, ()) if answers_hold(asked, facts.rates)]
-        if len(alike) >= TRIED and len({why is None for why in alike}) == 1:
-            return alike[0]
+        alike = [a for a in _answers.get(key, ()) if answers_hold(a[0], facts.rates)]
+        if len(alike) >= TRIED and len({why is None for _, why in alike}) == 1:
+            facts.asked, why = alike[0]
+            return why
         host = host_of(cls)
         _count[host] = _count.get(host, 0) + 1
         if _count[host] > MOST:

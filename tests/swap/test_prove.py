@@ -15,6 +15,7 @@ import pytest
 import torch
 from outside import dino
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fastvit_kernels import backend, get_backend, set_backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
@@ -241,12 +242,12 @@ def test_proofs_take_no_hook_from_another_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", ["triton", "auto"])
-def test_proofs_leave_the_backend_to_other_threads(chosen, monkeypatch):
+def test_proofs_leave_backend_and_modes_to_other_threads(chosen, monkeypatch):
     found = set()
 
     def watch():  # in no block
         while running():
-            found.add(get_backend())
+            found.add((get_backend(), is_in_torch_dispatch_mode()))  # torch.compile asks this
             time.sleep(1e-4)
 
     set_backend(chosen)
@@ -257,7 +258,7 @@ def test_proofs_leave_the_backend_to_other_threads(chosen, monkeypatch):
             thread.join()
     finally:
         set_backend("auto")
-    assert found == {chosen}
+    assert found == {(chosen, False)}
 
 
 @pytest.mark.parametrize("way", ["Python's", "a generator of its own", "native_dropout"])
@@ -472,6 +473,7 @@ def test_facts_hold_until_something_changes():
         lambda m: m.train(not m.training),
         lambda m: m.to(torch.float64).to(torch.float32),
         lambda m: m.requires_grad_(False),
+        lambda m: setattr(m.drop_path1, "drop_prob", 0.5),
     ):
         change(module)
         assert known.hold(module)
@@ -479,7 +481,7 @@ def test_facts_hold_until_something_changes():
         ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("attn.fused_attn", False),
         ("attn.proj", nn.Identity()), ("attn.norm", nn.Tanh()), ("mlp.act", nn.Tanh()),
         ("ls1", None), ("note", 1),
-        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.5),
+        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.0), ("drop_path1.drop_prob", 1.0),
         ("norm2.normalized_shape", (3,)),
     ):  # fmt: skip
         other = copy.deepcopy(module)
