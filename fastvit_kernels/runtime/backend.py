@@ -4,8 +4,9 @@ auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPR
 triton  Triton, or a RuntimeError that says why not
 torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
-The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto". The switch
-is process-wide; every call reads it, and torch.compile guards on it.
+The environment variable FASTVIT_KERNELS_BACKEND sets the start value, by default "auto".
+`set_backend` chooses for the process, `with backend(...)` for the thread and asyncio task that it
+stands in. Every call reads it, and torch.compile guards on it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -37,35 +40,59 @@ def _checked(name: str) -> Backend:
     return name  # type: ignore[return-value]
 
 
-_backend: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+_process: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+_own: ContextVar[Backend | None] = ContextVar("fastvit_kernels.backend", default=None)
+
+
+class _Here(ModuleType):
+    """A module, since torch.compile guards on what a module's attribute is in the calling thread;
+    before torch 2.15 it cannot read a context variable."""
+
+    @property
+    def own(self) -> Backend | None:
+        return _own.get()
+
+    @own.setter
+    def own(self, name: Backend | None) -> None:
+        _own.set(name)
+
+
+_here = _Here("fastvit_kernels.backend")
 
 
 def get_backend() -> Backend:
     """The current backend: "auto", "triton" or "torch"."""
-    return _backend
+    return _here.own or _process
 
 
 def set_backend(name: Backend) -> None:
-    """Choose the implementation of every op from now on, in the whole process.
+    """Choose the implementation of every op from now on, in the whole process but for what runs
+    inside of a `backend` block.
 
     Args:
         name: "auto", "triton" or "torch", as the module docstring says.
     Raises: ValueError for any other name.
     """
-    global _backend
-    _backend = _checked(name)
-    _number_state()
+    global _process
+    _process = _checked(name)
 
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Context manager: `set_backend(name)` inside, the former backend again afterwards."""
-    former = get_backend()
-    set_backend(name)
+    """Context manager: the implementation of every op inside, in this thread and asyncio task.
+
+    A backward that is called inside stays in this thread, so that a checkpoint's recomputation on a
+    GPU, else a matter of autograd's threads, has the same choice.
+
+    Args, raises: as `set_backend`.
+    """
+    former, _here.own = _here.own, _checked(name)
+    in_place = torch.autograd.set_multithreading_enabled
     try:
-        yield
+        with nullcontext() if torch.compiler.is_compiling() else in_place(False):
+            yield
     finally:
-        set_backend(former)
+        _here.own = former
 
 
 class Gpu(NamedTuple):
@@ -78,22 +105,12 @@ class Gpu(NamedTuple):
 
 
 _absent_gpu: Gpu | None = None
-
-_states: dict[tuple[Backend, Gpu | None], int] = {}
 _NO_GUARD = nullcontext()
 
 
-def _number_state() -> None:
-    global _state
-    _state = _states.setdefault((_backend, _absent_gpu), len(_states))
-
-
-_number_state()
-
-
-def state() -> int:
-    """A number for what the choice of implementation depends on besides a call's arguments."""
-    return _state
+def state() -> Any:
+    """What the choice of implementation depends on besides a call's arguments."""
+    return _own.get() or _process, _absent_gpu
 
 
 @contextmanager
@@ -101,12 +118,10 @@ def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
     """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
     global _absent_gpu
     former, _absent_gpu = _absent_gpu, gpu
-    _number_state()
     try:
         yield
     finally:
         _absent_gpu = former
-        _number_state()
 
 
 @functools.lru_cache(maxsize=64)
@@ -195,7 +210,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         x: the op's first tensor.
         unsupported: what this op cannot do in a kernel, or None.
     """
-    if _backend == "torch":
+    if get_backend() == "torch":
         return "the backend is 'torch'"
     if x.dtype not in DTYPE_NAMES:
         unsupported = f"there is no kernel for {x.dtype}"
@@ -212,9 +227,10 @@ def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:
     reason = reason_for_torch(x, unsupported)
     if reason is None:
         return True
-    if _backend == "triton":
+    chosen = get_backend()
+    if chosen == "triton":
         raise RuntimeError(f"{op}: the backend is 'triton', but {reason}")
-    if x.is_cuda and _backend == "auto" and not torch.compiler.is_compiling():
+    if x.is_cuda and chosen == "auto" and not torch.compiler.is_compiling():
         _say_once(op, reason)
     return False
 

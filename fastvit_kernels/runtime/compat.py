@@ -128,13 +128,17 @@ def is_watched() -> bool:
     )
 
 
-def has_foreign_mode() -> bool:
-    """Whether another package's dispatch mode is at work, which knows torch's operators alone."""
+def foreign_modes() -> list[Any]:
+    """The dispatch modes at work that know torch's operators alone: those of other packages."""
     if not num_modes():
-        return False
-    return _stack_of_modes is None or any(
-        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
-    )
+        return []
+    if _stack_of_modes is None:
+        return [None]
+    return [
+        mode for mode in _stack_of_modes()
+        if type(mode).__module__.partition(".")[0] != "torch"
+        and not getattr(mode, "knows_our_operators", False)
+    ]  # fmt: skip
 
 
 # Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
@@ -161,11 +165,6 @@ def _any_global_hook() -> bool:
 
 
 has_global_hook: Callable[[], bool] = _any_global_hook if None not in _HOOKS else lambda: True
-
-
-def global_hooks() -> list[Any]:
-    """The dicts of global hooks on modules, of those that there are."""
-    return [hooks for hooks in _HOOKS if hooks is not None]
 
 
 # Tensors and their memory.

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from .compat import collector_of, is_wrapper
-from .compat import has_global_hook as is_watched_everywhere
+from .compat import collector_of, has_global_hook, is_wrapper
+
+# Whether global hooks see nothing of what this thread does: swap/prove.py calls copies.
+UNSEEN: ContextVar[bool] = ContextVar("fastvit_kernels.unseen", default=False)
+
+
+def is_watched_everywhere() -> bool:
+    """Whether a global hook wants every call of every module."""
+    return has_global_hook() and (torch.compiler.is_compiling() or not UNSEEN.get())
 
 
 def _watches(hook: Any) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,20 @@ from torch import Tensor, nn
 
 from ..runtime.plain import is_plain
 from .facts import PRIVATE, ClassOf, host_of, is_rate, is_recognised, keeps_rates
+from .rates import Rate
 
 LARGEST = 2**24  # values in a copy
 REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
 PLACES = 61_797  # from the place where one begins to that of the next
+# What nn.Module.__call__ runs in place of hooks and forward, where a module has it.
+CALL = "_compiled_call_impl"
 RATE = 0.4  # every probability between 0 and 1 in a copy
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """A call of the module past all hooks; keeps it from no collector."""
+    known = weakref.ref(module)
+    return lambda *args, **kwargs: known().forward(*args, **kwargs)  # type: ignore[union-attr]
 
 
 class CalledLinear(nn.Linear):
@@ -37,6 +47,9 @@ class Copier:
     whole: bool = False  # the root was recognised by structure, or is to be
     dtype: torch.dtype = torch.float64
     quick: bool = False  # large weights repeat their values
+    rates: dict[Any, Rate] = field(
+        default_factory=dict
+    )  # id of a module, its setting -> the copy's
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     drawn: Tensor | None = None  # what large weights repeat, each from a place of its own
@@ -66,17 +79,17 @@ class Copier:
         first = len(self.tensors) * PLACES % REPEATED
         return self.drawn.roll(-first).repeat(n // REPEATED + 1)[:n].view(shape)
 
-    def setting(self, name: str, value: Any, off: frozenset[str], exact: bool = False) -> Any:
+    def setting(self, name: str, value: Any, off: frozenset[str], rate: float = RATE) -> Any:
         if isinstance(value, Tensor):
             return self.tensor(value, isinstance(value, nn.Parameter))
-        if name == "gradient_checkpointing":  # transformers: the caller's function would be called
+        if "checkpoint" in name and value is True:  # it sets the state of the process's generator
             return False
         if isinstance(value, bool) or re.match("num|n_|.*heads$|(img|grid)_size$", name):
             return value
         if isinstance(value, int):
             return self.sizes.get(value, value)
         if is_rate(name, value):
-            return 0.0 if name in off else value if exact else RATE
+            return 0.0 if name in off else rate
         if type(value) in (tuple, list, torch.Size):
             return type(value)(self.setting(name, v, off) for v in value)
         return dict(value) if type(value) is dict else value
@@ -85,7 +98,7 @@ class Copier:
         self, original: nn.Module, class_of: ClassOf, called: bool,
         seen: dict[int, nn.Module], off: frozenset[str] = frozenset(),
     ) -> nn.Module:  # fmt: skip
-        """A copy of class `class_of(original)`, without the original's hooks.
+        """A copy of class `class_of(original)`, which calls no hook, no global one either.
 
         Args:
             called: nothing below it may be bypassed.
@@ -103,13 +116,15 @@ class Copier:
         whole = self.whole or is_recognised(class_of(original))
         made = seen[id(original)] = cls.__new__(cls)
         nn.Module.__init__(made)
+        made.__dict__[CALL] = _forward_of(made)
         exact = whole and keeps_rates(original)
         # Dropout of attention draws numbers of its own, by its layout.
         quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
         for name, value in vars(original).items():
             # A proof compares with the host, which masks.
-            if name not in PRIVATE and name not in ("forward", "fused_drop_path"):
-                made.__dict__[name] = self.setting(name, value, off | quiet, exact)
+            if name not in PRIVATE and name not in ("forward", "fused_drop_path", CALL):
+                rate = self.rates.get((id(original), name), value) if exact else RATE
+                made.__dict__[name] = self.setting(name, value, off | quiet, rate)
         derived = getattr(self.planned(original), "fused_derived", None)
         if derived is not None:
             made.__dict__.update(derived(made))

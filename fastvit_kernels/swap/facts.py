@@ -3,7 +3,8 @@ the functions of the classes.
 
 `Facts` describes a module and what its fused forward may bypass. Its `key` tells two configurations
 apart by classes, settings, shapes and functions; values of weights, devices, dtypes and modes play
-no part. `hold` asks in a few microseconds whether a module is still the one that was described.
+no part, nor those of probabilities between 0 and 1; where they may, `rates` has them. `hold` asks
+in a few microseconds whether a module is still the one that was described.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ..runtime.plain import is_plain
 from .activations import is_activation
+from .rates import Asked, answers_hold
 
 ClassOf = Callable[[nn.Module], type]  # the class that a module has, or is to have
 
@@ -161,10 +163,8 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
         whole: it belongs to a module that was recognised by structure: all that it holds counts.
     """
     own = vars(module)
-    exact = whole and keeps_rates(module)
     settings = tuple(
-        (n, (type(v), v) if exact and is_rate(n, v) else _hashable(n, v))
-        if not whole or _is_simple(v) else (n, _content(v))
+        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v))
         for n, v in own.items() if n not in PRIVATE
     )  # fmt: skip
     tensors = tuple(
@@ -182,17 +182,6 @@ def _drops(known: Any) -> bool:
     return not tensors and (
         host is nn.Identity or any("drop" in n or n == "p" for n, _ in settings)
     )
-
-
-def _with_any_rate(known: Any) -> Any:
-    if not isinstance(known, tuple):
-        return known
-    host, fused, settings, *more = known
-    alike = tuple(
-        (n, "a rate" if isinstance(v, tuple) and len(v) == 2 and is_rate(n, v[1]) else v)
-        for n, v in settings
-    )
-    return host, fused, alike, *more
 
 
 class Objects:
@@ -228,7 +217,10 @@ class Facts:
         self.known: list[int] = []  # places of the modules that are looked at
         self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
         self.values: list[Any] = []
+        self.settings: list[list[str]] = []  # their names
+        self.asked: Asked | None = None  # of rates by the proof; None: these rates were tried alone
         self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
+        self.rates: dict[tuple[int, str], float] = {}  # that may decide something: place, setting
         key: list[Any] = []
         for place in places:  # grows as we go
             module, cls, within = modules[place], class_of(modules[place]), wholes[place]
@@ -238,10 +230,13 @@ class Facts:
                 continue
             key.append((names[place], _describe(module, cls, within)))
             own = vars(module)
+            if within and keeps_rates(module):
+                self.rates |= {(place, n): v for n, v in own.items() if is_rate(n, v)}
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
                 self.getters.append((len(self.known), itemgetter(*settings)))
                 self.values.append(copy.deepcopy(self.getters[-1][1](own)))  # lists may change
+                self.settings.append(settings)
             if within and (objects := Objects(own)).names:
                 self.objects.append((len(self.known), objects))
             self.known.append(place)
@@ -269,8 +264,7 @@ class Facts:
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
     def at_rest(self) -> Any:
-        """The key with all probabilities alike, and all leaves alike that only drop: what those do,
-        a smaller proof has shown."""
+        """The key with all leaves alike that only drop: a smaller proof has shown what they do."""
         described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
         above = {name.rpartition(".")[0] for name, _ in described}
         drops = {name: known[0] for name, known in described if name not in above and _drops(known)}
@@ -281,7 +275,7 @@ class Facts:
 
         return (
             tuple(
-                (name, "drops" if name in drops else _with_any_rate(known), *more)
+                (name, "drops" if name in drops else known, *more)
                 for name, known, *more in self.key[0]
             ),
             tuple(without([cls for cls, _ in self.classes], self.functions)),
@@ -308,12 +302,34 @@ class Facts:
         except KeyError:
             return False
         return (
-            values == self.values
+            (values == self.values or self._hold_but_for_rates(values))
             and read == self.read
             and all(objects.hold(own[index]) for index, objects in self.objects)
             and [get(cls) for cls, get in self.classes] == self.functions
             and [modules[p].fused_facts() for p in self.asking] == self.answers
         )
+
+    def _hold_but_for_rates(self, values: list[Any]) -> bool:
+        """Whether nothing changed but rates on which the verdict does not depend."""
+        rates = dict(self.rates)
+        changed = [i for i, value in enumerate(values) if value != self.values[i]]
+        for i in changed:
+            names, place = self.settings[i], self.known[self.getters[i][0]]
+            pair = values[i], self.values[i]
+            for name, now, then in zip(
+                names, *(pair if len(names) > 1 else zip(pair)), strict=True
+            ):
+                if now != then and not (is_rate(name, now) and is_rate(name, then)):
+                    return False
+                if (place, name) in rates:
+                    rates[place, name] = now
+        if rates != self.rates:
+            if self.asked is None or not answers_hold(self.asked, rates):
+                return False
+            self.rates = rates
+        for i in changed:
+            self.values[i] = copy.deepcopy(values[i])
+        return True
 
     def modules(self, root: nn.Module) -> list[nn.Module]:
         """The modules that were described, the root first, in the order of `names`."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .copies import CALL
+
 
 class Value(NamedTuple):
     """Stands for a tensor among the arguments of an event."""
@@ -129,10 +131,9 @@ class _Recorder(TorchFunctionMode):
         return part if isinstance(self.modules.get(part), nn.Linear) else ""
 
     def watch(self, name: str, part: nn.Module) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def seen(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
-
-        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+            result = part.forward(*args, **kwargs)
             tensor, _ = _first_tensor(result)
             if self.depth == 1 and tensor is not None and id(tensor) in self.numbers:
                 result = tensor.view_as(tensor)
@@ -141,8 +142,7 @@ class _Recorder(TorchFunctionMode):
                 self.record(name, type(part).__name__, args, kwargs, result, True)
             return result
 
-        part.register_forward_pre_hook(before, with_kwargs=True)
-        part.register_forward_hook(after, with_kwargs=True)
+        part.__dict__[CALL] = seen
 
 
 def leaves(value: Any, kind: type) -> Iterator[Any]:

@@ -4,20 +4,20 @@ A small copy of the module, with random weights in float64 on the CPU, runs its 
 fused specification on the same inputs: several lengths, train and eval, children bypassed and
 called, with the same seed. Outputs, all gradients and the numbers drawn must be equal to rounding.
 A proof takes milliseconds and is kept for the configuration. It runs in a thread of its own, where
-no autocast, no mode, no transform and no tracer of the caller is at work, and gives the random
-generator its state back.
+no autocast, no mode, no transform and no tracer of the caller is at work, and changes nothing that
+another thread can see: it draws from a generator of its own (draws.py), its copies call no global
+hook (copies.py), and its backend is its thread's.
 
 The copy is narrower than the module wherever that runs (copies.py).
 """
 
 from __future__ import annotations
 
-import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..runtime.backend import backend, get_backend
-from ..runtime.compat import global_hooks
+from ..runtime.backend import backend
+from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
+from .draws import own_draws
 from .facts import ClassOf, Facts, host_of, is_recognised
 from .observe import leaves
+from .rates import TRIED, Asked, Rate, answers_hold, noted
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
@@ -45,6 +47,7 @@ ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those of them that a pr
 
 _proofs: dict[Any, str | None] = {}
 _at_sizes: dict[Any, str | None] = {}  # the last proof of each, for all rates
+_answers: dict[Any, list[tuple[Asked, str | None]]] = {}  # of proofs that differ by rates alone
 _count: dict[type, int] = {}
 _lock = threading.RLock()
 
@@ -61,41 +64,43 @@ def prove(
     """
     cls: Any = class_of(module)
     key = (facts.key, cls.__mro__[1], getattr(cls, "fused_roles", None))
+    exact = (*key, *facts.rates.values())
     with _lock:
-        if key not in _proofs:
-            host = host_of(cls)
-            _count[host] = _count.get(host, 0) + 1
-            if _count[host] > MOST:
-                return f"more than {MOST} configurations of {host.__name__} were met"
-            try:
-                _proofs[key] = aside(lambda: _prove(module, facts, class_of, at_size))
-            except Exception as error:  # a proof never fails its caller
-                _proofs[key] = f"it could not be tried: {first_line(error)}"
-        return _proofs[key]
+        if exact in _proofs:
+            return _proofs[exact]
+        alike = [a for a in _answers.get(key, ()) if answers_hold(a[0], facts.rates)]
+        if len(alike) >= TRIED and len({why is None for _, why in alike}) == 1:
+            facts.asked, why = alike[0]
+            return why
+        host = host_of(cls)
+        _count[host] = _count.get(host, 0) + 1
+        if _count[host] > MOST:
+            reason = f"more than {MOST} configurations of {host.__name__} were met"
+            if _count[host] == MOST + 1:
+                warnings.warn(f"swap_in: {reason}; in new ones its own forward runs", stacklevel=2)
+            return reason
+        asked: Asked = {}
+        rates = noted(facts.modules(module), facts.rates, asked)
+        try:
+            _proofs[exact] = aside(lambda: _prove(module, facts, class_of, at_size, rates))
+        except Exception as error:  # a proof never fails its caller
+            _proofs[exact] = f"it could not be tried: {first_line(error)}"
+        if rates:
+            _answers.setdefault(key, []).append((asked, _proofs[exact]))
+        return _proofs[exact]
 
 
 def aside(run: Callable[[], Any]) -> Any:
-    """What `run` gives in a thread of its own, undisturbed; its exception is raised here."""
+    """What `run` gives in a thread of its own; its exception is raised here. No module is watched
+    there by a global hook, and ops compute their specification."""
+
+    def undisturbed() -> Any:
+        UNSEEN.set(True)
+        with backend("torch"):
+            return run()
+
     with ThreadPoolExecutor(1, "fastvit_kernels proof") as thread:
-        return thread.submit(_undisturbed()(run)).result()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No global hook sees the copies, the CPU's generator gets its state back, and ops compute
-    their specification: float64 has no kernels, so that only backend "triton" has to change."""
-    hooks = global_hooks()
-    former = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    state = torch.default_generator.get_state()
-    try:
-        with backend("torch") if get_backend() == "triton" else nullcontext():
-            yield
-    finally:
-        torch.default_generator.set_state(state)
-        for h, kept in zip(hooks, former, strict=True):
-            h.update(kept)
+        return thread.submit(undisturbed).result()
 
 
 def first_line(error: Exception) -> str:
@@ -119,26 +124,23 @@ def _run(
     Args:
         briefly: no gradients of parameters.
     """
-    torch.default_generator.manual_seed(7)
-    others = random.getstate()
-    try:
+    with own_draws() as generator:
         result = compute()
-        drawn = random.getstate() != others
-    finally:
-        random.setstate(others)
+        drawn = generator.get_state()
     outputs = list(leaves(result, Tensor))
     found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
     found[f"a result of the form {_form(result)}"] = None
-    found["the state of the random generator"] = torch.default_generator.get_state()
-    if drawn:
-        found["a draw of Python's random numbers"] = None
+    found["the state of the random generator"] = drawn
     inputs = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
     given = enumerate(leaves(call, Tensor))
     inputs |= {f"argument {i}": t for i, t in given if t.requires_grad}
     with_gradient = [t for t in outputs if t.requires_grad]
     generator = torch.Generator().manual_seed(8)
     upstream = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in with_gradient]
-    gradients = torch.autograd.grad(with_gradient, [*inputs.values()], upstream, allow_unused=True)
+    with own_draws():
+        gradients = torch.autograd.grad(
+            with_gradient, [*inputs.values()], upstream, allow_unused=True
+        )
     found |= {f"the gradient of {n}": g for n, g in zip(inputs, gradients, strict=True)}
     return found
 
@@ -172,15 +174,16 @@ class _NotTried(Exception):
     """The host's own forward does not run on a copy of this size."""
 
 
-def _prove(module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool) -> str | None:
+def _prove(
+    module: nn.Module, facts: Facts, class_of: ClassOf, at_size: bool, rates: dict[Any, Rate]
+) -> str | None:
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
     reason: Exception | None = None
     for dtype in DTYPES:
         for sizes in sizes_of(modules):
             try:
-                with backend("torch") if dtype == torch.float32 else nullcontext():
-                    found = _compare(module, class_of, sizes, dtype)
+                found = _compare(module, class_of, sizes, dtype, rates=rates)
             except _NotTried as error:
                 reason = reason or error
                 continue
@@ -202,8 +205,7 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
         modules = facts.modules(module)
         sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)
         try:
-            with backend("torch") if dtype == torch.float32 else nullcontext():
-                _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
+            _at_sizes[key] = _compare(module, class_of, sizes, dtype, briefly=True)
         except _NotTried as error:
             return f"it could not be tried at its size: {first_line(error)}"
     return _at_sizes[key]
@@ -253,7 +255,7 @@ class _Unrounded(TorchFunctionMode):
 
 def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
-    briefly: bool = False,
+    briefly: bool = False, rates: dict[Any, Rate] | None = None,
 ) -> str | None:  # fmt: skip
     def host_class(m: nn.Module) -> type:
         return host_of(class_of(m))
@@ -261,7 +263,9 @@ def _compare(
     calls: list[Call] = []
     least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
     for called in (False,) if briefly else (False, True):
-        copier = Copier(sizes, class_of, is_recognised(class_of(module)), dtype, briefly)
+        copier = Copier(
+            sizes, class_of, is_recognised(class_of(module)), dtype, briefly, rates or {}
+        )
         try:
             host = copier.module(module, host_class, called, {})
         except Exception as error:

@@ -77,7 +77,8 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
         return None, Found(unlike=True)
     try:
         facts = Facts(module, class_of, whole=True)
-        key, alike = (type(module), facts.key), (type(module), facts.at_rest())
+        key = type(module), facts.key, *facts.rates.values()
+        alike = type(module), facts.at_rest()
         if key not in _found:
             _found[key] = _as_one_like_it(module, class_of, _last.get(alike)) or aside(
                 lambda: search(module, class_of)

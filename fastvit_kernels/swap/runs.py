@@ -14,6 +14,7 @@ from torch import nn
 
 from .candidates import Refused, Unlike
 from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
+from .draws import Foreign, own_draws
 from .facts import ClassOf, host_of
 from .hosts import structure
 from .hosts.fused import arguments_of, example, width_of
@@ -84,11 +85,14 @@ def observed(
             if not names:
                 raise Unlike("its forward names no argument")
             others = {n: None for n in names[1:] if n not in defaults}
-            torch.default_generator.manual_seed(7)
+            given = others | more(copy, shape[1])
             try:
-                return observe(copy, parts, (x,), others | more(copy, shape[1]))
+                with own_draws():
+                    return observe(copy, parts, (x,), given)
             except Refused:
                 raise
+            except Foreign as error:
+                raise Refused(str(error)) from error
             except Exception as error:
                 failure = failure or error
     raise Unlike(f"it could not be run: {first_line(failure) if failure else ''}")

@@ -440,7 +440,7 @@ def test_arguments_of_timms_other_functions_are_refused(name):
 @pytest.mark.parametrize("mlp_layer", [timm.layers.Mlp, SwiGLU, GluMlp])
 @pytest.mark.parametrize("fix_init", [False, True], ids=["", "fixed"])
 @pytest.mark.parametrize("scheme", ["", "reset", "skip", "jax", "jax_nlhb", "moco"])
-def test_initial_weights_are_timms(scheme, fix_init, mlp_layer):
+def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
     torch.manual_seed(0)
     options: Any = dict(
         img_size=16, patch_size=8, num_classes=9, embed_dim=96, depth=3, num_heads=2, reg_tokens=3,

@@ -1,9 +1,12 @@
+import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from numerics import DEVICE, rand
+from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import get_backend, reason_for_torch, use_triton
@@ -129,3 +132,105 @@ def test_no_kernel_computes_bf16_in_an_interpreter_that_cannot():
 def test_the_tests_interpreter_computes_bf16():
     x = rand(4, 16, dtype=torch.bfloat16, grad=False)
     assert reason_for_torch(x) is None
+
+
+def _in_a_thread(function):
+    """What `function` gives in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_block_chooses_for_its_thread_alone():
+    """Two that overlap leave nothing behind, and no third thread sees either."""
+    inside, leave = threading.Barrier(3), threading.Event()
+    seen = []
+
+    def run():
+        with fk.backend("torch"):
+            inside.wait(10)
+            seen.append(get_backend())
+            leave.wait(10)
+        seen.append(get_backend())
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(10)
+    seen.append((get_backend(), "NormFunction" in str(fk.layer_norm(rand(2, 8)).grad_fn)))
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert seen.count("torch") == seen.count("auto") == 2 and ("auto", True) in seen
+    assert get_backend() == "auto" == _in_a_thread(get_backend)
+
+
+def test_set_backend_chooses_for_all_threads_but_those_in_a_block():
+    with fk.backend("auto"):
+        fk.set_backend("torch")
+        try:
+            assert get_backend() == "auto" and _in_a_thread(get_backend) == "torch"
+        finally:
+            fk.set_backend("auto")
+
+
+def test_a_block_chooses_for_its_task_alone():
+    async def inside(entered, leave):
+        with fk.backend("torch"):
+            entered.set()
+            await leave.wait()
+            return get_backend()
+
+    async def both():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(entered, leave))
+        await entered.wait()
+        found = get_backend()
+        leave.set()
+        return found, await task
+
+    assert asyncio.run(both()) == ("auto", "torch")
+
+
+def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
+    """On a GPU autograd has threads of its own, which know no block."""
+    found = []
+
+    def forward(x):
+        found.append((get_backend(), reason_for_torch(x)))
+        return fk.layer_norm(x)
+
+    with fk.backend("torch"):
+        checkpoint(forward, rand(2, 8), use_reentrant=False).sum().backward()
+    assert found == [("torch", "the backend is 'torch'")] * 2
+
+
+def test_a_compiled_call_follows_the_choice_of_its_thread():
+    x = rand(2, 8)
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(str(graph.code))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fk.layer_norm, backend=counting, fullgraph=True)
+    compiled(x)
+    with fk.backend("torch"):
+        compiled(x)
+        _in_a_thread(lambda: compiled(x))
+    compiled(x)
+    assert ["torch.nn.functional.layer_norm" in g for g in graphs] == [False, True]
+
+
+def test_a_block_in_a_compiled_function_breaks_no_graph():
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x):
+        with fk.backend("torch"):
+            found = get_backend()
+        return x + (found == "torch"), get_backend()
+
+    y, outside = compiled(torch.zeros(1))
+    assert (y.item(), outside, get_backend()) == (1, "auto", "auto")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import threading
+import time
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
 from outside import dino
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, get_backend, set_backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.plain import is_plain
@@ -150,6 +154,131 @@ def test_a_proof_draws_nothing_and_calls_no_hook(no_proofs):
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
+
+
+class Drawing(nn.Module):
+    """Its forward draws beside an attention that drops."""
+
+    def __init__(self, way, generator=None):
+        super().__init__()
+        self.way, self.generator = way, generator
+        self.norm, self.attn = nn.LayerNorm(32), dino.Attention(32, 2, 0.1, 0.1)
+
+    def forward(self, x):
+        if self.way == "torch":
+            x = x * torch.rand(3)[0] + torch.rand_like(x) + torch.randn_like(x) * torch.randn(1)
+            x = x + torch.randint(2, (1,)) * torch.bernoulli(x.sigmoid()) + x.clone().normal_()
+            x = x[torch.randperm(len(x))] * x.new_empty(len(x), 1, 1).bernoulli_(0.4)
+        if self.way == "Python's":
+            x = x * random.uniform(1, 2)
+        if self.way == "a generator of its own":
+            x = x * torch.rand(1, generator=self.generator)
+        if self.way == "native_dropout":
+            x = torch.native_dropout(x, 0.5, True)[0]
+        return x + self.attn(self.norm(x))
+
+
+@contextmanager
+def proofs_in_a_loop(monkeypatch):
+    """Inside, another thread proves; gives a function that says whether to watch on."""
+    stop, done, failed = threading.Event(), [], []
+    known = (prove._proofs, prove._at_sizes, recognise._found, recognise._last, prove._count)
+    models = [block(proj_drop=0.1, attn_drop=0.1), dino.Block(drop_path=0.05, drop=0.2)]
+    models += [Drawing("torch"), Drawing("Python's")]
+
+    def run():
+        try:
+            while not stop.is_set():
+                for proofs in known:
+                    proofs.clear()
+                for model in models:
+                    swap_in(copy.deepcopy(model))
+                done.append(len(prove._proofs))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield lambda: len(done) < 2 and not failed
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed and min(done) > 3, failed
+
+
+def test_proofs_draw_no_number_of_another_thread(monkeypatch):
+    def seed():
+        torch.manual_seed(3)
+        random.seed(3)
+
+    found = []
+    with proofs_in_a_loop(monkeypatch) as running:
+        seed()
+        while running():
+            found.append((torch.rand(()).item(), random.random()))
+            time.sleep(1e-4)
+    seed()
+    assert found == [(torch.rand(()).item(), random.random()) for _ in found]
+
+
+def test_proofs_take_no_hook_from_another_thread(monkeypatch):
+    watched, seen, calls = nn.Identity(), [], 0
+    module = nn.modules.module
+    with proofs_in_a_loop(monkeypatch) as running:
+        while running():
+            handles = [
+                module.register_module_forward_hook(lambda m, *a: seen.append(m)),
+                module.register_module_forward_pre_hook(lambda m, *a: seen.append(m)),
+            ]
+            watched(1)
+            calls += 2
+            time.sleep(1e-4)
+            for handle in handles:
+                handle.remove()
+            time.sleep(1e-4)
+    assert len(seen) == calls and all(m is watched for m in seen)
+    assert not module._global_forward_hooks and not module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("chosen", ["triton", "auto"])
+def test_proofs_leave_backend_and_modes_to_other_threads(chosen, monkeypatch):
+    found = set()
+
+    def watch():  # in no block
+        while running():
+            found.add((get_backend(), is_in_torch_dispatch_mode()))  # torch.compile asks this
+            time.sleep(1e-4)
+
+    set_backend(chosen)
+    try:
+        with proofs_in_a_loop(monkeypatch) as running:
+            thread = threading.Thread(target=watch)
+            thread.start()
+            thread.join()
+    finally:
+        set_backend("auto")
+    assert found == {(chosen, False)}
+
+
+@pytest.mark.parametrize("way", ["Python's", "a generator of its own", "native_dropout"])
+def test_what_draws_where_a_proof_cannot_follow_keeps_its_forward(way):
+    """Not even a proof that fails moves a generator."""
+    own = torch.Generator().manual_seed(5)
+    module = Drawing(way, own)
+    states = random.getstate(), own.get_state(), torch.get_rng_state()
+    assert way.removesuffix(" of its own") in reasons(swap_in(module))[""]
+    assert random.getstate() == states[0]
+    assert torch.equal(own.get_state(), states[1]) and torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_a_proof_under_a_global_hook_tries_what_runs_without_it(monkeypatch, no_proofs):
+    """Under the hook the fused forward calls all children; once it is gone, it bypasses them."""
+    monkeypatch.setattr(branch, "add_body", ERRORS["residual"][2](branch.add_body))
+    module = block()
+    with nn.modules.module.register_module_forward_hook(lambda *a: None):
+        report = swap_in(module)
+    assert "computes something else" in reasons(report)[""], str(report)
 
 
 def test_a_proof_in_the_midst_of_anything(no_proofs):
@@ -304,15 +433,19 @@ def test_equal_layers_share_a_proof(no_proofs):
 
 
 def test_settings_that_change_all_the_time_are_given_up(no_proofs, monkeypatch):
+    """A warning says so, once, and the reason stays to be seen."""
     monkeypatch.setattr(prove, "MOST", 5)
     norm = nn.LayerNorm(16)
     host = copy.deepcopy(norm)
     swap_in(norm)
     x = torch.randn(3, 16)
-    for step in range(10):
-        norm.eps = host.eps = 10.0 ** (-step)
-        torch.testing.assert_close(norm(x), host(x))
-    assert "more than 5 configurations of LayerNorm were met" in str(swap_in(norm))
+    reason = "more than 5 configurations of LayerNorm were met"
+    with pytest.warns(UserWarning, match=reason) as warned:  # noqa: PT031
+        for step in range(10):
+            norm.eps = host.eps = 10.0 ** (-step)
+            torch.testing.assert_close(norm(x), host(x))
+    assert len(warned) == 1 and norm.fused_verdict() == reason
+    assert reason in str(swap_in(norm))
 
 
 def test_verdicts_keep_no_module_alive():
@@ -340,6 +473,7 @@ def test_facts_hold_until_something_changes():
         lambda m: m.train(not m.training),
         lambda m: m.to(torch.float64).to(torch.float32),
         lambda m: m.requires_grad_(False),
+        lambda m: setattr(m.drop_path1, "drop_prob", 0.5),
     ):
         change(module)
         assert known.hold(module)
@@ -347,7 +481,7 @@ def test_facts_hold_until_something_changes():
         ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("attn.fused_attn", False),
         ("attn.proj", nn.Identity()), ("attn.norm", nn.Tanh()), ("mlp.act", nn.Tanh()),
         ("ls1", None), ("note", 1),
-        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.5),
+        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.0), ("drop_path1.drop_prob", 1.0),
         ("norm2.normalized_shape", (3,)),
     ):  # fmt: skip
         other = copy.deepcopy(module)

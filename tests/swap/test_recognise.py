@@ -205,7 +205,7 @@ LOOK_ALIKES = {
     "HalvedBranch": "none of ours: mul",
     "SecondResidual": "none of ours: add",
     "WideOnly": "none of ours: mul",
-    "Sometimes": "random",
+    "Sometimes": "it draws Python's random numbers",
     "Tanh": "no kernel for what stands between its Linears",
 }
 
@@ -435,9 +435,9 @@ def searches(monkeypatch):
         lambda m, *a, **k: observed.append(type(m).__name__) or own_observed(m, *a, **k),
     )  # fmt: skip
 
-    def compare(module, *args, briefly=False):
+    def compare(module, *args, briefly=False, **more):
         at_size.extend([type(module).__name__] * briefly)
-        return own_compare(module, *args, briefly=briefly)
+        return own_compare(module, *args, briefly=briefly, **more)
 
     monkeypatch.setattr(prove, "_compare", compare)
     return observed, at_size
@@ -453,6 +453,73 @@ def test_layers_with_rates_of_their_own_share_what_does_not_depend_on_them(searc
     assert observed.count("Block") == 3, observed
     assert at_size.count("Block") == 2 and len(at_size) == 4, at_size
     assert_same(step(stack, True), step(host, True), 1e-9)
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """What is proven in the test."""
+    for where, name in ((recognise, "_found"), (recognise, "_last"), (prove, "_at_sizes"),
+                        (prove, "_answers"), (prove, "_count")):  # fmt: skip
+        monkeypatch.setattr(where, name, {})
+    found = {}
+    monkeypatch.setattr(prove, "_proofs", found)
+    return found
+
+
+def test_a_rate_that_changes_at_each_step_needs_no_proof_each(proofs, ran):
+    """DINOv2's block decides by it, at 0.1 and by how many samples it keeps."""
+    module = randomize(dino.Block(drop_path=0.05)).double()
+    host = copy.deepcopy(module)
+    assert_block_level(swap_in(module))
+    at_first = len(proofs)
+    ran.clear()
+    for index in range(600):
+        for m in (host, module):
+            m.sample_drop_ratio = m.drop_path1.drop_prob = (index + 1) / 3001
+        if index % 50 == 0:
+            assert_same(step(module, True), step(host, True), 1e-9)
+        else:
+            module.train().fused_verdict()
+    assert len(proofs) - at_first < 12 and len(ran) >= 12, len(proofs)
+    for rate in (0.12, 0.3, 0.6, 0.9, 0.95):
+        for m in (host, module):
+            m.sample_drop_ratio = rate
+        assert_same(step(module, True), step(host, True), 1e-9)
+    assert len(proofs) - at_first < 24
+
+
+def test_the_dropout_of_an_attention_that_changes_at_each_step_needs_no_proof_each(proofs):
+    module = dino.Attention(32, 2, 0.1)
+    swap_in(module)
+    assert isinstance(module, structure.Attention)
+    for index in range(600):
+        module.attn_drop = (index + 1) / 700
+        assert module.fused_verdict() is None
+    assert len(proofs) < 12
+    for kind in (0.0, 1.0):
+        count, module.attn_drop = len(proofs), kind
+        module.fused_verdict()
+        assert len(proofs) > count, kind
+
+
+class Threshold(dino.Block):
+    """Leaves its second branch out above a rate, which it asks for in a roundabout way."""
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        if 3 - 2 * (1 - self.sample_drop_ratio) > 1.5:
+            return x
+        return x + self.mlp(self.norm2(x))
+
+
+def test_a_rate_that_decides_is_proven_for_each_decision(proofs):
+    module = Threshold(drop_path=0.1).double()
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    for rate in (0.1, 0.11, 0.2, 0.21, 0.24, 0.26, 0.3, 0.4, 0.5, 0.05):
+        host.sample_drop_ratio = module.sample_drop_ratio = rate
+        assert (module.fused_verdict() is None) == (rate < 0.25), rate
+        assert_same(step(module, True), step(host, True), 1e-9)
 
 
 def test_layers_that_differ_by_more_than_rates_share_nothing():

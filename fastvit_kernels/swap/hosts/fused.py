@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ...runtime.arguments import autocast_dtype
-from ...runtime.compat import constant_when_traced, has_foreign_mode, is_fast_norm, is_fx_tracing
+from ...runtime.compat import constant_when_traced, foreign_modes, is_fast_norm, is_fx_tracing
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from ..facts import torch_is_patched
 from ..verdicts import verdict
@@ -56,7 +56,7 @@ def is_traced() -> bool:
     dispatch mode of another package (a counter), which knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    return not torch.compiler.is_compiling() and (is_fx_tracing() or has_foreign_mode())
+    return not torch.compiler.is_compiling() and (is_fx_tracing() or bool(foreign_modes()))
 
 
 class Fused:

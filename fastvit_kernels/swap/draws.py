@@ -1,0 +1,99 @@
+"""A forward that draws random numbers from a generator of its own, not from the process's.
+
+A dispatch mode, which acts in this thread alone, hands the generator to whatever operator of torch
+draws. What draws from Python's generator, or in a way that takes no generator, is refused before it
+does.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+_aten = torch.ops.aten
+_PYTHONS = random.random.__self__  # the generator of the process
+# They are marked as drawing, and draw nothing on a CPU: they take no dropout there.
+_IDLE = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
+# Before torch 2.10 these take no generator; what fills an empty tensor does.
+_FILLS: dict[str, str] = {"rand_like": "uniform_", "randn_like": "normal_"}
+
+
+class Foreign(RuntimeError):
+    """Numbers are drawn where none of our generators can stand."""
+
+
+@cache
+def _with_generator(func: Any) -> Any:
+    """The overload of an operator that takes a generator; None where there is none."""
+    own = [a.name for a in func._schema.arguments]
+    for name in (func._overloadname, *func.overloadpacket.overloads()):
+        other = getattr(func.overloadpacket, name)
+        arguments = [a.name for a in other._schema.arguments]
+        if "generator" in arguments and [n for n in arguments if n != "generator"] == [
+            n for n in own if n != "generator"
+        ]:
+            return other
+    return None
+
+
+class OwnDraws(TorchDispatchMode):
+    """Inside, what draws draws from `generator`."""
+
+    knows_our_operators = True
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __enter__(self) -> OwnDraws:
+        _push_mode(self)  # no more: torch's own tells all threads that a mode is at work
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports torch._dynamo, which takes seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or func in _IDLE:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise Foreign("it draws from a generator of its own")
+        taking, name = _with_generator(func), func._schema.name.removeprefix("aten::")
+        if taking is not None:
+            return taking(*args, **{**kwargs, "generator": self.generator})
+        if name not in _FILLS:
+            raise Foreign(f"{name} draws from the generator of the process")
+        empty = torch.empty_like(*args, **kwargs)
+        return getattr(empty, _FILLS[name])(generator=self.generator)
+
+
+def _refuse_pythons(frame: Any, event: str, called: Any) -> None:
+    """A profile function: what it raises takes the place of the call."""
+    if event == "c_call" and getattr(called, "__self__", None) is _PYTHONS:
+        raise Foreign("it draws Python's random numbers")
+
+
+@contextmanager
+def own_draws(seed: int = 7) -> Iterator[torch.Generator]:
+    """Inside, this thread draws from the generator that this gives."""
+    generator = torch.Generator().manual_seed(seed)
+    former: Callable | None = sys.getprofile()
+    sys.setprofile(_refuse_pythons)
+    try:
+        with OwnDraws(generator):
+            yield generator
+    finally:
+        sys.setprofile(former)
