@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import recompute
 from .dtypes import DTYPE_NAMES
 from .triton import HAS_TRITON, triton
 
@@ -62,7 +63,8 @@ def backend(name: Backend) -> Iterator[None]:
     former = get_backend()
     set_backend(name)
     try:
-        yield
+        with recompute.chosen_inside():
+            yield
     finally:
         set_backend(former)
 

@@ -10,7 +10,9 @@ None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host"
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from .backend import state, use_triton
+from . import recompute
+from .backend import backend, get_backend, reason_for_torch, state, use_triton
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
 
@@ -38,19 +41,42 @@ _autocast_enabled = torch._C._is_any_autocast_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
 _tracing = torch._C._is_tracing  # by torch.jit.trace
+listeners: tuple[Any, ...] = ()  # what `watch` has told of each call of an op or swapped module
+_listening = threading.RLock()
+_routes: list[tuple[str, str | None]] = []  # of the call that is listened to: op, why PyTorch
 _profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_watched() -> bool:
     """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
+    return _compiling() or _is_looked_at()
+
+
+def _is_looked_at() -> bool:
     return (
-        _compiling()
-        or _modes() > 0
+        _modes() > 0
         or _transforms()
         or forward_ad._current_level >= 0
         or _tracing()
         or _profiling()
     )
+
+
+def _attended(decide: Callable[..., Decision], args: tuple[Any, ...]) -> Decision | None:
+    """The decision where somebody listens, or where a checkpoint runs a forward again whose backend
+    was another; None for any other call."""
+    now = get_backend() == "torch"
+    then = recompute.remembered("torch", now, recompute.chosen.get())
+    if now == then and not listeners:
+        return None
+    with nullcontext() if now == then else backend("torch" if then else "auto"):
+        with _listening:
+            _routes.clear()
+            decision = decide(*args, OPERATORS)
+            told = tuple(_routes)
+        for listener in listeners:
+            listener.op(told, args)
+    return decision
 
 
 class _Indirect(Exception):
@@ -72,7 +98,13 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
 
     @functools.wraps(decide)
     def decided(*args: Any) -> Decision:
-        if is_watched():
+        if _compiling():
+            return decide(*args, OPERATORS)
+        if recompute.noted or listeners or get_backend() == "torch":
+            decision = _attended(decide, args)
+            if decision is not None:
+                return decision
+        if _is_looked_at():
             return decide(*args, OPERATORS)
         facts: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
         learn = facts.append
@@ -130,6 +162,8 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     assert first is not None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
+    if listeners and not _compiling():
+        _routes.append((op, reason_for_torch(first, unsupported)))
     return ops if use_triton(op, first, unsupported) else None
 
 

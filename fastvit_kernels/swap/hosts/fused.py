@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _st
 
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
+from ...runtime import dispatch, recompute
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from ..facts import torch_is_patched
@@ -63,6 +65,15 @@ def is_traced() -> bool:
     return _fx._is_fx_tracing_flag or any(
         type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
     )
+
+
+@contextmanager
+def heard(module: Any, given: Given | None, host: bool) -> Iterator[None]:
+    """Tells those who listen of a call of a swapped module, and of its end."""
+    with ExitStack() as stack:
+        for listener in dispatch.listeners:
+            stack.enter_context(listener.call(module, given, host))
+        yield
 
 
 class Fused:
@@ -180,13 +191,27 @@ class Fused:
     def fused_forward(self, x: Any, **extras: Any) -> Any:
         raise NotImplementedError
 
+    def fused_watched(self) -> bool:
+        """Whether somebody wants the host's calls, or did in the forward that is run again."""
+        now = is_traced() or is_watched_everywhere()
+        return recompute.remembered((self, "forward"), now) if now or recompute.noted else now
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self.fused_given(args, kwargs)
-        if given is None or is_traced() or is_watched_everywhere():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if self.fused_verdict() is not None or self.fused_blocked() is not None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return self.fused_forward(given[0], **given[1])
+        host = (
+            given is None
+            or self.fused_watched()
+            or self.fused_verdict() is not None
+            or self.fused_blocked() is not None
+        )
+        if torch.compiler.is_compiling() or not dispatch.listeners:
+            if host:
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.fused_forward(given[0], **given[1])
+        with heard(self, given, host):
+            if host:
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.fused_forward(given[0], **given[1])
 
 
 class WithNone(Fused):
