@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import recompute
-from .backend import backend, get_backend, reason_for_torch, state, use_triton
+from .backend import Backend, backend, get_backend, reason_for_torch, state, use_triton
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
 
@@ -42,8 +41,8 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
 _tracing = torch._C._is_tracing  # by torch.jit.trace
 listeners: tuple[Any, ...] = ()  # what `watch` has told of each call of an op or swapped module
-_listening = threading.RLock()
-_routes: list[tuple[str, str | None]] = []  # of the call that is listened to: op, why PyTorch
+_telling = threading.RLock()
+_routes: list[tuple[str, str | None]] = []  # of the call that is told of: op, why PyTorch
 _profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -62,21 +61,30 @@ def _is_looked_at() -> bool:
     )
 
 
-def _attended(decide: Callable[..., Decision], args: tuple[Any, ...]) -> Decision | None:
-    """The decision where somebody listens, or where a checkpoint runs a forward again whose backend
-    was another; None for any other call."""
-    now = get_backend() == "torch"
-    then = recompute.remembered("torch", now, recompute.chosen.get())
-    if now == then and not listeners:
-        return None
-    with nullcontext() if now == then else backend("torch" if then else "auto"):
-        with _listening:
-            _routes.clear()
-            decision = decide(*args, OPERATORS)
-            told = tuple(_routes)
-        for listener in listeners:
-            listener.op(told, args)
-    return decision
+def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
+    """`looked` and the backend, or what they were in the forward that a checkpoint runs again.
+
+    Args:
+        call: the op, and the arguments of the call.
+    """
+    key = tuple(id(x) for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter))
+    if not (_transforms() or _tracing() or forward_ad._current_level >= 0):
+        looked = recompute.remembered(("operators", key), looked)
+    now = get_backend()
+    is_torch = now == "torch"
+    if recompute.remembered(("torch", key), is_torch, recompute.chosen.get()) == is_torch:
+        return looked, now
+    return looked, "auto" if is_torch else "torch"
+
+
+def _tell(decide: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Tells those who listen which ops a call runs, and why by PyTorch."""
+    with _telling:
+        _routes.clear()
+        decide(*args, OPERATORS)
+        told = tuple(_routes)
+    for listener in listeners:
+        listener.op(told, args)
 
 
 class _Indirect(Exception):
@@ -100,12 +108,16 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     def decided(*args: Any) -> Decision:
         if _compiling():
             return decide(*args, OPERATORS)
-        if recompute.noted or listeners or get_backend() == "torch":
-            decision = _attended(decide, args)
-            if decision is not None:
-                return decision
-        if _is_looked_at():
-            return decide(*args, OPERATORS)
+        looked = _is_looked_at()
+        if looked or recompute.noted or listeners or get_backend() == "torch":
+            looked, then = _then(looked, decide, *args)
+            if then != get_backend():
+                with backend(then):
+                    return decided(*args)
+            if listeners:
+                _tell(decide, args)
+            if looked:
+                return decide(*args, OPERATORS)
         facts: list[Any] = [state(), _grad_enabled(), _autocast_enabled() and _autocast_dtypes()]
         learn = facts.append
         try:
