@@ -1,8 +1,8 @@
 """One decision a forward: what a checkpoint runs again goes the way that its forward went.
 
 A hook, a counter, a collector of hidden states or `with backend("torch")` around a forward sends
-modules and ops to PyTorch, and is gone when the backward runs that forward again. So each "yes, this
-is watched" inside a checkpoint is noted with the checkpoint, and its recomputation answers the
+modules and ops to PyTorch, and is gone when the backward runs that forward again. So each "yes" to
+such a question inside a checkpoint is noted with the checkpoint, and its recomputation answers the
 same. While nobody watches and no note is kept, nothing is looked for: `noted` is False.
 
 A checkpoint without reentry is found by its hooks on saved tensors, one with reentry, like any
@@ -76,6 +76,11 @@ def chosen_inside() -> Iterator[None]:
         chosen.reset(token)
 
 
+def in_backward() -> bool:
+    """Whether a backward is under way, whose forwards are recomputations."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def enclosing() -> tuple[list[Any], list[Any]]:
     """The checkpoints whose forward runs now, and those whose forward is run again."""
     forwards: list[Any] = []
@@ -88,7 +93,7 @@ def enclosing() -> tuple[list[Any], list[Any]]:
                     forwards.append(held)
                 elif isinstance(held, ref) and isinstance(held(), _CHECKPOINT):
                     reruns.append(held())
-        if not torch._C._is_fwd_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not torch._C._is_fwd_grad_enabled() or in_backward():
             _add_functions(forwards, reruns)
     except (AttributeError, TypeError, ValueError):
         pass  # another torch: as it is now
@@ -97,7 +102,7 @@ def enclosing() -> tuple[list[Any], list[Any]]:
 
 def _saving() -> list[Any]:
     """The hooks on saved tensors, the innermost first."""
-    autograd: Any = torch._C._autograd
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     found: list[Any] = []
     try:
         while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:

@@ -50,8 +50,9 @@ class SwapReport:
 
     Attributes:
         swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
-            rms_norm, patch_embed; "ours" is a module of this package, fused as it is; "parts" is a block of which a branch keeps its own forward,
-            "model" one that hands its parts something else: what it covers has rows of its own.
+            rms_norm, patch_embed; "ours" is a module of this package, fused as it is; "parts" is a
+            block of which a branch keeps its own forward, "model" one that hands its parts
+            something else: what it covers has rows of its own.
         left: modules that keep their own forward, and why. They stay as they were.
         tokens: the sequence length at which FLOPs and bytes are counted.
         flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
@@ -206,7 +207,8 @@ def make_report(
     for name in sorted(guesses.keys() - covered, key=[*modules].index):
         leave(name, modules[name], guesses[name])
     for name, module in modules.items():
-        inside = any(is_ours(modules[a]) or _computes_all(modules[a]) for a in ancestors(name) if a in modules)
+        around = [modules[a] for a in ancestors(name) if a in modules]
+        inside = any(is_ours(m) or _computes_all(m) for m in around)
         if not inside and module._parameters and not module._modules:
             plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
             leave(name, module, "a plain product" if plain else "no fused class for it")

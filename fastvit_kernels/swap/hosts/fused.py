@@ -62,17 +62,20 @@ def is_traced() -> bool:
         return True
     if torch.compiler.is_compiling() or not (_fx._is_fx_tracing_flag or _modes()):
         return False
-    return _fx._is_fx_tracing_flag or any(
-        type(mode).__module__.partition(".")[0] != "torch" for mode in _stack_of_modes()
-    )
+    return _fx._is_fx_tracing_flag or bool(modes_of_others())
+
+
+def modes_of_others() -> list[Any]:
+    """The dispatch modes of other packages."""
+    return [m for m in _stack_of_modes() if type(m).__module__.partition(".")[0] != "torch"]
 
 
 @contextmanager
-def heard(module: Any, given: Given | None, host: bool) -> Iterator[None]:
+def heard(module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Tells those who listen of a call of a swapped module, and of its end."""
     with ExitStack() as stack:
         for listener in dispatch.listeners:
-            stack.enter_context(listener.call(module, given, host))
+            stack.enter_context(listener.call(module, host, args, kwargs))
         yield
 
 
@@ -198,18 +201,14 @@ class Fused:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self.fused_given(args, kwargs)
-        host = (
-            given is None
-            or self.fused_watched()
-            or self.fused_verdict() is not None
-            or self.fused_blocked() is not None
-        )
+        host = given is None or self.fused_watched()
+        host = host or self.fused_verdict() is not None or self.fused_blocked() is not None
         if torch.compiler.is_compiling() or not dispatch.listeners:
-            if host:
+            if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return self.fused_forward(given[0], **given[1])
-        with heard(self, given, host):
-            if host:
+        with heard(self, host, args, kwargs):
+            if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return self.fused_forward(given[0], **given[1])
 
@@ -303,7 +302,8 @@ def why_not_plain(child: nn.Module) -> str:
         return "it is hooked"
     if type(child) is nn.Linear:
         return f"its weight is a {type(child.weight).__name__}"
-    return f"it is a {type(child).__name__}, not an nn.Linear"
+    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
+    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
 def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
