@@ -174,7 +174,7 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     assert first is not None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
-    if listeners and not _compiling():
+    if not _compiling() and listeners:
         _routes.append((op, reason_for_torch(first, unsupported)))
     return ops if use_triton(op, first, unsupported) else None
 
