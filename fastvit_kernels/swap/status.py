@@ -99,8 +99,11 @@ class ModelStatus:
             above = ancestors(row.name.rpartition(".")[0]) if row.name in unseen else ()
             if row.way == "inside" or not unseen.isdisjoint(above):
                 continue
-            ops = Counter(op.name + " by PyTorch" * bool(op.pytorch) for op in row.ops)
-            ran = ", ".join(f"{n} {op}" if n > 1 else op for op, n in ops.items())
+            ran = "; ".join(
+                ", ".join(f"{n} {op}" if n > 1 else op for op, n in ops.items()) + by
+                for by in ("", " by PyTorch")
+                if (ops := Counter(op.name for op in row.ops if bool(op.pytorch) == bool(by)))
+            )
             counts[row.way, row.level or "-", row.host, ran or row.reason] += 1
         title = "what ran, or why" if self.watched else "why"
         lines = [f"{'way':<11} {'level':<11} {'class':<24} count  {title}"]

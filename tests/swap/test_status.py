@@ -402,7 +402,8 @@ def test_a_status_prints_and_is_plain_data():
     with fk.watch(model) as status, fk.backend("torch"):
         model(images())
     text = str(status)
-    assert "fused       block       Block                        2  2 layer_norm by PyTorch" in text
+    ran = "2 layer_norm, qkv_attention, linear, mlp by PyTorch"
+    assert f"fused       block       Block                        2  {ran}" in text
     assert "of the matmul FLOPs ran fused (10 tokens)" in text
     assert "0 ops by kernels, 12 by PyTorch" in text
     data = json.loads(json.dumps(status.to_dict()))
