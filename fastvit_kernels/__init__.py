@@ -30,6 +30,7 @@ from .runtime.backend import backend, get_backend, set_backend
 from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
 from .swap.hosts.transformers import register_attention
+from .swap.status import ModelStatus, status, watch
 from .weights.load import WeightsReport, load_weights
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "GluMlp",
     "LayerNorm",
     "Mlp",
+    "ModelStatus",
     "PatchEmbed",
     "RmsNorm",
     "SwapReport",
@@ -65,7 +67,9 @@ __all__ = [
     "rope_attention",
     "scaled_dot_product_attention",
     "set_backend",
+    "status",
     "swap_in",
     "swap_out",
     "varlen_attention",
+    "watch",
 ]

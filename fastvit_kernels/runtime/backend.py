@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from . import recompute
 from .arguments import autocast_dtype
 from .compat import constant_when_traced, in_forward_mode, in_transform
 from .dtypes import DTYPE_NAMES
@@ -89,7 +90,10 @@ def backend(name: Backend) -> Iterator[None]:
     former, _here.own = _here.own, _checked(name)
     in_place = torch.autograd.set_multithreading_enabled
     try:
-        with nullcontext() if torch.compiler.is_compiling() else in_place(False):
+        with (
+            nullcontext() if torch.compiler.is_compiling() else in_place(False),
+            recompute.chosen_inside(),
+        ):
             yield
     finally:
         _here.own = former

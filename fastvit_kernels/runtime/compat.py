@@ -83,7 +83,7 @@ in_transform: Callable[[], bool] = _find(
     gone=lambda: _peek_transform() is not None,
 )  # fmt: skip
 # torch.jit.trace. Gone: its public twin, a function of Python.
-_is_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
+is_jit_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
 # A profiler that wants operators' names. Gone: it sees launches without them.
 _is_profiling = _find("torch:autograd._profiler_enabled", gone=lambda: False, tried=())
 # torch.fx at work (make_fx too). Gone: a Proxy is no dense tensor, which sends a module to its
@@ -116,16 +116,20 @@ def in_forward_mode() -> bool:
     return _forward_ad._current_level >= 0
 
 
-def is_watched() -> bool:
-    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
+def is_looked_at() -> bool:
+    """Whether somebody wants to see operators: a transform, mode, trace or profiler."""
     return (
-        _is_compiling()
-        or num_modes() > 0
+        num_modes() > 0
         or in_transform()
         or _forward_ad._current_level >= 0
-        or _is_tracing()
+        or is_jit_tracing()
         or _is_profiling()
     )
+
+
+def is_watched() -> bool:
+    """`is_looked_at`, or a compiler traces."""
+    return _is_compiling() or is_looked_at()
 
 
 def foreign_modes() -> list[Any]:
@@ -215,9 +219,46 @@ _top_saves_hooks = _find(
 )
 
 
+_pop_saves_hooks = _find("torch:_C._autograd._pop_saved_tensors_default_hooks", gone=None)
+_push_saves_hooks = _find("torch:_C._autograd._push_saved_tensors_default_hooks", gone=None)
+
+
 def saves_are_hooked() -> bool:
     """Whether somebody else decides what autograd saves."""
     return _top_saves_hooks(True) is not None
+
+
+def hooks_on_saves() -> list[Any]:
+    """The pairs of hooks on what autograd saves, the innermost first. Gone: none."""
+    found: list[Any] = []
+    if _pop_saves_hooks is None or _push_saves_hooks is None:
+        return found
+    try:
+        while (pair := _top_saves_hooks(True)) is not None and pair is not True:
+            _pop_saves_hooks()
+            found.append(pair)
+    finally:
+        for pair in reversed(found):
+            _push_saves_hooks(*pair)
+    return found
+
+
+# What a checkpoint without reentry keeps of its forward. Gone, as the two below: a recomputation
+# decides anew, as if each forward were its own.
+CheckpointFrame: Any = _find("torch.utils.checkpoint:_CheckpointFrame", gone=())
+# The number of the backward under way, -1 outside. Gone: as if there were none.
+_graph_task: Callable[[], int] = _find(
+    "torch:_C._current_graph_task_id", gone=lambda: -1, tried=()
+)  # fmt: skip
+# False inside an autograd Function's forward. Gone: as if inside, which looks at the callers.
+has_forward_gradients: Callable[[], bool] = _find(
+    "torch:_C._is_fwd_grad_enabled", gone=lambda: False, tried=()
+)  # fmt: skip
+
+
+def in_backward() -> bool:
+    """Whether a backward is under way, whose forwards are recomputations."""
+    return _graph_task() != -1
 
 
 def node_class(function: Any) -> Any:

@@ -10,6 +10,7 @@ None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host"
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,8 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .backend import bf16_reason, state, use_triton
-from .compat import FakeTensor, FunctionalTensor, is_autocast_on, is_watched
+from . import recompute
+from .backend import (
+    Backend,
+    backend,
+    bf16_reason,
+    get_backend,
+    reason_for_torch,
+    state,
+    use_triton,
+)  # fmt: skip
+from .compat import (
+    FakeTensor,
+    FunctionalTensor,
+    in_forward_mode,
+    in_transform,
+    is_autocast_on,
+    is_jit_tracing,
+    is_looked_at,
+    is_watched,
+)  # fmt: skip
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
 
@@ -31,6 +50,36 @@ _OF_COMPILERS = (FakeTensor, FunctionalTensor)
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
+listeners: tuple[Any, ...] = ()  # what `watch` has told of each call of an op or swapped module
+_telling = threading.RLock()
+_routes: list[tuple[str, str | None]] = []  # of the call that is told of: op, why PyTorch
+
+
+def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
+    """`looked` and the backend, or what they were in the forward that a checkpoint runs again.
+
+    Args:
+        call: the op, and the arguments of the call.
+    """
+    key = tuple(id(x) for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter))
+    if not (in_transform() or is_jit_tracing() or in_forward_mode()):
+        looked = recompute.remembered(("operators", key), looked)
+    now = get_backend()
+    is_torch = now == "torch"
+    if recompute.remembered(("torch", key), is_torch, recompute.chosen.get()) == is_torch:
+        return looked, now
+    return looked, "auto" if is_torch else "torch"
+
+
+def _tell(decide: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Tells those who listen which ops a call runs, and why by PyTorch."""
+    with _telling:
+        _routes.clear()
+        decide(*args, OPERATORS)
+        told = tuple(_routes)
+    for listener in listeners:
+        listener.op(told, args)
 
 
 class _Indirect(Exception):
@@ -52,8 +101,18 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
 
     @functools.wraps(decide)
     def decided(*args: Any) -> Decision:
-        if is_watched():
+        if _compiling():
             return decide(*args, OPERATORS)
+        looked = is_looked_at()
+        if looked or recompute.noted or listeners or get_backend() == "torch":
+            looked, then = _then(looked, decide, *args)
+            if then != get_backend():
+                with backend(then):
+                    return decided(*args)
+            if listeners:
+                _tell(decide, args)
+            if looked:
+                return decide(*args, OPERATORS)
         facts: list[Any] = [state(), _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
         learn = facts.append
         try:
@@ -111,6 +170,8 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
     unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
+    if not _compiling() and listeners:
+        _routes.append((op, reason_for_torch(first, unsupported)))
     return ops if use_triton(op, first, unsupported) else None
 
 

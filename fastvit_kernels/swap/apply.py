@@ -18,7 +18,7 @@ from . import hosts
 from .hosts.fused import Fused, Unfused
 from .observe import leaves
 from .recognise import PROVEN, Trial, recognise, unused
-from .report import SwapReport, ancestors, make_report
+from .report import SwapReport, ancestors, is_ours, make_report
 from .verdicts import patched, refusal, unproven
 
 Memory = Literal["default", "low"]
@@ -107,6 +107,9 @@ def swap_in(
         parent = type(modules[name.rpartition(".")[0]]) if name else None
         cls: Any = hosts.swapped_class(type(module), parent)  # None: no table has it
         reason = "" if cls is None else refusal(module, cls)
+        above = modules[name.rpartition(".")[0]] if name else None
+        if is_ours(module) or (is_ours(above) and not module._modules):
+            continue  # it reads the weight of its Conv2d itself
         left_out = "not in only=" if name not in wanted else "in skip=" if name in unwanted else ""
         if left_out:
             if cls is not None and cls.fused_level != "epilogue":

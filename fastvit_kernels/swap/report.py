@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from ..models.gated_mlp import GluMlp, SwiGLU
+from ..models.modules import Attention, Mlp, PatchEmbed
+from ..models.norms import LayerNorm, RmsNorm
+from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
-from .hosts.fused import Fused, Norm, bypassed, inert, part, width_of
+from .hosts.fused import Fused, Norm, bypassed, inert, part, why_not_plain, width_of
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
+OURS = (Block, PatchEmbed, Attention, Mlp, GluMlp, SwiGLU, LayerNorm, RmsNorm)
+_OUR_FORWARDS = frozenset(cls.forward for cls in OURS)
+Why = Callable[[Any], str | None]  # why a swapped module runs its host's forward, None: it doesn't
 DEFAULT_TOKENS = 197  # where the model has no position embedding to count them by
 
 
@@ -43,8 +50,9 @@ class SwapReport:
 
     Attributes:
         swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
-            rms_norm, patch_embed; "parts" is a block of which a branch keeps its own forward,
-            "model" one that hands its parts something else: what it covers has rows of its own.
+            rms_norm, patch_embed; "ours" is a module of this package, fused as it is; "parts" is a
+            block of which a branch keeps its own forward, "model" one that hands its parts
+            something else: what it covers has rows of its own.
         left: modules that keep their own forward, and why. They stay as they were.
         tokens: the sequence length at which FLOPs and bytes are counted.
         flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
@@ -84,7 +92,7 @@ class SwapReport:
         """ "block": every layer of the stack runs as a fused block; "parts"; or "none"."""
         if not self.swapped:
             return "none"
-        blocks = any(s.level == "block" for s in self.swapped)
+        blocks = any(s.level in ("block", "ours") for s in self.swapped)
         # An MLP that is an element of a list stands alone, as Qwen3-VL's mergers do.
         loose = any(
             s.level == "parts"
@@ -139,6 +147,16 @@ def _in_stack(name: str) -> bool:
     return any(part.isdigit() for part in name.replace("_", ".").split("."))
 
 
+def is_ours(module: object) -> bool:
+    """Whether this is a part of our own models, with its own forward: fused without a swap."""
+    own = isinstance(module, OURS) and type(module).forward in _OUR_FORWARDS
+    return own and "forward" not in vars(module)
+
+
+def verdict_of(module: Any) -> str | None:
+    return module.fused_verdict() if isinstance(module, Fused) else None
+
+
 def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     """The children of a block that it must call, with the reason."""
     for name in block.fused_pieces:
@@ -153,7 +171,7 @@ def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
 
 def make_report(
     modules: dict[str, nn.Module], refused: dict[str, str], guesses: dict[str, str],
-    drop_path: DropPathMode = "mask",
+    drop_path: DropPathMode = "mask", why: Why = verdict_of,
 ) -> SwapReport:  # fmt: skip
     """The report on a model whose modules are these. It never raises.
 
@@ -161,6 +179,7 @@ def make_report(
         refused: why a module of a known class was not swapped, by name; "" goes unsaid.
         guesses: the same of modules of unknown classes; a module around may know better.
         drop_path: what was asked for.
+        why: of a swapped module or one of ours; a verdict holds for any call.
     """
     report = SwapReport()
     left: dict[str, Left] = {}
@@ -171,37 +190,40 @@ def make_report(
 
     for name, reason in refused.items():
         leave(name, modules[name], reason)
-    reached = _note_skipping(report, modules)
+    reached = _note_skipping(report, modules, why)
     if drop_path == "skip":
         _leave_masks(modules, reached, leave)
     covered: set[str] = set()  # names whose module a wider one bypasses
     moved: Counter[str] = Counter()
     for name, module in modules.items():
+        if is_ours(module):
+            _count_ours(report, name, module, modules, why, leave)
         if not isinstance(module, Fused):
             continue
         try:
-            _count_swapped(report, name, module, modules, covered, moved, leave)
+            _count_swapped(report, name, module, modules, covered, moved, leave, why)
         except Exception:  # a host's module in a state that nobody foresaw
             report.uncounted.append(name)
     for name in sorted(guesses.keys() - covered, key=[*modules].index):
         leave(name, modules[name], guesses[name])
     for name, module in modules.items():
-        inside = any(_computes_all(modules[a]) for a in ancestors(name) if a in modules)
+        around = [modules[a] for a in ancestors(name) if a in modules]
+        inside = any(is_ours(m) or _computes_all(m) for m in around)
         if not inside and module._parameters and not module._modules:
             plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
             leave(name, module, "a plain product" if plain else "no fused class for it")
     report.left = list(left.values())
     report.tokens = _tokens(modules)
-    total = _count_flops(report, modules)
+    total = _count_flops(report, modules, why)
     report.pytorch = {what: n / (total + sum(moved.values())) for what, n in moved.items()}
     return report
 
 
-def _note_skipping(report: SwapReport, modules: dict[str, nn.Module]) -> set[int]:
+def _note_skipping(report: SwapReport, modules: dict[str, nn.Module], why: Why) -> set[int]:
     """The branches that skip what they drop; the ids of their DropPaths."""
     reached: set[int] = set()
     for name, module in modules.items():
-        if hasattr(module, "fused_skips") and _runs_fused(module):
+        if hasattr(module, "fused_skips") and _runs_fused(module, why):
             for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
                 report.skipping.append(f"{name}.{norm}" if name else norm)
                 reached.add(id(path))
@@ -218,23 +240,23 @@ def _leave_masks(modules: dict[str, nn.Module], reached: set[int], leave: Any) -
 
 def _count_swapped(
     report: SwapReport, name: str, module: Any, modules: dict[str, nn.Module],
-    covered: set[str], moved: Counter[str], leave: Any,
+    covered: set[str], moved: Counter[str], leave: Any, why: Why,
 ) -> None:  # fmt: skip
     prefix = f"{name}." if name else ""
     if module.fused_level == "epilogue":
         return
-    reason = module.fused_verdict()
+    reason = why(module)
     if reason is not None:
         leave(name, module, reason)
         return
-    for child, m, why in module.fused_left():
-        leave(prefix + child, m, why)
+    for child, m, because in module.fused_left():
+        leave(prefix + child, m, because)
     for what, elements in module.fused_pytorch():
         moved[what] += round(elements)
     if module.fused_level == "block":
-        called = {prefix + child: (m, why) for child, m, why in _called_pieces(module)}
-        for child, (m, why) in called.items():
-            leave(child, m, why)
+        called = {prefix + child: (m, because) for child, m, because in _called_pieces(module)}
+        for child, (m, because) in called.items():
+            leave(child, m, because)
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 moved[type(m).__name__] += 2 * widths[0] if widths else 0
@@ -253,6 +275,23 @@ def _count_swapped(
     elif name not in covered:
         report.swapped.append(Swapped(name, type(module).__name__, module.fused_level))
         leave(name, module, module.fused_caveat)
+
+
+def _count_ours(
+    report: SwapReport, name: str, module: nn.Module, modules: dict[str, nn.Module], why: Why,
+    leave: Any,
+) -> None:  # fmt: skip
+    """A part of our own models; the widest has the row."""
+    for child, m in module._modules.items():
+        if m is not None and hasattr(m, "in_features") and not is_plain(m):
+            leave(f"{name}.{child}" if name else child, m, why_not_plain(m))
+    if any(is_ours(modules[a]) for a in ancestors(name) if a != name):
+        return
+    reason = why(module)
+    if reason is None:
+        report.swapped.append(Swapped(name, type(module).__name__, "ours"))
+    else:
+        leave(name, module, reason)
 
 
 def _gets_masks(name: str, block: Any, modules: dict[str, nn.Module]) -> bool:
@@ -283,8 +322,8 @@ def _computes_all(module: Any) -> bool:
     return isinstance(module, Fused) and module.fused_level != "model"
 
 
-def _runs_fused(module: Any) -> bool:
-    return isinstance(module, Fused) and module.fused_verdict() is None
+def _runs_fused(module: Any, why: Why) -> bool:
+    return (isinstance(module, Fused) or is_ours(module)) and why(module) is None
 
 
 def _attention_width(module: Any) -> int:
@@ -302,22 +341,22 @@ def _attention_width(module: Any) -> int:
     raise ValueError("neither heads nor projections are known")
 
 
-def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
+def _count_flops(report: SwapReport, modules: dict[str, nn.Module], why: Why) -> int:
     """Fills in the FLOPs; returns the elements that the layers read and write for each token."""
     moved = 0
-    ours: list[Any] = [m for m in modules.values() if _runs_fused(m)]
-    inside = {id(m) for f in ours for m in f.fused_products()}
-    windows = {id(m): size for f in ours for m, size in f.fused_windows()}
+    fused: list[Any] = [m for m in modules.values() if isinstance(m, Fused) and why(m) is None]
+    inside = {id(m) for f in fused for m in f.fused_products()}
+    windows = {id(m): size for f in fused for m, size in f.fused_windows()}
     masked = {row.name for row in report.left if row.reason == MASKED}
-    inlined = 4 * report.tokens**2 * sum(width for m in ours for width in m.fused_widths())
+    inlined = 4 * report.tokens**2 * sum(width for m in fused for width in m.fused_widths())
     report.flops += inlined
     report.fused_flops += inlined
     for name, module in modules.items():
         parent = modules.get(name.rpartition(".")[0]) if name else None
         try:
-            flops, fused, elements = _flops(
+            flops, is_fused, elements = _flops(
                 name, module, parent, id(module) in inside, report.tokens,
-                windows.get(id(module), report.tokens),
+                windows.get(id(module), report.tokens), why,
             )  # fmt: skip
         except Exception:
             report.uncounted.append(name)
@@ -325,25 +364,26 @@ def _count_flops(report: SwapReport, modules: dict[str, nn.Module]) -> int:
         report.flops += flops
         moved += elements
         depends = not masked.isdisjoint(ancestors(name)) or any(
-            isinstance(m, Fused) and m.fused_caveat and not _is_covered(n, modules)
+            isinstance(m, Fused) and m.fused_caveat and not _is_covered(n, modules, why)
             for n, m in ((name, module), (name.rpartition(".")[0], parent))
         )
-        if fused and depends:
+        if is_fused and depends:
             report.depending_flops += flops
-        elif fused:
+        elif is_fused:
             report.fused_flops += flops
     return moved
 
 
-def _is_covered(name: str, modules: dict[str, nn.Module]) -> bool:
+def _is_covered(name: str, modules: dict[str, nn.Module], why: Why) -> bool:
     """Whether a fused block calls this module, and never with a mask."""
     above: list[Any] = [modules.get(a) for a in ancestors(name) if a != name]
-    return any(_runs_fused(m) and m.fused_level == "block" for m in above)
+    return any(isinstance(m, Fused) and m.fused_level == "block" and why(m) is None for m in above)
 
 
 def _flops(
-    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int, keys: int
-) -> tuple[int, bool, int]:
+    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int, keys: int,
+    why: Why,
+) -> tuple[int, bool, int]:  # fmt: skip
     """(FLOPs, whether they run fused, elements that are read and written for each token)
 
     Args:
@@ -353,21 +393,28 @@ def _flops(
     rows = tokens if _in_stack(name) else 1
     mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
     if isinstance(module, nn.Linear):
-        covered = inside or (_computes_all(parent) and _runs_fused(parent))
-        fused = _runs_fused(module) or (covered and is_plain(module))
+        whole = is_ours(parent) or _computes_all(parent)
+        covered = inside or (whole and _runs_fused(parent, why))
+        fused = _runs_fused(module, why) or (covered and is_plain(module))
         if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
-            fused = _runs_fused(parent)  # its weight is read without a call
+            fused = _runs_fused(parent, why)  # its weight is read without a call
         elements = module.in_features + module.out_features
         return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
     if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-        return 2 * module.weight.numel() * tokens, _runs_fused(module), 0
+        fused = _runs_fused(module, why)
+        if isinstance(parent, PatchEmbed) and not is_hooked(module):
+            fused = fused or (is_ours(parent) and why(parent) is None)
+        return 2 * module.weight.numel() * tokens, fused, 0
     if isinstance(module, nn.LayerNorm) or (mixin is not None and issubclass(mixin, Norm)):
         known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
-        return 0, _runs_fused(module), 2 * width_of(module) * (rows > 1) if known else 0
+        return 0, _runs_fused(module, why), 2 * width_of(module) * (rows > 1) if known else 0
+    if isinstance(module, Attention):
+        width = module.num_heads * module.head_dim
+        return 4 * tokens * keys * width, _runs_fused(module, why), 4 * width
     if mixin is None or mixin.fused_level != "attention":
         return 0, False, 0
     width = _attention_width(module)
     flops = 4 * tokens * keys * width
     if isinstance(module, nn.MultiheadAttention):
         flops += 2 * 3 * module.embed_dim**2 * rows
-    return flops, _runs_fused(module), 4 * width
+    return flops, _runs_fused(module, why), 4 * width

@@ -185,7 +185,8 @@ def test_peft_lora(order):
         adapted = peft.get_peft_model(model, config)
         if swap and order == "lora_first":
             report = swap_in(adapted)
-            assert any(row.reason == "it is a Linear, not an nn.Linear" for row in report.left)
+            reason = "it is a Linear of peft, not an nn.Linear"
+            assert any(row.reason == reason for row in report.left)
         optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
         found.append(losses(adapted, optimizer))
         assert all(p.grad is None for n, p in adapted.named_parameters() if "lora" not in n)

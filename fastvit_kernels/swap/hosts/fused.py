@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
+from ...runtime import dispatch, recompute
 from ...runtime.arguments import autocast_dtype
 from ...runtime.compat import constant_when_traced, foreign_modes, is_fast_norm, is_fx_tracing
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
@@ -57,6 +59,15 @@ def is_traced() -> bool:
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
     return not torch.compiler.is_compiling() and (is_fx_tracing() or bool(foreign_modes()))
+
+
+@contextmanager
+def heard(module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Tells those who listen of a call of a swapped module, and of its end."""
+    with ExitStack() as stack:
+        for listener in dispatch.listeners:
+            stack.enter_context(listener.call(module, host, args, kwargs))
+        yield
 
 
 class Fused:
@@ -172,13 +183,23 @@ class Fused:
     def fused_forward(self, x: Any, **extras: Any) -> Any:
         raise NotImplementedError
 
+    def fused_watched(self) -> bool:
+        """Whether somebody wants the host's calls, or did in the forward that is run again."""
+        now = is_traced() or is_watched_everywhere()
+        return recompute.remembered((self, "forward"), now) if now or recompute.noted else now
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self.fused_given(args, kwargs)
-        if given is None or is_traced() or is_watched_everywhere():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if self.fused_verdict() is not None or self.fused_blocked() is not None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return self.fused_forward(given[0], **given[1])
+        host = given is None or self.fused_watched()
+        host = host or self.fused_verdict() is not None or self.fused_blocked() is not None
+        if torch.compiler.is_compiling() or not dispatch.listeners:
+            if host or given is None:
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.fused_forward(given[0], **given[1])
+        with heard(self, host, args, kwargs):
+            if host or given is None:
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.fused_forward(given[0], **given[1])
 
 
 class WithNone(Fused):
@@ -270,7 +291,8 @@ def why_not_plain(child: nn.Module) -> str:
         return "it is hooked"
     if type(child) is nn.Linear:
         return f"its weight is a {type(child.weight).__name__}"
-    return f"it is a {type(child).__name__}, not an nn.Linear"
+    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
+    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
 def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:

@@ -4,8 +4,8 @@ A fault replaces `old`, which occurs once in the function `within` (in the whole
 empty), by `new`. Keep `old` short: it must survive changes around it.
 """
 
-from . import judges, kernels, models, ops, runtime, swap, training
+from . import judges, kernels, models, ops, reports, runtime, swap, training
 from .fault import Fault as Fault
 
-ROOMS = (kernels, ops, runtime, swap, models, training, judges)
+ROOMS = (kernels, ops, runtime, swap, models, training, judges, reports)
 FAULTS: list[Fault] = [fault for room in ROOMS for fault in room.FAULTS]

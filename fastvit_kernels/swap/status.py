@@ -1,0 +1,377 @@
+"""What runs fused: as things are now (`status`), and in the last call (`watch`).
+
+The report of swap_in says what was swapped. A hook, LoRA, a mask or a mode that comes later sends
+single modules back to their host's forward, rightly and in silence; these two say so. Nothing is
+recorded outside `watch`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from ..runtime import dispatch
+from ..runtime.backend import get_backend, reason_for_torch
+from ..runtime.compat import foreign_modes, in_backward
+from ..runtime.plain import is_hooked, is_watched_everywhere
+from . import hosts
+from .hosts.fused import Fused, is_dense, is_traced
+from .report import Why, ancestors, is_ours, make_report, verdict_of
+
+Way = Literal["fused", "inside", "host", "compiled", "not called"]
+NOT_CALLED: Way = "not called"
+NOT_SWAPPED = "not swapped"
+
+
+class OpRun(NamedTuple):
+    """An op that a module's last call ran."""
+
+    name: str
+    pytorch: str  # why PyTorch computed it; "" where a kernel did
+
+
+@dataclass(frozen=True)
+class ModuleStatus:
+    """What the last call of one module did; without a watch, what the next call would do.
+
+    Attributes:
+        name, host: of the module, and of its class.
+        level: of a module that swap_in swapped: block, parts, attention, mlp, ...; "ours" is a
+            module of this package; "" any other.
+        way: "fused"; "inside": a fused module further up computes it; "host": its own forward;
+            in a watch also "compiled": in a graph of torch.compile, whose calls are not seen, and
+            "not called".
+        reason: of "host" why, of "inside" the name of that module, else "".
+        ops: of "fused" in a watch, what the last call ran, in order.
+        calls: how many the watch saw.
+    """
+
+    name: str
+    host: str
+    level: str
+    way: Way
+    reason: str = ""
+    ops: tuple[OpRun, ...] = ()
+    calls: int = 0
+
+
+@dataclass
+class ModelStatus:
+    """What a model's modules did, or would do. Prints as a table.
+
+    Attributes:
+        modules: a row for each module that was swapped or has weights of its own.
+        watched: whether this is of calls that were seen; else of the next one.
+        backend: "auto", "triton" or "torch".
+        pytorch: without a watch, why PyTorch computes the ops on the model's weights; "" where
+            kernels do.
+        tokens, flops, fused_flops: as in SwapReport, with what ran fused as told here; ops that
+            PyTorch computes inside a fused forward count as fused.
+    """
+
+    modules: list[ModuleStatus] = field(default_factory=list)
+    watched: bool = False
+    backend: str = "auto"
+    pytorch: str = ""
+    tokens: int = 0
+    flops: int = 0
+    fused_flops: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of the matmul FLOPs that runs fused."""
+        return self.fused_flops / self.flops if self.flops else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers, for JSON."""
+        rows = [asdict(row) | {"ops": [op._asdict() for op in row.ops]} for row in self.modules]
+        return asdict(self) | {"modules": rows, "share": self.share}
+
+    def __str__(self) -> str:
+        counts: Counter[Any] = Counter()
+        unseen = {row.name for row in self.modules if row.way in ("compiled", NOT_CALLED)}
+        for row in self.modules:
+            above = ancestors(row.name.rpartition(".")[0]) if row.name in unseen else ()
+            if row.way == "inside" or not unseen.isdisjoint(above):
+                continue
+            ran = "; ".join(
+                ", ".join(f"{n} {op}" if n > 1 else op for op, n in ops.items()) + by
+                for by in ("", " by PyTorch")
+                if (ops := Counter(op.name for op in row.ops if bool(op.pytorch) == bool(by)))
+            )
+            counts[row.way, row.level or "-", row.host, ran or row.reason] += 1
+        title = "what ran, or why" if self.watched else "why"
+        lines = [f"{'way':<11} {'level':<11} {'class':<24} count  {title}"]
+        lines += [
+            f"{way:<11} {level:<11} {host:<24} {n:>5}  {what}".rstrip()
+            for (way, level, host, what), n in counts.items()
+        ]
+        inside = sum(row.way == "inside" for row in self.modules)
+        if inside:
+            lines.append(f"{'inside':<48} {inside:>5}  of the fused ones above")
+        if self.flops:
+            seen = self.watched and all(row.way != "compiled" for row in self.modules)
+            verb = "ran" if seen else "would run"
+            share = f"{self.share:.1%} of the matmul FLOPs {verb} fused"
+            lines += ["", f"{share} ({self.tokens} tokens)"]
+        ops = [op for row in self.modules for op in row.ops]
+        slow = Counter(op.pytorch for op in ops if op.pytorch)
+        if ops:
+            lines.append(f"{len(ops) - slow.total()} ops by kernels, {slow.total()} by PyTorch")
+        lines += [f"  {n} by PyTorch: {why}" for why, n in slow.items()]
+        if self.pytorch:
+            lines.append(f"PyTorch computes the ops: {self.pytorch}")
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """What the next call of a swapped model would do, as things are now.
+
+    Looks at hooks, LoRA and other modules put in since swap_in, replaced methods, dispatch modes,
+    tracers and the backend. What only a call shows (a mask, an argument, the ops that run) tells
+    `watch`. Nothing runs, and nothing is changed.
+
+    Args:
+        model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
+    Returns: a ModelStatus: text by print, rows in `.modules`, plain data by `.to_dict()`.
+    Raises: TypeError for another model.
+    """
+    modules = _modules_of("status", model)
+    found = _made(modules, why_now)
+    parameter = next((p for p in model.parameters() if is_dense(p)), None)
+    reason = None if parameter is None else reason_for_torch(parameter)
+    found.pytorch = reason or ""
+    return found
+
+
+@contextmanager
+def watch(model: nn.Module) -> Iterator[ModelStatus]:
+    """Records what calls of a swapped model do inside the `with`.
+
+        with fk.watch(model) as status:
+            model(x)
+        print(status)
+
+    The status is filled at the end of the `with`: the last call of each module, in any thread. A
+    recomputation of a checkpoint is no call. Inside a graph of torch.compile nothing is seen: such
+    modules say so where `model` is what was compiled, else that they were not called. Results are
+    the same bits; a call costs more while it is watched, and nothing more afterwards.
+
+    Args:
+        model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
+    Yields: a ModelStatus, empty until the end.
+    Raises: TypeError for another model.
+    """
+    modules = _modules_of("watch", model)
+    found = ModelStatus(watched=True)
+    listener = _Listener(modules)
+    with _changing:
+        dispatch.listeners = (*dispatch.listeners, listener)
+    try:
+        yield found
+    finally:
+        with _changing:
+            dispatch.listeners = tuple(x for x in dispatch.listeners if x is not listener)
+        vars(found).update(vars(_made(modules, listener.why, listener.calls)))
+
+
+_changing = threading.Lock()
+
+
+def _modules_of(what: str, model: Any) -> dict[str, nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: model must be an nn.Module, got {type(model).__name__}")
+    return dict(model.named_modules())
+
+
+def why_now(module: Any) -> str | None:
+    """Why the next call of a swapped module or one of ours runs its host's forward; None: it runs
+    fused, if its arguments are those that were proven."""
+    if not isinstance(module, Fused):
+        return None
+    return _why_watched() or verdict_of(module) or module.fused_blocked() or _why_hooked(module)
+
+
+def _why_watched() -> str | None:
+    others = foreign_modes()
+    if others:
+        return f"a dispatch mode looks on: {type(others[0]).__name__}"
+    if is_traced():
+        return "torch.fx, torch.jit or an exporter looks on"
+    return "a global hook of all modules" if is_watched_everywhere() else None
+
+
+def _why_hooked(module: Any) -> str | None:
+    """Why a block calls its attention by its host's own forward."""
+    names = getattr(module, "fused_names", ())[1:2]
+    for name in names or [n for n in ("attns", "ffns") if hasattr(module, n)]:
+        child = getattr(module, name, None)
+        for m in child if isinstance(child, nn.ModuleList) else [child]:
+            if isinstance(m, nn.Module) and is_hooked(m):
+                hooks = {getattr(h, "__name__", "") for h in m._forward_hooks.values()}
+                collects = hooks == {"output_capturing_hook"}
+                return f"transformers collects from {name}" if collects else f"{name} is hooked"
+    return None
+
+
+def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a call's arguments are not what the fused forward takes."""
+    names, defaults, _ = module.fused_arguments
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x = given.pop(names[0], None)
+    if not is_dense(x):
+        return f"its input is a {type(x).__name__}" + ", not dense" * isinstance(x, Tensor)
+    others = [n for n, v in given.items() if v is not defaults.get(n) and v is not None]
+    if not module.fused_takes(x):
+        return f"its input has the shape {tuple(x.shape)}"
+    return f"its arguments: {', '.join(others)}" if others else "its arguments"
+
+
+class _Call(NamedTuple):
+    reason: str | None  # why the host's forward ran
+    ops: list[OpRun]
+    calls: int
+
+
+class _Listener:
+    """Records calls of these modules, and which ops each runs."""
+
+    def __init__(self, modules: dict[str, nn.Module]):
+        self.modules = modules
+        self.names = {id(m): name for name, m in modules.items()}
+        self.calls: dict[str, _Call] = {}
+        self.running = threading.local()
+        # Our own modules say nothing themselves: an op is the widest one's whose parameter it gets.
+        self.owners: dict[int, str] = {}
+        for name, module in modules.items():
+            if is_ours(module):
+                for p in module.parameters():
+                    self.owners.setdefault(id(p), name)
+
+    @contextmanager
+    def call(
+        self, module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        name = self.names.get(id(module))
+        if name is None or in_backward():
+            yield
+            return
+        reason = None
+        if host:
+            reason = _why_watched() or verdict_of(module) or module.fused_blocked()
+            reason = reason or _why_hooked(module)
+            reason = reason or _why_not_taken(module, args, kwargs)
+        ops: list[OpRun] = []
+        stack = vars(self.running).setdefault("stack", [])
+        stack.append(ops)
+        try:
+            yield
+        finally:
+            stack.pop()
+            self._count(name, reason, ops)
+
+    def _count(self, name: str, reason: str | None, ops: list[OpRun]) -> None:
+        former = self.calls.get(name)
+        self.calls[name] = _Call(reason, ops, 1 + (former.calls if former else 0))
+
+    def op(self, told: tuple[tuple[str, str | None], ...], args: tuple[Any, ...]) -> None:
+        if in_backward():
+            return
+        runs = [OpRun(name, why or "") for name, why in told]
+        own = vars(self.running)
+        if own.get("stack"):
+            own["stack"][-1].extend(runs)
+            return
+        owner = next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
+        if owner is None:  # attention after a qkv that was called
+            owner = own.get("owner")
+        elif owner != own.get("owner"):
+            own["owner"] = owner
+            self._count(owner, None, [])
+        if owner is not None:
+            self.calls[owner].ops.extend(runs)
+
+    def why(self, module: Any) -> str | None:
+        """Why the last call of a swapped module or one of ours did not run fused."""
+        name = self.names[id(module)]
+        call = self.calls.get(name)
+        if call is not None:
+            return call.reason
+        for above in ancestors(name):
+            wider: Any = self.modules.get(above)
+            covers = getattr(wider, "fused_level", "") != "model"
+            if covers and above in self.calls and self.calls[above].reason is None:
+                return verdict_of(module)  # that one computes it
+        return why_now(module) if _is_compiled(self.modules, name) else NOT_CALLED
+
+
+def _is_compiled(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether torch.compile was given the module, or one around it."""
+    around = [modules[a] for a in ancestors(name) if a in modules]
+    return any(
+        getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
+        for m in around
+    )
+
+
+def _made(
+    modules: dict[str, nn.Module], why: Why, calls: dict[str, _Call] | None = None
+) -> ModelStatus:
+    """The status of these modules; `calls` are what a watch saw."""
+    report = make_report(modules, _not_swapped(modules), {}, why=why)
+    found = ModelStatus(watched=calls is not None, backend=get_backend(), tokens=report.tokens)
+    found.flops, found.fused_flops = report.flops, report.fused_flops
+    rows: dict[str, ModuleStatus] = {}
+
+    def add(name: str, host: str, level: str, way: Way, reason: str = "") -> None:
+        call = (calls or {}).get(name)
+        if found.watched and call is None and level and _is_compiled(modules, name):
+            way, reason = "compiled", ""
+        ops = tuple(call.ops) if call and way == "fused" else ()
+        count = call.calls if call else 0
+        rows[name] = ModuleStatus(name, host, level, way, reason, ops, count)
+
+    for row in report.swapped:
+        add(row.name, row.host, row.level, "fused")
+    for left in report.left:
+        if left.name in rows:
+            continue  # a caveat of the report: what the call did is known
+        called = left.reason != NOT_CALLED
+        level = _level(modules[left.name])
+        add(left.name, left.host, level, "host" if called else NOT_CALLED, left.reason * called)
+    for name, module in modules.items():
+        if name not in rows and (_level(module) or module._parameters):
+            above = next((a for a in ancestors(name) if a in rows and rows[a].way == "fused"), "")
+            if above in rows:
+                add(name, type(module).__name__, _level(module), "inside", above)
+    found.modules = [rows[name] for name in modules if name in rows]
+    return found
+
+
+def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Modules that swap_in would try, by name."""
+    found = {}
+    for name, module in modules.items():
+        above = modules[name.rpartition(".")[0]] if name else None
+        mixin = None if is_ours(above) else hosts.mixin_of(type(module), type(above))
+        if mixin is None or mixin.fused_level in ("epilogue", "model"):
+            continue
+        try:
+            reason = mixin.fused_reject(module)
+        except Exception as error:  # a state that we cannot read
+            reason = f"its state could not be read: {error}"
+        if reason != "":
+            found[name] = reason or NOT_SWAPPED
+    return found
+
+
+def _level(module: Any) -> str:
+    if isinstance(module, Fused):
+        return module.fused_level
+    return "ours" if is_ours(module) else ""
