@@ -28,7 +28,7 @@ MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (FakeTensor, FunctionalTensor)
-_NO_DISPATCH = Tensor.__torch_dispatch__
+_NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _grad_enabled = torch.is_grad_enabled
 
