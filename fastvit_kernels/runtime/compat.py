@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-TORCH, TRITON = (2, 9), (3, 5)  # the oldest that CI runs
+TORCH, TRITON = (2, 10), (3, 6)  # the oldest that CI runs
 MISSING: list[str] = []  # those that this release does not have
 
 
