@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -127,22 +126,23 @@ def test_objects_of_hosts_without_their_names():
     assert compat.active_driver(nothing) is None
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """What went wrong without each name, and without all of them: a process for each."""
+# What only tools ask for, a GPU, or releases older than this one.
+UNTRIED = re.compile("Mode$|softmax|RawStream")
+ALONE = [n for n in NAMES if "_global_" not in n and not UNTRIED.search(n)]
+HOOKS = [n for n in NAMES if "_global_" in n]
+
+
+@pytest.mark.parametrize(
+    "names", [*([n] for n in ALONE), HOOKS, NAMES], ids=[*ALONE, "hooks", "all"]
+)
+def test_a_swapped_model_without(names):
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    command = [sys.executable, str(SUPPORT / "without_names.py"), *NAMES, ",".join(NAMES)]
+    command = [sys.executable, str(SUPPORT / "without_names.py"), ",".join(names)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return dict(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
-
-
-@pytest.mark.parametrize("name", [*NAMES, ",".join(NAMES)], ids=[*NAMES, "all"])
-def test_a_swapped_model_without(name, outcomes):
-    assert not outcomes[name], outcomes[name]
+    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_an_older_release_is_refused_in_a_line():

@@ -1,23 +1,18 @@
-"""A swapped model without one name, or all names of a library, that compat.py looks up.
+"""A swapped model without names that compat.py looks up.
 
-    python without_names.py NAMES ...
+    python without_names.py NAME[,NAME ...]
 
-torch, Triton and Dynamo are imported once; each of NAMES, joined by commas, then has a process of
-its own, forked off, in which the package is imported without them. Prints a line of JSON for each:
-NAMES, and what went wrong, or "".
+The package is imported as if torch had none of these names, and a swapped model does what it does
+with them.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import multiprocessing
 import pkgutil
 import sys
-import traceback
 
 import torch
-import torch._dynamo
 from fast_interpreter import make_fast
 from interpreter import mend_interpreter
 from torch import fx, nn
@@ -125,8 +120,10 @@ def check(fk):
     same(step(swapped, x, torch.compile(swapped, backend="aot_eager")), wanted)
 
 
-def run(hidden, result):
-    resolve = pkgutil.resolve_name
+def main():
+    mend_interpreter()
+    make_fast()
+    hidden, resolve = sys.argv[1].split(","), pkgutil.resolve_name
 
     def without(name):
         if name in hidden:
@@ -134,25 +131,9 @@ def run(hidden, result):
         return resolve(name)
 
     pkgutil.resolve_name = without
-    try:
-        import fastvit_kernels as fk
+    import fastvit_kernels as fk
 
-        check(fk)
-        result.put("")
-    except Exception:
-        result.put(traceback.format_exc())
-
-
-def main():
-    mend_interpreter()
-    make_fast()
-    fork = multiprocessing.get_context("fork")
-    for names in sys.argv[1:]:
-        result = fork.Queue()
-        child = fork.Process(target=run, args=(names.split(","), result))
-        child.start()
-        print(json.dumps([names, result.get(timeout=300)]), flush=True)
-        child.join()
+    check(fk)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from .fault import Fault
 
 COMPAT = "runtime/test_compat.py"
+WITHOUT = f"{COMPAT}::test_a_swapped_model_without"
 
 FAULTS: list[Fault] = [
     Fault(
@@ -31,7 +32,7 @@ FAULTS: list[Fault] = [
         "without the stack of modes another package's mode counts as torch's",
         "_stack_of_modes is None or any(",
         "_stack_of_modes is not None and any(",
-        only=(f"{COMPAT}::test_a_swapped_model_without",),
+        only=(f"{WITHOUT}[torch.utils._python_dispatch:_get_current_dispatch_mode_stack]",),
     ),
     Fault(
         "compat-hooks-unseen",
@@ -40,7 +41,7 @@ FAULTS: list[Fault] = [
         "without their dict, global hooks count as absent",
         "else lambda: True\n\n\ndef global_hooks",
         "else lambda: False\n\n\ndef global_hooks",
-        only=(f"{COMPAT}::test_a_swapped_model_without",),
+        only=(f"{WITHOUT}[hooks]",),
     ),
     Fault(
         "compat-versions-equal",
@@ -49,7 +50,7 @@ FAULTS: list[Fault] = [
         "without versions a tensor counts as never written to",
         "else lambda _: object()",
         "else lambda _: 0",
-        only=(f"{COMPAT}::test_a_swapped_model_without",),
+        only=(f"{WITHOUT}[torch:Tensor._version]",),
     ),
     Fault(
         "compat-old-torch",
