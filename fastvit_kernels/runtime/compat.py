@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -28,8 +29,8 @@ from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-TORCH, TRITON = (2, 9), (3, 5)  # the oldest that CI runs
-MISSING: list[str] = []
+TORCH, TRITON = (2, 10), (3, 6)  # the oldest that CI runs
+MISSING: list[str] = []  # those that this release does not have
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -65,6 +66,10 @@ def _find(*names: str, gone: Any, tried: tuple[Any, ...] | None = None) -> Any:
     return gone
 
 
+def _has(name: str) -> bool:
+    return _find(name, gone=None) is not None
+
+
 # Who looks on. Direct C functions, as every op asks.
 
 # Dispatch modes at work. Gone: as if there were one, so calls go through registered operators, and
@@ -72,8 +77,9 @@ def _find(*names: str, gone: Any, tried: tuple[Any, ...] | None = None) -> Any:
 _stack_of_modes = _find(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", gone=None, tried=()
 )
+_NUM_MODES = "torch:_C._len_torch_dispatch_stack"
 num_modes: Callable[[], int] = _find(
-    "torch:_C._len_torch_dispatch_stack", tried=(),
+    _NUM_MODES, tried=(),
     gone=(lambda: len(_stack_of_modes())) if _stack_of_modes else (lambda: 1),
 )  # fmt: skip
 # torch.func transforms at work. Gone: as if there were one, so the specification runs.
@@ -108,8 +114,9 @@ class _ProbedLevel:
 
 
 # The level of forward-mode differentiation, below 0 without. Gone: tried out, 10 us a call.
-_has_level = _find("torch.autograd.forward_ad:_current_level", gone=None) is not None
-_forward_ad: Any = forward_ad if _has_level else _ProbedLevel()
+_forward_ad: Any = (
+    forward_ad if _has("torch.autograd.forward_ad:_current_level") else _ProbedLevel()
+)
 
 
 def in_forward_mode() -> bool:
@@ -153,9 +160,11 @@ is_autocast_on: Callable[[], bool] = _find(
 
 
 # Global hooks on modules. Gone: as if there were one: swapped modules run their host's forward.
-_HOOKS = tuple(
-    _find(f"torch.nn.modules.module:_global_{name}_hooks", gone=None)
-    for name in ("forward", "forward_pre", "backward", "backward_pre")
+_HOOKS = (
+    _find("torch.nn.modules.module:_global_forward_hooks", gone=None),
+    _find("torch.nn.modules.module:_global_forward_pre_hooks", gone=None),
+    _find("torch.nn.modules.module:_global_backward_hooks", gone=None),
+    _find("torch.nn.modules.module:_global_backward_pre_hooks", gone=None),
 )
 
 
@@ -203,14 +212,12 @@ is_wrapper: Callable[[Any], bool] = _find(
 
 # How often a tensor was written to. Gone: each asking has an answer of its own, so that nothing
 # read counts as known, and no memory is saved by making a tensor again.
-KNOWS_VERSIONS = _find("torch:Tensor._version", gone=None) is not None
+KNOWS_VERSIONS = _has("torch:Tensor._version")
 version: Callable[[Tensor], Any] = attrgetter("_version") if KNOWS_VERSIONS else lambda _: object()
 
 # What tells one storage from another. Gone: its address.
 place_of_storage: Callable[[Any], int] = (
-    attrgetter("_cdata")
-    if _find("torch:UntypedStorage._cdata", gone=None) is not None
-    else torch.UntypedStorage.data_ptr
+    attrgetter("_cdata") if _has("torch:UntypedStorage._cdata") else torch.UntypedStorage.data_ptr
 )
 
 # Hooks on what autograd saves. Gone: as if there were some: no memory is saved.
@@ -261,14 +268,10 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
-def node_class(function: Any) -> Any:
-    """The class of an autograd.Function's nodes. Gone: None, and no node hands another anything."""
-    return getattr(function, "_backward_cls", None)
-
-
-if node_class(torch.autograd.Function) is None:
-    MISSING.append("torch:autograd.Function._backward_cls")
-
+# The class of an autograd.Function's nodes. Gone: None, and no node hands another anything.
+node_class: Callable[[Any], Any] = (
+    attrgetter("_backward_cls") if _has("torch:autograd.Function._backward_cls") else lambda _: None
+)
 # The current stream's address, by the device's index. Gone, as from CPU builds: the stream's own.
 raw_stream: Callable[[int], int] = _find(
     "torch:_C._cuda_getCurrentRawStream",
@@ -307,6 +310,17 @@ def is_fast_norm(norm: Any) -> bool:
     return getattr(norm, "_fast_norm", False)
 
 
+def rel_pos_bias(attention: Any) -> Tensor:
+    """timm's table of relative positions, by pairs of tokens. Gone: raises in the proof, which a
+    module must pass before its fused forward runs at all; the same of the next."""
+    return attention._get_rel_pos_bias()
+
+
+def attend_in_windows(block: Any, x: Tensor) -> Tensor:
+    """The attention of timm's Swin block, shifts and padding too."""
+    return block._attn(x)
+
+
 # For tools and attention_maps, which swapped models and ops do without.
 
 
@@ -334,3 +348,13 @@ def active_driver(driver: Any) -> Any:
     """Triton's driver, where one is active; asking in public would look for a GPU. Gone: None,
     and Triton looks for a GPU at its next launch."""
     return getattr(driver, "_active", None)
+
+
+# Said once: numbers are right, and nothing is fused.
+FUSED_IS_OFF = None in _HOOKS or (_stack_of_modes is None and not _has(_NUM_MODES))
+if FUSED_IS_OFF:
+    warnings.warn(
+        f"torch {torch.__version__} has no {', '.join(MISSING)}: swapped modules run their host's "
+        "forward. A newer fastvit_kernels may know another way",
+        stacklevel=2,
+    )

@@ -1,5 +1,6 @@
 """rebuilt_norm: readers of a LayerNorm keep its input, and every gradient its bits."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -90,6 +91,7 @@ def test_rebuilt_norm_saves_no_y():
         reference = StorageWeakRef(y.untyped_storage())
         assert not reference.expired()
         del y
+        gc.collect()  # the interpreter of Triton 3.9 leaves a launch's arguments in a cycle
         assert reference.expired()  # nobody keeps it until the backward
         out.sum().backward()
     assert inputs["fc1_weight"].grad is not None

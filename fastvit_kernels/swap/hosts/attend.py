@@ -125,7 +125,7 @@ def as_one(
     return torch.cat(weights), torch.cat([zeros if b is None else b for b in biases])
 
 
-def registered(name: str) -> Any:
+def registered(name: str | None) -> Any:
     """The attention function that transformers has under a name."""
     home = sys.modules.get("transformers.modeling_utils")
     return getattr(home, "ALL_ATTENTION_FUNCTIONS", {}).get(name)

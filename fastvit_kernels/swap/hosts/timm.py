@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.compat import constant_when_traced
+from ...runtime.compat import constant_when_traced, rel_pos_bias
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
@@ -230,13 +230,13 @@ class BeitAttention(Attention):
         return _lost_qkv(self) or super().fused_blocked()
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        own = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()
+        own = None if self.relative_position_bias_table is None else rel_pos_bias(self)
         yield from examples_with_bias(self, generator, "shared_rel_pos_bias", self.num_heads, own)
 
     def fused_heads(self: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         mask = shared_rel_pos_bias
         if self.relative_position_bias_table is not None:
-            mask = self._get_rel_pos_bias()
+            mask = rel_pos_bias(self)
             mask = mask if shared_rel_pos_bias is None else mask + shared_rel_pos_bias
         return self.fused_normed_heads(x, mask)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...runtime.compat import attend_in_windows, rel_pos_bias
 from ...runtime.plain import is_hooked, is_plain
 from .branch import PreNormBlock
 from .fused import (
@@ -162,7 +163,7 @@ class WindowAttention(WindowedAttention):
         return None if self.fused_attn else self.scale
 
     def fused_heads(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return self.fused_attend(x, with_shift(self._get_rel_pos_bias(), mask))
+        return self.fused_attend(x, with_shift(rel_pos_bias(self), mask))
 
 
 class SwinBlock(PreNormBlock):
@@ -199,7 +200,7 @@ class SwinBlock(PreNormBlock):
         return {"windows": self.fused_cut(x), "mask": self.fused_mask(x)}
 
     def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        return self._attn(y)
+        return attend_in_windows(self, y)
 
 
 class StochasticDepth(DropPath):

@@ -2,4 +2,72 @@
 
 from .fault import Fault
 
-FAULTS: list[Fault] = []
+COMPAT = "runtime/test_compat.py"
+WITHOUT = f"{COMPAT}::test_a_swapped_model_without"
+
+FAULTS: list[Fault] = [
+    Fault(
+        "compat-name-elsewhere",
+        "runtime/values.py",
+        "values_are_checked",
+        "a private name of torch outside compat.py",
+        "torch.compiler.is_compiling()",
+        "torch._dynamo.is_compiling()",
+        only=(f"{COMPAT}::test_private_names_stand_in_one_file",),
+    ),
+    Fault(
+        "compat-raises-when-gone",
+        "runtime/compat.py",
+        "_find",
+        "a name that is gone raises",
+        "except Exception:",
+        "except ZeroDivisionError:",
+        only=(f"{COMPAT}::test_objects_of_hosts_without_their_names",
+              f"{COMPAT}::test_this_release_has_every_name"),
+    ),
+    Fault(
+        "compat-mode-unseen",
+        "runtime/compat.py",
+        "has_foreign_mode",
+        "without the stack of modes another package's mode counts as torch's",
+        "_stack_of_modes is None or any(",
+        "_stack_of_modes is not None and any(",
+        only=(f"{WITHOUT}[torch.utils._python_dispatch:_get_current_dispatch_mode_stack]",),
+    ),
+    Fault(
+        "compat-hooks-unseen",
+        "runtime/compat.py",
+        "",
+        "without their dict, global hooks count as absent",
+        "else lambda: True\n\n\ndef global_hooks",
+        "else lambda: False\n\n\ndef global_hooks",
+        only=(f"{WITHOUT}[hooks]",),
+    ),
+    Fault(
+        "compat-versions-equal",
+        "runtime/compat.py",
+        "",
+        "without versions a tensor counts as never written to",
+        "else lambda _: object()",
+        "else lambda _: 0",
+        only=(f"{WITHOUT}[torch:Tensor._version]",),
+    ),
+    Fault(
+        "compat-old-torch",
+        "runtime/compat.py",
+        "check_version",
+        "a release below the floor is taken",
+        "< least",
+        "< ()",
+        only=(f"{COMPAT}::test_an_older_release_is_refused_in_a_line",),
+    ),
+    Fault(
+        "compat-second-swap",
+        "swap/apply.py",
+        "swap_in",
+        "a second swap_in gives a class to what a wider part reads",
+        "cls is None and _is_read_through(name, modules)",
+        "False",
+        only=("swap/test_recognise.py::test_a_second_call_swaps_nothing_that_a_wider_part_reads",),
+    ),
+]  # fmt: skip
