@@ -184,7 +184,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-saves-late", TRAIN, "_train", "no checkpoint after the last epoch",
-        "run.save()", "run.save() if epoch < settings.epochs else None", only=RESUMED,
+        "run.save()", "run.save() if epoch < settings.epochs else None", only=FILLS,
     ),
     Fault(
         "train-python-rng", CHECKPOINT, "set_rng_state", "python's generator is not restored",
