@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from test_data import write_images
+from test_resume import Runs
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
@@ -53,12 +54,24 @@ def test_lora_on_a_swapped_model_of_the_disk(tmp_path, capsys, pretrained):
     query = next(n for n in before if n.endswith(("q_proj.weight", "query.weight")))
     kept = query.replace(".weight", ".base_layer.weight")
     assert torch.equal(model[kept], before[query])
-    assert model[query.replace(".weight", ".lora_B.default.weight")].abs().max() > 0
+    learnt = model[query.replace(".weight", ".lora_B.default.weight")]
+    assert learnt.abs().max() > 0 and learnt.shape[1] == 2
     written = torch.load(tmp_path / "run" / "weights.pth", weights_only=True)
     assert set(written) == set(before)
     assert not torch.equal(written[query], before[query])
     assert written["classifier.weight"].shape[0] == 10
     assert train("--resume", "--no-check", "--out", "run") == 0, capsys.readouterr().err
+
+
+def test_nothing_in_a_folder_of_transformers_is_executed(tmp_path, capsys, pretrained):
+    (tmp_path / "pretrained" / "model.safetensors").unlink()
+    state = {**pretrained.state_dict(), "x": Runs()}
+    torch.save(state, tmp_path / "pretrained" / "pytorch_model.bin")
+    assert train("--weights", "hf:pretrained", *DIGITS, "--out", "run") == 2
+    error = capsys.readouterr().err  # transformers may warn before
+    assert "--weights hf:pretrained cannot be read" in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_frozen_backbone(tmp_path, capsys, pretrained):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_a_disk_that_is_full_elsewhere(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=f"{path.name} cannot be written: No space left"):
             write(path)
         assert path.read_text() == "old"
+
+
+def test_a_full_disk_is_not_torchs_own_error(tmp_path, small_files):
+    """torch.save raises a RuntimeError, where nothing is left for the file's end to write."""
+    small_files(10_000)
+    write = functools.partial(torch.save, {"a": torch.zeros(100_000)})
+    with pytest.raises(OSError, match="^[^\\n]*file cannot be written: File too large$"):
+        checkpoint.write_atomically(tmp_path / "file", write)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_system_is_one_line(monkeypatch, one_line):

@@ -25,6 +25,7 @@ DIGEST = (_STREAMING + "test_the_digest_of_streamed_images",)
 NUMBERS = ("commands/test_options.py::test_a_number_out_of_range_is_one_line",)
 FULL = (_RESUME + "test_a_disk_that_is_full",)
 FILLS = (_RESUME + "test_a_disk_that_fills_in_a_checkpoint",)
+RAW = (_RESUME + "test_a_full_disk_is_not_torchs_own_error",)
 POISON = (_RESUME + "test_nothing_in_a_checkpoint_is_executed",)
 LACKS = (_RESUME + "test_a_checkpoint_that_lacks_something",)
 JAX = (_WEIGHTS + "test_jax",)
@@ -184,7 +185,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-saves-late", TRAIN, "_train", "no checkpoint after the last epoch",
-        "run.save()", "run.save() if epoch < settings.epochs else None", only=RESUMED,
+        "run.save()", "run.save() if epoch < settings.epochs else None", only=FILLS,
     ),
     Fault(
         "train-python-rng", CHECKPOINT, "set_rng_state", "python's generator is not restored",
@@ -256,11 +257,11 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-full-disk-raw", CHECKPOINT, "write_atomically", "torch.save's own error comes out",
-        "OSError | RuntimeError", "OSError", only=FILLS,
+        "OSError | RuntimeError", "OSError", only=RAW,
     ),
     Fault(
         "train-full-disk-reason", CHECKPOINT, "unwritten", "the system's reason is lost",
-        "cause = cause.__cause__ or cause.__context__", "cause = None", only=FILLS,
+        "cause = cause.__cause__ or cause.__context__", "cause = None", only=RAW,
     ),
     Fault(
         "train-full-disk-silent", TRAIN, "_run", "a full disk does not say how to go on",
