@@ -45,10 +45,6 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
 }
 # Tests that import all and say little of a file
 OF_ALL = ("test_mutate.py", "test_docs.py", "test_options.py")
-    "test_mutate.py",
-    "test_docs.py",
-    "test_options.py",
-)  # tests that import all and say little
 NOT_RUN = ("__repr__", "__str__")
 MOST = 4  # files of tests for a file
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
