@@ -34,14 +34,17 @@ TURNED = {
 UNTOUCHED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
 ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
-    "bench/": ("test_bench.py", "test_bench_model.py", "test_bench_command.py"),
+    "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "swap/hosts/structure/": ("swap/test_recognise.py", "swap/test_prove.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
+    "verify/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
     "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
     "": ("models/test_vit.py",),
 }
+# Tests that import all and say little of a file
+OF_ALL = ("test_mutate.py", "test_docs.py", "test_options.py")
 NOT_RUN = ("__repr__", "__str__")
 MOST = 4  # files of tests for a file
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
@@ -250,7 +253,7 @@ def _importers() -> dict[str, set[str]]:
 @cache
 def _tests() -> dict[str, str]:
     """Name under tests/ -> text, the short files first."""
-    paths = [p for p in (ROOT / "tests").rglob("test_*.py") if p.parent.name != "support"]
+    paths = [p for p in (ROOT / "tests").rglob("test_*.py") if p.name not in OF_ALL]
     texts = {str(p.relative_to(ROOT / "tests")): p.read_text() for p in paths}
     return dict(sorted(texts.items(), key=lambda item: len(item[1])))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -56,7 +57,9 @@ def run_pytest(root: Path, arguments: Sequence[str]) -> None:
     sys.dont_write_bytecode = True
     here = [path for path in sys.path if Path(path).resolve().is_relative_to(ROOT)]
     sys.path[:] = [str(root), *(path for path in sys.path if path not in here)]
-    sys.modules["__main__"] = ModuleType("__main__")  # processes of the tests import it again
+    # as if nobody had forked this process: the tests start some of their own
+    sys.modules["__main__"] = ModuleType("__main__")
+    multiprocessing.set_start_method(None, force=True)
     # an installed package must not stand in for the copy
     found = importlib.util.find_spec("fastvit_kernels")
     origin = found and found.origin

@@ -524,3 +524,16 @@ def test_every_proof_tries_the_fused_forward(name, no_proofs, monkeypatch):
         model = (hf_small if name in HF_MODELS else timm_small)(name)[0]
     swap_in(model)
     assert len(tried) >= 3 * len(prove._proofs) and min(tried) >= 4
+
+
+@pytest.mark.parametrize(
+    ("calls", "training"),
+    [
+        (1, [True, False]),
+        (2, [True, False]),
+        (3, [True, True, False]),
+        (4, [True] * 2 + [False] * 2),
+    ],
+)
+def test_examples_run_in_training_and_in_evaluation(calls, training):
+    assert [mode for _, mode in prove._modes([((), {})] * calls)] == training

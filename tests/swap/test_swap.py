@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit_kernels import SwapReport, backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small, timm_small
+from fastvit_kernels.swap import report
 from fastvit_kernels.swap.hosts.fused import Fused
 
 timm = pytest.importorskip("timm")
@@ -437,3 +438,13 @@ def test_gradients_of_frozen_weights_are_not_computed():
             model(images().requires_grad_()).sum().backward()
         counts[kind] = matmuls.count
     assert counts["trained"] - counts["frozen"] == 2 * 4  # qkv, proj, fc1, fc2 of two blocks
+
+
+def test_the_report_reads_an_attentions_width_from_what_it_has():
+    """For the FLOPs of hosts that say their heads, or their projections alone."""
+    heads, packed, query = nn.Module(), nn.Module(), nn.Module()
+    heads.num_heads, heads.head_dim = 3, 8
+    packed.qkv, query.query = nn.Linear(5, 72), nn.Linear(5, 24)
+    assert [report._attention_width(m) for m in (heads, packed, query)] == [24] * 3
+    with pytest.raises(ValueError, match="neither heads nor projections"):
+        report._attention_width(nn.Module())

@@ -123,6 +123,15 @@ def test_layers_are_as_the_library_wants_them():
     _validate_layer(check_cls=RMS, cls=layers.RMSNorm, repo=None)
 
 
+@pytest.mark.parametrize("name", layer_names())
+def test_layers_are_taken_for_training_and_for_the_compiler(name):
+    """The library looks at these, and falls back in silence where one is False."""
+    from fastvit_kernels import layers
+
+    layer = getattr(layers, name)
+    assert layer.has_backward is layer.can_torch_compile is True
+
+
 def test_a_folder_that_holds_something_stays_as_it_is(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     assert cli.main(["hub-layout", str(tmp_path)]) == 2
