@@ -339,7 +339,10 @@ FAULTS: list[Fault] = [
         "an address past 2^31 wraps: keys of a mask",
         "kv_index.to(tl.int64) * mask.stride_kv\n        ptrs",
         "kv_index * mask.stride_kv\n        ptrs",
-        only=("ops/test_extremes.py::test_sdpa_addresses_past_2_31",, "ops/test_sdpa.py::test_sdpa_mask_with_a_large_stride_over_keys"),
+        only=(
+            "ops/test_extremes.py::test_sdpa_addresses_past_2_31",
+            "ops/test_sdpa.py::test_sdpa_mask_with_a_large_stride_over_keys",
+        ),
     ),
     Fault(
         "op-far-mask-query",
