@@ -164,8 +164,9 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
             such as "vit_small_patch16_dinov3"; or "vit_mnist" (28 x 28 x 1, patch 2, C=64, 2
             layers, 2 heads, 10 classes). docs/models.md lists them. Image size and number of
             classes are those of timm's default weights, 0 where these have no head.
-        overrides: any argument of VisionTransformer.
-    Raises: ValueError for another name; TypeError for an unknown argument.
+        overrides: any argument of VisionTransformer, which has most of timm's.
+    Raises: ValueError for another name; TypeError for an unknown argument, with what to
+            do instead for one of timm's.
     """
     if not isinstance(name, str):
         raise TypeError(f"create_vit: name must be a str, got {type(name).__name__}")
