@@ -324,15 +324,6 @@ FAULTS: list[Fault] = [
         only=("ops/test_extremes.py::test_attention_of_tokens_past_2_31",),
     ),
     Fault(
-        "op-far-narrow",
-        "ops/mlp/narrow.py",
-        "",
-        "an address past 2^31 wraps: rows of a narrow MLP",
-        "MAX_OFFSET = 2**31 - 1",
-        "MAX_OFFSET = 2**40",
-        only=("ops/test_extremes.py::test_qkv_attention_and_mlp_address_past_2_31",),
-    ),
-    Fault(
         "op-far-mask-key",
         "ops/attention/tiles.py",
         "mask_scores",
