@@ -165,8 +165,9 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
             layers, 2 heads, 10 classes). docs/models.md lists them. A plain ViT has 1000
             classes; else image size and number of classes are those of timm's default weights, 0
             where these have no head.
-        overrides: any argument of VisionTransformer.
-    Raises: ValueError for another name; TypeError for an unknown argument.
+        overrides: any argument of VisionTransformer, which has most of timm's.
+    Raises: ValueError for another name; TypeError for an unknown argument, with what to do instead
+        for one of timm's.
     """
     if not isinstance(name, str):
         raise TypeError(f"create_vit: name must be a str, got {type(name).__name__}")

@@ -25,6 +25,7 @@ from fastvit_kernels import (
     layer_norm_and_input,
     linear,
     mlp,
+    patch_embed,
     qkv_attention,
     rms_norm_and_input,
     rope,
@@ -36,6 +37,7 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
 from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
+from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import Op, Sizes
@@ -377,11 +379,33 @@ def test_attention_addresses_past_2_31(T):
     assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
 
 
-@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "heads"])
+def test_attention_of_tokens_past_2_31():
+    """Such a stride is beyond the kernels' offsets within a tile: the launcher copies."""
+    inputs = {"qkv": _far(rand(1, 3, 3, 1, 16, dtype=fp16), axis=1)}
+    upstream = _far(rand(1, 3, 1, 16, dtype=fp16, seed=5, grad=False), axis=1)
+    assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
+
+
+# (channels, height, width), patch: channels, rows of a patch, patches above one another
+@pytest.mark.parametrize(
+    ("shape", "patch", "axis"),
+    [((3, 4, 8), (4, 8), 1), ((2, 3, 8), (3, 8), 2), ((2, 3, 8), (1, 8), 2)], ids=str,
+)  # fmt: skip
+def test_patch_embed_addresses_past_2_31(shape, patch, axis):
+    inputs = {
+        "images": _far(rand(1, *shape, dtype=fp16), axis),
+        "weight": rand(16, shape[0], *patch, dtype=fp16, scale=0.2, seed=1),
+        "bias": rand(16, dtype=fp16, seed=2),
+    }
+    assert_accurate(patch_embed, patch_embed_ref, inputs)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "heads", "tokens"])
 def test_sdpa_addresses_past_2_31(axis):
-    """Queries, keys, values and the mask, whose samples or heads lie far apart."""
+    """Queries, keys, values and the mask, whose samples, heads or tokens lie far apart."""
     shape, mask_shape = [1, 1, 20, 16], [1, 1, 20, 20]
     shape[axis] = mask_shape[axis] = 3
+    mask_shape[3] = shape[2]
     names = ("query", "key", "value")
     inputs = {n: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, n in enumerate(names)}
     mask = _far(rand(*mask_shape, dtype=fp16, seed=7, grad=False), axis)

@@ -1,11 +1,11 @@
 """Mends Triton's interpreter, so that kernels can be tested without a GPU, on any CPU alike.
 
-In triton 3.6.0 the interpreter holds bf16 as uint16; its dot multiplies those raw bits, and its
+Its interpreter (3.5 to 3.9) holds bf16 as uint16; its dot multiplies those raw bits, and its
 fp32 -> bf16 cast truncates where the hardware rounds to nearest even. Both are replaced here by
 what the hardware does. Its dot in fp32 is NumPy's, whose order of sums is that of the CPU's BLAS
 and may differ between the rows of one tile, which no GPU does: products of a tile are summed in
 float64 here and rounded once. A masked load without `other` gives zeros there and whatever a
-register held on a GPU: here it gives NaN, of integers a large number.
+register held on a GPU: here it gives NaN, of integers 1, which is a place like any other.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def poison(dtype: np.dtype) -> Any:
     """What a masked lane holds that nobody filled."""
     if dtype == np.uint16:
         return 0x7FC0  # NaN as bf16
-    if dtype.kind == "f":
-        return np.nan
-    return True if dtype.kind == "b" else np.iinfo(dtype).max // 2
+    return np.nan if dtype.kind == "f" else 1
 
 
 def _masked_load(self, ptrs, mask, other, *options, **named):

@@ -37,7 +37,7 @@ def test_a_masked_load_without_other_gives_poison(dtype):
     out = torch.zeros(16, dtype=dtype, device=DEVICE)
     _masked_kernel[(1,)](out, x, 11, N=16)
     assert torch.equal(out[:11], x[:11])
-    assert (out[11:].isnan() if dtype.is_floating_point else out[11:] > 100).all()
+    assert (out[11:].isnan() if dtype.is_floating_point else out[11:] == 1).all()
 
 
 def test_bf16_dot_multiplies_numbers_not_bits():

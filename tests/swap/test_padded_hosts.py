@@ -64,6 +64,8 @@ def test_padding_is_a_mask_of_keys(name, masks):
         swapped(**inputs)
     shapes, read = masks
     assert shapes == [(2, 1, 1, 9)] * 2 and len(read) == 1
+    narrow = {n: x.int() if x.dtype is torch.int64 else x for n, x in inputs.items()}
+    assert torch.equal(swapped(**narrow)[0], swapped(**inputs)[0])
     failed = [str(e) for e in model_errors(model, inputs) if not e.passed]
     assert not failed, "\n".join(failed)
 
