@@ -258,7 +258,9 @@ def test_a_forward_of_torch_that_is_replaced(kind, monkeypatch):
         assert_alike(host, other, tokens())
 
 
-@pytest.mark.parametrize("function", ["layer_norm", "linear", "scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    "function", ["layer_norm", "linear", "scaled_dot_product_attention", "gelu"]
+)
 def test_a_function_of_torch_that_is_replaced(function, monkeypatch):
     host, other = swapped(timm_block())
     own, calls = getattr(F, function), []
