@@ -377,7 +377,7 @@ FAULTS = [
         only=(GLOBAL,),
     ),
     Fault(
-        "proof-mha-values", "swap/hosts/torch_nn.py", "MultiheadAttention",
+        "proof-mha-values", "swap/hosts/torch_nn.py", "MultiheadAttention.fused_given",
         "mha(x, x, v) is mha(x, x, x)", 'given.pop("value", None) is x',
         'given.pop("value", None) is not None',
         only=(ORDER_FILE + "test_values_of_another_tensor_than_the_keys",),
@@ -388,7 +388,7 @@ FAULTS = [
         "_process, _absent", only=BACKEND,
     ),
     Fault(
-        "proof-backend-process", "runtime/backend.py", "_Here.own",
+        "proof-backend-process", "runtime/backend.py", "",
         "a block chooses for all threads", "        _own.set(name)",
         "        global _process\n        _process = name or \"auto\"",
         only=BACKEND,
