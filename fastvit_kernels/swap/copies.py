@@ -196,6 +196,8 @@ def sizes_of(modules: list[nn.Module]) -> list[dict[int, int]]:
     """Maps of sizes to smaller sizes for copies of modules[0], the smallest first; the last one
     changes nothing, or as little as LARGEST asks for. None for what is large however narrow."""
     every = [*_narrower(modules), halved(modules, LARGEST)]
+    # sizes that differ, perhaps by a mistake, stay different
+    every = [sizes for sizes in every if len({*sizes.values()}) == len(sizes)]
     if tables := shorter_tables(modules):
         every = [*(sizes | tables for sizes in every), *every]
     return [sizes for sizes in every if _values(modules[0], sizes) <= LARGEST]

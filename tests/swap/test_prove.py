@@ -63,7 +63,13 @@ def _bent(function):
     return lambda *args, **kwargs: function(*args, **kwargs) * 1.0001
 
 
+def _unlearnt(function):
+    return lambda x, *rest: function(x.detach() if x.is_leaf else x, *rest)
+
+
 ERRORS = {
+    "a little": (parts, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
+    "gradient of the argument": (branch, "add_body", _unlearnt, ""),
     "mlp": (parts, "mlp", _bent, "mlp"),
     "attention": (parts, "attend_turned", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
@@ -92,6 +98,20 @@ def test_an_error_in_a_fused_forward_is_noticed(error, monkeypatch, no_proofs):
     for m in (module, host):
         m.eval()
     torch.testing.assert_close(module(x), host(x))
+
+
+def test_a_missing_gradient_of_a_second_argument_is_noticed(monkeypatch, no_proofs):
+    from timm.layers import AttentionRope
+
+    from fastvit_kernels.swap.hosts import timm as table
+
+    def unlearnt(cos, sin, *rest):
+        return own(cos.detach(), sin.detach(), *rest)
+
+    own = table.turn_of
+    monkeypatch.setattr(table, "turn_of", unlearnt)
+    found = reasons(swap_in(AttentionRope(32, 2)))[""]
+    assert "the gradient of argument 1 is there in one of them only" in found
 
 
 @pytest.mark.parametrize("name", ["LayerNormFp32", "RmsNormFp32"])

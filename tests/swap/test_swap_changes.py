@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -183,6 +184,36 @@ def test_multihead_attention_after_a_change():
         torch.testing.assert_close(call(other), call(host), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [
+        ("vit_small_patch16_dinov3", {"num_heads": (1, 2, 4)}),
+        ("eva02_tiny_patch14_224", {"num_heads": (1, 2, 4)}),
+        ("vit_tiny_patch16_224", {"num_heads": (1, 2, 4), "attn_dim": (32, 64, 65, 66)}),
+        ("aimv2_large_patch14_224", {"num_heads": (1, 2, 4), "attn_dim": (32, 64, 65, 66)}),
+    ],
+)
+def test_an_edit_of_an_attention_raises_where_its_hosts_does(name, edits):
+    model, x = timm_small(name)
+    host = copy.deepcopy(model.eval())
+    swap_in(model)
+    raised = 0
+    for setting, values in edits.items():
+        for value in values:
+            edited = copy.deepcopy(host), copy.deepcopy(model)
+            for m in (m for both in edited for m in both.modules() if hasattr(m, setting)):
+                setattr(m, setting, value)
+            try:
+                wanted = edited[0](x)
+            except RuntimeError as error:
+                raised += 1
+                with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                    edited[1](x)
+            else:
+                torch.testing.assert_close(edited[1](x), wanted, rtol=1e-4, atol=1e-4)
+    assert raised
+
+
 def test_a_norm_of_another_width_raises_as_its_host():
     for norm in (nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(16)):
         host, other = swapped(norm)
@@ -227,7 +258,9 @@ def test_a_forward_of_torch_that_is_replaced(kind, monkeypatch):
         assert_alike(host, other, tokens())
 
 
-@pytest.mark.parametrize("function", ["layer_norm", "linear", "scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    "function", ["layer_norm", "linear", "scaled_dot_product_attention", "gelu"]
+)
 def test_a_function_of_torch_that_is_replaced(function, monkeypatch):
     host, other = swapped(timm_block())
     own, calls = getattr(F, function), []

@@ -202,6 +202,8 @@ class RopeAttention(Attention):
             rope = rope[None]
         sin, cos = rope.chunk(2, -1)
         shape = (B, self.num_heads, T, self.fused_head_dim())
+        if rope.shape[-1] != 2 * shape[-1]:  # the host turns all of a head
+            return None
         return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
 
     def fused_qkv(self: Any, x: Tensor) -> tuple[Tensor, ...]:

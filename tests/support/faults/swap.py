@@ -5,6 +5,18 @@ from .fault import ROPE_HOSTS, Fault
 PROOF = ("swap/test_prove.py::test_a_proof_copes_with_weights_that_are_not_there_or_not_plain",)
 NOTICED = ("swap/test_prove.py::test_an_error_in_a_fused_forward_is_noticed",)
 HOLD = ("swap/test_prove.py::test_facts_hold_until_something_changes",)
+WATCHED = "swap/test_prove.py::test_proofs_"
+NUMBERS = (WATCHED + "draw_no_number_of_another_thread",)
+HOOKS = (WATCHED + "take_no_hook_from_another_thread",)
+CHOSEN = (WATCHED + "leave_backend_and_modes_to_other_threads",)
+FOLLOW = ("swap/test_prove.py::test_what_draws_where_a_proof_cannot_follow_keeps_its_forward",)
+DECIDES = ("swap/test_recognise.py::test_a_rate_that_decides_is_proven_for_each_decision",)
+EDITED = ("swap/test_swap_changes.py::test_an_edit_of_an_attention_raises_where_its_hosts_does",)
+ORDER_FILE = "swap/test_swap_order.py::"
+ORDER = ORDER_FILE + "test_the_first_call_decides_nothing_for_later_ones"
+FACTS = ORDER_FILE + "test_settings_are_read_at_each_call"
+GLOBAL = ORDER_FILE + "test_a_global_hook_sees_each_call_as_in_the_host"
+BACKEND = ("runtime/test_backend.py",)
 PACKED = "swap/test_packed_hosts.py::"
 PADDED = "swap/test_padded_hosts.py::"
 PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
@@ -205,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "prove-numbers-drawn", "swap/prove.py", "_run", "the numbers drawn are not compared",
-        "= torch.default_generator.get_state()", "= torch.zeros(1)", only=NOTICED,
+        "drawn = generator.get_state()", "drawn = torch.zeros(1)", only=NOTICED,
     ),
     Fault(
         "prove-no-call", "swap/prove.py", "_compare", "a proof that tries no call is one",
@@ -213,13 +225,8 @@ FAULTS = [
         only=("swap/test_prove.py::test_a_module_that_cannot_be_tried_is_left_alone",),
     ),
     Fault(
-        "prove-generator", "swap/prove.py", "_undisturbed", "the user's generator is not restored",
-        "torch.default_generator.set_state(state)", "pass",
-        only=("swap/test_prove.py::test_a_proof_draws_nothing_and_calls_no_hook",),
-    ),
-    Fault(
         "facts-settings", "swap/facts.py", "Facts.hold", "settings are not looked at again",
-        "values == self.values", "bool(values) == bool(self.values)", only=HOLD,
+        "(values == self.values", "(bool(values) == bool(self.values)", only=HOLD,
     ),
     Fault(
         "facts-classes", "swap/facts.py", "Facts.hold",
@@ -242,5 +249,154 @@ FAULTS = [
         "swap-arguments", "swap/hosts/fused.py", "fused_given", "arguments are not looked at",
         "if value is not defaults[name]:", "if False:",
         only=("swap/test_swap_respects.py::test_masks_and_causality_are_respected",),
+    ),
+    Fault(
+        "proof-torchs-generator", "swap/draws.py", "__torch_dispatch__",
+        "a proof draws from the process's generator",
+        '"generator": self.generator}', '"generator": None}', only=NUMBERS,
+    ),
+    Fault(
+        "proof-pythons-generator", "swap/draws.py", "_refuse_pythons",
+        "a proof draws from Python's generator", "is _PYTHONS", "is random",
+        only=NUMBERS,
+    ),
+    Fault(
+        "proof-own-generator", "swap/draws.py", "__torch_dispatch__",
+        "a generator of the host's counts as torch's",
+        "not in (None, torch.default_generator)", "is NotImplemented", only=FOLLOW,
+    ),
+    Fault(
+        "proof-no-generator", "swap/draws.py", "__torch_dispatch__",
+        "what takes no generator draws from the process's",
+        "raise Foreign(f", "return func(*args, **kwargs) or (f", only=FOLLOW,
+    ),
+    Fault(
+        "proof-calls-hooks", "swap/copies.py", "Copier.module", "copies call global hooks",
+        "made.__dict__[CALL] = _forward_of(made)", "", only=HOOKS,
+    ),
+    Fault(
+        "proof-sees-hooks", "swap/prove.py", "aside", "a global hook changes what is tried",
+        "UNSEEN.set(True)", "",
+        only=("swap/test_prove.py::test_a_proof_under_a_global_hook_tries_what_runs_without_it",),
+    ),
+    Fault(
+        "proof-backend", "swap/prove.py", "aside", "a proof sets the backend for everybody",
+        'with backend("torch"):',
+        'from .. import set_backend\n\n        set_backend("torch")\n        if True:',
+        only=CHOSEN,
+    ),
+    Fault(
+        "proof-mode", "swap/draws.py", "OwnDraws.__enter__",
+        "a proof's mode shows in other threads", "_push_mode(self)", "super().__enter__()",
+        only=CHOSEN,
+    ),
+    Fault(
+        "proof-tolerance", "swap/prove.py", "", "a tolerance 100 times wider",
+        "TOLERANCE = 1e-9", "TOLERANCE = 1e-7", only=NOTICED,
+    ),
+    Fault(
+        "proof-arguments", "swap/prove.py", "_run", "gradients of arguments are not compared",
+        "inputs |= {", "_ = {", only=NOTICED,
+    ),
+    Fault(
+        "proof-second-argument", "swap/prove.py", "_run",
+        "of the arguments' gradients, only the first is compared",
+        "if t.requires_grad}", "if t.requires_grad and not i}",
+        only=("swap/test_prove.py::test_a_missing_gradient_of_a_second_argument_is_noticed",),
+    ),
+    Fault(
+        "proof-each-rate", "swap/prove.py", "prove", "a proof for each rate",
+        "if len(alike) >= TRIED", "if len(alike) >= 10**6",
+        only=("swap/test_recognise.py::test_a_rate_that_changes_at_each_step_needs_no_proof_each",),
+    ),
+    Fault(
+        "proof-no-rate", "swap/rates.py", "_noting", "what is asked of a rate is not noted",
+        "self.asked[term] = found", "pass", only=DECIDES,
+    ),
+    Fault(
+        "proof-derived-rate", "swap/rates.py", "_noting", "what follows from a rate is no rate",
+        "return Rate.of(found, term, self.asked)", "return found", only=DECIDES,
+    ),
+    Fault(
+        "proof-kept-rate", "swap/facts.py", "Facts._hold_but_for_rates",
+        "a rate that decides is not asked again", "if rates != self.rates:", "if False:",
+        only=DECIDES,
+    ),
+    Fault(
+        "proof-other-settings", "swap/facts.py", "Facts._hold_but_for_rates",
+        "0 and 1 count as rates", "if now != then and not (is_rate(name, now)",
+        'if now != then and "drop" not in name and not (is_rate(name, now)', only=HOLD,
+    ),
+    Fault(
+        "proof-silent-limit", "swap/prove.py", "prove", "the limit is met in silence",
+        "if _count[host] == MOST + 1:", "if False:",
+        only=("swap/test_prove.py::test_settings_that_change_all_the_time_are_given_up",),
+    ),
+    Fault(
+        "proof-equal-sizes", "swap/copies.py", "sizes_of", "sizes that differ are equal in a copy",
+        "if len({*sizes.values()}) == len(sizes)", "", only=EDITED,
+    ),
+    Fault(
+        "proof-narrow-tables", "swap/hosts/timm.py", "RopeAttention.fused_turn",
+        "tables of another width turn a part of each head",
+        "if rope.shape[-1] != 2 * shape[-1]:", "if False:", only=EDITED,
+    ),
+    Fault(
+        "proof-first-no-grad", "runtime/dispatch.py", "decide_once",
+        "the first call under no_grad decides for later ones", "_grad_enabled(), _auto",
+        "True, _auto", only=(ORDER,),
+    ),
+    Fault(
+        "proof-first-dtype", "runtime/dispatch.py", "decide_once",
+        "the first call's dtype decides for later ones", "x.dtype, x.get_device()",
+        "x.get_device()", only=(ORDER,),
+    ),
+    Fault(
+        "proof-first-frozen", "runtime/dispatch.py", "decide_once",
+        "the first call's requires_grad decides for later ones",
+        "x.get_device(), x.requires_grad)", "x.get_device())", only=(ORDER,),
+    ),
+    Fault(
+        "proof-facts-once", "swap/verdicts.py", "verdict", "facts are read once and kept",
+        "if known is not None and known[0].hold(module):", "if known is not None:",
+        only=("swap/test_swap_changes.py::test_a_norm_of_another_width_raises_as_its_host", FACTS),
+    ),
+    Fault(
+        "proof-patched-gelu", "swap/facts.py", "", "a patched gelu is not noticed",
+        '"linear", "layer_norm", "gelu",', '"linear", "layer_norm",',
+        only=("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",),
+    ),
+    Fault(
+        "proof-global-hook", "runtime/plain.py", "is_watched_everywhere",
+        "global forward hooks are missed", "_torch_module._global_forward_hooks\n        or ", "",
+        only=(GLOBAL,),
+    ),
+    Fault(
+        "proof-global-pre-hook", "runtime/plain.py", "is_watched_everywhere",
+        "global pre-hooks are missed", "or _torch_module._global_forward_pre_hooks", "",
+        only=(GLOBAL,),
+    ),
+    Fault(
+        "proof-mha-values", "swap/hosts/torch_nn.py", "MultiheadAttention.fused_given",
+        "mha(x, x, v) is mha(x, x, x)", 'given.pop("value", None) is x',
+        'given.pop("value", None) is not None',
+        only=(ORDER_FILE + "test_values_of_another_tensor_than_the_keys",),
+    ),
+    Fault(
+        "proof-backend-thread", "runtime/backend.py", "state",
+        "a block has no say in calls of a known kind", "_own.get() or _process, _absent",
+        "_process, _absent", only=BACKEND,
+    ),
+    Fault(
+        "proof-backend-process", "runtime/backend.py", "",
+        "a block chooses for all threads", "        _own.set(name)",
+        "        global _process\n        _process = name or \"auto\"",
+        only=BACKEND,
+    ),
+    Fault(
+        "proof-backend-guard", "runtime/backend.py", "get_backend",
+        "torch.compile guards on no block", "return _here.own or _process",
+        "return (_process if torch.compiler.is_compiling() else _here.own) or _process",
+        only=BACKEND,
     ),
 ]  # fmt: skip
