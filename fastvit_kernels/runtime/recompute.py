@@ -49,6 +49,8 @@ def remembered(key: Hashable, now: bool, inside: Collection[Any] = ()) -> bool:
         noted = False
         noted = bool(_notes)  # another thread may have noted one meanwhile
         return now
+    if not is_near():
+        return now
     forwards, reruns = ([run for run in runs if run not in inside] for runs in enclosing())
     kept = [_notes[run] for run in reruns if run in _notes]
     if any(key in notes for notes in kept):
@@ -74,6 +76,18 @@ def chosen_inside() -> Iterator[None]:
         yield
     finally:
         chosen.reset(token)
+
+
+def is_near() -> bool:
+    """Whether a checkpoint may be around this call: the quick look before `enclosing`."""
+    try:
+        return (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+            or not torch._C._is_fwd_grad_enabled()
+            or in_backward()
+        )
+    except (AttributeError, TypeError):
+        return False
 
 
 def in_backward() -> bool:
