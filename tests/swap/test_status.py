@@ -21,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 import fastvit_kernels as fk
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.runtime import dispatch, recompute
+from fastvit_kernels.runtime.plain import is_hooked
 
 
 class Counter(TorchDispatchMode):
@@ -116,7 +117,7 @@ def test_a_recomputation_of_our_own_model_goes_its_forwards_way(watcher, use_ree
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_in_a_checkpoint_go_their_forwards_way(use_reentrant):
-    model = timm_model()
+    model = timm_model(attn_drop_rate=0.4)
     wanted = watched_step(model, nullcontext(), nullcontext())
     fk.swap_in(model)
     inner = in_checkpoints(model, use_reentrant=False).blocks.forward
@@ -211,6 +212,18 @@ def test_a_collector_counts_while_it_collects():
         fk.swap_out(model)
         wanted = model.model(pixel_values=images(), output_hidden_states=True).hidden_states
     torch.testing.assert_close(hidden, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_collector_of_the_hooks_own_key_counts():
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    collector, module = getattr(capturing, "_active_collector"), nn.Linear(2, 2)  # noqa: B009
+    capturing.install_output_capuring_hook(module, "attentions", 0)
+    for collected, counts in (
+        (None, False), ({}, False), ({"hidden_states": []}, False), ({"attentions": []}, True),
+    ):  # fmt: skip
+        token = collector.set(collected)
+        assert is_hooked(module) is counts, collected
+        collector.reset(token)
 
 
 # What is told.
