@@ -233,7 +233,7 @@ def rows(status, *ways):
     return {row.name: row for row in status.modules if row.way in ways}
 
 
-def test_status_tells_the_next_call():
+def test_status_tells_the_next_call(monkeypatch):
     model = timm_model()
     reasons = {row.reason for row in rows(fk.status(model), "host").values()}
     assert reasons == {"not swapped", "a plain product"}
@@ -258,6 +258,10 @@ def test_status_tells_the_next_call():
     with fk.backend("torch"):
         status = fk.status(model)
         assert status.backend == "torch" and status.pytorch == "the backend is 'torch'"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "gelu", lambda x, **_: x)
+        reason = rows(fk.status(model), "host")["blocks.0"].reason
+        assert reason == "a function of torch was replaced"
     model.blocks[1].norm1.eps = 1e-3  # an edit that is proven again
     assert "blocks.1" in rows(fk.status(model), "fused")
     model.blocks[1].attn.forward = model.blocks[1].attn.forward
