@@ -105,10 +105,11 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
             return decide(*args, OPERATORS)
         looked = is_looked_at()
         if looked or recompute.noted or listeners or get_backend() == "torch":
-            looked, then = _then(looked, decide, *args)
-            if then != get_backend():
-                with backend(then):
-                    return decided(*args)
+            if recompute.is_near():
+                looked, then = _then(looked, decide, *args)
+                if then != get_backend():
+                    with backend(then):
+                        return decided(*args)
             if listeners:
                 _tell(decide, args)
             if looked:

@@ -56,6 +56,8 @@ def remembered(key: Hashable, now: bool, inside: Collection[Any] = ()) -> bool:
         noted = False
         noted = bool(_notes)  # another thread may have noted one meanwhile
         return now
+    if not is_near():
+        return now
     forwards, reruns = ([run for run in runs if run not in inside] for runs in enclosing())
     kept = [_notes[run] for run in reruns if run in _notes]
     if any(key in notes for notes in kept):
@@ -81,6 +83,11 @@ def chosen_inside() -> Iterator[None]:
         yield
     finally:
         chosen.reset(token)
+
+
+def is_near() -> bool:
+    """Whether a checkpoint may be around this call: the quick look before `enclosing`."""
+    return saves_are_hooked() or not has_forward_gradients() or in_backward()
 
 
 def enclosing() -> tuple[list[Any], list[Any]]:

@@ -21,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 import fastvit_kernels as fk
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.runtime import dispatch, recompute
+from fastvit_kernels.runtime.plain import is_hooked
 
 
 class Counter(TorchDispatchMode):
@@ -116,7 +117,7 @@ def test_a_recomputation_of_our_own_model_goes_its_forwards_way(watcher, use_ree
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_in_a_checkpoint_go_their_forwards_way(use_reentrant):
-    model = timm_model()
+    model = timm_model(attn_drop_rate=0.4)
     wanted = watched_step(model, nullcontext(), nullcontext())
     fk.swap_in(model)
     inner = in_checkpoints(model, use_reentrant=False).blocks.forward
@@ -213,6 +214,18 @@ def test_a_collector_counts_while_it_collects():
     torch.testing.assert_close(hidden, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_collector_of_the_hooks_own_key_counts():
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    collector, module = getattr(capturing, "_active_collector"), nn.Linear(2, 2)  # noqa: B009
+    capturing.install_output_capuring_hook(module, "attentions", 0)
+    for collected, counts in (
+        (None, False), ({}, False), ({"hidden_states": []}, False), ({"attentions": []}, True),
+    ):  # fmt: skip
+        token = collector.set(collected)
+        assert is_hooked(module) is counts, collected
+        collector.reset(token)
+
+
 # What is told.
 
 
@@ -220,7 +233,7 @@ def rows(status, *ways):
     return {row.name: row for row in status.modules if row.way in ways}
 
 
-def test_status_tells_the_next_call():
+def test_status_tells_the_next_call(monkeypatch):
     model = timm_model()
     reasons = {row.reason for row in rows(fk.status(model), "host").values()}
     assert reasons == {"not swapped", "a plain product"}
@@ -245,6 +258,10 @@ def test_status_tells_the_next_call():
     with fk.backend("torch"):
         status = fk.status(model)
         assert status.backend == "torch" and status.pytorch == "the backend is 'torch'"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "gelu", lambda x, **_: x)
+        reason = rows(fk.status(model), "host")["blocks.0"].reason
+        assert reason == "a function of torch was replaced"
     model.blocks[1].norm1.eps = 1e-3  # an edit that is proven again
     assert "blocks.1" in rows(fk.status(model), "fused")
     model.blocks[1].attn.forward = model.blocks[1].attn.forward

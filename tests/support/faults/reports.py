@@ -38,7 +38,7 @@ FAULTS: list[Fault] = [
         "status-collector-deaf", "runtime/plain.py", "_watches",
         "a collector that collects does not count", "return bool(collected) and",
         "return False and",
-        only=_test("test_a_collector_around_the_forward_only[output_attentions-False]"),
+        only=_test("test_a_collector_of_the_hooks_own_key_counts"),
     ),
     Fault(
         "status-module-forgets", "swap/hosts/fused.py", "Fused.fused_watched",
