@@ -29,6 +29,7 @@ from .compat import (
     hooks_on_saves,
     in_backward,
     node_class,
+    saves_are_hooked,
 )  # fmt: skip
 
 _REENTRANT: Any = node_class(checkpoint.CheckpointFunction) or ()

@@ -247,7 +247,7 @@ LAYER_NORM = [
     Fault(
         "handover-version", "ops/common/handover.py", "taken",
         "a gradient that a hook changed in place taken for the one that was left",
-        " or handed.version != dy._version", "",
+        " or handed.version != version(dy)", "",
     ),
     Fault(
         "handover-identity", "ops/common/handover.py", "taken",

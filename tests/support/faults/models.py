@@ -112,15 +112,15 @@ FAULTS = [
         only=(f"{_ACCURACY}test_another_order_rounds_differently_and_is_the_same_function",),
     ),
     Fault(
-        "init-linear-std", "models/vit.py", "VisionTransformer.init_weights",
+        "init-linear-std", "models/initial.py", "_init_linear",
         "Linear layers begin with twice the deviation",
-        "trunc_normal_(module.weight, std=0.02)", "trunc_normal_(module.weight, std=0.04)",
+        "trunc_normal_(linear.weight, std=0.02)", "trunc_normal_(linear.weight, std=0.04)",
         only=(_INIT,),
     ),
     Fault(
-        "init-linear-bias", "models/vit.py", "VisionTransformer.init_weights",
+        "init-linear-bias", "models/initial.py", "_init_linear",
         "biases of Linear layers left as torch draws them",
-        "nn.init.zeros_(module.bias)", "pass",
+        "nn.init.zeros_(linear.bias)", "pass",
         only=(_INIT,),
     ),
     Fault(
@@ -148,7 +148,7 @@ FAULTS = [
         only=(_INIT,),
     ),
     Fault(
-        "init-gates-first", "models/vit.py", "VisionTransformer.init_weights",
+        "init-gates-first", "models/initial.py", "init_weights",
         "gates of packed MLPs begin as other Linear layers do",
         "(GluMlp, SwiGLU)", "SwiGLU",
         only=(_INIT,),

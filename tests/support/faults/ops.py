@@ -11,7 +11,7 @@ _COMMANDS = (
 )
 _EXPORT = "swap/test_swap_exports.py::test_an_exported_batch_is_dynamic"
 _TIMM = "models/test_vit.py::test_each_argument_of_timms_is_taken_or_refused"
-_INIT = "models/test_vit.py::test_initial_weights_are_timms"
+_INIT = "models/test_vit.py::test_init_schemes_are_timms"
 FAULTS: list[Fault] = [
     Fault(
         "op-bf16-believed",
@@ -403,7 +403,7 @@ FAULTS: list[Fault] = [
         "runtime/dispatch.py",
         "decide_once",
         "a first call decides for those under another autocast",
-        "_autocast_enabled() and _autocast_dtypes()",
+        "is_autocast_on() and _autocast_dtypes()",
         "None",
         only=("runtime/test_decisions.py",),
     ),

@@ -28,10 +28,10 @@ FAULTS: list[Fault] = [
     Fault(
         "compat-mode-unseen",
         "runtime/compat.py",
-        "has_foreign_mode",
+        "foreign_modes",
         "without the stack of modes another package's mode counts as torch's",
-        "_stack_of_modes is None or any(",
-        "_stack_of_modes is not None and any(",
+        "return [None]",
+        "return []",
         only=(f"{WITHOUT}[torch.utils._python_dispatch:_get_current_dispatch_mode_stack]",),
     ),
     Fault(
@@ -39,8 +39,8 @@ FAULTS: list[Fault] = [
         "runtime/compat.py",
         "",
         "without their dict, global hooks count as absent",
-        "else lambda: True\n\n\ndef global_hooks",
-        "else lambda: False\n\n\ndef global_hooks",
+        "None not in _HOOKS else lambda: True",
+        "None not in _HOOKS else lambda: False",
         only=(f"{WITHOUT}[hooks]",),
     ),
     Fault(

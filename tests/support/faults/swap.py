@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Fault(
         "packed-stale", "swap/hosts/read_once.py", "read_once",
-        "lengths that were overwritten count", "or known[0] != tensor._version", "",
+        "lengths that were overwritten count", " or known[0] != version(tensor)", "",
         only=(PACKED + "test_lengths_are_read_once_and_anew_when_they_change",),
     ),
     Fault(
@@ -343,8 +343,8 @@ FAULTS = [
     ),
     Fault(
         "proof-first-no-grad", "runtime/dispatch.py", "decide_once",
-        "the first call under no_grad decides for later ones", "_grad_enabled(), _auto",
-        "True, _auto", only=(ORDER,),
+        "the first call under no_grad decides for later ones", "_grad_enabled(), is_auto",
+        "True, is_auto", only=(ORDER,),
     ),
     Fault(
         "proof-first-dtype", "runtime/dispatch.py", "decide_once",
@@ -367,13 +367,13 @@ FAULTS = [
         only=("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",),
     ),
     Fault(
-        "proof-global-hook", "runtime/plain.py", "is_watched_everywhere",
-        "global forward hooks are missed", "_torch_module._global_forward_hooks\n        or ", "",
+        "proof-global-hook", "runtime/compat.py", "_any_global_hook",
+        "global forward hooks are missed", "_nn_module._global_forward_hooks\n        or ", "",
         only=(GLOBAL,),
     ),
     Fault(
-        "proof-global-pre-hook", "runtime/plain.py", "is_watched_everywhere",
-        "global pre-hooks are missed", "or _torch_module._global_forward_pre_hooks", "",
+        "proof-global-pre-hook", "runtime/compat.py", "_any_global_hook",
+        "global pre-hooks are missed", "or _nn_module._global_forward_pre_hooks", "",
         only=(GLOBAL,),
     ),
     Fault(
