@@ -152,6 +152,49 @@ def foreign_modes() -> list[Any]:
     ]  # fmt: skip
 
 
+def _without(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"torch {torch.__version__} has no {name}")
+
+    return type(name, (), {"__init__": refuse})
+
+
+TorchDispatchMode: Any = _find(
+    "torch.utils._python_dispatch:TorchDispatchMode", gone=_without("TorchDispatchMode")
+)
+# What enters and leaves a mode, and tells no other thread that one is at work. One gone: torch's own.
+_push_mode = _find("torch.utils._python_dispatch:_push_mode", gone=None)
+_pop_mode = _find("torch.utils._python_dispatch:_pop_mode", gone=None)
+ENTERS_QUIETLY = None not in (_push_mode, _pop_mode)
+
+
+class QuietMode(TorchDispatchMode):
+    """A dispatch mode of one thread."""
+
+    def __enter__(self) -> Any:
+        if not ENTERS_QUIETLY:
+            return super().__enter__()
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return _pop_mode() if ENTERS_QUIETLY else super().__exit__(*error)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports torch._dynamo, which takes seconds
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's arguments. Gone: None, and a proof refuses what draws."""
+    return getattr(operator, "_schema", None)
+
+
+def is_compiled_in_place(module: Any) -> bool:
+    """Whether `module.compile()` was called. Gone: no."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 # Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
 is_autocast_on: Callable[[], bool] = _find(
     "torch:_C._is_any_autocast_enabled", tried=(),
@@ -323,17 +366,6 @@ def attend_in_windows(block: Any, x: Tensor) -> Tensor:
 
 # For tools and attention_maps, which swapped models and ops do without.
 
-
-def _without(name: str) -> Any:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"torch {torch.__version__} has no {name}")
-
-    return type(name, (), {"__init__": refuse})
-
-
-TorchDispatchMode: Any = _find(
-    "torch.utils._python_dispatch:TorchDispatchMode", gone=_without("TorchDispatchMode")
-)
 FakeTensorMode: Any = _find(
     "torch._subclasses.fake_tensor:FakeTensorMode", gone=_without("FakeTensorMode")
 )

@@ -12,7 +12,6 @@ autograd Function that calls modules, by the `ctx` of its forward and backward.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -112,7 +111,7 @@ def enclosing() -> tuple[list[Any], list[Any]]:
 
 def _add_functions(forwards: list[Any], reruns: list[Any]) -> None:
     """The autograd Functions whose forward or backward is among our callers."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code is _RERUN:

@@ -15,12 +15,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-_aten = torch.ops.aten
+from ..runtime.compat import QuietMode, schema_of
+
 _PYTHONS = random.random.__self__  # the generator of the process
 # They are marked as drawing, and draw nothing on a CPU: they take no dropout there.
-_IDLE = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
+_IDLE = "aten::_scaled_dot_product_flash_attention_for_cpu"
 # Before torch 2.10 these take no generator; what fills an empty tensor does.
 _FILLS: dict[str, str] = {"rand_like": "uniform_", "randn_like": "normal_"}
 
@@ -29,13 +29,18 @@ class Foreign(RuntimeError):
     """Numbers are drawn where none of our generators can stand."""
 
 
+def _arguments(func: Any) -> list[str]:
+    schema = schema_of(func)
+    return [] if schema is None else [a.name for a in schema.arguments]
+
+
 @cache
 def _with_generator(func: Any) -> Any:
     """The overload of an operator that takes a generator; None where there is none."""
-    own = [a.name for a in func._schema.arguments]
-    for name in (func._overloadname, *func.overloadpacket.overloads()):
-        other = getattr(func.overloadpacket, name)
-        arguments = [a.name for a in other._schema.arguments]
+    own = _arguments(func)
+    packet = func.overloadpacket
+    for other in (func, *(getattr(packet, name) for name in packet.overloads())):
+        arguments = _arguments(other)
         if "generator" in arguments and [n for n in arguments if n != "generator"] == [
             n for n in own if n != "generator"
         ]:
@@ -43,7 +48,7 @@ def _with_generator(func: Any) -> Any:
     return None
 
 
-class OwnDraws(TorchDispatchMode):
+class OwnDraws(QuietMode):
     """Inside, what draws draws from `generator`."""
 
     knows_our_operators = True
@@ -52,26 +57,15 @@ class OwnDraws(TorchDispatchMode):
         super().__init__()
         self.generator = generator
 
-    def __enter__(self) -> OwnDraws:
-        _push_mode(self)  # no more: torch's own tells all threads that a mode is at work
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        _pop_mode()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it imports torch._dynamo, which takes seconds
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or func in _IDLE:
+        if torch.Tag.nondeterministic_seeded not in func.tags or func.name() == _IDLE:
             return func(*args, **kwargs)
         if kwargs.get("generator") not in (None, torch.default_generator):
             raise Foreign("it draws from a generator of its own")
-        taking, name = _with_generator(func), func._schema.name.removeprefix("aten::")
+        taking, name = _with_generator(func), func.name().removeprefix("aten::").partition(".")[0]
         if taking is not None:
             return taking(*args, **{**kwargs, "generator": self.generator})
         if name not in _FILLS:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime import dispatch
 from ..runtime.backend import get_backend, reason_for_torch
-from ..runtime.compat import foreign_modes, in_backward
+from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
 from .hosts.fused import Fused, is_dense, is_traced
@@ -314,10 +314,7 @@ class _Listener:
 def _is_compiled(modules: dict[str, nn.Module], name: str) -> bool:
     """Whether torch.compile was given the module, or one around it."""
     around = [modules[a] for a in ancestors(name) if a in modules]
-    return any(
-        getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
-        for m in around
-    )
+    return any(is_compiled_in_place(m) or "_orig_mod" in m._modules for m in around)
 
 
 def _made(

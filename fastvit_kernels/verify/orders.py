@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime.compat import TorchDispatchMode
 
 # An axis that an operator sums over: its place in the arguments, and in the results that have it.
 # The first argument says how long it is; others may broadcast along it.

@@ -22,7 +22,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
 # Of objects, with what each has in its place.
 OF_OBJECTS = {"_dynamo_marked_constant", "_active_collector", "_attn_implementation", "_fast_norm",
-              "_active", "_get_rel_pos_bias", "_attn"}  # fmt: skip
+              "_active", "_get_rel_pos_bias", "_attn", "_schema",
+              "_compiled_call_impl"}  # fmt: skip
 ANYWHERE = set(vars(nn.Module())) | {"_replace", "_asdict", "_fields", "_exit"}
 ANYWHERE.add("_fingerprint")  # of a data set, by another library
 

@@ -83,12 +83,14 @@ FAULTS: list[Fault] = [
         only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
     ),
     Fault(
-        "status-outer-unseen", "runtime/compat.py", "hooks_on_saves", "only the innermost hooks are looked at",
+        "status-outer-unseen", "runtime/compat.py", "hooks_on_saves",
+        "only the innermost hooks are looked at",
         "            found.append(pair)\n", "            found.append(pair)\n            break\n",
         only=_test("test_checkpoints_in_a_checkpoint_go_their_forwards_way[False]"),
     ),
     Fault(
-        "status-hooks-turned", "runtime/compat.py", "hooks_on_saves", "saving hooks come back in another order",
+        "status-hooks-turned", "runtime/compat.py", "hooks_on_saves",
+        "saving hooks come back in another order",
         "in reversed(found)", "in found",
         only=_test("test_checkpoints_in_a_checkpoint_go_their_forwards_way[False]"),
     ),
