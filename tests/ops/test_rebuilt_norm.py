@@ -61,9 +61,16 @@ def test_rebuilt_norm_keeps_every_bit(name, norm):
         assert (a is b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("view", [
-    lambda y: y.mT, lambda y: y[:, 1:], lambda y: y[:1].expand(B, T, C), lambda y: y.view(B, C, T),
-])  # fmt: skip
+VIEWS = {
+    "turned": lambda y: y.mT,
+    "sample": lambda y: y[1:],
+    "tokens": lambda y: y[:, 1:],
+    "expanded": lambda y: y[:1].expand(B, T, C),
+    "reshaped": lambda y: y.view(B, C, T),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_rebuilt_norm_of_a_view_that_is_saved(view):
     """An op inside may save y turned, in part, or in another shape."""
     inputs = _inputs()
@@ -73,7 +80,7 @@ def test_rebuilt_norm_of_a_view_that_is_saved(view):
         with backend("triton"):
             y, _ = layer_norm_and_input(inputs["x"], *norm)
             with rebuilt_norm(y, inputs["x"], *norm) if low else nullcontext():
-                out = view(y).square()
+                out = VIEWS[view](y).square()
         upstream = rand(*out.shape, seed=9, grad=False)
         return torch.autograd.grad(out, [inputs["x"], *norm[:2]], upstream)
 

@@ -147,7 +147,7 @@ def test_rebuilt_sum_leaves_other_inputs_alone():
             y,
             linear(y, p["proj"]),
             linear(y, p["proj"], residual=p["x"]),
-            linear(first, p["proj"], residual=y),
+            linear(first, p["proj"], layer_scale=p["gamma"], residual=y),
             linear(y, p["proj"], activation="gelu", residual=first),
             linear(wide, weight, layer_scale=p["gamma"], residual=first),
         )
