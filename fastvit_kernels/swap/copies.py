@@ -123,7 +123,7 @@ class Copier:
         for name, value in vars(original).items():
             # A proof compares with the host, which masks.
             if name not in PRIVATE and name not in ("forward", "fused_drop_path", CALL):
-                rate = self.rates.get((id(original), name), value) if exact else RATE
+                rate: Any = self.rates.get((id(original), name), value) if exact else RATE
                 made.__dict__[name] = self.setting(name, value, off | quiet, rate)
         derived = getattr(self.planned(original), "fused_derived", None)
         if derived is not None:

@@ -14,7 +14,6 @@ DECIDES = ("swap/test_recognise.py::test_a_rate_that_decides_is_proven_for_each_
 EDITED = ("swap/test_swap_changes.py::test_an_edit_of_an_attention_raises_where_its_hosts_does",)
 ORDER_FILE = "swap/test_swap_order.py::"
 ORDER = ORDER_FILE + "test_the_first_call_decides_nothing_for_later_ones"
-FACTS = ORDER_FILE + "test_settings_are_read_at_each_call"
 GLOBAL = ORDER_FILE + "test_a_global_hook_sees_each_call_as_in_the_host"
 BACKEND = ("runtime/test_backend.py",)
 PACKED = "swap/test_packed_hosts.py::"
@@ -352,14 +351,8 @@ FAULTS = [
         "x.get_device()", only=(ORDER,),
     ),
     Fault(
-        "proof-first-frozen", "runtime/dispatch.py", "decide_once",
-        "the first call's requires_grad decides for later ones",
-        "x.get_device(), x.requires_grad)", "x.get_device())", only=(ORDER,),
-    ),
-    Fault(
         "proof-facts-once", "swap/verdicts.py", "verdict", "facts are read once and kept",
-        "if known is not None and known[0].hold(module):", "if known is not None:",
-        only=("swap/test_swap_changes.py::test_a_norm_of_another_width_raises_as_its_host", FACTS),
+        "if known is not None and known[0].hold(module):", "if known is not None:", only=DECIDES,
     ),
     Fault(
         "proof-patched-gelu", "swap/facts.py", "", "a patched gelu is not noticed",
