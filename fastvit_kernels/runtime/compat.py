@@ -162,7 +162,7 @@ def _without(name: str) -> Any:
 TorchDispatchMode: Any = _find(
     "torch.utils._python_dispatch:TorchDispatchMode", gone=_without("TorchDispatchMode")
 )
-# What enters and leaves a mode, and tells no other thread that one is at work. One gone: torch's own.
+# What enters and leaves a mode, and tells no other thread of it. One gone: torch's own.
 _push_mode = _find("torch.utils._python_dispatch:_push_mode", gone=None)
 _pop_mode = _find("torch.utils._python_dispatch:_pop_mode", gone=None)
 ENTERS_QUIETLY = None not in (_push_mode, _pop_mode)
