@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shlex
 from pathlib import Path
@@ -100,3 +101,21 @@ def test_readme_counts_the_models_of_the_coverage_page():
         f"{blocks} models of timm, torchvision and transformers swap whole blocks, {parts} more"
     )
     assert wanted in (ROOT / "README.md").read_text()
+
+
+def test_each_promise_has_its_tests_and_faults():
+    from faults import FAULTS
+
+    faults = [fault.id for fault in FAULTS]
+    page = (ROOT / "docs" / "promises.md").read_text()
+    rows = re.findall(r"^\| (?!promise |---)(.*) \| (.*) \| (.*?) ?\|$", page, re.MULTILINE)
+    assert len(rows) > 100
+    for promise, tests, broken in rows:
+        assert tests, promise
+        for test in re.findall(r"`([\w/*.:]+)`", tests):
+            file, _, name = test.partition("::")
+            source = (ROOT / "tests" / file).read_text()
+            pattern = name.replace("*", r"\w*")
+            assert not name or re.search(rf"def {pattern}\(", source), f"{promise}: {test}"
+        for id in re.findall(r"`([\w*-]+)`", broken):
+            assert fnmatch.filter(faults, id), f"{promise}: {id}"

@@ -62,7 +62,7 @@ def figures() -> list[Figure]:
             BAD_WEIGHTS, "hostile weight files and state dicts",
             "pytest tests/models/test_hostile_weights.py",
         ),
-        Figure(len(FAULTS), "faults planted in the kernels", "python tests/support/mutate.py"),
+        Figure(len(FAULTS), "faults to plant", "python tests/support/mutate.py"),
     ]  # fmt: skip
 
 

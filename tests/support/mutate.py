@@ -1,25 +1,26 @@
 """Plants small faults in the package, one at a time, and says which test notices each.
 
-python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--markdown FILE] [--list]
+python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--record] [--list]
 python tests/support/mutate.py --random N --seed S [--files GLOB]
 
 A fault is planted in a copy of the package and its tests in a temporary folder; the working tree is
 only read, whenever the run ends. The tests of the fault run there until the first failure. Every
 test that noticed something then runs without a fault and must pass. Exit status: 0 where all faults
-were noticed, else 1. --random draws faults (drawn.py) and shows those that nobody notices, past
-those that faults/survivors.py explains.
+were noticed, else 1. --record writes the first test that noticed each to faults/noticed.csv.
+--random draws faults (drawn.py) and shows those that nobody notices, past those that
+faults/survivors.py explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import difflib
 import functools
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -40,7 +41,7 @@ from faults import FAULTS, Fault
 from faults.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-BEGIN, END = "<!-- faults -->", "<!-- /faults -->"
+RECORD = ROOT / "tests" / "support" / "faults" / "noticed.csv"  # fault,outcome,test
 NOTICED = ("noticed", "timeout", "crash", "import")
 
 
@@ -175,7 +176,7 @@ class Result:
 
 def check(fault: Fault, timeout: float) -> Result:
     """Plant one fault in a copy and run its tests there, first the one that noticed it last."""
-    known = [test for test in (last_noticed().get(fault.id),) if test]
+    known = [test for _, test in (recorded().get(fault.id, ("", "")),) if test]
     with project_copy() as root:
         path = package_file(fault, root)
         path.write_text(plant(fault, path.read_text()))
@@ -194,12 +195,21 @@ def check(fault: Fault, timeout: float) -> Result:
     return Result(fault, "import" if isinstance(fault, Drawn) else "broken", "", run.output)
 
 
-@functools.cache
-def last_noticed() -> dict[str, str]:
-    """By fault, the test that docs/reliability.md names."""
-    page = rows((ROOT / "docs" / "reliability.md").read_text())
-    named = {id: re.search(r"\| ([\w/]+\.py): `([^`]+)`", row) for id, row in page.items()}
-    return {id: "::".join(found.groups()) for id, found in named.items() if found}
+def recorded(path: Path = RECORD) -> dict[str, tuple[str, str]]:
+    """By fault, the outcome of its last run and the first test that noticed it."""
+    with path.open(newline="") as file:
+        return {row["fault"]: (row["outcome"], row["test"]) for row in csv.DictReader(file)}
+
+
+def record(results: Iterable[Result], path: Path = RECORD) -> None:
+    """Write the results into the record; rows of faults that did not run stay."""
+    known = recorded(path) | {
+        result.fault.id: (result.outcome, result.test.removeprefix("tests/")) for result in results
+    }
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("fault", "outcome", "test"))
+        rows.writerows((f.id, *known[f.id]) for f in FAULTS if f.id in known)
 
 
 def fails_without_a_fault(tests: Iterable[str], timeout: float, *options: str) -> list[str]:
@@ -220,40 +230,6 @@ def _changed_lines(fault: Drawn) -> list[str]:
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
-def _row(result: Result) -> str:
-    fault, how = result.fault, "" if result.outcome == "noticed" else f" ({result.outcome})"
-    file, _, test = result.test.removeprefix("tests/").partition("::")
-    by = f"{file}: `{test.replace('|', ' ')}`{how}" if test else f"**{result.outcome}**"
-    return f"| {fault.id} | {fault.file} | {fault.what} | {by} |"
-
-
-def rows(text: str) -> dict[str, str]:
-    """The table's rows between the markers, by fault."""
-    part = re.search(f"{re.escape(BEGIN)}(.*){re.escape(END)}", text, re.DOTALL)
-    lines = re.findall(r"^\| ([\w-]+) (\|.*\|)$", part[1] if part else "", re.MULTILINE)
-    return {id: f"| {id} {rest}" for id, rest in lines if id != "fault" and "-" * 3 not in id}
-
-
-def table(text: str, results: Iterable[Result]) -> str:
-    """text with a new table between its markers; rows of faults that did not run stay."""
-    known = rows(text) | {result.fault.id: _row(result) for result in results}
-    known = {fault.id: known[fault.id] for fault in FAULTS if fault.id in known}
-    noticed = sum("| **" not in row for row in known.values())
-    lines = [
-        BEGIN,
-        f"{len(known)} faults planted, {noticed} noticed.",
-        "",
-        "| fault | file | what is wrong | the first test that notices |",
-        "| --- | --- | --- | --- |",
-        *known.values(),
-        END,
-    ]
-    block = "\n".join(lines)
-    if BEGIN not in text:
-        return f"{text}{block}\n"
-    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -263,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a fault's tests")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--record", action="store_true", help="write faults/noticed.csv")
     parser.add_argument("--list", action="store_true", help="list the faults, plant none")
     parser.add_argument("--verbose", action="store_true", help="what pytest said of each fault")
     parser.add_argument("--random", type=int, metavar="N", help="draw so many faults")
@@ -320,9 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fails without a fault too: {test}")
     print(f"{len(results)} faults planted, {len(noticed)} noticed", end="")
     print(f", {len(explained)} explained" if explained else "")
-    if words.markdown is not None:
-        text = words.markdown.read_text() if words.markdown.exists() else ""
-        words.markdown.write_text(table(text, results))
+    if words.record:
+        record(results)
     return int(bool(wrong) or len(noticed) < len(results))
 
 

@@ -1,6 +1,5 @@
 """The faults of faults.py still fit the package; some are planted and noticed."""
 
-import re
 from pathlib import Path
 
 import drawn
@@ -8,6 +7,7 @@ import mutate
 import pytest
 from faults import FAULTS, Fault
 from mutate import (
+    NOTICED,
     ROOT,
     CannotPlant,
     Result,
@@ -16,9 +16,9 @@ from mutate import (
     main,
     package_file,
     plant,
-    rows,
+    record,
+    recorded,
     run_tests,
-    table,
 )
 
 BY_ID = {fault.id: fault for fault in FAULTS}
@@ -122,29 +122,26 @@ def test_list(capsys):
         main(["--only", "no-such-fault"])
 
 
-def test_table_keeps_the_rows_of_faults_that_did_not_run():
+def test_the_record_keeps_the_rows_of_faults_that_did_not_run(tmp_path):
     first, second = FAULTS[:2]
-    text = "# Page\n\n"
-    text = table(text, [Result(first, "noticed", "tests/test_a.py::test_b[x]", "")])
-    text = table(text, [Result(second, "timeout", "tests/test_c.py::test_d", "")])
-    text = table(text, [])
-    assert list(rows(text)) == [first.id, second.id]
-    assert "2 faults planted, 2 noticed." in text
-    assert rows(text)[first.id].endswith("| test_a.py: `test_b[x]` |")
-    assert rows(text)[second.id].endswith("| test_c.py: `test_d` (timeout) |")
-    assert "1 noticed" in table(text, [Result(first, "not noticed", "", "")])
+    path = tmp_path / "noticed.csv"
+    path.write_text("fault,outcome,test\n")
+    record([Result(second, "timeout", "tests/test_c.py::test_d", "")], path)
+    record([Result(first, "noticed", "tests/test_a.py::test_b[x|y]", "")], path)
+    record([], path)
+    assert list(recorded(path).items()) == [
+        (first.id, ("noticed", "test_a.py::test_b[x|y]")),
+        (second.id, ("timeout", "test_c.py::test_d")),
+    ]
 
 
-def test_page_says_who_noticed_each_fault():
-    """docs/reliability.md: python tests/support/mutate.py --markdown docs/reliability.md"""
-    page = rows((ROOT / "docs" / "reliability.md").read_text())
-    assert list(page) == [fault.id for fault in FAULTS]
-    for fault in FAULTS:
-        row = page[fault.id]
-        assert row.startswith(f"| {fault.id} | {fault.file} | {fault.what} |")
-        named = re.search(r"\| ([\w/]+\.py): `(test_\w+)", row)
-        assert named is not None, row
-        assert _test_exists("::".join(named.groups())), row
+def test_the_record_says_who_noticed_each_fault():
+    """python tests/support/mutate.py --record"""
+    found = recorded()
+    assert list(found) == [fault.id for fault in FAULTS]
+    for id, (outcome, test) in found.items():
+        assert outcome in NOTICED, id
+        assert _test_exists(test), f"{id}: {test}"
 
 
 # --- drawn
