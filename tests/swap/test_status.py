@@ -336,7 +336,8 @@ def test_watch_changes_nothing_and_ends():
 
 def test_watch_sees_the_model_that_it_was_given_and_all_threads():
     model, other = timm_model(), timm_model()
-    fk.swap_in(model), fk.swap_in(other)
+    for each in (model, other):
+        fk.swap_in(each)
     with fk.watch(model) as status, fk.watch(other) as empty:
         thread = threading.Thread(target=lambda: model(images()))
         thread.start()
