@@ -259,7 +259,8 @@ class VisionTransformer(nn.Module):
         self.fix_init = fix_init
         if weight_init != "skip":
             self.init_weights()
-        self.to(device=device, dtype=dtype)
+        if device is not None or dtype is not None:
+            self.to(device=device, dtype=dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state if "rope" in state["_modules"] else {"rope": None, **state})

@@ -177,8 +177,11 @@ class QuietMode(TorchDispatchMode):
         _push_mode(self)
         return self
 
-    def __exit__(self, *error: Any) -> Any:
-        return _pop_mode() if ENTERS_QUIETLY else super().__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        if ENTERS_QUIETLY:
+            _pop_mode()
+        else:
+            super().__exit__(*error)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -259,7 +259,7 @@ def test_a_termination_blames_no_config(monkeypatch, capsys):
 
     monkeypatch.setattr(tune_command, "run_tuning", tune)
     monkeypatch.setattr(tune_command, "model_step", lambda *_, **__: None)
-    monkeypatch.setattr(tune_command.options, "kernels_reason", lambda device: None)
+    monkeypatch.setattr(tune_command.options, "kernels_reason", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(tune_command.options, "chosen_device", lambda _: torch.device("cuda:0"))
