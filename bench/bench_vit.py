@@ -208,7 +208,7 @@ def _measure_group(
 ) -> list[Row]:
     timed = {}
     if any(WAYS[entry.provider.name].compile_mode is not None for entry in group):
-        torch._dynamo.reset()  # once: a second would throw away what the group has compiled
+        torch.compiler.reset()  # once: a second would throw away what the group has compiled
     for entry in group:
         ready = _ready(entry, case, oracle, bench)
         if ready is not None:

@@ -15,15 +15,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from bench.private import efficient_attention, tree_leaves
 from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
+from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, place_of_storage
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.hosts import fused
 from fastvit_kernels.tools.aot import tensor_bytes
@@ -64,9 +63,9 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastvit_kernels":
             with self:
-                return LAUNCHERS[func._opname](*args, **(kwargs or {}))
+                return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().removeprefix("aten::").partition(".")[0]
         # `to` and `reshape` are views by their schema, and copy where they must
         moves_nothing = name.startswith(_MOVES_NOTHING) or (
             func.is_view and _is_view_of(result, args)
@@ -132,14 +131,13 @@ def _masked_sdpa(
     if any(stride % 8 for stride in mask.stride()[:-1]):  # rows of 16 bytes
         mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
     mask = mask.expand(*q.shape[:-1], k.shape[-2])
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(q, k, v, mask, True, dropout_p, scale=options.get("scale"))[0]
+    return efficient_attention(q, k, v, mask, True, dropout_p, scale=options.get("scale"))[0]
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
-    places = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+    places = {place_of_storage(x.untyped_storage()) for x in args if isinstance(x, Tensor)}
     results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-    return all(x.untyped_storage()._cdata in places for x in results)
+    return all(place_of_storage(x.untyped_storage()) in places for x in results)
 
 
 @contextmanager
@@ -162,7 +160,7 @@ def counting() -> Iterator[Count]:
 
     def keep(x: Any) -> Any:
         if isinstance(x, Tensor):
-            count.kept[x.untyped_storage()._cdata] = x
+            count.kept[place_of_storage(x.untyped_storage())] = x
         return x
 
     class Hooks(saved_tensors_hooks):

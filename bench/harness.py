@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from bench.providers import BASELINE, Function, Provider, with_autotuned
@@ -270,7 +269,7 @@ def _absent(**_: Any) -> Tensor:
 def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
     entries = []
     if any(provider.compiled for provider in providers):
-        torch._dynamo.reset()  # once: a second would throw away what the first has compiled
+        torch.compiler.reset()  # once: a second would throw away what the first has compiled
     for provider in providers:
         try:
             entries.append(Entry(provider, provider.make()))

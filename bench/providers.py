@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.private import keeps_buffers
 from fastvit_kernels import backend
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 
@@ -55,14 +56,8 @@ def compiled(reference: Function, mode: str | None = None) -> Provider:
     def make() -> Function:
         return torch.compile(reference, dynamic=False, mode=mode)
 
-    def kept_buffers() -> AbstractContextManager[Any]:
-        """The backward is timed alone, many times over one forward: donated buffers forbid it."""
-        import torch._functorch.config
-
-        return torch._functorch.config.patch(donated_buffer=False)
-
     name = "compile" if mode is None else "compile-max-autotune"
-    return Provider(name, make, kept_buffers, compiled=True, reference=reference)
+    return Provider(name, make, keeps_buffers, compiled=True, reference=reference)
 
 
 def with_autotuned(providers: list[Provider]) -> list[Provider]:

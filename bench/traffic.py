@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.counting import Step, counting
+from bench.private import compiler_with
 from bench.shapes import VITS
 from bench.traffic_calls import (
     ATTENTION_HEADER,
@@ -106,27 +107,20 @@ def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
 
 def kept_by_partitioner(size: str, depth: int) -> int:
     """Bytes that torch.compile's partitioner keeps for one image: real tensors, on the CPU."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.compilers import nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     model = vit(size, depth).to_empty(device="cpu")
     kept = 0
 
-    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+    def partition(default: Any, *graph: Any, num_fwd_outputs: int, **options: Any) -> Any:
         nonlocal kept
-        forward, backward = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
-        )
+        forward, backward = default(*graph, num_fwd_outputs=num_fwd_outputs, **options)
         (returned,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
         saved = [node.meta["val"] for node in returned[num_fwd_outputs:]]
         kept = activation_bytes([x for x in saved if isinstance(x, Tensor)], model)
         return forward, backward
 
-    torch._dynamo.reset()
-    compiler = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition)
+    torch.compiler.reset()
     with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(model, backend=compiler)(torch.zeros(1, 3, SIZE, SIZE))
+        torch.compile(model, backend=compiler_with(partition))(torch.zeros(1, 3, SIZE, SIZE))
     return kept
 
 

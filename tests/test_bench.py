@@ -266,7 +266,7 @@ def test_shares_of_the_nearer_roof():
 
 def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
     resets, modes = [], []
-    monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
+    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
 
     def compiles(function, dynamic, mode):
         modes.append(mode)

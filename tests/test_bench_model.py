@@ -242,7 +242,7 @@ def test_first_step_in_processes_of_its_own():
 
 def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     resets: list = []
-    monkeypatch.setattr("torch._dynamo.reset", lambda: resets.append(1))
+    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
     monkeypatch.setattr(bench_vit, "_ready", lambda entry, *_: None)
     entries = [harness.Entry(bench_vit.provider_of(name), torch.empty) for name in WAYS]
     bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench())

@@ -18,6 +18,7 @@ from fastvit_kernels.runtime import compat
 LIBRARIES = ("torch", "triton", "timm", "transformers", "torchvision")
 PACKAGE = Path(compat.__file__).parents[1]
 COMPAT = Path(compat.__file__)
+BENCH = PACKAGE.parent / "bench"
 SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
 # Of objects, with what each has in its place.
@@ -71,11 +72,13 @@ def private_names(tree):
             yield node.lineno, name
 
 
-def test_private_names_stand_in_one_file():
-    known = set(own_names(PACKAGE)) | ANYWHERE
+@pytest.mark.parametrize("home", [COMPAT, BENCH / "private.py"], ids=["package", "bench"])
+def test_private_names_stand_in_one_file(home):
+    folder = PACKAGE if home == COMPAT else BENCH
+    known = {*own_names(PACKAGE), *own_names(folder)} | ANYWHERE
     found = [
-        f"{file.relative_to(PACKAGE)}:{line} {name}"
-        for file, tree in trees(PACKAGE) if file != COMPAT
+        f"{file.relative_to(folder)}:{line} {name}"
+        for file, tree in trees(folder) if file != home
         for line, name in private_names(tree) if name not in known
     ]  # fmt: skip
     assert not found
