@@ -25,7 +25,8 @@ from ...runtime.configs import launch_plan
 from ...runtime.triton import HAS_TRITON, VERSION, tl, triton
 from .gemm_configs import TMA_ARCHS, GemmConfig
 
-GROUP_M = 8  # row blocks that are walked together, so that L2 keeps their columns of b
+# row blocks that are walked together, so that L2 keeps their columns of b
+GROUP_M = 8
 
 
 def input_precision() -> Literal["ieee", "tf32"]:

@@ -12,7 +12,6 @@ the store. Derivation: docs/rope.md.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -368,7 +367,8 @@ def chosen(
 
 def _count_rows(shape: tuple[int, ...]) -> int:
     """B T H, which a program compiled for any batch learns here."""
-    num_rows = math.prod(shape[:3])
+    B, T, H, _ = shape
+    num_rows = B * T * H
     if num_rows >= MAX_ROWS:
         raise ValueError(f"rope: B T H must be below 2^31, got {num_rows}")
     return num_rows
