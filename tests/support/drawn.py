@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cache
+from functools import reduce
 from itertools import zip_longest
+from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +49,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
 OF_ALL = ("test_mutate.py", "test_docs.py", "test_options.py")
 NOT_RUN = ("__repr__", "__str__")
 MOST = 4  # files of tests for a file
+MOST_RAN = 150  # tests of a line
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
 
 
@@ -56,11 +59,12 @@ class Drawn(Fault):
 
     begin: int = 0
     end: int = 0
-    files: tuple[str, ...] = ()
+    lines: tuple[int, int] = (0, 0)
+    ran: tuple[str, ...] = ()
 
     @property
     def tests(self) -> tuple[str, ...]:
-        return self.files
+        return self.ran or tests_of(self.file)
 
 
 def _called(node: ast.AST) -> str:
@@ -168,7 +172,7 @@ def _mutants(file: str, source: str) -> Iterator[Drawn]:
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    tree, seen, tests = ast.parse(source), Counter(), tests_of(file)
+    tree, seen = ast.parse(source), Counter()
     for within, node, old, new in _changes(tree, ""):
         at: Any = node
         begin = starts[at.lineno - 1] + at.col_offset
@@ -176,7 +180,8 @@ def _mutants(file: str, source: str) -> Iterator[Drawn]:
         id = f"{file}:{within}: {_short(old)} -> {_short(new)}"
         seen[id] += 1
         id += f" #{seen[id]}" if seen[id] > 1 else ""
-        yield Drawn(id, file, "", "", old, new, (), begin, end, tests)
+        lines = (at.lineno, at.end_lineno)
+        yield Drawn(id, file, "", "", old, new, (), begin, end, lines)
 
 
 def plant_drawn(fault: Drawn, source: str) -> str:
@@ -198,7 +203,7 @@ def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
     return [x for turn in zip_longest(*groups) for x in turn if x is not None]
 
 
-def draw(count: int, seed: int, pattern: str = "*") -> list[Drawn]:
+def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> list[Drawn]:
     """Faults by turns of rooms, and of the files in each: what is large does not swallow all."""
 
     def order(fault: Drawn) -> str:
@@ -211,68 +216,52 @@ def draw(count: int, seed: int, pattern: str = "*") -> list[Drawn]:
             found = sorted(_mutants(file, (home / file).read_text()), key=order)
             if found:
                 rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
-    return _in_turn([
+    drawn = _in_turn([
         _in_turn(sorted(files, key=lambda found: order(found[0]))) for files in rooms.values()
     ])[:count]  # fmt: skip
+    return [replace(f, ran=ran.tests(f.file, *f.lines)) for f in drawn] if ran else drawn
 
 
 # --- which tests
 
 
-def _imported(path: Path, base: Sequence[str]) -> Iterator[str]:
-    """Files of the package and bench that a file imports by name, as faults name them."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            home = [*base[: len(base) - node.level + 1]] if node.level else []
-            module = ".".join([*home, *([node.module] if node.module else [])])
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            file = name.replace(".", "/") + ".py"
-            if (ROOT / file).exists():
-                yield file.removeprefix("fastvit_kernels/")
-
-
-@cache
-def _importers() -> dict[str, set[str]]:
-    """Of each file: the files, and tests/..., that import it."""
-    found: dict[str, set[str]] = {}
-    for file in files_of():
-        path = ROOT / file if file.startswith("bench/") else ROOT / "fastvit_kernels" / file
-        base = path.relative_to(ROOT).parts[:-1]
-        for used in _imported(path, base):
-            found.setdefault(used, set()).add(file)
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for used in _imported(path, ()):
-            found.setdefault(used, set()).add(str(path.relative_to(ROOT)))
-    return found
-
-
-@cache
-def _tests() -> dict[str, str]:
-    """Name under tests/ -> text, the short files first."""
-    paths = [p for p in (ROOT / "tests").rglob("test_*.py") if p.name not in OF_ALL]
-    texts = {str(p.relative_to(ROOT / "tests")): p.read_text() for p in paths}
-    return dict(sorted(texts.items(), key=lambda item: len(item[1])))
-
-
 def tests_of(file: str) -> tuple[str, ...]:
-    """TESTS of the file; else those of its name or its folder's, then those that import it, then
-    those of the files that import it."""
+    """TESTS of the file; else those of its name and its folder's, and some that name it."""
     if file in TESTS:
         return TESTS[file]
     *folders, name = file.removesuffix(".py").split("/")
-    found = [t for n in (name, *folders[1:][-1:]) for t in _tests() if t.endswith(f"test_{n}.py")]
-    level, seen = {file}, {file}
-    while level and len(found) < MOST:
-        users = sorted({user for f in level for user in _importers().get(f, ())} - seen)
-        seen |= set(users)
-        users_tests = {u.removeprefix("tests/") for u in users if u.startswith("tests/")}
-        found += [t for t in _tests() if t in users_tests]
-        named = {t for u in users for t in TESTS.get(u, ())}
-        found += sorted(named) if len(found) < MOST else []
-        level = {u for u in users if not u.startswith("tests/")} if not found else set()
+    paths = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p.name not in OF_ALL]
+    named = [p for n in (name, *folders[1:][-1:]) for p in paths if p.name == f"test_{n}.py"]
+    named += [p for p in paths if re.search(rf"\b{name}\b", p.read_text())][:MOST]
+    found = [str(p.relative_to(ROOT / "tests")) for p in named]
     room = next(tests for start, tests in ROOM_TESTS.items() if file.startswith(start))
-    return tuple(dict.fromkeys([*found[:MOST], *(room if len(found) < 2 else ())]))
+    return tuple(dict.fromkeys([*found, *(room if len(found) < 2 else ())]))
+
+
+class Ran:
+    """Which tests ran a line, as the plugin ran.py wrote it, of all workers."""
+
+    def __init__(self, path: Path):
+        self.workers = [json.loads(p.read_text()) for p in path.parent.glob(f"{path.name}.*")]
+        if not self.workers:
+            raise FileNotFoundError(f"there is no {path}.*: see tests/support/ran.py")
+
+    def tests(self, file: str, first: int, last: int) -> tuple[str, ...]:
+        """Those of the lines, MOST_RAN at most: by turns of test functions, first the file's own,
+        then those that run least of it."""
+        path = file if file.startswith("bench/") else f"fastvit_kernels/{file}"
+        own, functions = tests_of(file), dict[str, list[str]]()
+        nearness: dict[str, tuple[bool, int]] = {}
+        for worker in self.workers:
+            lines = {int(n): int(b, 16) for n, b in worker["lines"].get(path, {}).items()}
+            there = reduce(or_, (b for n, b in lines.items() if first <= n <= last), 0)
+            for i, name in enumerate(worker["tests"]):
+                if there >> i & 1:
+                    name = name.removeprefix("tests/")
+                    function = name.partition("[")[0]
+                    size = sum(b >> i & 1 for b in lines.values())
+                    near = (not name.startswith(own), size)
+                    nearness[function] = min(near, nearness.get(function, near))
+                    functions.setdefault(function, []).append(name)
+        ordered = sorted(functions, key=lambda function: nearness[function])
+        return tuple(_in_turn([functions[function] for function in ordered])[:MOST_RAN])

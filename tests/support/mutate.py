@@ -1,14 +1,14 @@
 """Plants small faults in the package, one at a time, and says which test notices each.
 
 python tests/support/mutate.py [--only ID ...] [--jobs N] [--timeout S] [--record] [--list]
-python tests/support/mutate.py --random N --seed S [--files GLOB]
+python tests/support/mutate.py --random N --seed S [--files GLOB] [--ran FILE]
 
 A fault is planted in a copy of the package and its tests in a temporary folder; the working tree is
 only read, whenever the run ends. The tests of the fault run there until the first failure. Every
 test that noticed something then runs without a fault and must pass. Exit status: 0 where all faults
 were noticed, else 1. --record writes the first test that noticed each to faults/noticed.csv.
 --random draws faults (drawn.py) and shows those that nobody notices, past those that
-faults/survivors.py explains.
+faults/survivors.py explains. --ran gives each the tests that run its lines: ran.py writes the FILE.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
-from drawn import Drawn, draw, plant_drawn
+from drawn import Drawn, Ran, draw, plant_drawn
 from faults import FAULTS, Fault
 from faults.survivors import SURVIVORS
 
@@ -244,10 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="what pytest said of each fault")
     parser.add_argument("--random", type=int, metavar="N", help="draw so many faults")
     parser.add_argument("--seed", type=int, default=0, help="another one draws others")
+    parser.add_argument("--ran", metavar="FILE", type=Path, help="which tests run which lines")
     parser.add_argument("--files", metavar="GLOB", default="*", help="draw in these files alone")
     words = parser.parse_args(arguments)
 
-    faults = FAULTS if words.random is None else draw(words.random, words.seed, words.files)
+    ran = Ran(words.ran) if words.ran else None
+    faults = FAULTS if words.random is None else draw(words.random, words.seed, words.files, ran)
     explained = [f.id for f in faults if f.id in SURVIVORS]
     faults = [f for f in faults if f.id not in SURVIVORS]
     if words.only:

@@ -1,5 +1,6 @@
 """The faults of faults.py still fit the package; some are planted and noticed."""
 
+import json
 from pathlib import Path
 
 import drawn
@@ -217,3 +218,19 @@ def test_drawn_faults_are_planted_shown_and_explained(monkeypatch, capsys):
     assert f"{spared.id}: explained, for a reason" in out
     assert f"{tried.id}: not noticed\n-" in out and "\n+" in out
     assert "2 faults planted, 1 noticed, 1 explained" in out
+
+
+def test_a_drawn_fault_has_the_tests_that_run_its_lines(tmp_path):
+    file = "fastvit_kernels/ops/norm/kernels.py"
+    tests = ["tests/a.py::wide[1]", "tests/a.py::wide[2]", "tests/b.py::small", "tests/c.py::not"]
+    own = {"tests": ["tests/ops/test_norm.py::own"], "lines": {file: {"1": "1", "2": "1"}}}
+    more = {"tests": tests, "lines": {file: {"1": "7", "2": "3", "3": "8"}}}
+    for worker, found in (("gw0", more), ("gw1", own)):
+        (tmp_path / f"ran.{worker}").write_text(json.dumps(found))
+    ran = drawn.Ran(tmp_path / "ran")
+    wanted = ("ops/test_norm.py::own", "b.py::small", "a.py::wide[1]", "a.py::wide[2]")
+    assert ran.tests("ops/norm/kernels.py", 1, 2) == wanted
+    assert ran.tests("ops/norm/kernels.py", 3, 3) == ("c.py::not",)
+    assert ran.tests("ops/norm/kernels.py", 4, 9) == ()
+    with pytest.raises(FileNotFoundError):
+        drawn.Ran(tmp_path / "other")

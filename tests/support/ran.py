@@ -1,0 +1,62 @@
+"""A plugin of pytest that notes which tests run which lines, for `mutate.py --random --ran FILE`.
+
+PYTHONPATH=tests/support python -m pytest -n 2 -p ran --ran=FILE    # workers write FILE.gw0, ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import coverage
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = [str(ROOT / name) for name in ("fastvit_kernels", "bench")]
+
+
+class Ran:
+    """Lines as sets of tests: bit n of a number is test n. Subprocesses of tests are not seen."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.tests: list[str] = []
+        self.lines: dict[str, dict[int, int]] = {}
+        self.measured = coverage.Coverage(data_file=None, source=SOURCES, config_file=False)
+        self.measured.start()
+
+    def _taken(self) -> Iterator[tuple[str, list[int]]]:
+        """What ran since the last time, from where the tracers write: a thread more, a fork, and
+        coverage's own database is lost."""
+        assert self.measured._collector is not None
+        for file, lines in list(self.measured._collector.data.items()):
+            yield file, list(lines)
+            lines.clear()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        list(self._taken())
+        result = yield
+        bit = 1 << len(self.tests)
+        self.tests.append(item.nodeid)
+        for file, lines in self._taken():
+            known = self.lines.setdefault(str(Path(file).relative_to(ROOT)), {})
+            for line in lines:
+                known[line] = known.get(line, 0) | bit
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        self.measured.stop()
+        lines = {f: {n: f"{b:x}" for n, b in found.items()} for f, found in self.lines.items()}
+        self.path.write_text(json.dumps({"tests": self.tests, "lines": lines}))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ran", metavar="FILE", help="write which tests ran which lines")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", {}).get("workerid", "gw")
+    if config.getoption("--ran") and (worker != "gw" or not config.getoption("numprocesses", 0)):
+        config.pluginmanager.register(Ran(Path(f"{config.getoption('--ran')}.{worker}")))
