@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -252,15 +253,19 @@ class Ran:
         path = file if file.startswith("bench/") else f"fastvit_kernels/{file}"
         own, functions = tests_of(file), dict[str, list[str]]()
         nearness: dict[str, tuple[bool, int]] = {}
-        for worker in self.workers:
-            lines = {int(n): int(b, 16) for n, b in worker["lines"].get(path, {}).items()}
+        ran = [
+            (w["tests"], {int(n): int(b, 16) for n, b in w["lines"].get(path, {}).items()})
+            for w in self.workers
+        ]
+        if not any(first <= n <= last for _, lines in ran for n in lines):
+            first, last = 0, sys.maxsize  # what runs at import: all of the file
+        for tests, lines in ran:
             there = reduce(or_, (b for n, b in lines.items() if first <= n <= last), 0)
-            for i, name in enumerate(worker["tests"]):
+            for i, name in enumerate(tests):
                 if there >> i & 1:
                     name = name.removeprefix("tests/")
                     function = name.partition("[")[0]
-                    size = sum(b >> i & 1 for b in lines.values())
-                    near = (not name.startswith(own), size)
+                    near = (not name.startswith(own), sum(b >> i & 1 for b in lines.values()))
                     nearness[function] = min(near, nearness.get(function, near))
                     functions.setdefault(function, []).append(name)
         ordered = sorted(functions, key=lambda function: nearness[function])

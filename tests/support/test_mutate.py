@@ -231,6 +231,6 @@ def test_a_drawn_fault_has_the_tests_that_run_its_lines(tmp_path):
     wanted = ("ops/test_norm.py::own", "b.py::small", "a.py::wide[1]", "a.py::wide[2]")
     assert ran.tests("ops/norm/kernels.py", 1, 2) == wanted
     assert ran.tests("ops/norm/kernels.py", 3, 3) == ("c.py::not",)
-    assert ran.tests("ops/norm/kernels.py", 4, 9) == ()
+    assert set(ran.tests("ops/norm/kernels.py", 4, 9)) == {*wanted, "c.py::not"}
     with pytest.raises(FileNotFoundError):
         drawn.Ran(tmp_path / "other")
