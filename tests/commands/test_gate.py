@@ -157,9 +157,15 @@ import triton, triton.language as tl
 from torch import empty, float16
 from fastvit_kernels.tools.specialisation import digest_of, specialisation
 
+TWO: tl.constexpr = 2
+
+@triton.jit
+def add(x):
+    return x * TWO
+
 @triton.jit
 def double(x):
-    return x + x
+    return add(x)
 
 @triton.jit
 def triple(x):
@@ -180,11 +186,27 @@ others = [digest(x.to(float16), 3, double, 16), digest(x[1:], 3, double, 16),
           digest(x, 3, double, 16, "sm_80")]
 assert len(set(same)) == 1, same
 assert len({*same, *others}) == 8, others
+print(same[0])
 """
 
 
 def test_a_digest_names_everything_that_changes_the_code(tmp_path):
     script = tmp_path / "digest.py"  # Triton reads a kernel's source from its file
-    script.write_text(DIGEST_OF)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, script], check=True, env=env)
+
+    def digest(source):
+        script.write_text(source)
+        done = subprocess.run(
+            [sys.executable, script], check=True, env=env, capture_output=True, text=True
+        )
+        return done.stdout
+
+    same = digest(DIGEST_OF)
+    assert digest(f"# a line above\n\n{DIGEST_OF}") == same
+    edits = (
+        (": tl.constexpr = 2", " = tl.constexpr(3)"),
+        ("x * TWO", "TWO * x"),
+        ("return add(x)", "return x"),
+    )
+    changed = [DIGEST_OF.replace(*edit) for edit in edits]
+    assert len({same, *map(digest, changed)}) == 4  # what a function calls, and reads
