@@ -7,7 +7,6 @@ switch says which implementation runs. Importing the package touches no device.
 from .runtime import compat as compat  # before all others: it refuses a torch that is too old
 
 # isort: split
-from . import _former_names as _former_names
 from .models.attention_maps import attention_maps
 from .models.gated_mlp import GluMlp, SwiGLU
 from .models.modules import Attention, Mlp, PatchEmbed

@@ -1,6 +1,6 @@
 """Flags that several commands share: each is spelled, checked and explained once, here.
 
-A command takes those it needs. Former spellings are still read, but no help lists them.
+A command takes those it needs.
 """
 
 from __future__ import annotations
@@ -61,37 +61,26 @@ def _device(text: str) -> str:
     return text
 
 
-def _add(
-    parser: Any, name: str, *, formerly: str | None = None, **settings: Any
-) -> argparse.Action:
-    """Add one flag, and a former spelling of it that no help lists."""
-    action = parser.add_argument(name, **settings)
-    if formerly is not None:
-        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        parser.add_argument(formerly, **{**hidden, "dest": action.dest})
-    return action
-
-
 def add_model(parser: Any, default: str | None = MODEL, help: str = "") -> None:
     """`--model NAME`, a name for `models.build_model`."""
     text = help or (f"default {default}" if default else "")
-    _add(
-        parser, "--model", metavar="NAME", default=default,
+    parser.add_argument(
+        "--model", metavar="NAME", default=default,
         help="a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
         + (f" ({text})" if text else ""),
     )  # fmt: skip
 
 
 def add_img_size(parser: Any) -> None:
-    _add(
-        parser, "--img-size", formerly="--image-size", type=positive(int, MOST_PIXELS),
+    parser.add_argument(
+        "--img-size", type=positive(int, MOST_PIXELS),
         metavar="PIXELS", help="side of the square images (default: the model's)",
     )  # fmt: skip
 
 
 def add_batch(parser: Any, default: int | None = None, dest: str = "batch") -> None:
-    _add(
-        parser, "--batch", formerly="--batch-size", dest=dest, type=positive(int),
+    parser.add_argument(
+        "--batch", dest=dest, type=positive(int),
         metavar="IMAGES", default=default,
         help="images a step" + (f" (default {default})" if default else ""),
     )  # fmt: skip
@@ -103,10 +92,9 @@ def add_dtype(
 ) -> None:  # fmt: skip
     """`--dtype`, of autocast where the parameters are fp32."""
     text = help + (f" (default {default})" if default else "")
-    _add(
-        parser, "--dtype", formerly="--precision", dest=dest, choices=choices, default=default,
-        help=text, **settings,
-    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", dest=dest, choices=choices, default=default, help=text, **settings
+    )
 
 
 def add_step(parser: Any) -> None:
@@ -123,8 +111,8 @@ def add_step(parser: Any) -> None:
 
 
 def add_device(parser: Any) -> None:
-    _add(
-        parser, "--device", type=_device, metavar="DEVICE",
+    parser.add_argument(
+        "--device", type=_device, metavar="DEVICE",
         help="cpu, cuda or cuda:N (default cuda where there is one)",
     )  # fmt: skip
 
@@ -158,16 +146,16 @@ def require_kernels(device: torch.device, dtype: str | None = None) -> None:
 
 
 def add_seed(parser: Any, help: str) -> None:
-    _add(parser, "--seed", type=within(int, 0, 2**32 - 1), metavar="SEED", help=help)
+    parser.add_argument("--seed", type=within(int, 0, 2**32 - 1), metavar="SEED", help=help)
 
 
 def add_json(parser: Any) -> None:
-    _add(parser, "--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
 def add_out(parser: Any, help: str, default: Path | None = None, metavar: str = "DIR") -> None:
-    _add(parser, "--out", type=Path, metavar=metavar, default=default, help=help)
+    parser.add_argument("--out", type=Path, metavar=metavar, default=default, help=help)
 
 
 def add_budget(parser: Any, help: str) -> None:
-    _add(parser, "--time-budget", type=positive(float), metavar="SECONDS", help=help)
+    parser.add_argument("--time-budget", type=positive(float), metavar="SECONDS", help=help)

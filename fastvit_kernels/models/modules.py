@@ -124,11 +124,6 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        older = {"strict_img_size": True, "mean": None, "std": None}  # a pickle of 0.1.0 has none
-        super().__setstate__({**older, **state})
-        self._modules.setdefault("norm", nn.Identity())
-
     def grid_of(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the images' patches.
 
@@ -255,12 +250,6 @@ class Attention(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(width, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of 0.1.0 too
-        later = dict(q_bias=None, v_bias=None) if "q_bias" not in state["_parameters"] else {}
-        super().__setstate__({"rotate_half": False, "num_prefix_tokens": 0, **later, **state})
-        for name in ("q_norm", "k_norm"):
-            self._modules.setdefault(name, nn.Identity())
 
     def _bias_apart(self) -> Tensor | None:
         """The bias of qkv where it is in parts, (3 H D,): 0 for the keys."""

@@ -262,10 +262,6 @@ class VisionTransformer(nn.Module):
         if device is not None or dtype is not None:
             self.to(device=device, dtype=dtype)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state if "rope" in state["_modules"] else {"rope": None, **state})
-        self._modules.setdefault("patch_drop", PatchDropout())
-
     def init_weights(self, mode: WeightInit = "") -> None:
         """Draw them by a scheme of timm's, by default `weight_init`, the constructor's."""
         init_weights(self, mode or self.weight_init_mode, self.num_classes)

@@ -84,9 +84,6 @@ class SwapReport:
     rebuilt_rms: int = 0
     skipping: list[str] = field(default_factory=list)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(SwapReport()) | state)  # a pickle of 0.1.0 has fewer attributes
-
     @property
     def level(self) -> str:
         """ "block": every layer of the stack runs as a fused block; "parts"; or "none"."""

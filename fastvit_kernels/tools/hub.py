@@ -62,13 +62,12 @@ globals().update(vars(sys.modules[_name]))
 
 
 def _entrance() -> str:
-    """The package's own __init__.py with `layers`, and without the names of 0.1.0."""
+    """The package's own __init__.py with `layers`."""
     text = (PACKAGE / "__init__.py").read_text()
-    former, public = "from . import _former_names as _former_names\n", "__all__ = [\n"
-    assert former in text and public in text, "fastvit_kernels/__init__.py has another form"
-    return text.replace(former, "from . import layers\n").replace(
-        public, public + '    "layers",\n'
-    )
+    first, public = "# isort: split\n", "__all__ = [\n"
+    assert first in text and public in text, "fastvit_kernels/__init__.py has another form"
+    text = text.replace(first, f"{first}from . import layers\n")
+    return text.replace(public, f'{public}    "layers",\n')
 
 
 def sources() -> dict[str, bytes]:

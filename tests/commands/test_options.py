@@ -22,7 +22,6 @@ SHARED = {
     "--model", "--img-size", "--batch", "--dtype", "--device", "--seed", "--json", "--out",
     "--train", "--infer", "--time-budget",
 }  # fmt: skip
-FORMER = {"--image-size", "--batch-size", "--precision"}
 
 
 def _subparsers(parser):
@@ -59,14 +58,6 @@ def test_a_flag_takes_the_same_kind_of_value_everywhere():
             kinds.setdefault(flag, {}).setdefault(kind, []).append(command)
     assert {"--model", "--dtype", "--device", "--json", "--out"} <= set(kinds)
     assert all(len(kind) == 1 for flag, kind in kinds.items() if flag not in ("--train", "--infer"))
-
-
-def test_former_spellings_are_read_and_shown_nowhere(capsys):
-    words = ["tune", "--image-size", "32"]
-    assert cli.build_parser(words).parse_args(words).img_size == 32
-    for command, action in _actions():
-        if FORMER.intersection(action.option_strings):
-            assert action.help is argparse.SUPPRESS, command
 
 
 def test_what_serves_ci_alone_is_not_in_the_help(capsys):
@@ -141,8 +132,6 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
         words = [command, *place.get(command, []), flag, value]
         return vars(cli.build_parser(words).parse_args(words))
 
-    if FORMER.intersection([flag]):
-        return
     limits = INTS.get(f"{command} {flag}", INTS.get(flag)) if kind == "int" else FLOATS[flag]
     assert limits is not None, f"{command} {flag} needs its limits here"
     least, most = limits

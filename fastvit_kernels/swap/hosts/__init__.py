@@ -6,9 +6,8 @@ finds it; it keeps the host class's `__name__`, because wrap policies go by that
 A host library is imported by its own models, never by us.
 
 What a class has a row for, where the search by structure would find it too: a hook on one part of
-an attention or MLP calls that part alone, while a recognised one runs its host's forward; tables of
-RoPE may learn; and pickles of 0.1.0 name the classes of timm, torchvision, torch.nn and of plain
-layers of transformers.
+an attention or MLP calls that part alone, while a recognised one runs its host's forward; and
+tables of RoPE may learn.
 """
 
 from __future__ import annotations

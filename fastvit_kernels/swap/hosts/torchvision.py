@@ -1,7 +1,7 @@
 """torchvision: the encoder block of its Vision Transformer, and its MLP.
 
-The search by structure finds both; pickles of 0.1.0 name these classes, and a hook on one layer of
-the MLP leaves the others fused.
+The search by structure finds both; by the table, a hook on one layer of the MLP leaves the others
+fused.
 """
 
 from __future__ import annotations
