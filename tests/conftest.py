@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import pytest
+from private import set_deterministic
 
 from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.verify.runner import device_lost
@@ -40,25 +41,14 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
     """torch.empty gives NaN, so that an output which no kernel wrote cannot look right."""
-    _deterministic(True)
+    set_deterministic(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # past the stack trace, 1 ms, that torch would keep for GPUs to come
         torch.default_generator.manual_seed(0)
     yield
-    _deterministic(False)
-
-
-def _deterministic(is_on):
-    """torch.use_deterministic_algorithms(is_on), past the import of inductor, 2 s, for its setting.
-
-    That is for GPUs. A process that runs one test, such as those of mutate.py, is mostly imports.
-    """
-    if torch.cuda.is_available() or "torch._inductor.config" in sys.modules:
-        torch.use_deterministic_algorithms(is_on, warn_only=True)
-    else:
-        torch._C._set_deterministic_algorithms(is_on, warn_only=True)
+    set_deterministic(False)
 
 
 @pytest.fixture(autouse=True)

@@ -296,12 +296,12 @@ def test_every_provider_has_the_precision_of_the_yardstick(monkeypatch):
 
 
 def test_donated_buffers_are_off_for_timed_backwards_alone():
-    from torch._functorch import config
+    from private import autograd_config
 
-    before = config.donated_buffer
+    before = autograd_config.donated_buffer
     with compiled(torch.relu).context():
-        assert config.donated_buffer is False
-    assert config.donated_buffer == before
+        assert autograd_config.donated_buffer is False
+    assert autograd_config.donated_buffer == before
 
 
 def test_bytes_kept_are_those_of_a_forward():

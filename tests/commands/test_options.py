@@ -25,7 +25,7 @@ SHARED = {
 
 
 def _subparsers(parser):
-    return next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    return next(a.choices for a in parser._actions if isinstance(a.choices, dict))
 
 
 def _actions():

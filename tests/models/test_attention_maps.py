@@ -151,8 +151,10 @@ def test_attention_maps_of_other_libraries(name, build):
     model.eval()
     with torch.no_grad():
         if name == "timm":
-            y = model.blocks[0].norm1(model.norm_pre(model._pos_embed(model.patch_embed(x))))
-            qkv = model.blocks[0].attn.qkv(y)
+            blocks = []
+            with model.blocks[0].register_forward_pre_hook(lambda m, args: blocks.append(args[0])):
+                model(x)
+            qkv = model.blocks[0].attn.qkv(model.blocks[0].norm1(blocks[0]))
         else:
             layer = model.layers[0]
             attn = layer.self_attn

@@ -14,9 +14,9 @@ import torch
 from numerics import DEVICE, rand
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit_kernels as fk
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.verify.cases import OPS
 from fastvit_kernels.verify.op import Op
 

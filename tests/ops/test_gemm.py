@@ -190,13 +190,14 @@ def test_gemm_tiles_come_by_tma_or_by_pointers(gpu):
 
 def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
     """During a launch with descriptors Triton finds our allocator, afterwards the user's again."""
-    allocation = pytest.importorskip("triton.runtime._allocation")
+    from private import kernels_allocator
+
     monkeypatch.setattr(gemm, "INTERPRETED", False)
     seen = []
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *arguments, **options: seen.append(allocation._allocator.get())
+            return lambda *arguments, **options: seen.append(kernels_allocator.get())
 
     def users(size, alignment, stream):
         raise AssertionError
@@ -211,7 +212,7 @@ def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
     context = contextvars.copy_context()
     context.run(in_a_context_of_its_own)
     assert seen == [gemm._scratch, users]
-    assert context[allocation._allocator] is users
+    assert context[kernels_allocator] is users
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)

@@ -261,7 +261,7 @@ def test_handover_between_streams(seen, monkeypatch):
 
 def test_handover_in_torch_compile():
     """Its graphs have no nodes to look at: the layer reads dx itself."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run = torch.compile(lambda kw: _fused("linear")(**kw), fullgraph=True, backend="aot_eager")
     inputs = _inputs("linear", fp16, *SCALES)
     assert_accurate(lambda **kw: run(kw), _reference("linear"), inputs)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from guard import guard_pages
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from private import tree_leaves
 from torch import library
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.mlp import narrow as narrow_mlp
@@ -23,6 +22,7 @@ from fastvit_kernels.ops.mlp.narrow import (
 )
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import Gpu, backend
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.tools.resources import TARGETS
 
@@ -232,9 +232,9 @@ class _Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastvit_kernels":
-            self.operators.append(func._opname)
+            self.operators.append(func.overloadpacket.__name__)
             with self:
-                return LAUNCHERS[func._opname](*args, **(kwargs or {}))
+                return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.sizes += [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         return out

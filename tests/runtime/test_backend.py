@@ -215,7 +215,7 @@ def test_a_compiled_call_follows_the_choice_of_its_thread():
         graphs.append(str(graph.code))
         return graph
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(fk.layer_norm, backend=counting, fullgraph=True)
     compiled(x)
     with fk.backend("torch"):

@@ -1,4 +1,7 @@
-"""Private names of other libraries stand in compat.py alone, and no call needs one of them."""
+"""Private names of other libraries stand in one file each of the package, bench and tests.
+
+No call of the package needs one of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ LIBRARIES = ("torch", "triton", "timm", "transformers", "torchvision")
 PACKAGE = Path(compat.__file__).parents[1]
 COMPAT = Path(compat.__file__)
 BENCH = PACKAGE.parent / "bench"
-SUPPORT = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1]
+SUPPORT = TESTS / "support"
+# Triton's interpreter itself, whose functions these replace or call by their names.
+INTERPRETER = {"interpreter.py", "interpreted.py", "fast_interpreter.py", "fast_language.py",
+               "fast_memory.py", "fast_operations.py", "test_fast_interpreter.py"}  # fmt: skip
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
 # Of objects, with what each has in its place.
 OF_OBJECTS = {"_dynamo_marked_constant", "_active_collector", "_attn_implementation", "_fast_norm",
@@ -65,20 +72,28 @@ def private_names(tree):
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if called in ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "resolve_name",
-                          "import_module", "methodcaller"):  # fmt: skip
+                          "import_module", "importorskip", "methodcaller", "patch"):  # fmt: skip
                 texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
                 found = [p for t in texts if isinstance(t, str) for p in re.split("[.:]", t)]
         for name in filter(is_private, found):
             yield node.lineno, name
 
 
-@pytest.mark.parametrize("home", [COMPAT, BENCH / "private.py"], ids=["package", "bench"])
-def test_private_names_stand_in_one_file(home):
-    folder = PACKAGE if home == COMPAT else BENCH
-    known = {*own_names(PACKAGE), *own_names(folder)} | ANYWHERE
+@pytest.mark.parametrize(
+    ("folder", "home", "reads"),
+    [
+        (PACKAGE, COMPAT, []),
+        (BENCH, BENCH / "private.py", [PACKAGE]),
+        (TESTS, SUPPORT / "private.py", [PACKAGE, BENCH]),
+    ],
+    ids=["package", "bench", "tests"],
+)
+def test_private_names_stand_in_one_file(folder, home, reads):
+    known = {name for each in (folder, *reads) for name in own_names(each)} | ANYWHERE
     found = [
         f"{file.relative_to(folder)}:{line} {name}"
-        for file, tree in trees(folder) if file != home
+        for file, tree in trees(folder)
+        if file != home and not (file.parent == SUPPORT and file.name in INTERPRETER)
         for line, name in private_names(tree) if name not in known
     ]  # fmt: skip
     assert not found
@@ -100,6 +115,8 @@ def test_private_names_are_looked_up_with_something_in_their_place():
         "x = getattr(module, '_attn_implementation', None)",
         "x = tensor._version",
         "x = importlib.import_module('torch._dynamo')",
+        "x = pytest.importorskip('torch._dynamo')",
+        "x = mock.patch('torch._C._is_tracing')",
     ],
 )
 def test_the_walk_sees(line):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
+from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
 from fastvit_kernels.tools.aot import Trace, _RunLaunchers
 from fastvit_kernels.tools.resources import TARGETS

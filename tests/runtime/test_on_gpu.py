@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from numerics import rand
+from private import gpu_sleeps
 from tiny_calls import assert_same_bits, every_op, op_and_inputs, small_vit, step, train_step
 
 
@@ -23,7 +24,7 @@ def test_another_stream_gives_the_same_bits(vit_on_gpu):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # a launch on another stream would read the NaN
+        gpu_sleeps(100_000_000)  # a launch on another stream would read the NaN
         late.copy_(images)
         got = train_step(model, late)
     stream.synchronize()
@@ -39,7 +40,7 @@ def test_each_op_on_another_stream(op):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        gpu_sleeps(50_000_000)
         with torch.no_grad():
             for x, value in zip(late, inputs, strict=True):
                 x.copy_(value)

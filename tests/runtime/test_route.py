@@ -9,9 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import rand
+from private import (
+    NoDispatch,
+    TwoTensor,
+    has_no_memory,
+    negative_view,
+    no_torch_function,
+    zero_without_memory,
+)  # fmt: skip
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
@@ -48,19 +55,19 @@ class Seen(Tensor):
     """Memory as a Tensor's, and a dispatch that keeps the names of what it is given to."""
 
     names: ClassVar[list[str]] = []
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.names.append(str(func))
-        with torch._C._DisableTorchDispatch():
+        with NoDispatch():
             return func(*args, **(kwargs or {}))
 
 
 INDIRECT = {
-    "negated": lambda x: torch._neg_view(-x),
+    "negated": lambda x: negative_view(-x),
     "negated-imaginary": lambda x: torch.complex(x, -x).conj().imag,
-    "zero": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
+    "zero": lambda x: zero_without_memory(x.shape, device=x.device),
     "leaked": leaked,
     "subclass": lambda x: x.as_subclass(Tagged),
 }
@@ -68,7 +75,7 @@ every_indirect = pytest.mark.parametrize("kind", INDIRECT)
 
 
 def _plain(x):
-    return torch.zeros_like(x) if x._is_zerotensor() else (x.as_subclass(Tensor) + 0.0)
+    return torch.zeros_like(x) if has_no_memory(x) else (x.as_subclass(Tensor) + 0.0)
 
 
 @every_indirect
@@ -113,7 +120,7 @@ def test_a_gradient_with_a_dispatch_sees_the_operator():
     x, upstream = rand(2, 3, 16), rand(2, 3, 16, seed=2, grad=False)
     (wanted,) = torch.autograd.grad(fk.layer_norm(x), x, upstream)
     Seen.names.clear()
-    (got,) = torch.autograd.grad(fk.layer_norm(x), x, Tensor._make_subclass(Seen, upstream))
+    (got,) = torch.autograd.grad(fk.layer_norm(x), x, upstream.as_subclass(Seen))
     assert Seen.names == ["fastvit_kernels.layer_norm_bwd.default"]
     assert torch.equal(got, wanted)
 
@@ -121,7 +128,7 @@ def test_a_gradient_with_a_dispatch_sees_the_operator():
 def test_operators_resolve_a_negated_view():
     x = rand(2, 3, 16, grad=False)
     y, _ = torch.ops.fastvit_kernels.layer_norm_fwd(
-        torch._neg_view(-x), None, None, 1e-6, torch.float32, False
+        negative_view(-x), None, None, 1e-6, torch.float32, False
     )
     torch.testing.assert_close(y, fk.layer_norm(x))
 

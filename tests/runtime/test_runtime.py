@@ -18,8 +18,9 @@ from tiny_calls import (
     train_step,
     train_step_of,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 
 
 class _Outputs(TorchDispatchMode):

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from private import NoDispatch, shares_memory, tree_leaves, tree_map_only
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastvit_kernels.runtime import compat
 from fastvit_kernels.runtime import operator as operators
@@ -47,7 +46,7 @@ def _extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
-class GuardPages(TorchDispatchMode):
+class GuardPages(compat.TorchDispatchMode):
     """The mode; use `guard_pages`, which also checks at the end."""
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class GuardPages(TorchDispatchMode):
             finally:
                 self._where = former
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if compat.schema_of(func).is_mutable:
             return out
         known = {
             x.untyped_storage().data_ptr()
@@ -97,7 +96,7 @@ class GuardPages(TorchDispatchMode):
         flat = raw.view(x.dtype)
         offset = GUARD_BYTES // x.itemsize
         housed = flat.as_strided(x.shape, x.stride(), offset)
-        if copy and torch._debug_has_internal_overlap(x) == 0:
+        if copy and shares_memory(x) == 0:
             housed.copy_(x)
         elif copy:  # copy_ refuses elements that share memory
             index = (
@@ -112,13 +111,13 @@ class GuardPages(TorchDispatchMode):
 
     def place(self, x: Tensor, name: str = "input") -> Tensor:
         """x by its own size and strides in a guarded buffer whose every bit `check` compares."""
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), NoDispatch():
             housed = self._house(x.detach(), name, copy=True, keep=True)
         return housed.detach().requires_grad_(x.requires_grad)
 
     def check(self) -> None:
         """Raise AssertionError where a guard, or any bit of a placed tensor, has changed."""
-        with torch._C._DisableTorchDispatch():
+        with NoDispatch():
             faults = [fault for b in self._buffers for fault in _faults(b)]
         if faults:
             raise AssertionError("memory outside a tensor was written:\n  " + "\n  ".join(faults))

@@ -13,7 +13,6 @@ import traceback
 from typing import Any
 
 import torch
-import torch._dynamo  # the first step of an optimizer asks for it
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
@@ -44,12 +43,10 @@ def wrap(model: Any, kind: str) -> Any:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if "checkpoint" in kind:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-            apply_activation_checkpointing,
-        )
+        from private import checkpoint_blocks
 
         block = type(model.blocks[0])
-        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, block))
+        checkpoint_blocks(model, check_fn=lambda m: isinstance(m, block))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if "mixed" in kind:
@@ -141,6 +138,7 @@ def main() -> int:
     make_fast()
     define_torchvision_operators()
     torch.set_num_threads(1)
+    torch.compiler.reset()  # imports what the first step of an optimizer asks for
     build()  # what it imports, before the forks
     pids = []
     for rank, world in ((0, 1), (0, 2), (1, 2)):

@@ -22,7 +22,6 @@ import rich.box
 import rich.progress
 import rich.table
 import torch
-import torch._dynamo  # the first step of an optimizer asks for it
 from small_training import shrink
 
 from fastvit_kernels.commands import cli
@@ -124,6 +123,7 @@ def run(folder: Path, moment: str, count: int) -> int:
 
 def main() -> None:
     folder, moments = Path(sys.argv[1]), sys.argv[2:]
+    torch.compiler.reset()  # imports what the first step of an optimizer asks for
     shrink(200, 40)
     for moment in moments:
         statuses = []

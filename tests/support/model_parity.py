@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from numerics import DEVICE, rand
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels import LayerNorm, Mlp, backend
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.weights.names import to_timm
 
@@ -34,7 +34,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fastvit_kernels":
-            self.count[func._opname] += 1
+            self.count[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -15,10 +15,9 @@ import sys
 import torch
 from fast_interpreter import make_fast
 from interpreter import mend_interpreter
+from private import FakeTensorMode, TorchDispatchMode
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Layer(nn.Module):

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from private import set_attention
 from torch import Tensor, nn
 
 from fastvit_kernels.commands.beside import randomize
@@ -36,7 +37,7 @@ def tower(name: str, **settings: Any) -> nn.Module:
     home = import_module(f"transformers.models.{name}.modeling_{name}")
     config = import_module(f"transformers.models.{name}.configuration_{name}")
     config = getattr(config, config_class)(**{**small, **settings})
-    config._attn_implementation = "sdpa"
+    set_attention(config, "sdpa")
     return randomize(getattr(home, model_class)(config))
 
 

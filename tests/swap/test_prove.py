@@ -14,12 +14,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from outside import dino
+from private import is_in_torch_dispatch_mode, set_attention
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fastvit_kernels import backend, get_backend, set_backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
+from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
 from fastvit_kernels.swap import apply, copies, facts, prove, recognise, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
@@ -258,7 +259,7 @@ def test_proofs_take_no_hook_from_another_thread(monkeypatch):
                 handle.remove()
             time.sleep(1e-4)
     assert len(seen) == calls and all(m is watched for m in seen)
-    assert not module._global_forward_hooks and not module._global_forward_pre_hooks
+    assert not has_global_hook()
 
 
 @pytest.mark.parametrize("chosen", ["triton", "auto"])
@@ -516,7 +517,7 @@ def test_facts_that_are_no_settings():
     swap_in(layer)
     known = facts.Facts(layer)
     assert known.hold(layer)
-    layer.attention.config._attn_implementation = "eager"
+    set_attention(layer.attention.config, "eager")
     assert not known.hold(layer)
 
 

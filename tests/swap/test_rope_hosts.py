@@ -8,11 +8,11 @@ import pytest
 import torch
 from outside import dinov3
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
+from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
 from fastvit_kernels.swap.hosts import fused, rotary
 
 timm = pytest.importorskip("timm")
@@ -231,8 +231,8 @@ class Passes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         large = [a for a in args if isinstance(a, torch.Tensor) and a.ndim > 2]
         if func.namespace == "aten" and large and isinstance(result, torch.Tensor):
-            places = {a.untyped_storage()._cdata for a in large}
-            if result.untyped_storage()._cdata not in places and "empty" not in str(func):
+            own, *theirs = (place_of_storage(x.untyped_storage()) for x in (result, *large))
+            if own not in theirs and "empty" not in str(func):
                 self.seen.append(f"{func} {tuple(large[0].shape)}")
         return result
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from numerics import DEVICE
+from private import CHECKPOINT
 from swapped_models import (
     HOSTS,
     Shift,
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit_kernels import SwapReport, backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small, timm_small
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.swap import report
 from fastvit_kernels.swap.hosts.fused import Fused
 
@@ -219,8 +221,8 @@ def test_gradient_checkpointing_by_the_hosts_own_switch():
     model.model.gradient_checkpointing_enable()
     calls = []
     for layer in model.model.layers:  # type: ignore[union-attr]
-        inner = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = lambda *a, inner=inner: calls.append(1) or inner(*a)
+        inner = getattr(layer, CHECKPOINT)
+        setattr(layer, CHECKPOINT, lambda *a, inner=inner: calls.append(1) or inner(*a))
     assert_same_step(train_step(model), wanted)
     assert len(calls) == 2
 
@@ -418,14 +420,12 @@ def test_a_frozen_projection_among_trained_ones():
 
 
 def test_gradients_of_frozen_weights_are_not_computed():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Matmuls(TorchDispatchMode):
         count = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names = ("aten::mm", "aten::addmm", "aten::bmm")
-            self.count += func._schema.name in names
+            self.count += func.name() in names
             return func(*args, **(kwargs or {}))
 
     counts = {}

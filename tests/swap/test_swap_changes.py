@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from private import PADDING_OF_MODE, SELF_ATTENTION, NoFunction
 from torch import nn
 
 from fastvit_kernels import backend, register_attention, swap_in
@@ -161,7 +162,8 @@ def test_a_patch_convolution_after_a_change(name, value):
     for module in (host, other):
         setattr(module, name, value)
         if name == "padding_mode":
-            module.padding, module._reversed_padding_repeated_twice = (1, 1), [1, 1, 1, 1]
+            module.padding = (1, 1)
+            setattr(module, PADDING_OF_MODE, [1, 1, 1, 1])
     assert_alike(host, other, x)
 
 
@@ -299,8 +301,8 @@ def test_a_method_that_is_replaced_on_the_instance():
         if when == "after":
             swap_in(other)
         for module in (host, other):
-            own = module._sa_block
-            module._sa_block = lambda *a, own=own, **k: 3 * own(*a, **k)
+            own = getattr(module, SELF_ATTENTION)
+            setattr(module, SELF_ATTENTION, lambda *a, own=own, **k: 3 * own(*a, **k))
         swap_in(other)
         assert_alike(host, other, tokens())
 
@@ -313,7 +315,7 @@ class Doubled(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoFunction():
             args = [a.as_subclass(torch.Tensor) * 2 if type(a) is cls else a for a in args]
             return func(*args, **(kwargs or {}))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from private import compiler_counts, tree_map
 from torch import library
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from fastvit_kernels import (
     attention,
@@ -24,6 +23,7 @@ from fastvit_kernels import (
 )
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import LAUNCHERS
 
 pytest.importorskip("timm")
@@ -63,10 +63,10 @@ def assert_same(actual, wanted, rtol=1e-5, atol=1e-6):
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.use_deterministic_algorithms(False)  # inductor asserts on poisoned memory
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,10 +87,10 @@ def test_fullgraph_with_inductor():
 def test_batch_sizes_share_a_graph():
     model, images = swapped("vit_base_patch14_dinov2")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch._dynamo.utils.counters.clear()
+    compiler_counts.clear()
     for batch in (2, 3, 5):
         step(model, compiled, torch.randn(batch, *images.shape[1:]))
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graphs = compiler_counts["stats"]["unique_graphs"]
     assert graphs == 2, "the first size, and one graph for all others"
 
 

@@ -14,6 +14,7 @@ import fastvit_kernels
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small
+from fastvit_kernels.runtime.compat import attention_of
 from fastvit_kernels.swap.hosts.fused import Fused
 
 timm = pytest.importorskip("timm")
@@ -64,7 +65,7 @@ def test_attention_interface(name):
     calls = []
     for layer in model.modules():
         if type(layer).__name__.endswith("Attention") and hasattr(layer, "config"):
-            calls.append(layer.config._attn_implementation)
+            calls.append(attention_of(layer.config))
     assert calls == ["fastvit"] * 2
     a, b = model(**inputs).last_hidden_state, wanted(**inputs).last_hidden_state
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -123,7 +123,7 @@ def test_jit_trace(host):
 
 @pytest.mark.parametrize("host", ["timm", "torchvision"])  # transformers' own are not traceable
 def test_symbolic_trace(host):
-    from timm.models._features_fx import create_feature_extractor as by_timm
+    from timm.models import create_feature_extractor as by_timm
     from torchvision.models.feature_extraction import create_feature_extractor as by_torchvision
 
     model, swapped, images = _of(host)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from private import cast_operator
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.coverage import model_errors, randomize
@@ -19,6 +19,7 @@ from fastvit_kernels.commands.zoo import (
     timm_small,
     torchvision_small,
 )
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import OPERATORS
 from fastvit_kernels.swap.hosts import fused
 
@@ -121,7 +122,7 @@ class Casts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        cast = func is torch.ops.aten._to_copy.default and "dtype" in (kwargs or {})
+        cast = func is cast_operator and "dtype" in (kwargs or {})
         if cast and args[0].ndim >= 3 and args[0].dtype is not kwargs["dtype"]:
             self.count += 1
         return func(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import timm_small, torchvision_small
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")
@@ -66,7 +67,7 @@ def test_feature_extraction():
 
 @pytest.mark.parametrize("name", ["vit_relpos_base_patch16_224", "vit_tiny_patch16_224"])
 def test_features_of_timm_by_fx(name):
-    from timm.models._features_fx import create_feature_extractor
+    from timm.models import create_feature_extractor
 
     torch.manual_seed(0)
     model, images = timm_small(name)
@@ -91,13 +92,13 @@ def test_jit_trace_has_the_hosts_operators_and_gradients():
 
 
 def test_an_export_to_onnx_sees_the_hosts_operators(monkeypatch):
-    from torch.onnx._internal.torchscript_exporter._globals import GLOBALS
+    from private import IN_ONNX_EXPORT, onnx_state
 
     _, other = both(layers())
     with backend("auto"), torch.no_grad():
         exported = torch.export.export(other, (torch.randn(2, 5, 16),))
         assert "fastvit_kernels" in str(exported.graph)
-        monkeypatch.setattr(GLOBALS, "_in_onnx_export", True)
+        monkeypatch.setattr(onnx_state, IN_ONNX_EXPORT, True)
         exported = torch.export.export(other, (torch.randn(2, 5, 16),))
     assert "fastvit_kernels" not in str(exported.graph)
 
@@ -131,8 +132,6 @@ def test_flops_are_counted_as_the_hosts():
 
 
 def test_a_dispatch_mode_of_another_package_sees_the_hosts_operators():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(str(func))
@@ -174,7 +173,7 @@ def test_signatures_are_the_hosts():
 
 @pytest.mark.parametrize("change", ["stride", "eps"])
 def test_a_compiled_module_follows_a_change(change):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.LayerNorm(4))
     host, other = both(model)
     compiled = torch.compile(other, backend="eager")
@@ -187,4 +186,4 @@ def test_a_compiled_module_follows_a_change(change):
         else:
             module[2].eps = 0.5
     torch.testing.assert_close(compiled(x), host(x), rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
+    torch.compiler.reset()

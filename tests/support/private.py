@@ -1,0 +1,85 @@
+"""What the tests ask of torch, triton, timm and transformers by names that they do not promise.
+
+No other file of the tests touches one, but for those that are Triton's interpreter
+(tests/runtime/test_compat.py has their list). What fastvit_kernels/runtime/compat.py has is
+imported from there. Each is looked up where it is asked for: a release that drops one fails the
+tests of that one.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from typing import Any
+
+import torch
+
+NAMES = {
+    # compat's two, where compat is told that there are none
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    # whether a mode of any thread is at work, as torch.compile asks
+    "is_in_torch_dispatch_mode": "torch.utils._python_dispatch:is_in_torch_dispatch_mode",
+    # the tensors in what an operator takes or gives
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map": "torch.utils._pytree:tree_map",
+    "tree_map_only": "torch.utils._pytree:tree_map_only",
+    # a tensor made of two, with a dispatch of its own
+    "TwoTensor": "torch.testing._internal.two_tensor:TwoTensor",
+    # a view whose memory holds the opposite; zeros without memory, and whether a tensor is one
+    "negative_view": "torch:_neg_view",
+    "zero_without_memory": "torch:_efficientzerotensor",
+    "has_no_memory": "torch:Tensor._is_zerotensor",
+    # 0 where no two elements of a tensor share memory
+    "shares_memory": "torch:_debug_has_internal_overlap",
+    # inside, no mode and no subclass sees an operator; no subclass sees a function
+    "NoDispatch": "torch:_C._DisableTorchDispatch",
+    "NoFunction": "torch:_C.DisableTorchFunctionSubclass",
+    # the __torch_function__ of a class that has none
+    "no_torch_function": "torch:_C._disabled_torch_function_impl",
+    # the operator of a cast, below autograd
+    "cast_operator": "torch:ops.aten._to_copy.default",
+    # keeps the GPU's stream busy for so many cycles
+    "gpu_sleeps": "torch:cuda._sleep",
+    # what dynamo has counted: its graphs, among others
+    "compiler_counts": "torch._dynamo.utils:counters",
+    # of AOTAutograd: whether a compiled backward may write to what its forward saved
+    "autograd_config": "torch._functorch.config",
+    # what torch.onnx.export sets while it runs
+    "onnx_state": "torch.onnx._internal.torchscript_exporter._globals:GLOBALS",
+    # puts blocks into torch.distributed's wrapper, which runs their forward again
+    "checkpoint_blocks": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:"
+    "apply_activation_checkpointing",
+    # the context variable of what gives a kernel of Triton its scratch memory
+    "kernels_allocator": "triton.runtime._allocation:_allocator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(name)
+    return pkgutil.resolve_name(NAMES[name])
+
+
+# Attributes of hosts' modules, for getattr and setattr.
+
+SELF_ATTENTION = "_sa_block"  # of nn.TransformerEncoderLayer: a method that a user may replace
+PADDING_OF_MODE = "_reversed_padding_repeated_twice"  # of nn.Conv2d, where it pads with no zeros
+CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: what runs them again
+IN_ONNX_EXPORT = "_in_onnx_export"  # of `onnx_state`
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Another attention function, behind the back of transformers' model."""
+    config._attn_implementation = name
+
+
+def set_deterministic(is_on: bool) -> None:
+    """torch.use_deterministic_algorithms(is_on), past the import of inductor, 2 s, for its setting.
+
+    That is for GPUs. A process that runs one test, such as those of mutate.py, is mostly imports.
+    """
+    if torch.cuda.is_available() or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(is_on, warn_only=True)
+    else:
+        torch._C._set_deterministic_algorithms(is_on, warn_only=True)
