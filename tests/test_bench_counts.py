@@ -61,6 +61,9 @@ def test_inputs_are_drawn_so_that_no_error_hides(name, variant):
         assert x is None or x.numel() == 1 or x.unique().numel() > 1
     for x in y if isinstance(y, tuple) else (y,):
         assert 0.3 < x.std() < 2.5
+    norms = {"layer_norm": 4} if "rope" in name else {"norm": 2}  # weight and bias, of q and of k
+    assert sum("norm_" in n for n in inputs) == norms.get(variant, 0)
+    assert (inputs.get("layer_scale") is not None) == (variant == "proj")
 
 
 @pytest.mark.parametrize(("name", "variant"), [c for c in PRODUCTS if c[0] != "rope"])

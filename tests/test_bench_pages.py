@@ -284,6 +284,7 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     ]  # fmt: skip
     plot.draw_vit(rows, tmp_path)
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
+    assert all(line.get_visible() for axes in drawn[0].axes for line in axes.get_ygridlines())
     assert labels == [
         ("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0]), ("s", [2.5]), ("images", [512.0])
     ]  # fmt: skip
@@ -299,6 +300,7 @@ def test_the_roofline_lies_under_its_roofs(drawn, tmp_path):
     assert [tuple(points.get_offsets()[0]) for points in axes.collections] == [(4, 3), (4, 2)]
     assert [len(points.get_facecolor()) for points in axes.collections] == [1, 0]
     (roof,) = axes.get_lines()
+    assert all(line.get_visible() for line in axes.get_xgridlines())
     assert list(roof.get_xdata()) == [2, 100, 200] and list(roof.get_ydata()) == [2, 100, 100]
     assert plot.draw_roofline(rows, Roofs(0.0, {"bf16": 100.0}), tmp_path) is None
 
