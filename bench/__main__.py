@@ -94,7 +94,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
     """Run one command; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["all", *words]
     arguments = build_parser().parse_args(words)

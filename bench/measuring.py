@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
     return Machine(device, CudaTimer, _restart)
 
 
-def run(arguments: argparse.Namespace, words: list[str], machine: Machine, console: Any) -> int:
+def run(arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any) -> int:
     """Measure: roofs, check, then tasks as far as the time goes; report in any case."""
     clock = Clock(arguments.time_budget)
     if clock.budget is not None:
@@ -157,7 +157,7 @@ def _tasks(arguments: argparse.Namespace, wanted: Wanted, device: torch.device) 
     return tasks(wanted, device)
 
 
-def _again(words: list[str], clock: Clock) -> list[str]:
+def _again(words: Sequence[str], clock: Clock) -> list[str]:
     """The command that goes on, with the time that is left."""
     again = [*words, "--resume"]
     if clock.budget is not None:

@@ -8,7 +8,6 @@ them; it is what the GPU itself needs. Source: triton.testing.do_bench, for the 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,31 +120,6 @@ class CudaTimer:
             except RuntimeError as error:  # a lost context says so every time
                 if attempt:
                     raise DeviceLost(str(error).strip().split("\n")[0]) from error
-
-
-class WallTimer:
-    """Stands in for CudaTimer where there is no GPU: wall clock, no graphs, no memory."""
-
-    def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-
-    def capture(self, step: Step) -> Callable[[], Any]:
-        raise RuntimeError("CUDA graphs need a GPU")
-
-    def peak_mib(self, run: Callable[[], Any]) -> float | None:
-        run()
-        return None
-
-    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
-        return None
-
-    def clear(self) -> None:
-        gc.collect()
 
 
 @dataclass(frozen=True)

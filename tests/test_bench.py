@@ -145,7 +145,7 @@ def test_a_mode_times_what_it_says(monkeypatch):
     seen = []
 
     def function(a, b, frozen):
-        seen.append("forward")
+        seen.append("forward" if torch.is_grad_enabled() else "forward that saves nothing")
         return a * b + frozen
 
     def grad(outputs, leaves, upstream, retain_graph=False):
@@ -256,6 +256,36 @@ def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
     assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
     assert roofs.roofs_of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+
+
+@pytest.mark.parametrize("method", ["sample", "capture"])
+def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
+    def fails(self, *arguments, **options):
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    monkeypatch.setattr(FakeTimer, method, fails)
+    rows = {r.mode: r for r in roofs.measure_roofs(CPU, FakeTimer())}
+    assert set(rows) == {"copy", "matmul", "matmul, sustained", "graph replay"}
+    for mode, row in rows.items():
+        wrong = method == "sample" or mode == "graph replay"
+        assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
+    assert bool(roofs.roofs_of(list(rows.values())).copy_gbps) == (method == "capture")
+
+
+def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
+    replays, adds = [], []
+
+    class Counting(FakeTimer):
+        def capture(self, step):
+            step.run(None)
+            adds.append(1)
+            return lambda: replays.append(1)
+
+    monkeypatch.setattr(roofs, "WARM_MS", 20.0)
+    assert roofs._replay(CPU, Counting()).samples == roofs.SAMPLES
+    assert len(replays) == 2 + 1 and len(adds) == 1  # a stand-in runs once for its samples
 
 
 def test_shares_of_the_nearer_roof():

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+from functools import partial
+
 import pytest
 import torch
 from bench_stand_ins import CPU, FakeTimer, stub_task
 
-from bench import host, roofs, shapes
-from bench.__main__ import main
+from bench import host, measuring, roofs, shapes
+from bench.__main__ import build_parser, main
 from bench.measuring import Machine
 from bench.plan import OPS, Wanted, op_of, tasks
 from bench.rows import (
+    ERROR,
     FAILED,
     OK,
     Row,
     read_rows,
 )
-from bench.session import CHECK
+from bench.session import CHECK, Clock
 from bench.timer import DeviceLost
 
 
@@ -34,6 +38,51 @@ def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
     keys = [key for task in found for key in task.keys]
     assert len(keys) == len(set(keys))
     assert any("xformers is not measured" in text for text in everything.said)
+
+
+def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
+    found = tasks(Wanted(ops=("linear", "gated_mlp", "rms_norm")), CPU)
+    variants = {(key[0], key[2].rpartition("-")[2]) for task in found for key in task.keys}
+    assert {("linear", "proj"), ("linear", "fc1"), ("gated_mlp", "norm")} <= variants
+    assert {("rms_norm", "heads"), ("rms_norm", "added"), ("rms_norm", "H12")} <= variants
+    tiers: dict = {}
+    for task in found:
+        for op, provider, shape, dtype, mode in task.keys:
+            tiers.setdefault((op, provider, shape, mode), {})[dtype] = task.tier
+    assert any(len(by_dtype) > 2 for by_dtype in tiers.values())
+    for by_dtype in tiers.values():
+        late = {by_dtype[d] for d in ("fp16", "fp32") if d in by_dtype}
+        early = {by_dtype[d] for d in ("bf16", "amp") if d in by_dtype}
+        assert late <= {tier + 3 for tier in early}
+    compiled = {k[1]: t.tier - tiers["linear", "eager", k[2], k[4]]["bf16"]
+                for t in found for k in t.keys if k[0] == "linear" and k[3] == "bf16"}  # fmt: skip
+    assert compiled["ours"] == 0 < compiled["compile"] < compiled["compile-max-autotune"]
+
+
+def test_the_plan_of_whole_models():
+    found = tasks(Wanted(ops=("vit", "profile", "host")), CPU)
+    keys = {key for task in found for key in task.keys}
+    for op, names in {
+        "vit": ("eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"),
+        "profile": ("eager", "swapped"), "max_batch": ("eager", "swapped"),
+        "first_step": ("eager", "swapped", "compile", "swapped+compile"),
+    }.items():  # fmt: skip
+        assert {key[1] for key in keys if key[0] == op} >= set(names)
+    models = {key[2] for key in keys if key[0] == "vit"}
+    assert {f"timm-ViT-{m}" for m in ("Ti", "S", "B", "L", "H")} <= {
+        shape.rpartition("-B")[0].rpartition("-")[0] for shape in models
+    }
+    assert models >= {
+        f"timm-ViT-{case}"
+        for case in (
+            "S-224-B256", "L-224-B64", "Ti-224-B512", "H-224-B32", "B-384-B64", "B-224-B32",
+            "B-224-B64", "B-224-B128", "B-224-B256", "B-224-B512",
+        )
+    }  # fmt: skip
+    assert {shape.partition("-")[0] for shape in models} == {"timm", "torchvision", "hf"}
+    assert {key[4] for key in keys if key[0] == "vit"} == {"train", "infer"}
+    few = tasks(Wanted(ops=("vit",), modes=("infer",), shapes=("ViT-B-224-B128",)), CPU)
+    assert {key[2:] for t in few for key in t.keys} == {("timm-ViT-B-224-B128", "amp", "infer")}
 
 
 def test_no_case_is_measured_twice():
@@ -76,7 +125,8 @@ def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys)
     out = tmp_path / "out"
     assert len(list(out.iterdir())) <= 6
     assert "44 of 44" in (out / "summary.md").read_text()
-    assert "speed-up" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "speed-up" in said and "left out" not in said
     assert main(words, machine) == 2  # results are never overwritten
     assert main([*words, "--resume"], machine) == 0
     assert (
@@ -108,21 +158,98 @@ def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
         yield
 
     machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
+    monkeypatch.setattr(measuring, "Clock", partial(Clock, now=lambda: 0.0))
     assert main(words, machine) == 1
     (again,) = restarts
     assert again[: len(words)] == words and "--resume" in again
-    assert 0 < float(again[-1]) <= 500
+    assert again[-2:] == ["--time-budget", "500"]  # all of it, for no second has passed
 
 
-def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, capsys):
+def test_a_budget_keeps_seconds_for_what_ends_a_run(monkeypatch, tmp_path):
+    left = []
+
+    def run(bench, names):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        yield from ()
+
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=run)])
+    main(words, machine)
+    assert 0 < left[0] <= 500 - measuring.RESERVE
+
+
+def test_roofs_are_measured_once(monkeypatch, tmp_path):
+    """What a resumed run is held against is what the first one reached."""
+    machine, _, words = stand_in(monkeypatch, tmp_path)
+    main(words, machine)
+    first = [r for r in read_rows(tmp_path / "out") if r.op == "roof"]
+    machine.make_timer = lambda: FakeTimer(7.0)
+    main([*words, "--resume"], machine)
+    assert [r for r in read_rows(tmp_path / "out") if r.op == "roof"] == first
+
+
+def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
+    machine, _, words = stand_in(monkeypatch, tmp_path)
+    work = [stub_task("a")]
+    monkeypatch.setattr(
+        "bench.measuring.tasks", lambda wanted, device: wanted.say("quack is absent") or work
+    )
+    assert main(words, machine) == 0
+    assert "- quack is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
+
+
+def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch, tmp_path):
+    def fails(bench, names):
+        yield Row("mlp", "ours", "a", "bf16", "both", status=ERROR)
+
+    machine, _, words = stand_in(
+        monkeypatch, tmp_path, work=[stub_task("a", providers=("ours",), run=fails)]
+    )
+    assert main(words, machine) == 1
+    assert main([*words, "--resume"], machine) == 1  # the row is there still
+
+
+def test_an_interrupt_ends_with_130_and_with_the_rows(monkeypatch, tmp_path, capsys):
+    def interrupted(bench, names):
+        yield Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
+        raise KeyboardInterrupt
+
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=interrupted)])
+    assert main(words, machine) == 130
+    assert "interrupted" in capsys.readouterr().out
+    assert "mlp" in {r.op for r in read_rows(tmp_path / "out")}
+    monkeypatch.setattr("bench.__main__.run", interrupt)
+    assert main(["mlp", "--out", str(tmp_path / "other")], machine) == 130
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_modes_have_names_and_flags():
+    parse = build_parser().parse_args
+    assert parse(["vit", "--train", "--infer", "--mode", "fwd"]).mode == ["train", "infer", "fwd"]
+
+
+def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(host, "ROUNDS", 1)
     monkeypatch.setattr(host, "CALLS", 2)
     monkeypatch.setattr("bench.__main__.run_check", lambda *a: Row(CHECK, "ours", "", "", ""))
-    assert main(["all"]) == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert main(["all"]) == 0
+        assert torch.get_num_threads() == 2  # the host's cost is that of one
+    finally:
+        torch.set_num_threads(threads)
     out = capsys.readouterr().out
     assert out.startswith("torch sees no GPU") and "layer_norm" in out and "check: ok" in out
+    wrong = Row(CHECK, "ours", "", "", "", status=FAILED, note="mlp bf16")
+    monkeypatch.setattr("bench.__main__.run_check", lambda *a: wrong)
+    monkeypatch.setattr("bench.measuring.measure_host", lambda device: [])
+    assert main(["all", "--out", str(tmp_path / "out")]) == 1
+    assert [r.note for r in read_rows(tmp_path / "out")] == ["mlp bf16"]
 
 
 def test_all_is_what_runs_where_no_command_is_named(monkeypatch):

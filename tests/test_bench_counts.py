@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.harness import Draw
 from bench.models import Case, build
 from bench.plan import OPS, op_of
-from bench.shapes import Shape
+from bench.shapes import VITS, Shape, vit, vits
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
@@ -49,6 +49,21 @@ def counted(op, shape):
         with FlopCounterMode(display=False) as backward:
             torch.autograd.grad(y, leaves, [torch.randn_like(x) for x in y])
     return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_inputs_are_drawn_so_that_no_error_hides(name, variant):
+    """None is constant; what comes out is neither so large nor so small that others drown in it."""
+    op, shape = op_of(name), shape_of(name, variant)
+    inputs = given(op, shape)
+    y = op.reference(shape, "fp32")(**inputs)
+    for x in inputs.values():
+        assert x is None or x.numel() == 1 or x.unique().numel() > 1
+    for x in y if isinstance(y, tuple) else (y,):
+        assert 0.3 < x.std() < 2.5
+    norms = {"layer_norm": 4} if "rope" in name else {"norm": 2}  # weight and bias, of q and of k
+    assert sum("norm_" in n for n in inputs) == norms.get(variant, 0)
+    assert (inputs.get("layer_scale") is not None) == (variant == "proj")
 
 
 @pytest.mark.parametrize(("name", "variant"), [c for c in PRODUCTS if c[0] != "rope"])
@@ -148,6 +163,22 @@ def test_both_is_the_sum(name, variant):
     for dtype in op.dtypes:
         forward, backward, both = (op.bytes(shape, dtype, m) for m in ("fwd", "bwd", "both"))
         assert both == forward + backward and min(forward, backward) > 0
+
+
+def test_tokens_of_whole_models():
+    """Patches of 16 x 16 and a class token; ViT-H's are 14 x 14, which 384 and 512 are no multiples
+    of."""
+    tokens = {(m, n): Case("timm", m, n, 1).tokens for m in "BH" for n in (224, 384, 512)}
+    assert tokens == {
+        ("B", 224): 197, ("B", 384): 577, ("B", 512): 1025,
+        ("H", 224): 257, ("H", 384): 577, ("H", 512): 1025,
+    }  # fmt: skip
+    # arXiv:2010.11929, table 1, and arXiv:2106.04560, table 2
+    assert VITS["L"] == (1024, 24, 16, 4096) and VITS["g"] == (1408, 40, 16, 6144)
+    of_ops = {f"{s.model}-{s.size}": (s.T, s.patch) for s in vits()}
+    assert of_ops["ViT-H-224"] == of_ops["ViT-g-224"] == (257, 14)
+    assert of_ops["ViT-B-518"] == (1370, 14) and of_ops["ViT-L-384"] == (577, 16)
+    assert vit("B", 384).B == 44  # 43.7: as near to 128 x 197 tokens as can be
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -24,7 +25,7 @@ from bench.rows import (
     as_line,
     read_rows,
 )
-from bench.session import Clock, TimeOver, run_tasks
+from bench.session import Clock, TimeOver, describe, limit_of, run_tasks
 from bench.timer import DeviceLost
 
 
@@ -32,7 +33,7 @@ def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
     row = Row(
         "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
-        batch=None, samples=7,
+        batch=None, samples=7, bytes=123456.0,
     )  # fmt: skip
     results.append(row)
     results.append(replace(row, provider="eager"))
@@ -44,7 +45,9 @@ def test_csv_round_trip_and_torn_lines(tmp_path):
     assert read[0].torch == torch.__version__
 
     path = tmp_path / RESULTS
-    path.write_text(path.read_text()[:-9])  # a crash tears the last line
+    for torn in (1, 9):  # a crash tears the last line
+        path.write_text(path.read_text()[:-torn])
+        assert [r.provider for r in read_rows(tmp_path)] == ["ours"]
     again = Results(tmp_path, resume=True)
     assert [r.provider for r in again.rows.values()] == ["ours"]
     again.append(replace(row, provider="eager"))
@@ -75,8 +78,26 @@ def test_rows_say_which_code_has_run(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_rows, "__file__", str(tmp_path / "bench" / "rows.py"))
     before = bench_rows.sources_hash()
     assert before == bench_rows.sources_hash()
-    (tmp_path / "fastvit_kernels" / "a.py").write_text("x = 2\n")
-    assert bench_rows.sources_hash() != before
+    for folder in ("fastvit_kernels", "bench"):
+        (tmp_path / folder / "a.py").write_text("x = 2\n")
+        assert bench_rows.sources_hash() != before
+        before = bench_rows.sources_hash()
+
+
+@pytest.mark.parametrize(
+    ("commit", "changes", "said"),
+    [
+        ("1234567890", "unknown", "1234567890"),  # no line: nothing has changed
+        ("1234567890", "M fastvit_kernels/a.py", "1234567890+changes"),
+        ("unknown", "M fastvit_kernels/a.py", "unknown"),
+    ],
+)
+def test_rows_name_the_commit_and_whether_it_was_changed(monkeypatch, commit, changes, said):
+    monkeypatch.delenv(bench_rows.COMMIT, raising=False)
+    monkeypatch.setattr(
+        bench_rows, "_first_line", lambda *words, cwd: commit if "HEAD" in words else changes
+    )
+    assert bench_rows._commit() == said
 
 
 def test_another_csv_is_refused(tmp_path):
@@ -101,6 +122,37 @@ def test_the_alarm_ends_what_takes_too_long():
     clock = Clock(0.05)
     with pytest.raises(TimeOver), clock.alarm():
         time.sleep(20)
+
+
+def test_after_the_body_no_alarm_is_left():
+    handlers = [signal.getsignal(s) for s in (signal.SIGALRM, signal.SIGTERM)]
+    clock = Clock(3600.0)
+    with clock.alarm():
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 3000
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert [signal.getsignal(s) for s in (signal.SIGALRM, signal.SIGTERM)] == handlers
+
+
+def test_a_task_hangs_well_past_its_guess_or_the_budget():
+    clock = Clock(1000.0, now=lambda: 0.0)
+    assert limit_of(stub_task("a", seconds=10.0), clock) == 60 + 4 * 10
+    assert limit_of(stub_task("a", seconds=400.0), clock) == 1000 + 60
+    assert limit_of(stub_task("a", seconds=400.0), Clock(None)) == 60 + 4 * 400
+
+
+def test_a_line_says_what_a_row_does():
+    row = Row("mlp", "ours", "a", "bf16", "both", ms=1.0, graph_ms=0.5, speedup=1.5)
+    for given, text in (
+        (row, "mlp a bf16 both: ours: 1 ms, 0.5 ms as a graph, 1.50x"),
+        (replace(row, provider="eager", speedup=1.0), "eager: 1 ms, 0.5 ms as a graph"),
+        (replace(row, status=FAILED, note="2x rule"), "0.5 ms as a graph, FAILED 2x rule"),
+        (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
+        (replace(row, status=ERROR, note="why"), "ours: error why"),
+        (replace(row, ms=None, batch=512), "ours: batch 512"),
+    ):
+        assert describe(given).endswith(text)
 
 
 def test_resume_measures_only_what_is_missing(tmp_path):
@@ -215,6 +267,15 @@ def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
     run_tasks([replace(stub_task("a"), renews=True)], bench(), results, Clock(None))
     assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 1.0, "ours": 1.0}
 
+    def fails(bench, names):
+        yield Row("mlp", "eager", "a", "bf16", "both", status=ERROR)
+        yield Row("mlp", "ours-split", "a", "bf16", "both", status=ERROR)
+
+    task = stub_task("a", providers=("eager", "ours-split"), run=fails)
+    run_tasks([replace(task, renews=True)], bench(), results, Clock(None))
+    found = {r.provider: r.status for r in read_rows(tmp_path)}
+    assert found == {"eager": OK, "ours": OK, "ours-split": ERROR}  # what was measured stays
+
 
 def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
     entry = type("Entry", (), dict(table="linear_fwd", key=(1,), config={"num_warps": 4}))()
@@ -225,6 +286,9 @@ def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
         monkeypatch.setattr(bench_rows.tuned_table, "read", lambda here, e=entries: (e, {}))
         assert bench_rows.tuned_table_in_use().startswith(text)
         assert bool(bench_rows.tuned_table_in_use()) == bool(entries)
+    before = bench_rows.tuned_table_in_use()
+    entry.config = {"num_warps": 8}
+    assert bench_rows.tuned_table_in_use() != before
     row = Row("mlp", "ours", "a", "bf16", "both", tuned="1 decisions, abc")
     assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
 
@@ -248,7 +312,9 @@ def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
 
     row = done(1, lines(*cases))
     assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16 (not fin" in row.note
-    assert done(0, lines(cases[1])).status == OK
+    row = done(0, lines(cases[1]))
+    assert row.status == OK and row.note == "1 of 1 cases within the 2x rule, a GPU"
+    assert done(1, lines(cases[1])).status == FAILED
     row = done(1, json.dumps(cases[1]), "Killed")  # no last line
     assert row.status == FAILED and "Killed" in row.note
     row = done(1, "", "Segmentation fault")

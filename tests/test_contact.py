@@ -22,6 +22,7 @@ from bench.__main__ import build_parser, main
 from bench.rows import FAILED, Results, Row
 from bench.stages import DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
 from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.isolated import Job
 from fastvit_kernels.verify.kept import Kept
 
@@ -287,6 +288,40 @@ def test_the_report_names_what_is_wrong_first_and_fits_a_screen(tmp_path):
     assert right and text.startswith("nothing wrong in what ran")
 
 
+def test_a_stage_that_did_not_come_to_its_end_is_wrong(tmp_path):
+    run = run_of(tmp_path)
+    run.endings = [
+        Ending("facts", DONE, 1.0, 0), Ending("check", DONE, 1.0, 1),
+        Ending("warm", UNFINISHED, 1.0, 3), Ending("targets", KILLED, 1.0, -9),
+        Ending("tune", stages.ABSENT, 0.0, None),
+    ]  # fmt: skip
+    assert [line.split(",")[0] for line in contact.wrong(tmp_path, run, [])] == [
+        "stage check: done", "stage warm: unfinished", "stage targets: killed",
+    ]  # fmt: skip
+
+
+def test_an_interrupt_has_a_report_and_a_status_of_its_own(monkeypatch, tmp_path, capsys):
+    def interrupted(self):
+        raise stages.Interrupted
+
+    monkeypatch.setattr(Stages, "run", interrupted)
+    words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
+    found = [stage("facts", ""), stage("check", "")]
+    assert contact.run(build_parser().parse_args(words), True, found) == 130
+    out = capsys.readouterr().out
+    assert "nothing wrong in what ran" in out and "not done: facts, check; --resume" in out
+    (tmp_path / "out" / EVENTS).unlink(missing_ok=True)
+    (tmp_path / "out" / "results.csv").write_text("")
+    with pytest.raises(CommandError, match=r"results\.csv exists"):  # also without stages
+        contact.run(build_parser().parse_args(words), True, found)
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(1, 1), (3, 1), (16, 14)])
+def test_two_cores_stay_free_for_compilers(monkeypatch, cores, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert contact.jobs() == jobs
+
+
 def test_contact_goes_through_its_stages_and_ends_with_the_table(tmp_path, capsys):
     found = [stage("facts", "print('a GPU')", needed=True), stage("check", "raise SystemExit(1)")]
     words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
@@ -318,6 +353,9 @@ def test_first_launches_are_made_side_by_side(tmp_path):
     assert "a: 2 s" in said and "b: 2 s" in said
     assert any(line.startswith("FAILED dies") and "no kernel" in line for line in said)
     assert said[-1].startswith("3 of 3 cases ran once, 1 failed")
+    assert warm.run(jobs[2:] * 2, 2, float("inf"), said.append) == 1 and "2 failed" in said[-1]
+    good = Job("good", (sys.executable, "-c", "print('{\"seconds\": 2.0}')"))
+    assert warm.run([good], 1, float("inf"), said.append) == 0
     hangs = Job("hangs", (sys.executable, "-c", "import time; time.sleep(600)"))
     assert warm.run([hangs], 1, 0.05, said.append) == stages.CUT_SHORT
     assert said[-1].startswith("0 of 1 cases")

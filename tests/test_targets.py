@@ -3,12 +3,14 @@
 # ruff: noqa: E402
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench_stand_ins import bench
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
@@ -17,7 +19,7 @@ from bench import plot, report, target_tasks, targets
 from bench.models import WAYS, missing_option
 from bench.providers import Provider
 from bench.rows import ERROR, FAILED, Row
-from bench.shapes import Shape
+from bench.shapes import T_SWEEP, Shape
 from bench.targets import GOALS, Claim, verdict
 from bench.timer import Roofs
 
@@ -66,6 +68,28 @@ def test_a_peer_that_breaks_the_2x_rule_counts_and_ours_does_not():
     assert found.ratio is None and found.word == "FAILED: 2x rule"
     good = [attention("ours", 257, 1.0), attention("sdpa-flash", 257, 5.0)]
     assert verdict(claim, [*wrong, *good]).word == "FAILED: 2x rule"  # the good do not hide it
+
+
+def test_rows_of_another_dtype_or_mode_decide_nothing():
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0)]
+    for fields in ({"dtype": "fp16"}, {"mode": "bwd"}, {"op": "rope"}):
+        others = [replace(row, **fields) for row in (replace(rows[0], ms=0.1), rows[1])]
+        assert not any(claim.has(row) for row in others)
+        assert verdict(claim, [*others, *rows]).ratio == 2.0
+
+
+def test_what_is_wanted_is_what_the_page_says():
+    """`least` in words has the claims' own numbers, and the words of T are the sweep's."""
+    for goal in GOALS:
+        said = {
+            float(n) / (100 if unit == " %" else 1)
+            for n, unit in re.findall(r"([\d.]+)(x| %)", goal.least)
+        }
+        assert said == {claim.least for claim in goal.claims}, goal.work
+    first, last = (int(n) for n in re.findall(r"T = (\d+) to (\d+)", GOALS[1].work)[0])
+    assert tuple(T for T in T_SWEEP if first <= T <= last) == targets.LONG_T
+    assert GOALS[0].work.endswith("T = {} and {}".format(*targets.SHORT_T))
 
 
 def test_shares_of_the_roofs():
@@ -165,6 +189,19 @@ def test_a_models_ratio_is_of_the_same_turns():
         for name in {name for names in turns for name in names if targets._is(name, claim.ours)}:
             last = [names for names in turns if name in names][-1]
             assert any(targets._is(p, claim.peers) for p in last), (claim.name, name)
+
+
+def test_a_models_task_measures_what_is_beside_it_again(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        target_tasks.bench_vit, "measure_vit", lambda case, names, bench: seen.append(names) or []
+    )
+    (target,) = (
+        t for t in target_tasks.targets()
+        if isinstance(t, target_tasks.VitTarget) and t.ways == ("swapped-low",)
+    )  # fmt: skip
+    target.task().run(bench(), ["swapped-low"])
+    assert seen == [("swapped-low", "swapped")]
 
 
 def test_first_launches_touch_what_is_compiled(monkeypatch):

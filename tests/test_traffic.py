@@ -1,6 +1,8 @@
 """`python -m bench traffic`: what it counts, and that our blocks keep to what is promised."""
 
+import itertools
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +126,51 @@ def test_traffic_of_a_learnt_bias():
     ds = 2 * calls.BATCH * 12 * 197**2  # in bf16
     assert torch_.backward[1] - ours.backward[1] > 2 * ds
     assert abs(torch_.forward[1] - ours.forward[1]) < 0.01 * ours.forward[1]
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def _cells(header):
+    """Lines of the page's table with this header."""
+    lines = iter(PAGE.splitlines())
+    assert any(line == "| " + " | ".join(header) + " |" for line in lines), header
+    next(lines)
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [tuple(line.strip("| ").split(" | ")) for line in table]
+
+
+def test_the_page_has_the_lines_that_are_counted(monkeypatch):
+    """All of them, in order, with what follows from sizes alone; torch's operators, so their
+    figures, are those of the version that was counted."""
+    unit = traffic.TOKENS * 768
+    step = traffic.Step((3, 50 * unit), (4, 23 * unit), 7 * unit)
+    built = []
+    monkeypatch.setattr(traffic, "block", lambda *given: built.append(given) or step)
+    monkeypatch.setattr(traffic, "kept_by_partitioner", lambda size, depth: depth)
+    page, found = _cells(traffic.HEADER), list(traffic.rows())
+    assert [row[:2] for row in found] == [row[:2] for row in page]
+    minima = [[row for row in rows if row[1] == "minimum"] for rows in (found, page)]
+    assert minima[0] == minima[1] and len(minima[0]) == 3
+    (vit_b,) = (row for row in found if row[:2] == ("ViT-B/16", "swapped"))
+    least = f"{73 / traffic.minimum(768):.2f}"
+    assert vit_b == ("ViT-B/16", "swapped", "3", "4", "50.0", "23.0", least, "7.0")
+    assert [given[:2] for given in built[:3]] == [
+        ("S", "timm"), ("S", "swapped"), ("S", 'swapped, memory="low"')
+    ]  # fmt: skip
+
+    monkeypatch.setattr(calls, "images_attended", lambda way: step)
+    monkeypatch.setattr(calls, "bias_learnt", lambda ours: step)
+    page, found = _cells(calls.ATTENTION_HEADER), list(calls.attention_rows())
+    assert [(*row[:2], row[-1]) for row in found] == [(*row[:2], row[-1]) for row in page]
+    assert found[0][2:5] == ("3", "4", f"{50 * unit / 1e6:.0f}")
+
+    monkeypatch.setattr(calls, "patches", lambda *given: step)
+    page, found = _cells(calls.PATCH_HEADER), list(calls.patch_rows())
+    assert [row[:2] for row in found] == [row[:2] for row in page]
+
+
+def test_what_the_partitioner_keeps_of_a_block():
+    """More than ours, and no weights; its choice is torch's own."""
+    kept = traffic.kept_by_partitioner("Ti", 2) - traffic.kept_by_partitioner("Ti", 1)
+    assert 28 < kept / (197 * traffic.VITS["Ti"][0]) < 60

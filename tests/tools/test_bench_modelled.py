@@ -48,3 +48,15 @@ def test_the_best_of_an_autotuned_kernel(tmp_path):
     assert result.returncode == 0, result.stderr
     # Eight warps on 64 rows do the first product twice, one warp has no wgmma.
     assert json.loads(result.stdout) == ["M=64 D=64 w4 s1"]
+
+
+def test_the_command_compares_by_the_model_alone():
+    """Ours is compiled for a GPU that is absent; a backward takes longer than its forward."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.modelled", "--tokens", "197"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
+    assert "modelled microseconds, not measured; batch\n256, 12 heads of 64, bf16" in result.stdout
+    *_, line = result.stdout.splitlines()
+    name, tokens, forward, backward, *_, faults = line.split()
+    assert (name, tokens, faults) == ("ours", "197", "0") and 0 < int(forward) < int(backward)

@@ -1,0 +1,325 @@
+"""What the harness does around a measurement: contexts, names, failures in the turns, rates."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_stand_ins import (
+    CPU,
+    TINY,
+    FakeTimer,
+    bench,
+    few_rounds,  # noqa: F401, a fixture by its name
+)
+from torch.autograd.graph import saved_tensors_hooks
+
+from bench import bench_attention, bench_varlen_attention, harness
+from bench.harness import Draw, Entry, measure_op, row_of
+from bench.plan import op_of
+from bench.providers import Provider, plain, replaced
+from bench.rows import ERROR, MEMORY, OK
+from bench.timer import DeviceLost, Roofs, median_p20_p80
+from fastvit_kernels.ops.attention.functions import attention_ref
+from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
+from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, LIBRARY, triton_tile
+from fastvit_kernels.runtime.configs import recording
+
+OP = op_of("layer_norm")
+
+
+class Eager(FakeTimer):
+    """Without graphs, which replay outside of a context."""
+
+    def capture(self, step):
+        raise RuntimeError("not captured")
+
+
+def with_provider(provider: Provider):
+    return replace(OP, providers=lambda *_: [*OP.providers(TINY, "fp32")[:1], provider])
+
+
+def measured(provider, timer=None, modes=("fwd",), work=None):
+    rows = measure_op(
+        with_provider(provider), TINY, "fp32", modes, (provider.name,), work or bench(timer)
+    )
+    return {(r.provider, r.mode): r for r in rows}
+
+
+def norm(x, weight, bias):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+
+def test_a_provider_runs_in_its_context_whenever_it_is_timed():
+    """Outside of it a forced route is not forced, and the row is of another one."""
+    inside, seen = [], []
+
+    @contextmanager
+    def context():
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def function(**inputs):
+        seen.append(bool(inside))
+        return norm(**inputs)
+
+    rows = measured(plain("forced", function, context=context), Eager(), ("fwd", "both"))
+    assert rows["forced", "both"].status == OK and rows["forced", "both"].graph_ms is None
+    assert len(seen) > 2 * harness.ROUNDS and all(seen)
+
+
+def test_the_provider_at_work_is_named_at_every_turn():
+    """By its name alone a lost GPU or a killed process is explained."""
+    work, names = bench(), []
+    work.note = names.append
+    measured(plain("other", norm), work=work)
+    # the gate, the warm-up, then the turns
+    assert names == ["eager", "other"] * (2 + harness.ROUNDS)
+
+
+@pytest.mark.parametrize("turns", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "status"), [(torch.OutOfMemoryError("full"), MEMORY), (ValueError("bad"), ERROR)]
+)
+def test_what_fails_while_it_is_timed_leaves_the_others(turns, error, status):
+    """In the warm-up, and in the turns; what it held is given back."""
+    work = bench()
+
+    class Fails(FakeTimer):
+        left, cleared = turns, 0
+
+        def sample(self, run, count, flush):
+            if work.current == "fails":
+                self.left -= 1
+                if self.left < 0:
+                    raise error
+            return super().sample(run, count, flush)
+
+        def clear(self):
+            self.cleared += work.current == "fails"
+
+    work.timer = timer = Fails()
+    rows = measured(plain("fails", norm), work=work)
+    row = rows["fails", "fwd"]
+    assert (row.status, row.ms, row.speedup) == (status, None, None) and str(error) in row.note
+    assert rows["eager", "fwd"].status == OK and rows["eager", "fwd"].samples == 2 * harness.ROUNDS
+    assert timer.cleared
+
+
+def test_a_device_that_is_lost_ends_the_process():
+    class Lost(FakeTimer):
+        def clear(self):
+            raise DeviceLost("gone")
+
+    def raises(**inputs):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with pytest.raises(DeviceLost):
+        measured(plain("lost", raises), Lost())
+
+
+def test_without_a_backward_there_are_rows_of_the_forward_alone():
+    rows = measured(plain("forward", norm, backward=False), modes=("fwd", "bwd", "both"))
+    assert [mode for name, mode in rows if name == "forward"] == ["fwd"]
+    assert [mode for name, mode in rows if name == "eager"] == ["fwd", "bwd", "both"]
+
+
+def test_rates_are_of_the_devices_time_under_the_roof_of_the_products_dtype():
+    roofs = Roofs(1e9, {"bf16": 2.0, "fp32": 1.0})
+    row = replace(row_of("layer_norm", "ours", TINY, "amp", "fwd"), ms=8.0, graph_ms=2.0)
+    found = harness._rates(row, OP, TINY, roofs)
+    flops, moved = OP.flops(TINY, "fwd"), OP.bytes(TINY, "amp", "fwd")
+    assert (found.flops, found.bytes) == (flops, moved)
+    assert found.tflops == pytest.approx(flops / 2e-3 / 1e12)
+    assert found.gbps == pytest.approx(moved / 2e-3 / 1e9)
+    assert found.roof == "matmul" and found.roof_share == pytest.approx(found.tflops / 2.0)
+    assert harness._rates(replace(row, ms=None, graph_ms=None), OP, TINY, roofs).flops is None
+
+
+def test_a_row_has_median_and_spread_of_its_samples():
+    times = [float(i) for i in range(11)]
+    assert median_p20_p80(times[::-1]) == (5.0, 2.0, 8.0)
+    row, entry = row_of("mlp", "ours", TINY, "bf16", "fwd"), Entry(plain("ours", norm), norm)
+    row = harness.finish(row, entry, times, [3.0, 1.0, 2.0])
+    assert (row.ms, row.ms_p20, row.ms_p80, row.graph_ms, row.samples) == (5.0, 2.0, 8.0, 2.0, 11)
+
+
+def test_inputs_are_the_same_at_every_run():
+    first, second = (Draw(CPU, torch.float32)(64, 64, scale=0.25) for _ in range(2))
+    assert torch.equal(first, second) and first.requires_grad
+    assert first.std().item() == pytest.approx(0.25, rel=0.05)
+    assert not Draw(CPU, torch.float32)(2, grad=False).requires_grad
+
+
+@pytest.mark.parametrize("name", ["attention", "qkv_attention", "varlen_attention"])
+def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
+    """The scores of all heads do not fit; the numbers are the same, and so are the gradients."""
+    op, shape = op_of(name), replace(TINY, B=2, variant="spread")
+    inputs = op.inputs(shape, torch.float64, Draw(CPU, torch.float64))
+    leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
+    heads, by_head = [], bench_attention.by_head
+    for module in (bench_attention, bench_varlen_attention):
+        monkeypatch.setattr(module, "by_head", lambda qkv: heads.append(qkv) or by_head(qkv))
+    results = []
+    for long in (shape.T, shape.T - 1):
+        monkeypatch.setattr(bench_attention, "LONG_T", long)
+        monkeypatch.setattr(bench_varlen_attention, "LONG_T", long)
+        assert not heads
+        y = op.reference(shape, "fp32")(**inputs)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    assert heads
+    torch.testing.assert_close(*results)
+
+
+# --- providers
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp"])
+def test_a_forced_route_is_taken(name):
+    ways = {p.name: p for p in op_of(name).providers(replace(TINY, variant="proj"), "fp32")}
+    own, rules = FWD_TABLE.default, {}
+    for route in ("library", "triton"):
+        with ways[f"ours-{route}"].context():
+            rules[route] = FWD_TABLE.default
+    assert rules["triton"] is triton_tile and rules["library"](None) == LIBRARY
+    with ways["ours"].context():
+        assert FWD_TABLE.default is own
+
+
+def test_the_split_backward_is_split():
+    inputs = op_of("attention").inputs(TINY, torch.float32, Draw(CPU, torch.float32))
+    ways = {p.name: p for p in op_of("attention").providers(TINY, "fp32")}
+    tables = {}
+    for name in ("ours", "ours-split"):
+        with ways[name].context(), recording() as choices:
+            ways[name].make()(**inputs).sum().backward()
+        tables[name] = {choice.table for choice in choices}
+    assert "attention_bwd_one_pass" in tables["ours"] - tables["ours-split"]
+    assert "attention_bwd_dq" in tables["ours-split"] - tables["ours"]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
+def test_what_stores_keeps_more_than_what_recomputes(name):
+    op, kept = op_of(name), {}
+    shape = replace(TINY, variant="packed" if name == "gated_mlp" else "")
+    inputs = op.inputs(shape, torch.bfloat16, Draw(CPU, torch.bfloat16))
+    for provider in op.providers(shape, "bf16"):
+        if provider.name in ("ours", "ours-stored"):
+            saved = {}
+
+            def pack(x, saved=saved):
+                saved[x.data_ptr()] = x
+                return x
+
+            with provider.context(), saved_tensors_hooks(pack, lambda x: x):
+                provider.make()(**inputs)
+            kept[provider.name] = sum(x.numel() for x in saved.values())
+    assert kept["ours-stored"] > kept["ours"]
+
+
+def test_what_forces_a_route_is_put_back():
+    owner = type("Owner", (), {"route": "own"})
+    with suppress(KeyError), replaced(owner, "route", "forced"):
+        assert owner.route == "forced"
+        raise KeyError
+    assert owner.route == "own"
+    benchmarked = next(
+        p for p in op_of("patch_embed").providers(TINY, "fp32") if "benchmark" in p.name
+    )
+    before = torch.backends.cudnn.benchmark
+    with benchmarked.context():
+        assert torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark == before
+
+
+def reference(q, k, v):
+    return attention_ref(torch.stack((q, k, v), 2))
+
+
+def packed(longest):
+    """Attention of packed sequences as peers take it: starts and lengths of queries and of keys."""
+
+    def run(q, k, v, starts, starts_k, most, most_k):
+        assert starts is starts_k and most == most_k == longest
+        return varlen_attention_ref(torch.stack((q, k, v), 1), starts, longest)
+
+    return run
+
+
+def rms(x, weight, eps, offset=0.0, casting="gemma", in_place=False):
+    assert (offset, casting, in_place) == (0.0, "gemma", False)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def layer_norm(x, weight, bias, eps):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def peers(longest):
+    """By module, what bench calls of each, as PyTorch computes it."""
+    run = packed(longest)
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        return run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+    def xformers(q, k, v, attn_bias=None):
+        if attn_bias is None:
+            return reference(q, k, v)
+        parts = (x.split(attn_bias, 1) for x in (q, k, v))
+        return torch.cat([reference(*part) for part in zip(*parts, strict=True)], 1)
+
+    def autograd(apply):
+        return SimpleNamespace(apply=apply)
+
+    mask = SimpleNamespace(from_seqlens=lambda lengths: lengths)
+    return {
+        "flash_attn": dict(
+            flash_attn_qkvpacked_func=attention_ref,
+            flash_attn_varlen_qkvpacked_func=lambda qkv, starts, most: run(
+                *qkv.unbind(1), starts, starts, most, most
+            ),
+        ),
+        "flash_attn_interface": dict(  # with the lse
+            flash_attn_func=lambda *qkv: (reference(*qkv), None),
+            flash_attn_varlen_func=lambda *qkv, **given: (varlen(*qkv, **given), None),
+        ),
+        "flash_attn.cute": dict(flash_attn_func=reference, flash_attn_varlen_func=varlen),
+        "xformers.ops": dict(
+            memory_efficient_attention=xformers,
+            fmha=SimpleNamespace(attn_bias=SimpleNamespace(BlockDiagonalMask=mask)),
+        ),
+        "torch.nn.attention.varlen": dict(varlen_attn=run),
+        "liger_kernel.ops.layer_norm": dict(LigerLayerNormFunction=autograd(layer_norm)),
+        "liger_kernel.ops.rms_norm": dict(LigerRMSNormFunction=autograd(rms)),
+        "liger_kernel.ops.swiglu": dict(
+            LigerSiLUMulFunction=autograd(lambda a, b: torch.nn.functional.silu(a) * b)
+        ),
+        "quack.rmsnorm": dict(
+            layernorm_fwd=layer_norm, rmsnorm=lambda x, weight, eps: rms(x, weight, eps)
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    [
+        ("layer_norm", "", "fp32"), ("rms_norm", "", "fp32"), ("rms_norm", "heads", "fp32"),
+        ("gated_mlp", "packed", "fp32"), ("gated_mlp", "separate", "fp32"),
+        ("attention", "", "bf16"), ("varlen_attention", "spread", "bf16"),
+    ],
+)  # fmt: skip
+def test_peers_are_asked_for_what_ours_computes(monkeypatch, name, variant, dtype):
+    """On modules that stand in for theirs: arguments, layouts and eps are those of the op."""
+    op, shape = op_of(name), replace(TINY, B=3, variant=variant)
+    found = peers(shape.T)
+    for module, functions in found.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**functions))
+    names = [p.name for p in op.providers(shape, dtype) if p.package in found]
+    rows = list(measure_op(op, shape, dtype, ("fwd",), names, bench()))
+    assert [(r.provider, r.status, r.note) for r in rows[1:]] == [(n, OK, "") for n in names]
+    assert names
