@@ -3,13 +3,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_data import Image
 
-from fastvit_kernels.commands import cli, console
+from fastvit_kernels.commands import attention_maps, cli, console
 from fastvit_kernels.commands.models import build_model
+from fastvit_kernels.runtime.backend import backend
 
 pytest.importorskip("rich")
 
@@ -159,6 +161,82 @@ def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, c
     assert cli.main(["attention-maps", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "attention-maps").exists()
+
+
+def test_options_of_attention_maps_are_values():
+    words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
+    assert attention_maps._overrides(words) == {
+        "depth": 2, "class_token": False, "rate": 0.5, "global_pool": "avg", "x": True, "y": [1, 2]
+    }  # fmt: skip
+
+
+def test_the_pixels_that_a_named_model_sees(tmp_path):
+    """docs/train.md: from -1 to 1, or what timm notes for its model; a classifier may be missing,
+    nothing else."""
+    pytest.importorskip("timm")
+    for name, wanted in (
+        ("vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
+        ("timm:vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
+        ("timm:deit_tiny_patch16_224", ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
+    ):
+        state = build_model(name, depth=1).state_dict()
+        lacking = {n: v for n, v in state.items() if not n.startswith("head.")}
+        torch.save(lacking, tmp_path / "weights.pth")
+        model, found = attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
+        assert (found.mean, found.std) == wanted
+        assert all(torch.equal(v, model.state_dict()[n]) for n, v in lacking.items())
+        for lost in ("pos_embed", "blocks.0.norm1.weight", "blocks.0.mlp.fc1.bias"):
+            torch.save({n: v for n, v in lacking.items() if n != lost}, tmp_path / "weights.pth")
+            with pytest.raises(console.CommandError, match=f"does not fit .*{lost} missing"):
+                attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
+
+
+def test_one_thread_of_blas_unless_the_user_says_otherwise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execve", lambda *words: seen.append(words[-1]))
+    monkeypatch.setattr(cli, "needs_interpreter", lambda _: True)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(
+        run=lambda _: 0, add_arguments=lambda _: None, __doc__=""))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["fastvit-kernels", "check"])
+    for given in (None, "4"):
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
+        cli.main()
+    assert [e["OPENBLAS_NUM_THREADS"] for e in seen] == ["1", "4"]
+    assert {e["TRITON_INTERPRET"] for e in seen} == {"1"}
+
+
+def test_an_interrupt_is_130(monkeypatch, capsys):
+    from fastvit_kernels.commands import check
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run", interrupt)
+    assert cli.main(["check"]) == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
+    model = build_model("vit_tiny_patch32_224", depth=3)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    drawn = []
+    monkeypatch.setattr(
+        attention_maps.figures, "draw_attention_layer", lambda *words: drawn.append(words)
+    )
+    words = ["--model", "vit_tiny_patch32_224", "--option", "depth=3", "--out", str(tmp_path / "o")]
+    words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
+    assert cli.main(words) == 0
+    with Image.open(photo) as image:
+        pixels = attention_maps.data.fit(image.convert("RGB"), 224)
+    normal = attention_maps.data.Normalization((0.5,) * 3, (0.5,) * 3)
+    with backend("torch"):
+        maps = attention_maps.figures.attention_maps(model.eval(), normal(pixels[None]))
+    assert len(drawn) == 3
+    for index, (image, layer, from_cls, path, title) in enumerate(drawn):
+        assert from_cls and path.name == f"photo-layer0{index}.png" and f"layer {index}" in title
+        assert torch.equal(image, pixels)
+        torch.testing.assert_close(layer, maps[index][0, :, 0, 1:].unflatten(-1, (7, 7)))
 
 
 def test_compile_takes_the_gpu_that_is_there(monkeypatch):
