@@ -209,6 +209,25 @@ def test_who_reads_bytes(tmp_path):
         assert (pixels.dtype is torch.uint8) == wanted
 
 
+def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
+    """By a clock that stands still but while a batch comes (3 s) and in the forward (1 s)."""
+    write_images(tmp_path / "images", count=6)
+    images, clock = streamed(tmp_path / "images", img_size=12), [0.0]
+    run = training.Run(images.settings, images, torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
+
+    def after(seconds, value=None):
+        clock[0] += seconds
+        return value
+
+    batches = images.batches
+    images.batches = lambda *words: (after(3.0, batch) for batch in batches(*words))
+    run.model.register_forward_hook(lambda *_: after(1.0))
+    with backend("torch"):
+        row = run.epoch(1, lambda: None)
+    assert row["data_wait"] == 3 / 4 and row["images_per_s"] == images.train_count / (4 * 2)
+
+
 def test_mixup_is_by_beta_of_alpha(tmp_path):
     """A large ALPHA mixes halves."""
     write_images(tmp_path / "images", count=6)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands.console import CommandError
@@ -122,8 +123,6 @@ def test_fsdp_needs_torchrun(capsys):
 
 
 def test_shards_of_another_model(tmp_path):
-    from torch.distributed import checkpoint as dcp
-
     held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
     dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
     wanted = {"model.a": torch.ones(2, 4), "model.new": torch.ones(1)}
@@ -246,3 +245,9 @@ def test_the_line_of_the_manual(tmp_path):
     assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
     names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}
     assert {"checkpoint-0001", "weights.pth", "summary.json", "attention.png"} <= names
+    folder = tmp_path / "runs" / "digits"
+    weights = torch.load(folder / "weights.pth", weights_only=True)
+    held = {f"model.{name}": torch.empty_like(value) for name, value in weights.items()}
+    reader = dcp.FileSystemReader(folder / "checkpoint-0001")
+    dcp.load(held, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(held[f"model.{name}"], value) for name, value in weights.items())
