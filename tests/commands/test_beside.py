@@ -111,3 +111,88 @@ def test_errors_are_of_every_gradient(name):
     wrong = [e.name for e in model_errors(model(), X, swap=swap) if not e.passed]
     assert wrong == [f"d{name}"]
     assert all(e.passed for e in model_errors(model(), X, swap=lambda model: None))
+
+
+def test_a_wrong_gradient_of_the_images_is_told(monkeypatch):
+    """Also of a norm, where a gradient of ones would be zero."""
+
+    def spoil(model):
+        model.register_forward_pre_hook(lambda m, args: (_scaled(args[0], 1.001),))
+
+    monkeypatch.setattr(beside, "swap_in", spoil)
+    for host in (model(), randomize(nn.LayerNorm(16))):
+        assert difference(host, X.double()).startswith("dimages differs by")
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.factor, None
+
+
+def _scaled(x, factor):
+    return _Scaled.apply(x, factor)
+
+
+def test_dropout_is_compared(monkeypatch):
+    monkeypatch.setattr(beside, "swap_in", lambda model: model.eval())
+    host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
+    assert difference(host.eval(), X.double()) != ""
+
+
+def test_randomize_moves_every_parameter():
+    host = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    nn.init.zeros_(host[0].bias)
+    before = [p.detach().clone() for p in host.parameters()]
+    randomize(host)
+    moved = [(p - b).abs() for p, b in zip(host.parameters(), before, strict=True)]
+    assert all((m > 0).all() for m in moved) and moved[1].mean() > 2 * moved[0].mean()
+
+
+def test_a_layer_is_a_block_or_a_module():
+    wanted = {
+        "dblocks.3.attn.qkv.bias": "dblocks.3", "dhead.bias": "dhead", "dnorm.weight": "dnorm",
+        "dstages.1.blocks.0.mlp.fc1.weight": "dstages.1.blocks.0", "dfc.0.weight": "dfc.0",
+        "dstem.2.1.bias": "dstem.2",
+    }  # fmt: skip
+    assert {name: beside._layer(name) for name in wanted} == wanted
+
+
+def test_errors_are_against_float64_and_the_limit_is_near():
+    """A hundred-thousandth too much is too much in fp32, and a part of PyTorch's error in bf16."""
+
+    def swap(model):
+        model.get_parameter("linear2.bias").register_hook(lambda d: (1 + 1e-5) * d)
+
+    exact = model_errors(model(), X, swap=lambda model: None)
+    assert all(e.passed and 0 < e.torch_max < 1e-5 for e in exact if e.name == "dlinear1.weight")
+    assert [e.name for e in model_errors(model(), X, swap=swap) if not e.passed] == [
+        "dlinear2.bias"
+    ]
+    low = model_errors(model(), X, swap=swap, autocast=torch.bfloat16)
+    assert all(e.passed for e in low) and max(e.torch_max for e in low) > 1e-3
+
+
+def test_a_copy_is_swapped_and_the_model_stays():
+    host = model()
+    swapped = []
+    model_errors(host, X, swap=swapped.append)
+    assert len(swapped) == 1 and swapped[0] is not host
+
+
+def test_small_models_of_other_shapes_are_not_the_same():
+    prints = [
+        beside.fingerprint(m, x)
+        for m, x in (
+            (nn.Linear(4, 4), X), (nn.Linear(4, 4), X[:1]), (nn.Linear(4, 5), X),
+            (nn.Linear(4, 4, bias=False), X), (nn.Linear(4, 4).eval(), X),
+            (nn.Sequential(nn.Linear(4, 4)), X), (nn.Linear(4, 4), {"x": X[0]}),
+        )
+    ]  # fmt: skip
+    assert len(set(prints)) == len(prints)
+    assert beside.fingerprint(nn.Linear(4, 4), X) == prints[0]

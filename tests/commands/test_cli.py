@@ -1,15 +1,20 @@
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_data import Image
 
-from fastvit_kernels.commands import cli, console
-from fastvit_kernels.commands.models import build_model
+from fastvit_kernels.commands import attention_maps, cli, console, rank
+from fastvit_kernels.commands.models import build_model, input_shape
+from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.tools.resources import Kernel
 
 pytest.importorskip("rich")
 
@@ -37,6 +42,24 @@ def test_a_value_that_the_user_has_set_is_left_alone(tmp_path):
     done = command("check", cwd=tmp_path, TRITON_INTERPRET="0")
     assert done.returncode == 2
     assert "the kernels cannot run here: the tensor is on the CPU" in done.stderr
+
+
+def test_which_commands_run_kernels(monkeypatch):
+    """They start again in the interpreter where there is no GPU, or where --device leaves it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(cli, "HAS_TRITON", True)
+
+    def found(gpu, device):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        return {
+            name for name in cli.COMMANDS
+            if cli.needs_interpreter(SimpleNamespace(command=name, device=device))
+        }  # fmt: skip
+
+    wanted = {"train", "check", "coverage"}
+    assert found(False, None) == found(True, "cpu") == wanted and found(True, None) == set()
+    monkeypatch.setattr(cli, "HAS_TRITON", False)
+    assert found(False, None) == set()
 
 
 def test_importing_the_package_sets_no_variable(tmp_path):
@@ -159,6 +182,156 @@ def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, c
     assert cli.main(["attention-maps", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "attention-maps").exists()
+
+
+def test_options_of_attention_maps_are_values():
+    words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
+    assert attention_maps._overrides(words) == {
+        "depth": 2, "class_token": False, "rate": 0.5, "global_pool": "avg", "x": True, "y": [1, 2]
+    }  # fmt: skip
+
+
+def test_the_pixels_that_a_named_model_sees(tmp_path):
+    """docs/train.md: from -1 to 1, or what timm notes for its model; a classifier may be missing,
+    nothing else."""
+    pytest.importorskip("timm")
+    for name, wanted in (
+        ("vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
+        ("timm:vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
+        ("timm:deit_tiny_patch16_224", ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
+    ):
+        state = build_model(name, depth=1).state_dict()
+        lacking = {n: v for n, v in state.items() if not n.startswith("head.")}
+        torch.save(lacking, tmp_path / "weights.pth")
+        model, found = attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
+        assert (found.mean, found.std) == wanted
+        assert all(torch.equal(v, model.state_dict()[n]) for n, v in lacking.items())
+        for lost in ("pos_embed", "blocks.0.norm1.weight", "blocks.0.mlp.fc1.bias"):
+            torch.save({n: v for n, v in lacking.items() if n != lost}, tmp_path / "weights.pth")
+            with pytest.raises(console.CommandError, match=f"does not fit .*{lost} missing"):
+                attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
+
+
+def test_one_thread_of_blas_unless_the_user_says_otherwise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execve", lambda *words: seen.append(words[-1]))
+    monkeypatch.setattr(cli, "needs_interpreter", lambda _: True)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(
+        run=lambda _: 0, add_arguments=lambda _: None, __doc__=""))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["fastvit-kernels", "check"])
+    for given in (None, "4"):
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
+        cli.main()
+    assert [e["OPENBLAS_NUM_THREADS"] for e in seen] == ["1", "4"]
+    assert {e["TRITON_INTERPRET"] for e in seen} == {"1"}
+
+
+def test_an_interrupt_is_130(monkeypatch, capsys):
+    from fastvit_kernels.commands import check
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run", interrupt)
+    assert cli.main(["check"]) == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
+    model = build_model("vit_tiny_patch32_224", depth=3)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    drawn = []
+    monkeypatch.setattr(
+        attention_maps.figures, "draw_attention_layer", lambda *words: drawn.append(words)
+    )
+    words = ["--model", "vit_tiny_patch32_224", "--option", "depth=3", "--out", str(tmp_path / "o")]
+    words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
+    assert cli.main(words) == 0
+    with Image.open(photo) as image:
+        pixels = attention_maps.data.fit(image.convert("RGB"), 224)
+    normal = attention_maps.data.Normalization((0.5,) * 3, (0.5,) * 3)
+    with backend("torch"):
+        maps = attention_maps.figures.attention_maps(model.eval(), normal(pixels[None]))
+    assert len(drawn) == 3
+    for index, (image, layer, from_cls, path, title) in enumerate(drawn):
+        assert from_cls and path.name == f"photo-layer0{index}.png" and f"layer {index}" in title
+        assert torch.equal(image, pixels)
+        torch.testing.assert_close(layer, maps[index][0, :, 0, 1:].unflatten(-1, (7, 7)))
+
+
+def test_hub_layout_says_what_it_wrote(monkeypatch, capsys):
+    from fastvit_kernels.commands import hub_layout
+
+    monkeypatch.setattr(hub_layout, "write_layout", lambda *words: [Path("a"), Path("b")])
+    assert cli.main(["hub-layout", "folder"]) == 0
+    *paths, how = capsys.readouterr().out.splitlines()
+    assert paths == ["a", "b"] and "get_local_kernel(Path('folder'))" in how
+
+
+def test_what_compile_is_told_reaches_the_gate(monkeypatch, capsys):
+    from fastvit_kernels.commands import compile as command
+
+    asked = []
+    monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
+    assert cli.main(["compile", "--gate", "--arch", "sm_80", "--changed", "--jobs", "3"]) == 1
+    assert cli.main(["compile", "--gate", "--update", "--table", "t.md"]) == 1
+    table = Path("docs/resources.md")
+    assert asked == [
+        (["sm_80"], table, False, True, 3), (list(command.TARGETS), Path("t.md"), True, False, None)
+    ]  # fmt: skip
+    for word in (["--arch", "sm_80"], ["--changed"]):
+        assert cli.main(["compile", "--gate", "--update", *word]) == 2
+        assert "--update writes every row" in capsys.readouterr().err
+    assert len(asked) == 2
+
+
+def test_what_compile_is_told_reaches_the_step(monkeypatch, capsys):
+    """The model by its options, a table for each target, and the rules that a kernel breaks."""
+    from fastvit_kernels.commands import compile as command
+
+    asked = []
+
+    def model_step(model, batch, dtype, *, train):
+        asked.append((input_shape(model), batch, dtype, train))
+
+    kernel = Kernel(
+        kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90",
+        registers=128, spills=8, shared=98304, shared_limit=232448, warps_per_sm=16,
+        tensor_cores="wgmma", needs_tensor_cores=True, copies="", seconds=0.5, key="k",
+    )  # fmt: skip
+    monkeypatch.setattr(command, "model_step", model_step)
+    monkeypatch.setattr(command, "compile_step", lambda step, target: [kernel])
+    words = ["compile", "--model", "vit_mnist", "--img-size", "8", "--batch", "3", "--infer"]
+    assert cli.main([*words, "--arch", "sm_90", "--dtype", "fp16"]) == 0
+    out = capsys.readouterr().out
+    assert "sm_90: vit_mnist, batch 3, fp16, inference" in out and "linear_fwd" in out
+    assert "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]: spills 8 bytes a thread" in out
+    assert cli.main([*words[:-1], "--arch", "sm_90", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["spills"] == 8
+    assert asked == [((1, 8, 8), 3, "fp16", False), ((1, 8, 8), 3, "bf16", True)]
+
+
+def test_a_row_of_a_ranking_sums_its_kernels():
+    """Registers, spills and warps are the worst of them; the bound is the longest one's."""
+
+    def launch(us, registers, spills, warps, bound, useful):
+        kernel = SimpleNamespace(registers=registers, spills=spills, warps_per_sm=warps)
+        modelled = SimpleNamespace(us=us, bound=bound, parts={"ALU": us})
+        found = SimpleNamespace(kernel=kernel, code=None)
+        return SimpleNamespace(launch=found, modelled=modelled, useful=useful)
+
+    launches = [launch(3.0, 64, 8, 16, "ALU", 0.5), launch(4.5, 128, 0, 32, "HBM", 0.25)]
+    found = rank._row(rank.Row((1, 2), 9.0, launches), True)
+    assert found == {
+        "config": [1, 2], "default": True, "error": "", "call_us": 9.0, "kernel_us": 7.5,
+        "bound": "HBM", "parts_us": {"ALU": 4.5}, "useful": 0.25, "registers": 128, "spills": 8,
+        "warps_per_sm": 16, "faults": [],
+    }  # fmt: skip
+    cells = ("default", "9", "8", "HBM", "25%", "128", "8", "16", "0", "1,2")
+    assert rank._cells(found) == cells and len(cells) == len(rank.HEADER)
+    failed = rank._row(rank.Row((3,), math.inf, [], "no"), False)
+    assert rank._cells(failed) == ("", "-", *"-------", "3  no")
 
 
 def test_compile_takes_the_gpu_that_is_there(monkeypatch):

@@ -183,3 +183,89 @@ def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
     pytest.importorskip("transformers")
     _, inputs = next(cut.candidates("transformers", name))
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
+
+
+def _row(model, level="block", verified="", reason=""):
+    return coverage.Row("timm", model, level, reason, verified)
+
+
+def test_the_table_counts_what_it_says(tmp_path):
+    rows = [
+        _row("vit_a", verified="yes"), _row("vit_b", "parts", "as vit_a", "why"),
+        _row("vit_c", "none"), _row("swin", verified="float64"), _row("pit", verified="same parts"),
+        _row("deit", verified="as pit"), _row("cait", verified="WRONG (torch): dx: 3"),
+    ]  # fmt: skip
+    coverage.write_table(rows, tmp_path / "coverage.md")
+    text = (tmp_path / "coverage.md").read_text()
+    assert "timm's `vit_*`: 3 names, 1 at block level." in text
+    assert "## timm (5 block, 1 parts, 1 none)" in text
+    assert "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG." in text
+    assert "| vit_b | parts | as vit_a | why |" in text
+    plain = [_row("vit_a")]
+    coverage.write_table(plain, tmp_path / "coverage.md")
+    assert "Column run" not in (tmp_path / "coverage.md").read_text()
+
+
+@pytest.mark.parametrize("word", ["yes", "", "WRONG: out0"])
+def test_the_command_ends_with_1_where_a_model_is_wrong(tmp_path, monkeypatch, capsys, word):
+    from fastvit_kernels.commands import cli
+
+    monkeypatch.setattr(coverage, "rows", lambda *_: iter([_row("a", verified="yes"), _row("b")]))
+    monkeypatch.setattr(coverage.Verifier, "again", lambda self, name: word)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["coverage", "--hosts", "timm", "--verify", "--out", str(tmp_path / "t.md")]
+    assert cli.main(words) == word.startswith("WRONG")
+    said = capsys.readouterr()
+    assert f"2 models, {int(word.startswith('WRONG'))} wrong" in said.out
+    assert ("b: WRONG: out0" in said.err) == word.startswith("WRONG")
+
+
+def test_parts_that_failed_are_run_again(monkeypatch):
+    """Only what passed stands for another model; each small model is run once for equal ones."""
+    monkeypatch.setattr(coverage, "swapped_parts", lambda model: frozenset([model]))
+    answers = {"wrong": "WRONG: x", "right": "float64"}
+    ran = []
+    monkeypatch.setattr(coverage.Verifier, "_narrow", lambda *_: None)
+    monkeypatch.setattr(
+        coverage.Verifier, "_cut", lambda self, host, name: ran.append(name) or answers[name]
+    )
+    verify = coverage.Verifier([])
+    part = nn.Identity()
+    assert [verify("timm", n, part) for n in ("wrong", "wrong", "right", "wrong")] == [
+        "WRONG: x", "WRONG: x", "float64", "same parts"
+    ]  # fmt: skip
+    assert ran == ["wrong", "wrong", "right"]
+
+
+def test_narrow_models_run_through_each_backend_off_their_first_weights(monkeypatch):
+    from fastvit_kernels.runtime.backend import get_backend
+    from fastvit_kernels.verify.accuracy import Error
+
+    seen = []
+
+    def errors(model, inputs):
+        seen.append((get_backend(), model.training, model[0].bias.abs().min().item() > 0))
+        return [Error("dx", share, share, 1.0, 1.0, 1.0, 1.0)]
+
+    def small(host, name):
+        model = nn.Sequential(nn.Linear(4, len(name)))
+        nn.init.zeros_(model[0].bias)
+        return model, torch.randn(2, 4)
+
+    monkeypatch.setattr(coverage.zoo, "small", small)
+    monkeypatch.setattr(coverage, "difference", lambda model, inputs: "")
+    monkeypatch.setattr(coverage, "model_errors", errors)
+    share, verify = 0.5, coverage.Verifier(["auto", "torch"])
+    assert [verify("timm", n, None) for n in ("aa", "bb", "ccc")] == ["yes"] * 3
+    assert seen == [("auto", False, True), ("torch", False, True)] * 2, "equal ones once"
+    share = 2.0
+    assert verify("timm", "dddd", None).startswith("WRONG (auto): dx")
+
+
+def test_cut_models_drop_paths():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for module in model:
+        module.drop_prob = 0.0
+    cut.set_drop_path(model)
+    assert all(module.drop_prob == cut.DROP_PATH for module in model)
+    assert 0.1 < cut.DROP_PATH < 0.9, "some samples of two are dropped"

@@ -51,6 +51,27 @@ def test_split_keeps_one_image_of_each_class_for_training():
     assert sorted(train.tolist() + held_out.tolist()) == [0, 1, 2]
 
 
+def test_split_rounds_and_holds_one_of_two_images_out():
+    labels = torch.tensor([0] * 8 + [1] * 7 + [2] * 2 + [3])
+    train, held_out = data.stratified_split(labels, 0.2, seed=0)
+    assert labels[held_out].bincount(minlength=4).tolist() == [2, 1, 1, 0]
+    assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(len(labels)))
+
+
+def test_images_are_resized_smoothly_and_rounded():
+    images = torch.randint(0, 256, (3, 1, 12, 12), generator=torch.Generator().manual_seed(0))
+    wanted = torch.nn.functional.interpolate(
+        images.double(), (4, 4), mode="bilinear", antialias=True
+    )
+    found = data.resize(images.to(torch.uint8), 4)
+    assert found.dtype is torch.uint8 and (found - wanted).abs().max() <= 0.51
+    photo = Image.fromarray(images[0, 0].to(torch.uint8).numpy())
+    bicubic = photo.resize((5, 5), Image.Resampling.BICUBIC)
+    assert data.fit(photo, 5)[0].tolist() == [
+        [bicubic.getpixel((x, y)) for x in range(5)] for y in range(5)
+    ]
+
+
 def test_normalization_is_mean_and_deviation_of_each_channel():
     images = torch.randint(0, 256, (7, 3, 5, 4), dtype=torch.uint8)
     y = data.Normalization.of(images)(images)
@@ -74,6 +95,10 @@ def test_augmentation_identity_shift_and_mirror():
     kept = [torch.allclose(m, i, atol=1e-5) for m, i in zip(mirrored, images, strict=True)]
     assert any(flips) and any(kept) and all(a or b for a, b in zip(flips, kept, strict=True))
 
+    draw = data.Augmentation.draw(400, generator)
+    mirrored = data.Augmentation(mirror=True).apply(images[:1].expand(400, -1, -1, -1), draw)
+    assert 160 < sum(torch.allclose(m, images[0], atol=1e-5) for m in mirrored) < 240, "one of two"
+
     spot = torch.zeros(32, 1, 15, 15)
     spot[:, :, 7, 7] = 1
     moved = data.Augmentation(shift=2).apply(spot, data.Augmentation.draw(32, generator))
@@ -81,6 +106,13 @@ def test_augmentation_identity_shift_and_mirror():
     for summed in (2, 3):  # over rows: along x; over columns: along y
         place = (moved.sum(summed)[:, 0] * axis).sum(1) / moved.sum((1, 2, 3)) - 7
         assert place.abs().max() <= 2.001 and place.abs().max() > 1
+
+
+def test_augmentation_repeats_the_border():
+    images = torch.full((9, 2, 8, 8), 0.7)
+    draw = data.Augmentation.draw(9, torch.Generator().manual_seed(0))
+    large = data.Augmentation(degrees=40, zoom=0.9, shift=5, mirror=True)
+    torch.testing.assert_close(large.apply(images, draw), images)
 
 
 def test_augmentation_rotates_without_shearing():
@@ -144,6 +176,10 @@ def _truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _lengthen(path):
+    path.write_bytes(path.read_bytes() + b"0")
+
+
 def _wrong_type(path):
     path.write_bytes(b"\0\0\x0d" + path.read_bytes()[3:])
 
@@ -160,6 +196,7 @@ def _short(path):
     ("damage", "message"),
     [
         (_truncate, "needs 15680 bytes, got 15679"),
+        (_lengthen, "needs 15680 bytes, got 15681"),
         (_wrong_type, "unsigned bytes"),
         (_wrong_magic, "not an idx file"),
         (_short, "inside its header"),
@@ -174,6 +211,14 @@ def test_bad_idx_files_are_named(tmp_path, damage, message):
     with pytest.raises(CommandError, match=message) as error:
         data.load_idx(tmp_path, 28)
     assert str(tmp_path) in str(error.value)
+
+
+def test_held_out_digits_of_a_class_that_training_lacks(tmp_path):
+    write_mnist(tmp_path)
+    labels = tmp_path / "t10k-labels-idx1-ubyte"
+    write_idx(labels, torch.arange(20) % 11)
+    with pytest.raises(CommandError, match="t10k labels reach 10, the training labels only 9"):
+        data.load_idx(tmp_path, 28)
 
 
 def test_damaged_gzip_is_named(tmp_path):
@@ -191,6 +236,16 @@ def test_folder_with_its_own_split(tmp_path, held_out):
     assert dataset.classes == ["cat", "dog"]
     assert dataset.train.images.shape == (8, 3, 8, 8) and len(dataset.held_out) == 2
     assert dataset.train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+def test_folder_takes_val_and_leaves_hidden_files(tmp_path):
+    for name, count in (("train", 4), ("test", 2), ("val", 1)):
+        write_images(tmp_path / name, count=count)
+    for name in ("._0.png", "notes.txt"):  # the first by macOS, on disks of others
+        (tmp_path / "train" / "cat" / name).write_bytes(b"no image")
+    (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / "0.PNG")
+    dataset = data.load_folder(tmp_path, 8, 3, 0.2, 0)
+    assert (len(dataset.train), len(dataset.held_out)) == (8, 2)
 
 
 def test_folder_without_a_split(tmp_path):
@@ -224,6 +279,13 @@ def test_folder_mistakes(tmp_path, prepare, message):
     prepare(tmp_path)
     with pytest.raises(CommandError, match=message):
         data.load_folder(tmp_path, 8, 3, 0.2, 0)
+
+
+def test_images_are_twice_in_memory_while_they_are_read(monkeypatch):
+    monkeypatch.setattr(data.os, "sysconf", lambda name: 10 if "PAGES" in name else 100)
+    data._check_memory(5, 100)
+    with pytest.raises(CommandError, match="6 images of 100 bytes are held in memory"):
+        data._check_memory(6, 100)
 
 
 def test_more_images_than_memory_is_said_before_they_are_read(tmp_path):

@@ -12,7 +12,9 @@ from test_resume import Runs
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model
-from fastvit_kernels.commands.training import checkpoint, finetune
+from fastvit_kernels.commands.training import cached, checkpoint, finetune
+from fastvit_kernels.commands.training.model import model_of
+from fastvit_kernels.commands.training.settings import make_settings
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -60,7 +62,28 @@ def test_lora_on_a_swapped_model_of_the_disk(tmp_path, capsys, pretrained):
     assert set(written) == set(before)
     assert not torch.equal(written[query], before[query])
     assert written["classifier.weight"].shape[0] == 10
+    down = model[query.replace(".weight", ".lora_A.default.weight")]
+    torch.testing.assert_close(written[query], before[query] + 2 * learnt @ down)
     assert train("--resume", "--no-check", "--out", "run") == 0, capsys.readouterr().err
+
+
+def test_what_lora_trains(tmp_path, pretrained):
+    """The low-rank weights of queries, keys and values, and the head unless it is frozen; to merge
+    leaves the model under training as it is."""
+    pytest.importorskip("peft")
+    for freeze in ([], ["classifier.*"]):
+        given = {"weights": "hf:pretrained", "lora": 2, "freeze": freeze}
+        settings = make_settings(given, torch.device("cpu"))
+        model = model_of(settings, 10)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        low = {n for n in trained if "lora_" in n}
+        assert len(low) == 2 * 2 * 3  # two layers, two weights each of q, k, v
+        head = set() if freeze else {"classifier.weight", "classifier.bias"}
+        assert trained - low == head
+        before = {n: v.clone() for n, v in model.state_dict().items()}
+        assert set(finetune.merged(model, settings).state_dict()) == set(pretrained.state_dict())
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+        assert before.keys() == model.state_dict().keys()
 
 
 def test_nothing_in_a_folder_of_transformers_is_executed(tmp_path, capsys, pretrained):
@@ -82,6 +105,8 @@ def test_a_frozen_backbone(tmp_path, capsys, pretrained):
         assert name.startswith("classifier") or torch.equal(model[name], value), name
     assert train(*words[:-2], "--freeze", "nothing.*", "--out", "no") == 2
     assert "--freeze nothing.* names no parameter" in capsys.readouterr().err
+    assert train(*words[:-2], "--freeze", "*", "--out", "no") == 2
+    assert "--freeze * leaves no parameter to train" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
@@ -118,6 +143,52 @@ def test_another_head_and_another_grid(tmp_path):
         assert torch.equal(model.get_parameter(weight), source.get_parameter(weight))
         assert torch.equal(model.get_parameter("head.weight"), head)
         assert model.get_parameter("pos_embed").shape == (1, 5, 192)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"model": s}, lambda s: {"teacher": s, "student": {}},
+        lambda s: {"state_dict": {f"_orig_mod.{n}": v for n, v in s.items()}, "epoch": 3},
+        lambda s: {"model_ema": {f"module._orig_mod.{n}": v for n, v in s.items()}},
+    ],
+    ids=["model", "teacher", "compiled", "ddp"],
+)  # fmt: skip
+def test_the_tensors_in_a_file_of_another_trainer(wrap):
+    state = {"head.weight": torch.ones(2), "norm.bias": torch.zeros(1)}
+    assert finetune.tensors_in(wrap({**state, "step": 3}), "file") == state
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    """HF_HUB_CACHE, else hub in HF_HOME, else in the user's cache; all shards of a repository."""
+    home = tmp_path / "home"
+    for name in ("HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cached.Path, "home", lambda: home)
+    for folder, name in (
+        (home / ".cache" / "huggingface" / "hub", None), (tmp_path / "hf" / "hub", "HF_HOME"),
+        (tmp_path / "cache", "HF_HUB_CACHE"),
+    ):  # fmt: skip
+        if name is not None:
+            monkeypatch.setenv(name, str(tmp_path / "hf" if name == "HF_HOME" else folder))
+        with pytest.raises(CommandError, match=f"a/b is not in {folder}, .*hf download a/b"):
+            cached.snapshot("a/b")
+        found = folder / "models--a--b" / "snapshots" / "abc"
+        found.mkdir(parents=True)
+        (folder / "models--a--b" / "refs").mkdir()
+        (folder / "models--a--b" / "refs" / "main").write_text("abc\n")
+        assert cached.snapshot("a/b") == found == cached.source_folder("hf:a/b")
+    with pytest.raises(CommandError, match=r"holds none of model\.safetensors"):
+        cached.weight_files(found)
+    index = {"weight_map": {"x": "2.safetensors", "y": "1.safetensors", "z": "2.safetensors"}}
+    (found / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert cached.weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
+
+
+def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = make_settings({"weights": "vit.pth"}, torch.device("cpu"))
+    assert settings.weights == str(tmp_path / "vit.pth")
 
 
 def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):

@@ -137,6 +137,20 @@ def test_other_rules_are_asked_of_every_kernel(run, monkeypatch):
     assert run(changed=True) == (0, set())
 
 
+def test_what_does_not_compile_is_a_problem(monkeypatch, tmp_path, capsys):
+    answer = gate.Compiled([KERNEL], ["a case: it does not compile"], set(DIGESTS), set())
+    monkeypatch.setattr(gate, "compile_cases", lambda *_: answer)
+    table = tmp_path / "table.md"
+    assert gate.run_gate(["sm_80"], table, False, False, 1) == 1, "there is no table"
+    assert f"there is no table {table}" in capsys.readouterr().out
+    assert gate.run_gate(["sm_80"], table, True, False, 1) == 1
+    assert gate.passed_before(table) == set()
+    assert gate.run_gate(["sm_80"], table, False, False, 1) == 1
+    out = capsys.readouterr().out
+    assert "a case: it does not compile\n" in out and "compile gate: 1 problems" in out
+    assert "sm_80: 1 specialisations" in out
+
+
 def test_a_change_still_has_to_keep_to_the_table(run, capsys):
     run(update=True)
     assert run(changed=True, kernel=replace(KERNEL, registers=65))[0] == 1

@@ -13,7 +13,13 @@ import fastvit_kernels as fk
 from bench.__main__ import build_parser as bench_parser
 from fastvit_kernels.commands import cli, options, train
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.models import build_model, fused_model, input_shape, logits_of
+from fastvit_kernels.commands.models import (
+    build_model,
+    fused_model,
+    input_shape,
+    logits_of,
+    run_step,
+)
 from fastvit_kernels.runtime import backend as runtime_backend
 from fastvit_kernels.runtime import dtypes
 
@@ -162,6 +168,42 @@ def test_a_gpu_that_is_not_there():
     with pytest.raises(CommandError, match="--device cuda:3: torch sees no GPU"):
         options.chosen_device(argparse.Namespace(device="cuda:3"))
     assert options.chosen_device(argparse.Namespace(device=None)) == torch.device("cpu")
+
+
+def test_which_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for given, wanted in ((None, "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu",) * 2):
+        assert options.chosen_device(argparse.Namespace(device=given)) == torch.device(wanted)
+    with pytest.raises(CommandError, match="--device cuda:2: torch sees 2 GPUs"):
+        options.chosen_device(argparse.Namespace(device="cuda:2"))
+
+
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "hf:dinov2", "vit_mnist"])
+def test_images_of_one_channel_and_of_no_square(name):
+    pytest.importorskip({"hf": "transformers", "own": "torch"}.get(_prefix(name), "timm"))
+    with torch.device("meta"):
+        assert input_shape(build_model(name, in_chans=1, img_size=28))[0] == 1
+        if not name.startswith("hf:"):
+            assert input_shape(build_model(name, img_size=(32, 48))) == (
+                1 if name == "vit_mnist" else 3, 32, 48
+            )  # fmt: skip
+
+
+def test_torchvision_has_three_channels():
+    pytest.importorskip("torchvision")
+    with pytest.raises(CommandError, match="takes images of 3 channels"):
+        build_model("torchvision:vit_b_32", in_chans=1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("train", [True, False])
+def test_one_step_is_in_its_dtype(dtype, train):
+    linear, seen = torch.nn.Linear(4, 3), []
+    linear.register_forward_hook(lambda m, x, y: seen.append((y.dtype, y.requires_grad)))
+    run_step(linear, torch.randn(2, 4), dtype, train=train)
+    assert seen == [(dtypes.DTYPES[dtype], train)] and (linear.weight.grad is not None) == train
 
 
 def _prefix(name):

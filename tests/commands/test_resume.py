@@ -20,6 +20,7 @@ from fastvit_kernels.commands.training import checkpoint, figures, sharded
 from fastvit_kernels.commands.training import folder as names
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
+from fastvit_kernels.runtime.backend import backend
 
 resource = pytest.importorskip("resource")
 pytest.importorskip("rich")
@@ -258,10 +259,63 @@ def test_a_checkpoint_that_lacks_something(tmp_path, one_line, change, why):
 
 
 def test_the_random_states_are_all_restored():
+    def draw():
+        return random.random(), np.random.normal(), np.random.random(), torch.rand(3).tolist()
+
+    np.random.normal()  # numpy draws two normal numbers at a time, and keeps one
     state = checkpoint.rng_state()
-    first = random.random(), np.random.random(), torch.rand(3).tolist()
+    first = draw()
     checkpoint.set_rng_state(state)
-    assert (random.random(), np.random.random(), torch.rand(3).tolist()) == first
+    assert draw() == first
+
+
+@pytest.mark.parametrize(
+    "content", [[1], {"format": 2}, {"model": {}}], ids=["list", "newer", "other"]
+)
+def test_what_is_no_checkpoint_of_this_version(tmp_path, one_line, content):
+    run = _small_run(tmp_path)
+    run.save()
+    if isinstance(content, dict):
+        whole = checkpoint.load(tmp_path / "checkpoint.pt")
+        content = {**(whole if "format" in content else {}), **content}
+    torch.save(content, tmp_path / "checkpoint.pt")
+    line = one_line("train", "--resume", "--no-check", "--out", tmp_path)
+    assert "checkpoint.pt is not a checkpoint of fastvit-kernels train" in line
+
+
+def _run_of(folder, processes, monkeypatch):
+    """A run with an average, dropped paths, and a parameter that no output reads."""
+    make = training.model_of
+
+    def with_unused(*words):
+        model = make(*words)
+        model.unused = torch.nn.Parameter(torch.ones(3))
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "model_of", with_unused)
+        run = _small_run(folder, ema=0.5, drop_path=0.2, batch_size=100)
+    run.processes = processes
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", [Processes(), Processes(launched=True)], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("of", [Processes(), Processes(launched=True)], ids=["alone", "torchrun"])
+def test_every_tensor_is_restored(tmp_path, monkeypatch, of, to):
+    """Weights, their average, all that AdamW keeps, and nothing of it for a parameter that no
+    gradient has reached; with and without torchrun."""
+    run, again = _run_of(tmp_path, of, monkeypatch), _run_of(tmp_path, to, monkeypatch)
+    with backend("torch"):
+        run.epoch(1, lambda: None)
+    run.save()
+    again.restore(names.read_run(tmp_path)[1])
+    first, second = run._tensors(), again._tensors()
+    assert first.keys() == second.keys() and not [n for n in first if "optimizer.unused" in n]
+    assert {n.partition(".")[0] for n in first} == {"model", "average", "optimizer"}
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert again.history == run.history
 
 
 @pytest.mark.parametrize("part", ["pixels", "labels", "classes"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
+import os
 import tarfile
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 from test_data import Image, write_images
 
 from fastvit_kernels.commands import cli
-from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import checkpoint, records
+from fastvit_kernels.commands.console import CommandError, make_console
+from fastvit_kernels.commands.training import checkpoint, records, streaming
+from fastvit_kernels.commands.training import images as reading
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import make_settings
@@ -23,6 +26,7 @@ from fastvit_kernels.runtime.backend import backend
 
 pytest.importorskip("rich")
 pytest.importorskip("torchvision")
+FOLDER = ["--data", "folder", "--data-dir", "images"]
 SMALL = ["--model", "vit_mnist", "--img-size", "12", "--no-check", "--threads", "1"]
 
 
@@ -66,6 +70,8 @@ def test_batches_depend_on_the_seed_alone(tmp_path):
     assert [len(y) for _, y in first] == [5, 5, 2]
     second = seen(streamed(tmp_path / "images", **words), 2)
     assert not torch.equal(first[0][0], second[0][0])
+    another = seen(streamed(tmp_path / "images", seed=1, **words), 1)
+    assert not torch.equal(first[0][0], another[0][0])
     assert torch.cat([y for _, y in first]).bincount().tolist() == [6, 6]
 
 
@@ -168,18 +174,104 @@ def test_streamed_images_are_normalized_by_those_of_training(tmp_path):
     assert held[0].mean().item() == pytest.approx(first.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("change", ["size", "name", "label"])
+def test_the_images_that_normalize_are_drawn(tmp_path, monkeypatch):
+    """Not the first ones, which are all cats."""
+    write_images(tmp_path / "images", count=25)
+    monkeypatch.setattr(streaming, "SAMPLE", 12)
+    images = streamed(tmp_path / "images")
+    assert images.normalization.std[0] * 255 > 20
+    assert images.normalization != streamed(tmp_path / "images", seed=1).normalization
+
+
+def test_held_out_images_are_cropped_about_their_centre(tmp_path):
+    write_images(tmp_path / "images" / "train", count=4)
+    for name in ("cat", "dog"):
+        wide = Image.new("RGB", (24, 8))
+        wide.paste((255, 255, 255), (8, 0, 16, 8))
+        (tmp_path / "images" / "val" / name).mkdir(parents=True)
+        wide.save(tmp_path / "images" / "val" / name / "0.png")
+    images = streamed(tmp_path / "images")
+    (_, pixels), *_ = images.held_out_batches(Processes())
+    white = images.normalization(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8))
+    torch.testing.assert_close(pixels, white.expand_as(pixels))
+
+
+def test_who_reads_bytes(tmp_path):
+    """docs/train.md: our models, without --mixup and --compare, normalize as they read."""
+    write_images(tmp_path / "images", count=6)
+    for given, wanted in (({}, True), ({"mixup": 0.4}, False), ({"compare": True}, False)):
+        images = streamed(tmp_path / "images", img_size=12, **given)
+        run = training.Run(images.settings, images, torch.device("cpu"), tmp_path)
+        assert images.as_bytes == wanted
+        embed, found = run.model.patch_embed, images.normalization
+        assert (embed.mean, embed.std) == (found.mean, found.std)
+        pixels, *_ = next(images.batches(1, Processes()))
+        assert (pixels.dtype is torch.uint8) == wanted
+
+
+def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
+    """By a clock that stands still but while a batch comes (3 s) and in the forward (1 s)."""
+    write_images(tmp_path / "images", count=6)
+    images, clock = streamed(tmp_path / "images", img_size=12), [0.0]
+    run = training.Run(images.settings, images, torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
+
+    def after(seconds, value=None):
+        clock[0] += seconds
+        return value
+
+    batches = images.batches
+    images.batches = lambda *words: (after(3.0, batch) for batch in batches(*words))
+    run.model.register_forward_hook(lambda *_: after(1.0))
+    with backend("torch"):
+        row = run.epoch(1, lambda: None)
+    assert row["data_wait"] == 3 / 4 and row["images_per_s"] == images.train_count / (4 * 2)
+
+
+def test_mixup_is_by_beta_of_alpha(tmp_path):
+    """A large ALPHA mixes halves."""
+    write_images(tmp_path / "images", count=6)
+    images = streamed(tmp_path / "images", img_size=12, mixup=1000.0)
+    mix = training.Run(images.settings, images, torch.device("cpu"), tmp_path)._mixup()
+    assert mix is not None
+    for _ in range(10):
+        x, y = mix(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1), torch.tensor([0, 1]))
+        assert y.shape == (2, 2) and (y - 0.5).abs().max() < 0.1
+        torch.testing.assert_close(x.flatten(), y[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "workers"), [(1, None, 0), (4, None, 3), (20, None, 8), (4, 0, 0), (4, 5, 5)]
+)
+def test_the_number_of_workers(tmp_path, monkeypatch, cores, given, workers):
+    write_images(tmp_path / "images", count=3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(reading, "Streamed", lambda *words: words[4:6])
+    settings = make_settings(
+        {"data": "folder", "data_dir": str(tmp_path / "images")}, torch.device("cpu")
+    )
+    for on_error in ("skip", "stop"):
+        words = argparse.Namespace(workers=given, on_error=on_error)
+        found = reading.open_images(settings, words, make_console(quiet=True))
+        assert found == (workers, on_error == "skip")
+
+
+@pytest.mark.parametrize("change", ["size", "name", "label", "held out", "class"])
 def test_the_digest_of_streamed_images(tmp_path, change):
-    write_images(tmp_path / "images", count=5)
+    for split in ("train", "val"):
+        write_images(tmp_path / "images" / split, count=5)
     before = streamed(tmp_path / "images").digest()
     assert streamed(tmp_path / "images").digest() == before
-    image = tmp_path / "images" / "cat" / "3.png"
-    if change == "size":
+    image = tmp_path / "images" / ("val" if change == "held out" else "train") / "cat" / "3.png"
+    if change in ("size", "held out"):
         image.write_bytes(image.read_bytes() + b"0")
-    else:
+    elif change != "class":
         image.rename(image.with_name("9.png") if change == "name" else
-                     tmp_path / "images" / "dog" / "3a.png")  # fmt: skip
-    assert streamed(tmp_path / "images").digest() != before
+                     image.parents[1] / "dog" / "3a.png")  # fmt: skip
+    after = streamed(tmp_path / "images")
+    if change == "class":
+        after.classes[0] = "other"
+    assert after.digest() != before
 
 
 def test_mixup_and_average(tmp_path, capsys, monkeypatch):
@@ -278,6 +370,10 @@ def test_datasets(tmp_path):
         (["--data", "folder", "--data-dir", "absent"], "absent is not a folder"),
         (["--randaugment", "9"], "--randaugment is for streamed images"),
         (["--ema", "0.9", "--compare"], "--ema averages weights, which --compare does not"),
+        (["--no-augment", "--crop-scale", "0.5", *FOLDER], "--no-augment leaves no place for"),
+        (["--no-augment", "--randaugment", "9", *FOLDER], "--no-augment leaves no place for"),
+        (["--crop-scale", "0.5", "--in-memory", *FOLDER], "--crop-scale is for streamed images"),
+        (["--in-memory", "--data", "hf", "--data-dir", "images"], "--data hf is streamed"),
     ],
 )
 def test_mistakes(tmp_path, capsys, words, message):

@@ -15,6 +15,7 @@ from test_data import Image, write_images, write_mnist
 
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.training import checkpoint, data, figures, report
 from fastvit_kernels.commands.training import folder as names
 from fastvit_kernels.commands.training import run as training
@@ -332,6 +333,8 @@ def _damaged(folder):
         (None, ["--data", "mnist", "--data-dir", "images"], "has no file train-images-idx3-ubyte"),
         (None, ["--data-dir", "images"], "takes no --data-dir"),
         (None, ["--in-chans", "3"], "has one channel"),
+        (None, ["--data", "mnist", "--data-dir", "images", "--in-chans", "3"], "has one channel"),
+        (None, ["--lora", "2", "--compare"], "--lora and --compare"),
         (None, ["--model", "resnet50"], "unknown model 'resnet50'"),
         (None, ["--img-size", "1"], "patch_size"),
         (None, ["--resume"], "there is no run of --data digits"),
@@ -352,6 +355,12 @@ def test_resume_needs_the_same_data(tmp_path, capsys):
     write_images(tmp_path / "images", count=5)
     words = ["--data", "folder", "--data-dir", "images", "--model", "vit_mnist", "--img-size", 8]
     assert run(*words, "--epochs", 1, "--no-check") == 0
+    held = checkpoint.load(tmp_path / "runs" / "folder" / "checkpoint.pt")["settings"]
+    assert held["data_dir"] == str(tmp_path / "images"), "from any folder"
+    again = ["--resume", "--no-check", "--out", tmp_path / "runs" / "folder"]
+    assert run("--data-dir", "images", *again) == 0, "the same folder, however it is spelled"
+    assert run("--data-dir", "runs", *again) == 2
+    assert "--data-dir" in capsys.readouterr().err
     Image.new("RGB", (9, 9), (7, 7, 7)).save(tmp_path / "images" / "cat" / "0.png")
     assert run("--data", "folder", "--resume") == 2
     assert "--resume needs the same data" in capsys.readouterr().err
@@ -385,6 +394,8 @@ def test_patch_attention_reads_the_class_token_or_the_mean():
     maps = torch.rand(2, 7, 7).softmax(-1)  # a class token, then 2 x 3 patches
     cls = figures.patch_attention(maps, 1, True, (2, 3))
     assert cls.shape == (2, 2, 3) and cls[1, 1, 2] == maps[1, 0, 6]
+    cls = figures.patch_attention(maps, 3, True, (2, 2))  # and two registers
+    assert cls[1, 1, 1] == maps[1, 0, 6]
     mean = figures.patch_attention(maps, 1, False, (2, 3))
     torch.testing.assert_close(mean[0, 0, 1], maps[0, 1:, 2].mean())
 
@@ -506,6 +517,134 @@ def test_a_run_is_what_the_manual_says(tmp_path, augment):
             torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4, msg=name)
     for row, wanted in zip(run.history, rows, strict=True):
         assert {key: row[key] for key in wanted} == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("model", [None, "hf"])
+def test_plain_pytorch_beside_a_run_is_trained_alike(tmp_path, model):
+    """The same weights, batches, dropped paths, clipping and frozen parameters; and it changes
+    nothing of the run, nor of what the next epoch draws."""
+    given = dict(drop_path=0.5, lr=0.02, warmup_epochs=0, freeze=["cls_token"], batch_size=100)
+    if model is not None:
+        pytest.importorskip("transformers")
+        settings = dict(
+            model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=32, image_size=8, patch_size=4, hidden_dropout_prob=0.3,
+        )  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        given |= dict(model=f"hf:{tmp_path}", drop_path=0.0, freeze=["*cls_token"])
+    alone, beside = (_small_run(tmp_path, compare=c, **given) for c in (False, True))
+    ours, plain = beside.learners[0].parameters, beside.learners[1].parameters
+    frozen = {n: p.detach().clone() for n, p in ours.items() if n.endswith("cls_token")}
+    assert len(frozen) == 1
+    with torch.no_grad():  # a host's own are so small that dropout hardly moves a loss
+        for learner in (*alone.learners, *beside.learners):
+            for name, p in learner.parameters.items():
+                p.mul_(8 if model and p.ndim > 1 and name not in frozen else 1)
+    with backend("torch"):
+        state = torch.get_rng_state()
+        alone.epoch(1, lambda: None)
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(state)
+        row = beside.epoch(1, lambda: None)
+    assert torch.equal(torch.get_rng_state(), drawn) and not torch.equal(state, drawn)
+    for name, p in alone.model.named_parameters():
+        assert torch.equal(p, ours[name]), name
+        assert name not in frozen or torch.equal(plain[name], frozen[name])
+    for key in ("train_loss", "train_accuracy", "held_out_loss", "held_out_accuracy"):
+        assert row[f"reference_{key}"] == pytest.approx(row[key], rel=1e-3), key
+
+
+def test_each_process_and_epoch_drops_other_paths(tmp_path, monkeypatch):
+    """By (seed, epoch, process), whatever was drawn before."""
+
+    class Alone(Processes):
+        def sum(self, value):
+            return value
+
+        def agree(self, action):
+            return action()
+
+    def train_epoch(run, *_):
+        drawn.append(torch.rand(1).item())
+        return {"train_loss": 1.0}
+
+    drawn = []
+    monkeypatch.setattr(training.Run, "train_epoch", train_epoch)
+    for _ in range(2):
+        for rank in (0, 1):
+            run = _small_run(tmp_path)
+            run.processes = Alone(rank, 2, True)
+            run.evaluate = lambda learner, run=run: (1.0, run.source.held_out_labels)
+            for epoch in (1, 2):
+                run.epoch(epoch, lambda: None)
+    assert drawn[:4] == drawn[4:] and len(set(drawn)) == 4
+
+
+def test_a_gradient_weighs_as_its_share(tmp_path, monkeypatch):
+    """What a process has of a batch counts by its rows, not as a whole batch."""
+    found = []
+
+    def clip(parameters, norm):
+        found.append([p.grad.clone() for p in parameters])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.nn.utils, "clip_grad_norm_", clip)
+    for weight in (1.0, 0.5):
+        run = _small_run(tmp_path)
+        x, y, _ = next(run.source.batches(1, run.processes))
+        run.source.batches = lambda *_, x=x, y=y, weight=weight: iter([(x, y, weight)])
+        with backend("torch"), pytest.raises(KeyboardInterrupt):
+            run.epoch(1, lambda: None)
+    for whole, half in zip(*found, strict=True):
+        torch.testing.assert_close(half, whole / 2)
+
+
+def test_speed_is_of_all_images_and_of_training_alone(tmp_path, monkeypatch):
+    """By a clock that stands still but while a batch comes (3 s) and in the forward (1 s)."""
+    clock = [0.0]
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
+
+    def after(seconds, value=None):
+        clock[0] += seconds
+        return value
+
+    run = _small_run(tmp_path, batch_size=100, augment=False)
+    batches, n = run.source.batches, run.steps_per_epoch
+    run.source.batches = lambda *words: (after(3.0, batch) for batch in batches(*words))
+    hook = run.model.register_forward_hook(lambda m, x, y: after(1.0))
+    with backend("torch"):
+        row = run.epoch(1, lambda: None)
+    hook.remove()
+    assert row["images_per_s"] == pytest.approx(run.source.train_count / (4 * n))
+    assert run.pace == pytest.approx((run.source.train_count / (4 * n), 3 / 4))
+    assert row["seconds"] == 4 * n + 1, "and the held-out images"
+    run.write_metrics()
+    names_, values = (line.split(",") for line in (tmp_path / "metrics.csv").read_text().split())
+    assert dict(zip(names_, map(float, values), strict=True)) == pytest.approx(row, rel=1e-6)
+
+
+@pytest.mark.parametrize("key", ["train_loss", "held_out_loss", "reference_train_loss"])
+def test_no_figure_of_an_epoch_may_be_infinite(tmp_path, key):
+    run = _small_run(tmp_path)
+    run.save()
+    row = {"epoch": 2, "train_loss": 1.0, "held_out_loss": 1.0}
+    run._refuse_infinite(row)
+    for value in (math.nan, math.inf):
+        with pytest.raises(CommandError, match="the loss of epoch 2 is not finite"):
+            run._refuse_infinite({**row, key: value})
+
+
+def test_narrow_models_start_from_larger_weights(tmp_path):
+    """docs/train.md: below C = 192 Xavier for Linear and 0.3 for positions; from there timm's."""
+    narrow = _small_run(tmp_path).model
+    weight = narrow.blocks[0].mlp.fc1.weight
+    bound = math.sqrt(6 / sum(weight.shape))
+    assert 0.9 * bound < weight.abs().max() <= bound
+    assert narrow.pos_embed.std().item() == pytest.approx(0.3, rel=0.15)
+    wide = _small_run(tmp_path, model="vit_tiny_patch16_224", img_size=32, in_chans=1).model
+    assert wide.embed_dim == 192
+    for weight in (wide.blocks[0].mlp.fc1.weight, wide.pos_embed):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.15)
 
 
 def test_the_average_leaves_as_it_came(tmp_path):

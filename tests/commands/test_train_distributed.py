@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
 
+from fastvit_kernels import create_vit
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.training import processes, sharded
 
@@ -120,8 +123,6 @@ def test_fsdp_needs_torchrun(capsys):
 
 
 def test_shards_of_another_model(tmp_path):
-    from torch.distributed import checkpoint as dcp
-
     held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
     dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
     wanted = {"model.a": torch.ones(2, 4), "model.new": torch.ones(1)}
@@ -155,6 +156,83 @@ def test_more_processes_than_gpus(monkeypatch, device, message):
         processes.join(device, fsdp=False)
 
 
+def test_only_a_peer_that_is_gone_is_said_to_be_gone():
+    assert processes.lost(RuntimeError("[gloo] Connection closed by peer"))
+    assert not processes.lost(RuntimeError("a matrix of another shape"))
+    assert not processes.lost(ValueError("the socket"))
+
+
+def test_the_blocks_of_a_model():
+    """The list with most parameters: of modules of one class, what else is between them aside."""
+    model = create_vit("vit_mnist")
+    assert processes.blocks_of(model) == list(model.blocks)
+    linear, norm, small = (lambda: nn.Linear(8, 8)), (lambda: nn.LayerNorm(8)), nn.Linear(2, 2)
+    layers = [linear(), norm(), linear(), linear()]
+    stem = nn.Sequential(small, small)
+    found = processes.blocks_of(nn.ModuleDict({"stem": stem, "layers": nn.ModuleList(layers)}))
+    assert found == [layers[0], layers[2], layers[3]]
+    assert processes.blocks_of(nn.Sequential(linear(), norm())) == []
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_fsdp_shards_every_block_then_the_model(monkeypatch, dtype):
+    """docs/train.md: in bf16 weights and activations are, gradients are reduced in fp32."""
+    from torch.distributed import device_mesh, fsdp
+
+    sharded_, model = [], create_vit("vit_mnist")
+
+    def fully_shard(module, mesh, mp_policy):
+        sharded_.append((module, mesh, mp_policy))
+
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(device_mesh, "init_device_mesh", lambda *words: words)
+    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    assert processes.distribute(model, torch.device("cpu"), True, dtype) is model
+    assert [module for module, *_ in sharded_] == [*model.blocks, model]
+    for _, mesh, policy in sharded_:
+        assert mesh == ("cpu", (3,))
+        wanted = torch.float32 if dtype else None
+        assert (policy.param_dtype, policy.reduce_dtype) == (dtype, wanted)
+
+
+def test_ddp_looks_for_unused_parameters_of_hosts_alone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        nn.parallel, "DistributedDataParallel", lambda model, **words: seen.append(words) or model
+    )
+    for model in (create_vit("vit_mnist"), nn.Linear(2, 2)):
+        for device in ("cpu", "cuda:1"):
+            processes.distribute(model, torch.device(device), False, None)
+    assert [(w["device_ids"], w["find_unused_parameters"]) for w in seen] == [
+        (None, False), ([1], False), (None, True), ([1], True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seen", "given", "device", "backend"),
+    [
+        (0, None, "cpu", "gloo"),
+        (2, None, "cuda:1", "cpu:gloo,cuda:nccl"),
+        (2, "cpu", "cpu", "gloo"),
+    ],
+)
+def test_each_process_takes_the_gpu_of_its_rank(monkeypatch, seen, given, device, backend):
+    for name, value in dict(RANK=5, LOCAL_RANK=1, WORLD_SIZE=8).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    chosen, started = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(
+        processes.dist, "init_process_group", lambda *words, **_: started.append(words)
+    )
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: 8)
+    found = processes.join(given, fsdp=False)
+    assert found == (processes.Processes(5, 8, True), torch.device(device))
+    assert started == [(backend,)] and chosen == [torch.device(device)] * (device != "cpu")
+
+
 def test_the_line_of_the_manual(tmp_path):
     """torchrun itself: the digits, one epoch, the report of the first process."""
     words = ["--nproc-per-node", "2", "-m", "fastvit_kernels", "train", "--fsdp", "--epochs", "1"]
@@ -167,3 +245,9 @@ def test_the_line_of_the_manual(tmp_path):
     assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
     names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}
     assert {"checkpoint-0001", "weights.pth", "summary.json", "attention.png"} <= names
+    folder = tmp_path / "runs" / "digits"
+    weights = torch.load(folder / "weights.pth", weights_only=True)
+    held = {f"model.{name}": torch.empty_like(value) for name, value in weights.items()}
+    reader = dcp.FileSystemReader(folder / "checkpoint-0001")
+    dcp.load(held, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(held[f"model.{name}"], value) for name, value in weights.items())

@@ -12,6 +12,7 @@ from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.gate import broken_rules
 from fastvit_kernels.commands.resources import compare, read_page, resources_page, worst
 from fastvit_kernels.runtime.backend import INTERPRETED
+from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.resources import TARGETS, Kernel, _warps_per_sm
 from fastvit_kernels.tools.useful import useful_products
 
@@ -206,9 +207,47 @@ def test_gate_compares_with_the_table():
 
 
 def test_table_row_is_the_worst_of_its_specialisations():
-    other = replace(KERNEL, registers=160, shared=64, warps_per_sm=8, key="other")
-    (row,) = worst([KERNEL, other]).values()
-    assert (row.registers, row.shared, row.warps_per_sm) == (160, 98304, 8)
+    first, last = replace(KERNEL, useful=0.25), replace(KERNEL, seconds=2.0, useful=0.75)
+    other = replace(KERNEL, registers=160, spills=8, shared=64, warps_per_sm=8, key="other")
+    for kernels in ([first, other, last], [last, other, first]):
+        (row,) = worst(kernels).values()
+        found = (row.registers, row.spills, row.shared, row.warps_per_sm, row.seconds, row.useful)
+        assert found == (160, 8, 98304, 8, 2.0, 0.25)
+
+
+def test_more_of_one_and_less_of_another_is_more():
+    page = resources_page([KERNEL])
+    mixed = replace(KERNEL, registers=96, shared=98305)
+    regressions, _ = compare([mixed], page)
+    assert regressions == [
+        "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]: registers 128 -> 96, shared 98304 -> 98305"
+    ]
+    patch = page.replace(f"triton {triton.__version__},", f"triton {triton.__version__}.1,")
+    assert page != patch and "not compared" in compare([mixed], patch)[1][0]
+    other = replace(KERNEL, config="BLOCK_M=64 w4 s3")
+    assert compare([other], page) == (
+        [], ["not in the table: sm_90 linear_fwd [BLOCK_M=64 w4 s3; bf16]",
+             "no longer compiled: sm_90 linear_fwd BLOCK_M=128 w8 s3 bf16"]
+    )  # fmt: skip
+    assert compare([other], page, whole=False)[1] == [
+        "not in the table: sm_90 linear_fwd [BLOCK_M=64 w4 s3; bf16]"
+    ]
+
+
+def test_the_page_has_the_worst_of_each_kernel_and_every_row():
+    small = replace(KERNEL, config="BLOCK_M=64 w4 s3", registers=64, spills=4, shared=1025,
+                    warps_per_sm=32, useful=0.5)  # fmt: skip
+    page = resources_page([KERNEL, small, replace(KERNEL, arch="sm_100", tensor_cores="tcgen05")])
+    _, rows = read_page(page)
+    assert rows == {
+        ("sm_90", "linear_fwd", "BLOCK_M=128 w8 s3", "bf16"): (128, 0, 98304),
+        ("sm_90", "linear_fwd", "BLOCK_M=64 w4 s3", "bf16"): (64, 4, 1025),
+    }
+    lines = page.splitlines()
+    assert "| linear_fwd | 2 | 128 | 4 | 96 KB | 16 | 50% to 50% |" in lines
+    limit = TARGETS["sm_100"].shared_limit
+    assert f"| sm_100 | {limit} | linear_fwd | 128 | 0 | 98304 | tcgen05 |" in lines
+    assert "all 2 rows" in page and "all 0 rows" in page and "<summary>1 rows" in page
 
 
 def test_table_row_shows_the_longest_loop_in_whatever_order_cases_were_compiled():

@@ -177,6 +177,21 @@ def test_a_wrong_default_loses_to_a_right_config_that_is_slower(monkeypatch, cap
     assert "1 shipped defaults are wrong on this GPU" in out and "kind=default" in out
 
 
+def test_a_wrong_config_is_no_wrong_default(monkeypatch, capsys):
+    with planted(monkeypatch, WRONG, RIGHT):
+        assert tune_command.run_tuning(_step, CPU, timer=_timer) == 0
+    out = capsys.readouterr().out
+    assert "20.0 -> 16.0 us a step (20.0 % less)" in out and "2 others tried, 1 refused" in out
+    assert "shipped defaults" not in out and "1 decisions, 1 in " in out
+
+
+def test_nothing_to_choose_writes_nothing(monkeypatch, capsys):
+    with planted(monkeypatch):
+        assert tune_command.run_tuning(_step, CPU, timer=_timer) == 0
+    assert "there was nothing to choose; nothing was written" in capsys.readouterr().out
+    assert not tuned_table.table_path(HERE).exists()
+
+
 def test_the_default_stays_within_the_noise(monkeypatch):
     assert _tuned(monkeypatch, EVEN).winner is DEFAULT  # 1 % is below MIN_GAIN
     noisy = [10.0, 14.0, 10.0, 7.0, 9.0, 13.0, 8.0]

@@ -1,0 +1,150 @@
+"""Which images and which runs a folder holds."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_data import Image, write_images
+
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.training import checkpoint, records
+from fastvit_kernels.commands.training import folder as names
+from fastvit_kernels.commands.training.records import Files, Part, Rows, Shards
+
+
+def shard(path, *members):
+    """A tar file; a number is a class, None an image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, content in members:
+            data = io.BytesIO()
+            if content is None:
+                Image.new("RGB", (4, 4)).save(data, "PNG")
+            else:
+                data.write(str(content).encode())
+            member = tarfile.TarInfo(name)
+            member.size = len(data.getvalue())
+            file.addfile(member, io.BytesIO(data.getvalue()))
+
+
+def sample(key, label):
+    return (f"{key}.png", None), (f"{key}.cls", label)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([*sample("a", 0), ("b.png", None)], "b needs an image and a .cls file"),
+        ([*sample("a", 0), ("b.cls", 1)], "b needs an image and a .cls file"),
+        ([*sample("a", 0), *sample("b", -1)], "classes must be 0 or more, got -1"),
+        ([*sample("a", "cat")], "cannot be read as a shard: invalid literal"),
+        ([("notes.txt", 0)], "holds no sample"),
+    ],
+)
+def test_a_shard_that_is_refused(tmp_path, members, message):
+    shard(tmp_path / "0.tar", *members)
+    with pytest.raises(CommandError, match=message):
+        records.from_shards(tmp_path, 0.2, 0)
+
+
+def test_classes_of_shards_are_those_of_training(tmp_path):
+    shard(tmp_path / "train" / "0.tar", *sample("a", 0), *sample("b", 1))
+    shard(tmp_path / "val" / "0.tar", *sample("c", 1))
+    train, held_out, classes = records.from_shards(tmp_path, 0.2, 0)
+    assert (train.labels, held_out.labels, classes) == ([0, 1], [1], ["0", "1"])
+    assert [train.name(1), held_out.name(0)] == [
+        f"{tmp_path}/train/0.tar: b.png", f"{tmp_path}/val/0.tar: c.png"
+    ]  # fmt: skip
+    shard(tmp_path / "val" / "0.tar", *sample("c", 2))
+    with pytest.raises(CommandError, match="class 2 is not among the 2 classes"):
+        records.from_shards(tmp_path, 0.2, 0)
+
+
+def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
+    """Its own library may be absent: classes by the dataset's names, validation before test."""
+
+    class ImageColumn:
+        pass
+
+    class ClassLabel:
+        names = ("zebra", "ant")
+
+    class Split(SimpleNamespace):
+        def __getitem__(self, column):
+            return getattr(self, column)
+
+    columns = {"image": ImageColumn(), "label": ClassLabel()}
+    parts = {
+        name: Split(features=columns, label=[0, 1] * count)
+        for count, name in enumerate(("train", "test", "validation"), 2)
+    }
+    library = SimpleNamespace(
+        Image=ImageColumn, ClassLabel=ClassLabel, load_dataset=lambda _: parts,
+        load_from_disk=lambda _: parts["train"],
+    )  # fmt: skip
+    monkeypatch.setattr(records, "require", lambda *_: library)
+    train, held_out, classes = records.from_datasets(tmp_path, 0.2, 0)
+    assert classes == ["zebra", "ant"]
+    assert (len(train), len(held_out)) == (4, 8)
+    (tmp_path / "dataset_info.json").touch()
+    train, held_out, _ = records.from_datasets(tmp_path, 0.5, 0)
+    assert (len(train), len(held_out)) == (2, 2)
+    del parts["train"]
+    (tmp_path / "dataset_info.json").unlink()
+    with pytest.raises(CommandError, match="needs a split train, got test, validation"):
+        records.from_datasets(tmp_path, 0.2, 0)
+
+
+def test_the_digest_of_each_kind_of_records(tmp_path):
+    write_images(tmp_path, count=5)
+    whole = Files([tmp_path / "cat" / "0.png", tmp_path / "dog" / "0.png"], [0, 1])
+    place = (Path("0.tar"), "a.png", 512, 100)
+    kinds = [
+        whole, Files(whole.paths[::-1], [0, 1]), Files(whole.paths, [0, 0]),
+        Part(whole, [0]), Part(whole, [1]), Part(Files(whole.paths, [0, 0]), [0]),
+        Shards([place], [0]), Shards([place], [1]), Shards([(*place[:3], 101)], [0]),
+        Rows(SimpleNamespace(_fingerprint="a"), "image", [0]),
+        Rows(SimpleNamespace(_fingerprint="b"), "image", [0]),
+        Rows(SimpleNamespace(_fingerprint="a"), "image", [1]),
+    ]  # fmt: skip
+    digests = [kind.digest() for kind in kinds]
+    assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]
+
+
+def _checkpoint(path, epochs):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = dict.fromkeys(checkpoint.PARTS, "")
+    checkpoint.save(path, {**parts, "history": [{}] * epochs})
+
+
+def test_the_newer_checkpoint_of_a_run_is_read(tmp_path):
+    """Of one process or of several, whatever the number of digits."""
+    _checkpoint(tmp_path / "checkpoint.pt", 9998)
+    for epochs in (9999, 10000):
+        _checkpoint(tmp_path / f"checkpoint-{epochs:04d}" / "run.pt", epochs)
+    content, path = names.read_run(tmp_path)
+    assert path == tmp_path / "checkpoint-10000" and len(content["history"]) == 10000
+    _checkpoint(tmp_path / "checkpoint.pt", 10001)
+    content, path = names.read_run(tmp_path)
+    assert path == tmp_path / "checkpoint.pt" and len(content["history"]) == 10001
+
+
+def test_which_folder_a_run_takes(tmp_path, monkeypatch):
+    """The first that is free; the latest where it goes on; none that holds another's shards."""
+    monkeypatch.chdir(tmp_path)
+    cpu = torch.device("cpu")
+    assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits")
+    for number in ("", "-2", "-9", "-10", "-other"):
+        _checkpoint(Path(f"runs/digits{number}/checkpoint.pt"), 1)
+    Path("runs/digits-11").mkdir()  # holds no run
+    assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits-3")
+    assert names._latest_folder("digits") == Path("runs/digits-10")
+    _checkpoint(Path("runs/digits-12/checkpoint-0001/run.pt"), 1)
+    assert names._latest_folder("digits") == Path("runs/digits-12")
+    with pytest.raises(CommandError, match=r"digits-12 holds a run already .checkpoint-0001"):
+        names.open_run({}, Path("runs/digits-12"), False, cpu)
