@@ -255,6 +255,12 @@ def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
     assert passes == (error.rms <= error.limit_rms)
 
 
+def test_zeros_that_are_exact_pass_a_limit_of_0():
+    out, dx = compare(lambda x: x * 0, lambda x: x * 0, {"x": rand(5)})
+    assert out.passed and dx.passed and out.limit_max == out.limit_rms == out.share == 0
+    assert not measure("x", torch.full((5,), 1e-30), *[torch.zeros(5)] * 2, torch.float32).passed
+
+
 def test_the_floor_of_the_rms_is_of_the_rms():
     """One large number allows the others nothing."""
     x = torch.zeros(100)

@@ -15,8 +15,8 @@ import torch
 
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
+from fastvit_kernels.verify import cases, worker
 from fastvit_kernels.verify import op as registry
-from fastvit_kernels.verify import worker
 from fastvit_kernels.verify.all_configs import choices_of
 from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
 from fastvit_kernels.verify.op import (
@@ -154,6 +154,14 @@ def test_every_call_is_asked():
         elif line:
             found[list(found)[-1]].append(line)
     assert sections() == found
+
+
+def test_the_model_of_check_is_as_its_sizes_say(monkeypatch):
+    monkeypatch.setattr(cases, "model_case", lambda *of: of)
+    model, images = check_cases(SMALL, CPU, torch.float16)[-1]
+    assert not model.training and {p.dtype for p in model.parameters()} == {torch.float16}
+    assert [block.attn.num_heads for block in model.blocks] == [SMALL.H] * SMALL.depth
+    assert images.shape == (SMALL.B, 3, *SMALL.img_size) and images.dtype is torch.float16
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's defaults take other routes")
