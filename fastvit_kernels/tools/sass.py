@@ -58,7 +58,7 @@ def _with_target(one: Instruction, places: dict[str, int]) -> Instruction:
     target = re.search(r"`\((\.L_\w+)\)", one.operands)
     if one.kind != "BRA" or target is None or target[1] not in places:
         return one
-    return one._replace(operands=hex(places[target[1]]))
+    return one._replace(operands=one.operands.replace(target[0], hex(places[target[1]])))
 
 
 def _target(one: Instruction) -> int | None:

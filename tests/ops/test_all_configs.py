@@ -163,6 +163,69 @@ def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
     assert {run["table"] for run in runs} == {"route", "tile"}
 
 
+@pytest.fixture
+def two_keys(planted):
+    """Asks a table with a small key and with a large one; HIDDEN fits the large one alone, and
+    gives other bits at each call."""
+    here, calls, backends = gpu(torch.device("cpu")), [], []
+    table = ConfigTable(
+        "tile of two", [RIGHT, HIDDEN], lambda *_: RIGHT,
+        lambda gpu, config, size: config is RIGHT or size > 8,
+    )  # fmt: skip
+
+    def double(x):
+        calls.append(table.choose(here, 8))
+        backends.append(fk.get_backend())
+        hidden = table.choose(here, 16) is HIDDEN
+        return x * (2.0 + hidden * 2**-22 * (len(calls) % 2))
+
+    return Case("two keys", double, lambda x: x * 2.0, planted.make), backends
+
+
+def test_a_config_fits_a_case_where_one_of_its_keys_does(two_keys):
+    case, _ = two_keys
+    (reached,) = all_configs.reached_by(case, ())
+    assert [c.key for c in reached.choices] == [(8,), (16,)]
+    assert reached.configs() == [RIGHT, HIDDEN]
+    assert reached.configs({("tile of two", RIGHT)}) == [HIDDEN]
+
+
+def test_a_config_with_other_bits_at_each_run_fails(two_keys):
+    case, backends = two_keys
+    (reached,) = all_configs.reached_by(case, ())
+    assert all_configs.run_config(reached, RIGHT).fault is None
+    backends.clear()
+    fault = all_configs.run_config(reached, HIDDEN).fault
+    assert fault == "two runs give different bits in output 0"
+    assert all_configs.run_config(reached, HIDDEN, repeats=1).fault is None
+    assert backends == ["triton"] * len(backends) and len(backends) == 3
+
+
+def test_kept_configs_of_one_dtype_are_not_another_dtypes(
+    planted, two_keys, monkeypatch, capsys, tmp_path
+):
+    case, _ = two_keys
+    ran = []
+
+    def run_config(reached, config):
+        ran.append(reached.case.name)
+        return all_configs.Run(reached.table, config, reached.case.name, 0.5, None)
+
+    monkeypatch.setattr(selection.all_configs, "run_config", run_config)
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [planted, case])
+    words = ["check", "--all-configs", "--device", "cpu", "--keep", str(tmp_path / "kept.jsonl")]
+    assert cli.main([*words, "--dtype", "fp32", "--only", "double"]) == 0
+    assert ran == ["double"] * 4
+    assert cli.main([*words, "--dtype", "fp32"]) == 0
+    assert ran == ["double"] * 4 + ["two keys"] * 2
+    capsys.readouterr()
+    assert cli.main([*words, "--json"]) == 0
+    *runs, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    dtypes = [run["case"].rpartition(", ")[2] for run in runs]
+    assert dtypes[:6] == ["fp32"] * 6 and "fp32" not in dtypes[6:] and len(dtypes) % 6 == 0
+    assert len(ran) == len(runs) == summary["cases"] > 6
+
+
 def test_launches_are_left_out_and_come_back():
     x, weight = torch.randn(2, 40, device=DEVICE), torch.ones(40, device=DEVICE)
     with fk.backend("triton"), all_configs.launches_left_out():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import base64
 import copy
+import hashlib
 import json
 import sys
 
@@ -13,6 +15,7 @@ from torch import nn
 
 from fastvit_kernels import layer_norm
 from fastvit_kernels.commands import cli
+from fastvit_kernels.tools import hub
 from fastvit_kernels.tools.hub import BACKENDS, layer_names, sources
 
 kernels = pytest.importorskip("kernels")
@@ -60,7 +63,48 @@ def test_metadata_is_what_the_library_reads(repository):
         there = {p.relative_to(variant).as_posix() for p in variant.rglob("*") if p.is_file()}
         there = {p for p in there if "__pycache__" not in p}
         assert set(held) == there - {"metadata.json"}
-    assert len(identities) == len(BACKENDS)
+        for path, digest in held.items():
+            content = (variant / path).read_bytes()
+            assert base64.b64decode(digest) == hashlib.sha256(content).digest()
+    assert len(identities) == len(BACKENDS) == 3
+    assert repository.stat().st_mode & 0o777 == 0o755  # not the temporary folder's 0o700
+    card = (repository / "README.md").read_text()
+    assert "version=3" in card and ", ".join(layer_names()) in card
+
+
+def test_another_content_is_another_build(tmp_path, monkeypatch):
+    """Two builds in one process must not share module and operators."""
+    found = []
+    for i, content in enumerate((b"x = 1\n", b"x = 2\n", b"x = 2\n")):
+        monkeypatch.setattr(hub, "sources", lambda content=content: {"one.py": content})
+        variant, *_ = hub.write_layout(tmp_path / str(i), 3)
+        found.append(json.loads((variant / "metadata.json").read_text())["id"])
+    assert found[0] != found[1] == found[2]
+
+
+def test_a_layout_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(hub.os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        hub.write_layout(tmp_path / "out", 3)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_imported_is_there():
+    """Each relative import of a variant's files; those inside functions too."""
+    files = sources()
+    modules = {path.removesuffix(".py").removesuffix("/__init__") for path in files}
+    for path, content in files.items():
+        if not path.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                home = ["", *path.split("/")[:-1]][: len(path.split("/")) - node.level + 1]
+                base = "/".join([*home[1:], *(node.module or "").split(".")]).strip("/")
+                names = [f"{base}/{name.name}".strip("/") for name in node.names]
+                assert base in modules or modules.issuperset(names), (path, base, names)
 
 
 def test_two_builds_live_beside_each_other(loaded):

@@ -77,6 +77,27 @@ def test_natural_loops(successors, loops):
     assert natural_loops(successors) == [(head, frozenset(body)) for head, body in loops]
 
 
+@pytest.mark.parametrize("branch", ["@!P3 BRA", "@!UP3 BRA", "BRA UP3,"])
+def test_a_branch_under_a_predicate_may_fall_through(branch):
+    """Whether it stands before the instruction or, a uniform one, among its operands."""
+    text = WAIT.replace("@!P3 BRA", branch)
+    outer, spin = sass.loops(sass.instructions(text))
+    assert (outer.first, spin.first) == (0x10, 0x60)
+
+
+def test_sass_classes():
+    """Of each unit, and what is on none of them."""
+    lines = ["IMAD R1, R2, R3, R4", "FADD R1, R2, R3", "I2F R1, R2", "MUFU.RCP R1, R2", "NOP",
+             "IADD3 R1, R2, R3, R4", "LOP3.LUT R1, R2, R3, R4", "UIADD3 UR4, UR5, UR6, URZ",
+             "LDS.U16 R1, [R2]", "STS.64 [R1], R2", "LDSM.16.M88.2 R1, [R2]", "LDG.E R1, R2",
+             "HMMA.16816.F32.BF16 R1, R2, R3, R4"]  # fmt: skip
+    text = "\n".join(f"/*{16 * i:04x}*/ {line} ;" for i, line in enumerate(lines))
+    counts = sass.count(sass.instructions(text))
+    assert (counts.instructions, counts.fp32, counts.special, counts.integer) == (12, 2, 2, 2)
+    assert counts.shared_bytes == 64 + 256 + 256 and counts.async_bytes == counts.hgmma == 0
+    assert counts.products == (("HMMA", 16, 8, 16, 1),) and counts.operand_bytes == 0
+
+
 def test_sass_counts():
     _, inner = sass.loops(sass.instructions(SASS))
     counts = sass.count(inner.own)
@@ -134,6 +155,19 @@ def test_ptx_trip_counts(n, trips):
     assert run.copied == 16 * min(trips, 2)  # masked copies move nothing
     assert kernel.executions([None, n], (3,), (4,)).blocks[first] == 0
     assert kernel.executions([None, None], (0,), (4,)).guessed
+
+
+def test_ptx_ends_what_never_ends():
+    """A loop that counts nothing is guessed, not run for ever."""
+    text = PTX.replace("add.s32 \t%r5, %r5, 1;", "mov.b32 %r5, 0;")
+    assert text != PTX and ptx.Ptx(text).executions([None, 577], (0,), (4,)).guessed
+
+
+def test_ptx_predicates_may_be_negated():
+    text = PTX.replace("setp.lt.s32 \t%p2", "setp.ge.s32 \t%p2").replace("@%p2 bra", "@!%p2 bra")
+    kernel = ptx.Ptx(text)
+    ((first, _),) = kernel.loops
+    assert kernel.executions([None, 577], (0,), (4,)).blocks[first] == 10
 
 
 def test_ptx_waits_are_no_loops_of_unknown_length():
@@ -196,6 +230,22 @@ def test_ptx_counts():
         ("and.b32 %r9, %r1, 3", 3),
         ("max.s32 %r9, %r2, %r1", 7),
         ("bfe.u32 %r9, %r1, 1, 2", 3),
+        ("bfe.u32 %r9, %r1, 0, 2", 3),
+        ("bfe.u32 %r9, %r1, 2, 4", 1),
+        ("rem.s32 %r9, 7, -4", 3),
+        ("cvt.u64.u16 %rd9, %r2", 65534),
+        ("neg.s32 %r9, %r1", -7),
+        ("abs.s32 %r9, %r2", 2),
+        ("min.s32 %r9, %r2, %r1", -2),
+        ("xor.b32 %r9, %r1, 2", 5),
+        ("or.b32 %r9, %r1, 8", 15),
+        ("shl.b32 %r9, %r1, 2", 28),
+        ("mul.hi.u32 %r9, %r1, %r1", None),
+        ("setp.ge.s32 %p9, %r1, 7", 1),
+        ("setp.ne.s32 %p9, %r1, 7", 0),
+        ("setp.hi.u32 %p9, %r2, %r1", 1),
+        ("selp.b32 %r9, 5, 6, %p7", None),
+        ("ld.param.b32 %r9, [%r1]", 7),
         ("cvt.s64.s32 %rd9, %r2", -2),
         ("not.b32 %r9, %r2", 1),
         ("selp.b32 %r9, 5, 6, %p1", 5),

@@ -43,9 +43,15 @@ class Config(NamedTuple):
 
 
 DEFAULT, RIGHT, EVEN = Config("default"), Config("right"), Config("even")
+FASTER = Config("faster")
 WRONG, WRONG_VALUE, UNSTABLE = Config("wrong"), Config("wrong value"), Config("unstable")
 UNWRITTEN, RAISES = Config("unwritten"), Config("raises")
-MICROSECONDS = {DEFAULT: 10.0, RIGHT: 8.0, EVEN: 9.9}  # the others 1.0: fast, and wrong
+MICROSECONDS = {
+    DEFAULT: 10.0,
+    RIGHT: 8.0,
+    EVEN: 9.9,
+    FASTER: 6.0,
+}  # the others 1.0: fast, and wrong
 
 
 def _planted(x, backward):
@@ -198,6 +204,65 @@ def test_the_default_stays_within_the_noise(monkeypatch):
     steady = [9.0] * 7
     assert not tuning.beats(steady, noisy) and not tuning.beats(noisy, [11.0] * 7)
     assert tuning.beats(steady, [10.0, 10.1, 9.9, 10.0, 10.0, 10.1, 9.9])
+    # The gain is a quarter, and so is the default's spread from the 20th to the 80th percentile.
+    spread = [7.0, 7.0, 8.0, 8.0, 8.0, 9.0, 9.0]
+    assert not tuning.beats([6.0] * 7, spread) and tuning.beats([5.9] * 7, spread)
+
+
+@pytest.mark.parametrize("order", [(RIGHT, FASTER), (FASTER, RIGHT)])
+def test_of_two_that_are_faster_the_faster_wins(monkeypatch, order):
+    found = _tuned(monkeypatch, *order)
+    assert found.winner is FASTER and (found.default_us, found.winner_us) == (20.0, 12.0)
+
+
+def test_times_are_of_all_calls_of_a_step(monkeypatch):
+    def step():
+        for _ in range(3):
+            _step()
+
+    with planted(monkeypatch, RIGHT):
+        (found,) = tuning.tune(step, CPU, timer=_timer)
+    assert (found.default_us, found.winner_us) == (60.0, 48.0)
+
+
+@pytest.mark.parametrize("slow", ["layer_norm_bwd", "layer_norm_fwd"])
+def test_what_takes_most_of_a_step_is_tuned_first(slow):
+    """Over all its calls."""
+
+    def step():
+        for rows in (2, 3, 4):
+            _layer_norm_step(rows)
+
+    def timer(call):
+        call()
+        name = call.launcher.func.__name__
+        return 10.0 if slow in name else 9.0
+
+    first, second = tuning.tune(step, CPU, timer=timer, seconds=-1.0)
+    assert first.choice.table == slow != second.choice.table
+    assert not first.complete and first.default_us == 30.0 and second.default_us == 27.0
+
+
+def test_the_users_own_table_is_in_force_again_afterwards(monkeypatch):
+    with planted(monkeypatch, RIGHT) as table:
+        entry = tuned_table.Entry("planted", (6,), RIGHT._asdict(), 2.0, 1.0, tuned_table.now())
+        tuned_table.save(HERE, [entry])
+        assert table.choose(HERE, 6) == RIGHT
+        for _ in tuning.tune(_step, CPU, timer=_timer):
+            assert table.choose(HERE, 6) == DEFAULT
+        assert table.choose(HERE, 6) == RIGHT
+
+
+def test_configs_are_checked_on_the_kernels_alone(monkeypatch):
+    seen = []
+
+    def step():
+        seen.append(fk.get_backend())
+        _step()
+
+    with planted(monkeypatch, RIGHT):
+        list(tuning.tune(step, CPU, timer=lambda call: seen.append(fk.get_backend()) or 1.0))
+    assert {*seen} == {"triton"} and fk.get_backend() == "auto"
 
 
 def test_a_time_budget_stops_between_configs(monkeypatch):
@@ -287,8 +352,8 @@ def test_a_termination_blames_no_config(monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def _layer_norm_step():
-    x = torch.randn(3, 5, 40, requires_grad=True)
+def _layer_norm_step(rows=3):
+    x = torch.randn(rows, 5, 40, requires_grad=True)
     fk.layer_norm(x, torch.ones(40, requires_grad=True)).sum().backward()
 
 
@@ -568,10 +633,44 @@ def test_noted_calls_keep_integers():
     assert {*of_integers} >= {
         "patch_embed", "layer_norm_and_input", "linear", "varlen_attention", "attention"
     }  # fmt: skip
+    starts = dict(of_integers["varlen_attention"][0].arguments)["cu_seqlens"]
+    assert starts.values.tolist() == [0, 3, 7]  # the first one's
     for call, count in of_integers.values():
         replayed = replay.Replay(call, CPU)
+        given = {n: x.values for n, x in call.arguments if isinstance(x, replay.IntegerSpec)}
+        assert all(torch.equal(replayed.inputs[name], x) for name, x in given.items())
         assert count in (2, 4)  # of two steps, twice in a block
         assert 0 < tuning.check(replayed.reference, replayed.function, repeats=1) <= 1
+
+
+def test_a_call_is_noted_as_it_was_asked():
+    """Whole, not its parts; what autograd records, and under which autocast."""
+    x, qkv = torch.randn(2, 8, requires_grad=True), torch.randn(1, 3, 3, 2, 8, requires_grad=True)
+    weights = [torch.randn(8, 8, requires_grad=True), None, torch.randn(8, 8), None]
+    with replay.noting() as calls:
+        with torch.no_grad():
+            fk.layer_norm(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            fk.mlp(x, *weights)
+        fk.attention(qkv, dropout_p=0.5)  # no specification draws its bits
+    assert [call.function.__name__ for call in calls] == ["layer_norm", "mlp"]
+    norm, mlp = calls
+    assert norm.autocast is None and mlp.autocast is torch.bfloat16
+    assert [dict(norm.arguments)["x"].requires_grad, dict(mlp.arguments)["x"].requires_grad] == [
+        False, True
+    ]  # fmt: skip
+    assert not dict(mlp.arguments)["fc2_weight"].requires_grad
+    replayed = replay.Replay(mlp, CPU)
+    with backend_module.backend("torch"):
+        assert replayed.function(**replayed.inputs).dtype is torch.bfloat16
+    assert replayed.reference.yardstick[0].dtype is torch.bfloat16
+
+
+def test_a_weight_is_replayed_at_the_scale_of_a_layer():
+    spec = replay.TensorSpec((40, 50), (50, 1), torch.float32, True)
+    weight, x = (spec.random(n, torch.Generator().manual_seed(0)) for n in ("weight", "x"))
+    torch.testing.assert_close(weight, x * 50**-0.5)
+    assert 0.9 < x.std() < 1.1
 
 
 def test_an_overlapping_view_is_replayed_with_its_strides():

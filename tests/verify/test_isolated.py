@@ -286,6 +286,105 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
     assert device_lost(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize(
+    ("fault", "lost", "tried"),
+    [("RuntimeError: CUDA error", "lost", 1), ("RuntimeError: CUDA error", None, 2),
+     (None, "asked in vain", 2)],
+)  # fmt: skip
+def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
+    """Every later launch would fail: what is left goes to another process."""
+    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("layer_norm"))
+    reached = all_configs.reached_by(case, ())
+    table, configs = reached[0].table, reached[0].configs()[:2]
+    run = all_configs.Run(table, configs[0], case.name, 0.5, fault)
+    monkeypatch.setattr(worker, "run_config", lambda *_: run)
+    monkeypatch.setattr(worker, "device_lost", lambda device: lost)
+    forced = [{"table": table, "settings": [],
+               "configs": [TABLES[table].configs.index(c) for c in configs]}]  # fmt: skip
+    lines = []
+    try:
+        lines.extend(worker._config_lines(case, forced, DEVICE))
+        ended = 0
+    except SystemExit as error:
+        ended = error.code
+    said = capsys.readouterr().err
+    assert (ended == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said)
+    assert ended or [line["tried"] for line in lines] == [True, False] * 2
+
+
+def test_what_a_process_said_before_it_died_is_no_result():
+    (passes,) = worker.cases_of(DEVICE, "fp32", False)[:1]
+    line = run_case(passes, "fp32").as_dict()
+    died = worker.result_of(Outcome(job(passes.name, ""), [line], "ended by SIGSEGV"), "fp32")
+    assert line["passed"] and not died.passed and died.why == "ended by SIGSEGV"
+    silent = worker.result_of(Outcome(job(passes.name, ""), [], None), "fp32")
+    assert not silent.passed and silent.why == "the process said nothing"
+
+
+def test_what_is_left_of_one_table_is_not_what_another_has_tried():
+    """Configs are numbered in their tables."""
+    first, second = [name for name, table in TABLES.items() if len(table.configs) >= 2][:2]
+    died = config_job(first, range(2), "")
+    what = json.loads(died.command[-1])
+    what["forced"] += config_job_entry(second)
+    died = replace(died, command=(*died.command[:-1], json.dumps(what)))
+    lines = [{"table": first, "config": i, "tried": True} for i in range(2)]
+    (rest,) = worker.rest_of(Outcome(died, lines, "killed"))
+    assert json.loads(rest.command[-1])["forced"] == config_job_entry(second)
+    assert worker.rest_of(Outcome(died, lines, None)) == []
+
+
+def config_job_entry(table):
+    return [{"table": table, "settings": [], "configs": [0, 1]}]
+
+
+def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
+    """In any folder of the package, by name and content."""
+    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+    (tmp_path / "ops").mkdir()
+    path = tmp_path / "ops" / "one.py"
+    hashes = []
+    for name, content in (("one", "x = 1"), ("one", "x = 2"), ("two", "x = 2"), ("two", "x = 2")):
+        path.unlink(missing_ok=True)
+        path = path.with_name(f"{name}.py")
+        path.write_text(content)
+        kept.package_hash.cache_clear()
+        hashes.append(kept.package_hash())
+    kept.package_hash.cache_clear()
+    assert len({*hashes}) == 3 and hashes[2] == hashes[3]
+
+
+def test_a_job_may_have_a_timeout_of_its_own(tmp_path):
+    path = tmp_path / "pid"
+    hung = replace(job("hangs", hangs(path)), timeout=7.0)
+    (outcome,) = run_isolated([hung], 1, 1e9, now=clock_of(path))
+    assert outcome.failure == "not finished after 7 s, killed"
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_any_status_but_0_is_a_failure(status):
+    (outcome,) = run_isolated([job("exits", f"{GOOD}; raise SystemExit({status})")], 1, TIMEOUT)
+    assert outcome.failure == f"the process ended with status {status}"
+
+
+@pytest.mark.parametrize("jobs", [0, 2])
+@pytest.mark.parametrize(("budget", "left_out"), [(math.inf, 0), (-1.0, 3)])
+def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out):
+    cases = worker.cases_of(DEVICE, "fp32", False)[:3]
+    result = run_case(cases[0], "fp32")
+    monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
+    monkeypatch.setattr(selection, "run_case", lambda case, dtype: replace(result, name=case.name))
+
+    def run(given, *_, budget):
+        outcomes = (Outcome(j, [{**result.as_dict(), "name": j.name}], None) for j in given)
+        return outcomes if budget > 0 else []
+
+    monkeypatch.setattr(selection, "run_isolated", run)
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), budget)
+    found = [result.name for result in selection.run_cases(wanted)]
+    assert len(found) == 3 - left_out and wanted.left_out == left_out
+
+
 def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()

@@ -1,0 +1,375 @@
+"""The model of a kernel's time, and what ranks by it, in numbers that follow from its words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_machine_code import PTX, SASS
+
+from fastvit_kernels.runtime.backend import HAS_TRITON, Gpu
+from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
+from fastvit_kernels.tools import faults, resources, sass
+from fastvit_kernels.tools.loop_model import (
+    BARRIER,
+    LATENCY,
+    LAUNCH,
+    ROOFS,
+    START,
+    WAIT,
+    Region,
+    Work,
+    bound,
+    hot_loop,
+    launch_time,
+    product_cycles,
+    regions,
+    unit_cycles,
+    work,
+)
+from fastvit_kernels.tools.ptx import Ptx
+from fastvit_kernels.tools.resources import REGISTERS_PER_SM, TARGETS
+from fastvit_kernels.tools.useful import USEFUL, useful_products
+
+A100, H200 = ROOFS["sm_80"], ROOFS["sm_90"]
+
+
+def test_a_tensor_core_takes_its_rate():
+    assert product_cycles([("HMMA", 16, 8, 16, 3)], A100) == 3 * 16 * 8 * 16 / 256
+    # 64 rows are four warps': a sub-core has a quarter of them
+    assert product_cycles([("HGMMA", 64, 64, 16, 2)], H200) == 2 * 64 * 64 * 16 / 4 / 512
+    tf32 = product_cycles([("HGMMA", 64, 64, 8, 2)], H200)  # half of K at the same cost
+    assert tf32 == product_cycles([("HGMMA", 64, 64, 16, 2)], H200)
+    assert product_cycles([("HGMMA", 64, 64, 16, 2)], A100) == 0  # it has none
+
+
+COUNTS = sass.Counts(
+    instructions=50, products=(("HMMA", 16, 8, 16, 2),), special=3, fp32=10, integer=7,
+    shared_bytes=512, async_bytes=256, barriers=1, waits=0, operand_bytes=128,
+)  # fmt: skip
+
+
+def test_each_unit_takes_its_rate():
+    """Of 32 lanes: 4 special functions, 16 of the ALU, 16 or 32 of fp32 and 32 bytes a cycle."""
+    found = unit_cycles(COUNTS, A100)
+    assert found == {
+        "tensor": 16.0, "issue": 50.0, "MUFU": 24.0, "fp32": 20.0, "ALU": 14.0, "shared": 28.0
+    }  # fmt: skip
+    assert unit_cycles(COUNTS, H200)["fp32"] == 10.0
+    assert bound(found) == "issue"
+
+
+DONE = Work({"tensor": 1000.0, "issue": 400.0}, 5000.0, 1e6, 3e5, False)
+
+
+def test_a_launch_takes_its_waves_its_bytes_and_its_longest_part():
+    """300 programs of 8 warps on 132 SMs: the busiest has 3, whose warps four sub-cores share."""
+    found = launch_time(DONE, H200, programs=300, num_warps=8, resident=1, tensor_bytes=4.8e6)
+    cycle = 1e-3 / H200.ghz
+    assert found.parts == pytest.approx({
+        "tensor": 1000 * 3 * 2 * cycle, "issue": 400 * 3 * 2 * cycle, "chain": 5000 * 3 * cycle,
+        "L2": 300 * 3e5 / 5120 * cycle, "HBM": 1.0,
+    })  # fmt: skip
+    assert found.bound == "L2" and found.multiply_adds == 300e6 and not found.guessed
+    assert found.us == pytest.approx(LAUNCH + sum(x**4 for x in found.parts.values()) ** 0.25)
+    two = launch_time(DONE, H200, programs=300, num_warps=8, resident=2, tensor_bytes=4.8e6)
+    assert two.parts["chain"] == pytest.approx(5000 * 2 * cycle)  # 264 at once
+
+
+def test_the_work_of_a_launch_is_that_of_its_programs():
+    """Program 3 of 4 leaves at once, the others go ten times round: 7.5 rounds on average."""
+    kernel = Ptx(PTX)
+    ((head, _),) = kernel.loops
+    other = [b for b in range(len(kernel.blocks)) if b != head]
+    loop = sass.count(sass.loops(sass.instructions(SASS))[1].own)
+    parts = [Region(sass.count([]), tuple(other), False), Region(loop, (head,), True)]
+    done = work(parts, kernel, [None, 577], (4,), H200, num_stages=3, resident=1)
+    warps, rounds = 4, 7.5
+    assert done.multiply_adds == rounds * warps * 64 * 64 * 16 / 4
+    stored, copied = 0.75 * 512, 0.75 * 2 * 16 * 32  # a warp's; the copies past n are masked
+    assert done.bytes_moved == pytest.approx(warps * (stored + copied))
+    one = unit_cycles(loop, H200)
+    assert done.cycles["MUFU"] == rounds * one["MUFU"] == rounds * 8
+    assert done.cycles["issue"] == pytest.approx(rounds * loop.instructions)
+    tensor = rounds * 64 * 64 * 16 / 4 / 512  # PTX has one product, of 64 columns
+    assert done.cycles["tensor"] == tensor
+    in_shared = loop.shared_bytes + (64 + 64) * 32 // 4 + 512
+    # PTX reads 512 bytes where SASS has 1,024; the operands and the copies are PTX's
+    assert done.cycles["shared"] == pytest.approx(rounds * in_shared / 32)
+    waits = loop.waits * rounds / loop.hgmma
+    busiest = done.cycles["shared"]
+    spent = busiest + tensor + WAIT * waits + BARRIER * rounds
+    ahead = 2 * spent / rounds  # of three stages two are on their way
+    assert done.chain == pytest.approx(START + spent + rounds * max(0.0, LATENCY - ahead))
+    assert not done.guessed
+    assert work(parts, kernel, [None, None], (4,), H200, 3, 1).guessed
+    assert work(parts, kernel, [None, 577], (4,), H200, 3, 1000).chain < done.chain
+
+
+def test_loops_of_sass_and_ptx_are_paired_where_their_numbers_agree():
+    code, kernel = sass.instructions(SASS), Ptx(PTX)
+    (whole,) = regions(code, kernel)  # two loops in SASS, one in PTX
+    assert whole == Region(sass.count(code), tuple(range(len(kernel.blocks))), True)
+    start = SASS.index("        /*00d0*/")
+    one_loop = sass.instructions(SASS[:start] + SASS[SASS.index("        /*00e0*/") :])
+    outside, loop = regions(one_loop, kernel)
+    assert loop.is_loop and not outside.is_loop and loop.blocks == (kernel.loops[0].head,)
+    both = outside.counts.instructions + loop.counts.instructions
+    assert both == sass.count(one_loop).instructions and loop.counts.instructions == 11
+
+
+def test_the_hot_loop_is_that_of_the_products():
+    outer, inner = sass.loops(sass.instructions(SASS))
+    assert hot_loop([outer, inner]) is inner and hot_loop([]) is None
+    long = sass.Loop(0, 0, outer.own * 20)
+    assert hot_loop([inner, long]) is inner and hot_loop([outer, long]) is long
+
+
+# --- what a launch is for
+
+
+def test_useful_products_are_those_of_the_mathematics():
+    attention = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
+    one = 2 * 3 * 5 * 7 * 4
+    products = {  # Q K^T and P V; with dP, dV, dK, dQ in the backward; a bias needs P and dP
+        "attention_fwd": 2, "attention_bwd_one_pass": 5, "attention_bwd_dq": 3,
+        "attention_bwd_dkdv": 4, "attention_bwd_bias": 2,
+    }  # fmt: skip
+    assert {k: useful_products(k, attention) for k in products} == {
+        kernel: n * one for kernel, n in products.items()
+    }
+    product = {"M": 3, "N": 5, "K": 7, "F": 11}
+    assert useful_products("linear_fwd", product) == 3 * 5 * 7
+    assert useful_products("mlp_bwd_hidden", product) == 3 * 11 * 5
+    assert {*USEFUL} == {*products, "linear_fwd", "mlp_bwd_hidden"}
+
+
+# --- what a block may take
+
+
+def test_limits_are_the_programming_guides():
+    """Shared memory of an SM in KB, warps, blocks; a block has all of it but 1 KB."""
+    guide = {
+        "sm_80": (164, 64, 32), "sm_86": (100, 48, 16), "sm_89": (100, 48, 24),
+        "sm_90": (228, 64, 32), "sm_100": (228, 64, 32), "sm_120": (100, 48, 24),
+    }  # fmt: skip
+    nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
+    assert guide == {
+        n: (t.shared_per_sm // 1024, t.max_warps, t.max_blocks) for n, t in nvidia.items()
+    }
+    assert all(t.shared_limit == t.shared_per_sm - 1024 for t in nvidia.values())
+    assert TARGETS["gfx942"].is_amd and TARGETS["gfx942"].shared_limit == 64 * 1024
+    assert REGISTERS_PER_SM == 64 * 1024
+    assert [TARGETS[r].num_sms for r in ROOFS] == [roof.num_sms for roof in ROOFS.values()]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton names the targets")
+def test_targets_are_named_as_triton_does():
+    nvidia, amd = (TARGETS[name].triton_target() for name in ("sm_90", "gfx942"))
+    assert (nvidia.backend, nvidia.arch, nvidia.warp_size) == ("cuda", 90, 32)
+    assert (amd.backend, amd.arch, amd.warp_size) == ("hip", "gfx942", 64)
+
+
+def test_what_a_kernel_takes_is_read(monkeypatch):
+    printed = " Function k:\n  REG:96 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:920\n"
+    monkeypatch.setattr(resources, "printed_by", lambda *_: printed)
+    assert resources._nvidia_usage(b"") == (96, 24)
+    amd = "    .vgpr_count:     52\n    .vgpr_spill_count: 3\n"
+    assert resources._amd_usage(amd) == (52, 12)  # bytes of a thread
+    assert resources._warps_per_sm(TARGETS["gfx942"], 52, 0, 4) is None
+    compiled = SimpleNamespace(
+        asm={"ttgir": 'module {"ttg.total-num-warps" = 12 : i32}'},
+        metadata=SimpleNamespace(num_warps=8),
+    )
+    assert resources._num_warps(compiled) == 12
+    compiled.asm["ttgir"] = "module {}"
+    assert resources._num_warps(compiled) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "needs"),
+    [
+        ("%3 = tt.dot %1, %2 : tensor<64x32xf16> * tensor<32x64xf16> -> tensor<64x64xf32>", True),
+        ("%3 = tt.dot %1, %2 : tensor<64x32xbf16, #a> * tensor<32x64xbf16, #b>", True),
+        ("%3 = tt.dot %1, %2 : tensor<64x32xf32> * tensor<32x64xf32> -> tensor<64x64xf32>", False),
+        ("%3 = arith.addf %1, %2 : tensor<64x32xf16>", False),
+    ],
+)
+def test_products_of_16_bits_need_tensor_cores(line, needs):
+    assert resources._multiplies_16_bit(f"module {{\n{line}\n}}") == needs
+
+
+# --- faults in code
+
+
+def _ptx(*lines):
+    body = "\n".join(f"\t{line};" if not line.endswith(":") else line for line in lines)
+    return Ptx(f".visible .entry k(\n)\n.reqntid 128\n{{\n{body}\n\tret;\n}}\n")
+
+
+COPY = "cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10"
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r30}, %rd8, %rd9, 1, 1, 1, 0, 0"
+FENCE, ALL, SOME = "fence.proxy.async", "cp.async.wait_group 0", "cp.async.wait_group 1"
+BACK = ["@%p2 bra $L__BB0_1"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "unfenced"),
+    [
+        ([COPY, ALL, PRODUCT], True),
+        ([COPY, ALL, FENCE, PRODUCT], False),
+        ([COPY, "cp.async.wait_all", PRODUCT], True),
+        ([COPY, SOME, FENCE, PRODUCT], False),
+        ([COPY, SOME, FENCE, SOME, PRODUCT], True),  # what was still under way has landed
+        ([COPY, ALL, FENCE, ALL, PRODUCT], False),  # nothing was
+        ([COPY, "cp.async.wait_all", FENCE, "cp.async.wait_all", PRODUCT], False),
+        ([ALL, PRODUCT], False),
+        ([COPY, PRODUCT], False),  # reads another buffer: nothing has landed
+        (["$L__BB0_1:", PRODUCT, COPY, ALL, *BACK], True),  # round the loop
+        (["$L__BB0_1:", PRODUCT, COPY, ALL, FENCE, *BACK], False),
+    ],
+)
+def test_copies_are_fenced_before_a_product_reads_them(lines, unfenced):
+    assert faults._reads_before_fence(_ptx(*lines)) == unfenced
+
+
+def _code(**parts):
+    return SimpleNamespace(**{"remarks": "", "loops": [], "instructions": [], "ttgir": ""} | parts)
+
+
+def _waits(waits, products):
+    lines = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0"] * products
+    lines += ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * waits
+    text = "\n".join(f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
+    return _code(loops=[sass.Loop(0, 0, tuple(sass.instructions(text)))])
+
+
+@pytest.mark.parametrize(
+    ("waits", "products", "found"), [(2, 2, 1), (3, 2, 1), (1, 2, 0), (1, 1, 0)]
+)
+def test_a_loop_that_waits_for_each_product_is_a_fault(waits, products, found):
+    assert len(list(faults.serialised(_waits(waits, products)))) == found
+
+
+def _dot(version, down, across, M, N, rows, columns):
+    return _code(ttgir=(
+        f"#mma = #ttg.nvidia_mma<{{versionMajor = {version}, versionMinor = 0, "
+        f"warpsPerCTA = [{down}, {across}], instrShape = [{M}, {N}, 16]}}>\n"
+        f"%9 = tt.dot %1, %2, %3 : x -> tensor<{rows}x{columns}xf32, #mma>\n"
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dot", "times"),
+    [
+        (_dot(2, 4, 1, 16, 8, 64, 64), 0),
+        (_dot(2, 8, 1, 16, 8, 64, 64), 2),
+        (_dot(2, 2, 4, 16, 8, 64, 16), 2),
+        (_dot(2, 8, 1, 16, 8, 16, 32), 0),  # a tail: fewer tiles than warps
+        (_dot(3, 8, 1, 16, 64, 64, 64), 2),
+        (_dot(3, 8, 1, 16, 16, 64, 16), 0),  # of wgmma a tile has 16 columns
+        (_dot(3, 4, 1, 16, 64, 64, 64), 0),
+    ],
+)
+def test_warps_that_compute_the_same_are_a_fault(dot, times):
+    found = list(faults.duplicated_products(dot))
+    assert len(found) == (times > 0) and (not found or found[0].endswith(f"{times} times"))
+
+
+def test_every_rule_is_asked():
+    code = _dot(2, 8, 1, 16, 8, 64, 64)
+    code.loops = _waits(2, 2).loops
+    code.instructions = sass.instructions("/*0000*/ HGMMA.64x8x16.F32.BF16 R24, gdesc[UR12] ;")
+    code.ttgir += (
+        "%4 = ttg.memdesc_index %3[%c0] : x\n"
+        "%5 = ttg.async_copy_global_to_local %1, %4 : x\n"
+        "%6 = ttng.warp_group_dot %4, %7, %8 : !ttg.memdesc<64x64> * tensor<64x64> -> y\n"
+    )
+    code.blocks = _ptx(COPY, ALL, PRODUCT)
+    code.remarks = "ptxas info (C7515) Potential: wgmma serialized due to waits in function 'k'"
+    found = faults.faults(code)
+    assert len(found) == 5 and "C7515" in found[0] and "waits 2 times for 2" in found[1]
+    assert "8 columns" in found[2] and "1 buffers" in found[3] and "more than once" in found[4]
+
+
+# --- ranking
+
+rank = pytest.importorskip("fastvit_kernels.tools.rank")
+
+
+def test_a_choice_is_made_for_its_key_alone_and_taken_back():
+    here = Gpu("sm_90", 132, 2**17)
+    table = ConfigTable("ranked", [("a",), ("b",)], lambda gpu, size: ("a",))
+    try:
+        assert table.choose(here, 8) == ("a",)
+        with rank.chosen(table, (8,), ("b",)):
+            assert [table.choose(here, size) for size in (8, 16)] == [("b",), ("a",)]
+        assert table.choose(here, 8) == ("a",)
+    finally:
+        del TABLES["ranked"]
+
+
+def _launch(kernel, **arguments):
+    return SimpleNamespace(kernel=SimpleNamespace(kernel=kernel), arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("table", "launch", "belongs"),
+    [
+        ("attention_fwd", _launch("attention_fwd"), True),
+        ("attention_fwd", _launch("attention_bwd_dq"), False),
+        ("layer_norm_fwd", _launch("norm_fwd"), True),
+        ("layer_norm_fwd", _launch("norm_bwd"), False),
+        ("rope_bwd", _launch("rope_norm_bwd"), True),
+        ("linear_fwd", _launch("linear_fwd", N=3072, K=768), True),
+        ("linear_fwd", _launch("linear_fwd", N=768, K=3072), False),
+    ],
+)
+def test_launches_are_their_tables(table, launch, belongs):
+    key = (4096, 3072, 768, "bf16") if table == "linear_fwd" else (64,)
+    assert rank._belongs(launch, Choice(table, Gpu("sm_90", 132, 2**17), key)) == belongs
+
+
+def test_a_library_call_takes_its_tiles_and_its_bytes():
+    copy = rank.LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
+    assert rank.library_time(copy, H200) == pytest.approx(LAUNCH + 10.0)
+    product = rank.LibraryCall("mm", 128 * 12, 256 * 12, 1024, 0)  # 144 tiles on 132 SMs
+    cycles = 2 * (128 * 256 * 1024 / (4 * 512) + START)
+    assert rank.library_time(product, H200) == pytest.approx(LAUNCH + cycles * 1e-3 / H200.ghz)
+    assert rank.library_time(product, A100) == pytest.approx(
+        LAUNCH + 2 * (128 * 256 * 1024 / (4 * 256) + START) * 1e-3 / A100.ghz
+    )
+
+
+def test_the_time_of_a_trace_is_of_kernels_and_library(monkeypatch):
+    modelled = SimpleNamespace(us=5.0)
+    monkeypatch.setattr(rank, "timed", lambda launch: SimpleNamespace(modelled=modelled))
+    copy = rank.LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
+    us, launches = rank.trace_time(SimpleNamespace(launches=[1, 2], torch_calls=[copy]), "sm_90")
+    assert us == pytest.approx(2 * 5.0 + LAUNCH + 10.0) and len(launches) == 2
+
+
+# --- what a step calls
+
+
+def test_bytes_and_sizes_of_a_step():
+    from fastvit_kernels.tools import aot
+
+    x = torch.empty(6, 1, 5, dtype=torch.bfloat16)
+    assert aot.tensor_bytes(x) == 60 == aot.tensor_bytes(x.expand(6, 7, 5))
+    mm, bmm, view = torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.view
+    a, b = torch.empty(3, 5), torch.empty(5, 7)
+    found = aot._library_call(mm, (a, b), torch.mm(a, b))
+    assert found == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
+    a, b = torch.empty(2, 3, 5), torch.empty(2, 5, 7)
+    assert aot._library_call(bmm, (a, b), torch.bmm(a, b))[:4] == ("bmm", 6, 7, 5)
+    assert aot._library_call(view.default, (a, [30]), a.view(30)) is None
+    assert aot._library_call(torch.ops.aten.empty_like.default, (a,), torch.empty_like(a)) is None
+    c = torch.empty(3)
+    add = torch.ops.aten.addmm.default
+    a, b = torch.empty(2, 5), torch.empty(5, 3)
+    assert aot._library_call(add, (c, a, b), torch.addmm(c, a, b))[:4] == ("addmm", 2, 3, 5)
+    pointer, (inner, number) = aot._pointers(a[:, 1:]), aot._pointers((a, 3))
+    assert pointer.data_ptr() == 4 and pointer.dtype is torch.float32 and number == 3
+    assert inner.data_ptr() == 0 and inner.ptr_range() == 40
