@@ -21,6 +21,10 @@ def test_backend_is_auto_at_first_and_restored_after_a_block():
         assert get_backend() == "torch"
         raise KeyError
     assert get_backend() == "auto"
+    with fk.backend("torch"):
+        with fk.backend("triton"):
+            assert get_backend() == "triton"
+        assert get_backend() == "torch"
 
 
 def test_backend_rejects_an_unknown_name():
@@ -208,6 +212,20 @@ def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
     with fk.backend("torch"):
         checkpoint(forward, rand(2, 8), use_reentrant=False).sum().backward()
     assert found == [("torch", "the backend is 'torch'")] * 2
+
+
+def test_a_block_inside_a_checkpoint_says_nothing_of_calls_outside_of_it():
+    weight, found = rand(8, seed=1), []
+
+    def forward(x):
+        with fk.backend("torch"):
+            y = fk.layer_norm(x, weight)
+        z = fk.layer_norm(x, weight)
+        found.append(["NormFunction" in str(t.grad_fn) for t in (y, z)])
+        return (y + z).square()  # whose save comes last: a recomputation ends there
+
+    checkpoint(forward, rand(2, 8), use_reentrant=False).sum().backward()
+    assert found == [[False, True]] * 2
 
 
 def test_a_compiled_call_follows_the_choice_of_its_thread():
