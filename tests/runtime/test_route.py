@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, rand
+from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
@@ -241,6 +245,38 @@ def test_both_routes_have_every_operator():
     for name, launcher in LAUNCHERS.items():
         assert getattr(DIRECT, name) is launcher.__wrapped__
         assert getattr(OPERATORS, name) is getattr(torch.ops.fastvit_kernels, name).default
+
+
+class Fakes(TorchDispatchMode):
+    """Each call of an operator once more without values: what a compiler expects of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fastvit_kernels":
+            self.seen.add(func._opname)
+            with FakeTensorMode() as mode:
+                expected = func(*tree_map_only(Tensor, mode.from_tensor, args))
+            for real, fake in zip(tree_leaves(out), tree_leaves(expected), strict=True):
+                assert (fake.shape, fake.dtype) == (real.shape, real.dtype), func
+                assert not real.numel() or fake.stride() == real.stride(), func
+        return out
+
+
+@every_launch
+def test_fakes_are_like_what_the_operators_give(op):
+    """With every gradient, and with each alone."""
+    function, inputs = op_and_inputs(op)
+    with Fakes() as fakes:
+        step(function, inputs)
+        for x in inputs:
+            some = [t.detach().requires_grad_(t is x) for t in inputs]
+            out = function(*some)
+            out.backward(torch.ones_like(out))
+    assert fakes.seen
 
 
 # What a step multiplies: a call, its tensors' shapes, and the numbers of its attention, B H T T D.
