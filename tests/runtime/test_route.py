@@ -319,7 +319,7 @@ FLOPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], int]] = {
 
 def _flops(call, inputs):
     """Forward, and backward where something wants a gradient."""
-    with FlopCounterMode(display=False) as counter:
+    with Fakes(), FlopCounterMode(display=False) as counter:
         out = call(**inputs)
         if out.requires_grad:
             out.square().sum().backward()
