@@ -185,7 +185,7 @@ def _assert_rows_or_columns(on: Gpu, D: int, warps: int, own: int, loop: int) ->
     assert loop >= 8 * warps if on is A100 and own < D else own >= 16 * warps
 
 
-@pytest.mark.parametrize("D", [32, 64, 72, 80, 96, 128], ids=lambda d: f"D{d}")
+@pytest.mark.parametrize("D", [16, 32, 64, 72, 80, 96, 128], ids=lambda d: f"D{d}")
 @pytest.mark.parametrize("T", [50, 197, 257, 577, 1025], ids=lambda t: f"T{t}")
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "add"])
 @pytest.mark.parametrize("on", [A100, H100], ids=lambda on: on.arch)

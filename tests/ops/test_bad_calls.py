@@ -502,6 +502,20 @@ def test_nested_tensors_take_the_path_of_torch(layout):
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("op", ["linear", "mlp", "gated_mlp", "qkv_attention", "patch_embed"])
+def test_autocast_leaves_float64_alone(op):
+    """As torch's own does: the weights must have it too."""
+    first, *others = arguments = GOOD[op]()
+    arguments[first] = arguments[first].double()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        with pytest.raises(TypeError, match=f"must have the dtype of {first}, torch.float64, got"):
+            GOOD[op].call(**arguments)
+        for name in others:
+            if isinstance(arguments[name], Tensor):
+                arguments[name] = arguments[name].double()
+        assert GOOD[op].call(**arguments).dtype is torch.float64
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_dead_graph(op):
     y = GOOD[op].call(**_with_gradients(op)).square().sum()
@@ -520,8 +534,10 @@ def test_double_backward(op):
     (dx,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(
         NotImplementedError, match=f"^{name}: the kernels have no second deriv.*torch"
-    ):
+    ) as error:
         (loss + dx.square().sum()).backward()
+    # torch's attention has one where it forms the scores, as in the test below
+    assert ("SDPBackend.MATH" in str(error.value)) == name.endswith(("attention", "sdpa"))
 
 
 @pytest.mark.parametrize("op", OPS)

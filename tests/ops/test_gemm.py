@@ -225,6 +225,19 @@ def test_gemm_rule_gives_configs_that_ship_and_fit(gpu):
         assert table.fits(gpu, config, *key, dtype)
 
 
+@pytest.mark.parametrize("limit", [48, 64, 100, 164, 227], ids=lambda kb: f"{kb} KB")
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_gemm_candidates_fit_shared_memory(table, limit):
+    for arch, dtype in itertools.product(("sm_80", "sm_90", "sm_100"), ("bf16", "fp32")):
+        gpu = Gpu(arch, 108, limit * 1024)
+        operands = [
+            (c.block_m + c.block_n) * c.block_k * c.num_stages * (4 if dtype == "fp32" else 2)
+            for c in table.configs
+            if table.fits(gpu, c, 16384, 768, 768, dtype)
+        ]
+        assert operands and max(operands) <= gpu.shared_limit
+
+
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_TABLE.choose

@@ -296,6 +296,9 @@ def test_linear_operators_pass_opcheck():
         tensors = (dy, x, weight, bias, saved, layer_scale, row_scale, activation, bf16)
         library.opcheck(bwd.default, (*tensors, fp32, fp32, bf16, fp32))
         library.opcheck(bwd.default, (*tensors, bf16, None, None, None))
+    by_library = torch.ops.fastvit_kernels.linear_by_library_bwd.default
+    for needs_dbias, (some_x, some_weight) in ((True, (x, None)), (False, (None, weight))):
+        library.opcheck(by_library, (dy.to(bf16), some_x, some_weight, needs_dbias))
 
 
 def test_linear_compiles_without_graph_breaks():

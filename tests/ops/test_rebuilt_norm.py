@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
 from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
+EPS = 0.1  # no default, and large beside the numbers
 SHAPES = {
     "x": (B, T, C), "norm_weight": (C,), "norm_bias": (C,),
     "qkv_weight": (3 * C, C), "fc1_weight": (48, C), "fc2_weight": (C, 48),
@@ -30,23 +32,26 @@ def _inputs():
     }
 
 
-def _branch(name, y, x, inputs):
+def _branch(name, y, x, inputs, samples=None):
     if name == "mlp":
-        return mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None, residual=x)
+        weights = inputs["fc1_weight"], None, inputs["fc2_weight"], None
+        return mlp(y, *weights, residual=x, row_scale=samples)
     return qkv_attention(y, inputs["qkv_weight"], num_heads=2)
 
 
-def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm"):
+def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm", samples=None):
     """The branch's output and the gradient of all that it reads."""
     weight, bias = inputs["norm_weight"], inputs["norm_bias"] if norm == "layer_norm" else None
     x = inputs["x"] * 1.0  # no leaf, so that it may be spoilt
+    options: dict[str, Any] = dict(out_dtype=torch.float16, samples=samples)
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
         if norm == "layer_norm":
-            y, residual = layer_norm_and_input(x, weight, bias, 1e-6, out_dtype=torch.float16)
+            y, residual = layer_norm_and_input(x, weight, bias, EPS, **options)
         else:
-            y, residual = rms_norm_and_input(x, weight, 1e-6, out_dtype=torch.float16)
-        with rebuilt_norm(y, x, weight, bias, 1e-6, norm=norm) if low else nullcontext():
-            out = _branch(name, y, residual, inputs)
+            y, residual = rms_norm_and_input(x, weight, EPS, **options)
+        rebuilt = rebuilt_norm(y, x, weight, bias, EPS, norm=norm, samples=samples)
+        with rebuilt if low else nullcontext():
+            out = _branch(name, y, residual, inputs, samples)
     spoil(x)
     upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
     return out, *torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
@@ -54,9 +59,13 @@ def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm"):
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_rebuilt_norm_keeps_every_bit(name, norm):
+@pytest.mark.parametrize("some", [False, True], ids=["all", "kept samples"])
+def test_rebuilt_norm_keeps_every_bit(name, norm, some):
     inputs = _inputs()
-    kept, rebuilt = (_gradients(name, inputs, low, norm=norm) for low in (False, True))
+    options: dict[str, Any] = dict(norm=norm)
+    if some:  # the second of two
+        options["samples"] = torch.tensor([1, 1, 0], device=DEVICE)
+    kept, rebuilt = (_gradients(name, inputs, low, **options) for low in (False, True))
     for a, b in zip(kept, rebuilt, strict=True):
         assert (a is b is None) or torch.equal(a, b)
 

@@ -47,6 +47,7 @@ def test_as_many_and_the_same_samples_as_dinov2(batch, rate, kept, way, monkeypa
     place = samples[kept:]
     assert torch.equal(place[index], torch.arange(kept, device=DEVICE))
     assert place.shape == (batch,) and (place >= kept).sum() == batch - kept
+    assert keep_samples(batch, rate, "meta").is_meta
 
 
 def _norm_ref(norm, x, samples, weight, bias=None):

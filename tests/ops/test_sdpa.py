@@ -215,7 +215,15 @@ def test_sdpa_gradient_of_a_mask_alike_for_all_keys_takes_the_torch_path():
     ("inputs", "reason"),
     [
         (lambda: _heads(1, 1, 6, 6, 20), "D must be a multiple of 8"),
+        (lambda: _heads(1, 1, 6, 6, 4), "D must be a multiple of 8"),
+        (lambda: _heads(1, 1, 6, 6, 264), "D must be a multiple of 8 up to 256, got 264"),
         (lambda: {n: x[0] for n, x in _heads(1, 2, 6, 6, 16).items()}, r"must be \(B, H, T, D\)"),
+        (lambda: _heads(1, 1, 6, 0, 16), "there are no keys"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"value": rand(1, 1, 6, 24)}, "differ in batch"),
+        (lambda: _heads(2, 1, 6, 6, 16) | {"query": rand(1, 1, 6, 16)}, "differ in batch"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"dropout_p": 1.0}, r"must be in \[0, 1\), got 1.0"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": -0.5}, "scale must be positive"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be positive"),
     ],
 )
 def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fastvit_kernels.ops.attention.functions import attention
 from fastvit_kernels.ops.attention.rotary import rope_attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention, varlen_attention_ref
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.runtime.values import checked_values
+from fastvit_kernels.runtime.values import checked_values, values_are_checked
 
 bf16, fp16 = torch.bfloat16, torch.float16
 
@@ -158,9 +159,18 @@ def test_varlen_checks_values_under_the_debug_switch(starts, max_seqlen, message
     qkv = rand(12, 3, 2, 16)
     with fk.backend("torch"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):
         varlen_attention(qkv, starts, max_seqlen)
-    raises = pytest.raises(ValueError, match=f"varlen_attention: {message}")
-    with fk.backend("triton"), checked_values(), raises:
-        varlen_attention(qkv, starts, max_seqlen)
+    packed: dict[str, Any] = dict(cu_seqlens=starts, max_seqlen=max_seqlen)
+    tables = torch.ones(12, 16, device=DEVICE)
+    with fk.backend("triton"), checked_values():
+        with checked_values():
+            pass  # the outer one stays in force
+        with pytest.raises(ValueError, match=f"varlen_attention: {message}"):
+            varlen_attention(qkv, **packed)
+        with pytest.raises(ValueError, match=f"rope_attention: {message}"):
+            fk.rope_attention(
+                rand(1, 12, 8), rand(96, 8), num_heads=2, cos=tables, sin=tables, **packed
+            )
+    assert not values_are_checked()
 
 
 def test_varlen_rejects():

@@ -2,6 +2,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from numerics import DEVICE, rand
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime.backend import get_backend, reason_for_torch, use_triton
+from fastvit_kernels.runtime import backend as backend_module
+from fastvit_kernels.runtime.backend import Gpu, get_backend, reason_for_torch, use_triton
 
 
 def test_backend_is_auto_at_first_and_restored_after_a_block():
@@ -18,6 +21,10 @@ def test_backend_is_auto_at_first_and_restored_after_a_block():
         assert get_backend() == "torch"
         raise KeyError
     assert get_backend() == "auto"
+    with fk.backend("torch"):
+        with fk.backend("triton"):
+            assert get_backend() == "triton"
+        assert get_backend() == "torch"
 
 
 def test_backend_rejects_an_unknown_name():
@@ -207,6 +214,20 @@ def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
     assert found == [("torch", "the backend is 'torch'")] * 2
 
 
+def test_a_block_inside_a_checkpoint_says_nothing_of_calls_outside_of_it():
+    weight, found = rand(8, seed=1), []
+
+    def forward(x):
+        with fk.backend("torch"):
+            y = fk.layer_norm(x, weight)
+        z = fk.layer_norm(x, weight)
+        found.append(["NormFunction" in str(t.grad_fn) for t in (y, z)])
+        return (y + z).square()  # whose save comes last: a recomputation ends there
+
+    checkpoint(forward, rand(2, 8), use_reentrant=False).sum().backward()
+    assert found == [[False, True]] * 2
+
+
 def test_a_compiled_call_follows_the_choice_of_its_thread():
     x = rand(2, 8)
     graphs = []
@@ -234,3 +255,45 @@ def test_a_block_in_a_compiled_function_breaks_no_graph():
 
     y, outside = compiled(torch.zeros(1))
     assert (y.item(), outside, get_backend()) == (1, "auto", "auto")
+
+
+def _on_gpu(arch, monkeypatch, dtype=torch.float32):
+    """A tensor of a GPU that is not there, as far as a choice looks at it."""
+    found = Gpu(arch, num_sms=64, shared_limit=2**16, name="stand-in")
+    monkeypatch.setattr(backend_module, "INTERPRETED", False)
+    monkeypatch.setattr(backend_module, "_gpu", lambda device: found)
+    for cached in (backend_module._capability_reason, backend_module._say_once):
+        cached.cache_clear()
+    return SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_120", "gfx942"])
+def test_kernels_run_from_sm_80_on(arch, monkeypatch):
+    reason = reason_for_torch(_on_gpu(arch, monkeypatch))
+    assert reason == ("cuda:0 is sm_75, and the kernels need sm_80" if arch == "sm_75" else None)
+    backend_module._capability_reason.cache_clear()
+
+
+def test_what_a_gpu_leaves_to_torch_is_said_once_for_each_op_and_reason(monkeypatch):
+    x = _on_gpu("sm_90", monkeypatch, torch.float64)
+    too_wide = x.__class__(**{**vars(x), "dtype": torch.float32})
+
+    def said():
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert not use_triton("linear", x)
+            assert not use_triton("mlp", x)
+            assert not use_triton("linear", too_wide, "K is odd")
+        return [str(warning.message).removeprefix("fastvit_kernels.") for warning in found]
+
+    with fk.backend("torch"):
+        assert not said()
+    with fk.backend("triton"), pytest.raises(RuntimeError, match=r"no kernel for torch\.float64"):
+        said()
+    assert said() == [
+        "linear takes the PyTorch path: there is no kernel for torch.float64",
+        "mlp takes the PyTorch path: there is no kernel for torch.float64",
+        "linear takes the PyTorch path: K is odd",
+    ]
+    assert not said()
+    backend_module._say_once.cache_clear()

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from numerics import DEVICE, rand
-from tiny_calls import every_launch, op_and_inputs, step
+from tiny_calls import every_launch, every_op, op_and_inputs, step
 from torch import Tensor
 
 import fastvit_kernels as fk
@@ -104,6 +104,23 @@ def test_the_first_call_decides_for_its_own_kind_alone(op):
             first()
         for a, b in zip(bits(), wanted, strict=True):
             assert torch.equal(a, b), name
+
+
+@every_op
+def test_an_autocast_decides_for_its_own_dtype_alone(op):
+    function, inputs = op_and_inputs(op, grad=False)
+
+    def run(dtype):
+        torch.manual_seed(0)
+        with torch.autocast(DEVICE.type, dtype):
+            return function(*inputs)
+
+    wanted = []
+    for dtype in (torch.float16, torch.bfloat16):
+        configs._forget()
+        wanted.append(run(dtype))
+    for dtype, out in zip((torch.float16, torch.bfloat16), wanted, strict=True):
+        assert torch.equal(run(dtype), out)
 
 
 def test_equal_numbers_of_another_type_are_another_call():

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import rand
+from numerics import DEVICE, rand
 from private import (
+    FakeTensorMode,
     NoDispatch,
+    TorchDispatchMode,
     TwoTensor,
     has_no_memory,
     negative_view,
     no_torch_function,
+    tree_leaves,
+    tree_map_only,
     zero_without_memory,
-)  # fmt: skip
+)
+from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.utils.flop_counter import FlopCounterMode
@@ -248,28 +255,119 @@ def test_both_routes_have_every_operator():
         assert getattr(OPERATORS, name) is getattr(torch.ops.fastvit_kernels, name).default
 
 
-def _flops(call, x):
-    with FlopCounterMode(display=False) as counter:
-        call(x).square().sum().backward()
+class Fakes(TorchDispatchMode):
+    """Each call of an operator once more without values: what a compiler expects of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "fastvit_kernels":
+            self.seen.add(func._opname)
+            with FakeTensorMode() as mode:
+                expected = func(*tree_map_only(Tensor, mode.from_tensor, args))
+            for real, fake in zip(tree_leaves(out), tree_leaves(expected), strict=True):
+                assert (fake.shape, fake.dtype) == (real.shape, real.dtype), func
+                assert not real.numel() or fake.stride() == real.stride(), func
+        return out
+
+
+@every_launch
+def test_fakes_are_like_what_the_operators_give(op):
+    """With every gradient, and with each alone."""
+    function, inputs = op_and_inputs(op)
+    with Fakes() as fakes:
+        step(function, inputs)
+        for x in inputs:
+            some = [t.detach().requires_grad_(t is x) for t in inputs]
+            out = function(*some)
+            out.backward(torch.ones_like(out))
+    assert fakes.seen
+
+
+# What a step multiplies: a call, its tensors' shapes, and the numbers of its attention, B H T T D.
+_FC1, _FC2 = dict(fc1_weight=(12, 8), fc1_bias=(12,)), dict(fc2_weight=(4, 12), fc2_bias=(4,))
+_GATE = dict(gate_weight=(12, 8), gate_bias=(12,))
+_KEPT = dict(x=(2, 3, 8), residual=(4, 3, 4))  # two samples of four
+_QKV = dict(x=(2, 3, 8), weight=(48, 8), bias=(48,))
+_TABLES = dict(cos=(3, 8), sin=(3, 8))
+_HEADS = dict(query=(2, 2, 3, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8))
+FLOPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], int]] = {
+    "linear": (fk.linear, dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0),
+    "linear gelu": (
+        partial(fk.linear, activation="gelu"), dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0
+    ),
+    "linear kept": (fk.linear, dict(_KEPT, weight=(4, 8)), 0),
+    "mlp": (fk.mlp, dict(x=(2, 3, 8), **_FC1, **_FC2), 0),
+    "mlp kept": (fk.mlp, dict(_KEPT, **_FC1, **_FC2), 0),
+    "packed gate": (
+        fk.gated_mlp, dict(x=(2, 3, 8), fc1_weight=(24, 8), fc1_bias=(24,), **_FC2), 0
+    ),
+    "gate": (fk.gated_mlp, dict(x=(2, 3, 8), **_FC1, **_FC2, **_GATE), 0),
+    "gate kept": (fk.gated_mlp, dict(_KEPT, **_FC1, **_FC2, **_GATE), 0),
+    "attention": (fk.attention, dict(qkv=(2, 5, 3, 2, 8)), 2 * 2 * 5 * 5 * 8),
+    "attention mask": (
+        fk.attention, dict(qkv=(2, 5, 3, 2, 8), attn_mask=(5, 5)), 2 * 2 * 5 * 5 * 8
+    ),
+    "varlen": (
+        partial(fk.varlen_attention, max_seqlen=4), dict(qkv=(6, 3, 2, 8)), 2 * 6 * 4 * 8
+    ),
+    "qkv": (partial(fk.qkv_attention, num_heads=2), _QKV, 2 * 2 * 3 * 3 * 8),
+    "rope": (partial(fk.rope_attention, num_heads=2), _QKV | _TABLES, 2 * 2 * 3 * 3 * 8),
+    "sdpa": (fk.scaled_dot_product_attention, _HEADS, 2 * 2 * 3 * 5 * 8),
+    "sdpa mask": (
+        fk.scaled_dot_product_attention, dict(_HEADS, attn_mask=(3, 5)), 2 * 2 * 3 * 5 * 8
+    ),
+    "patches": (fk.patch_embed, dict(images=(2, 3, 4, 6), weight=(8, 3, 2, 2)), 0),
+    "kept patches": (fk.patch_embed, dict(images=(2, 3, 4, 6), weight=(8, 3, 2, 2)), 0),
+}  # fmt: skip
+
+
+def _flops(call, inputs):
+    """Forward, and backward where something wants a gradient."""
+    with Fakes(), FlopCounterMode(display=False) as counter:
+        out = call(**inputs)
+        if out.requires_grad:
+            out.square().sum().backward()
     return counter.get_total_flops()
 
 
-@every_op
-def test_flops_are_counted_as_torchs(op):
-    """Forward and backward; before 2.15 torch counts nothing for its attention on a CPU."""
-    x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
-    got = _flops(lambda x: OPS[op](x, weight), x)
-    with fk.backend("torch"):
-        wanted = _flops(lambda x: OPS[op](x, weight), x)
-    uncounted = not _flops(lambda q: F.scaled_dot_product_attention(q, q, q), rand(1, 1, 2, 8))
-    if uncounted and op in ("attention", "qkv_attention", "sdpa"):
-        B, H, T, D = (2, 3, 2, 8) if op == "sdpa" else (2, 2, 3, 8)
-        wanted += (4 + 10) * B * H * T * T * D  # torch's formulas for a GPU
-    assert got == wanted
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_counted_as_torchs(name, monkeypatch):
+    """Without gradients, with all of them, and with each alone. Attention by the formulas that
+    torch has for a GPU: it counts nothing for that of a CPU before 2.15."""
+    call, shapes, pairs = FLOPS[name]
+    fixed = {}
+    if name.endswith(" kept"):
+        fixed = {"row_scale": torch.tensor([2, 0, 1, 2, 0, 3], device=DEVICE)}
+    elif name == "varlen":
+        fixed = {"cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)}
+    elif name == "kept patches":
+        fixed = {"keep": torch.tensor([[0, 5], [1, 2]], device=DEVICE)}
+    for trained in ((), tuple(shapes), *((name,) for name in shapes)):
+        inputs = {
+            n: rand(*shape, seed=i, grad=n in trained)
+            for i, (n, shape) in enumerate(shapes.items())
+        }
+        got = _flops(call, inputs | fixed)
+        if pairs:
+            wanted = 4 * pairs
+            if trained:
+                wanted += (14 if "attn_mask" in trained else 10) * pairs
+            if "weight" in shapes:  # of the projection
+                wanted += 2 * 6 * 8 * 48 * (1 + ("x" in trained) + ("weight" in trained))
+        else:
+            with fk.backend("torch"):
+                wanted = _flops(call, inputs | fixed)
+            if name == "kept patches":
+                wanted = wanted * 2 // 6  # torch's way gathers from all of them
+        assert wanted and got == wanted, trained
 
 
 def test_flops_of_a_narrow_mlp():
-    x, weight = rand(2, 3, 16, grad=False).bfloat16(), rand(16, 16, seed=1, grad=False).bfloat16()
-    with FlopCounterMode(display=False) as counter:
-        fk.mlp(x, weight, None, weight, None)
-    assert counter.get_total_flops() == 2 * 2 * 6 * 16 * 16
+    shapes = FLOPS["mlp"][1]
+    inputs = {n: rand(*s, seed=i, dtype=torch.bfloat16, grad=False)
+              for i, (n, s) in enumerate(shapes.items())}  # fmt: skip
+    assert _flops(fk.mlp, inputs) == 2 * 6 * 12 * (8 + 4)

@@ -320,12 +320,13 @@ class Doubled(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def test_a_weight_that_watches_what_is_done_with_it():
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_watches_what_is_done_with_it(name):
     host, other = swapped(mlp())
     for module in (host, other):
-        weight = module[0].weight.detach().as_subclass(Doubled)
-        del module[0].weight
-        module[0].weight = weight
+        watching = getattr(module[0], name).detach().as_subclass(Doubled)
+        delattr(module[0], name)
+        setattr(module[0], name, watching)
         assert not is_plain(module[0])
     with backend("auto"):  # a kernel would read its memory
         assert_alike(host, other, tokens())

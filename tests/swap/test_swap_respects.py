@@ -191,24 +191,28 @@ def test_hooks_are_called_once_with_the_hosts_tensors():
 def test_backward_hooks_are_called():
     model, calls = swap_and_return(timm_model()), []
     model.blocks[0].mlp.fc2.register_full_backward_hook(lambda *a: calls.append("fc2"))
+    model.blocks[0].mlp.fc1.register_full_backward_pre_hook(lambda *a: calls.append("fc1"))
     model.blocks[0].attn.register_full_backward_pre_hook(lambda *a: calls.append("attn"))
     train_step(model)
-    assert calls == ["fc2", "attn"]
+    assert calls == ["fc2", "fc1", "attn"]
 
 
-def test_global_hooks_are_called():
+@pytest.mark.parametrize(
+    "kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+)
+def test_global_hooks_are_called(kind):
     model, host, names = timm_model(), timm_model(), []
     swap_in(model)
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: names.append(getattr(module, "host", type(module)).__name__)
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(
+        lambda module, *_: names.append(getattr(module, "host", type(module)).__name__)
     )
     try:
-        model(images())
+        train_step(model)
         swapped, names = names[:], []
-        host(images())
+        train_step(host)
     finally:
         handle.remove()
-    assert swapped == names
+    assert "Linear" in names and swapped == names
 
 
 def test_masks_and_causality_are_respected():

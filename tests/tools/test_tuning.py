@@ -449,6 +449,7 @@ DAMAGES = {
         config={**GemmConfig("library")._asdict()},
     ),
     "negative time": _entry_with(config_us=-1.0),
+    "no time": _entry_with(config_us=0.0),
     "absurd time": _entry_with(default_us=1e12),
     "a time that is text": _entry_with(default_us="fast"),
     "a date that is none": _entry_with(date=3),
