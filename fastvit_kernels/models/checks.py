@@ -26,7 +26,7 @@ def check_block(
     scale_mlp_norm: Any, norm_layer: Any, **counts: Any,
 ) -> None:  # fmt: skip
     """What both take."""
-    if not isinstance(memory, str) or memory not in get_args(Memory):
+    if memory not in get_args(Memory):
         raise ValueError(f"{op}: memory must be one of {get_args(Memory)}, got {memory!r}")
     check_choice(op, "mlp_layer", mlp_layer, sorted(MLP_LAYERS))
     check_flags(op, scale_mlp_norm=scale_mlp_norm)
@@ -60,12 +60,12 @@ def check_rates(op: str, **rates: Any) -> None:
 
 
 def check_pool(op: str, global_pool: Any, class_token: bool) -> None:
-    if not isinstance(global_pool, str) or global_pool not in get_args(GlobalPool):
+    if global_pool not in get_args(GlobalPool):
         raise ValueError(f"{op}: global_pool must be '', 'avg' or 'token', got {global_pool!r}")
     if global_pool == "token" and not class_token:
         raise ValueError(f"{op}: global_pool 'token' needs class_token=True")
 
 
 def check_pos_embed(op: str, pos_embed: Any) -> None:
-    if not isinstance(pos_embed, str) or pos_embed not in get_args(PosEmbed):
+    if pos_embed not in get_args(PosEmbed):
         raise ValueError(f"{op}: pos_embed must be 'learn' or 'none', got {pos_embed!r}")

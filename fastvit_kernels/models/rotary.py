@@ -37,7 +37,7 @@ class RotaryEmbedding(nn.Module):
         op = "RotaryEmbedding"
         check_choice(op, "rope_type", rope_type or None, get_args(RopeType))
         check_flags(op, rotate_half=rotate_half)
-        if not isinstance(grid_indexing, str) or grid_indexing not in get_args(GridIndexing):
+        if grid_indexing not in get_args(GridIndexing):
             raise ValueError(f"{op}: grid_indexing must be 'ij' or 'xy', got {grid_indexing!r}")
         if rope_type == "dinov3" and (grid_indexing != "ij" or grid_offset or ref_feat_shape):
             raise ValueError(

@@ -155,7 +155,8 @@ def _unwrap(source: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Flax names with dots and torch's layouts: (in, out) -> (out, in), HWIO -> OIHW."""
+    """Flax names with dots and torch's layouts: (in, out) -> (out, in), HWIO -> OIHW. A name
+    without a slash stays."""
     for prefix in ("opt/target/", "params/img/", "params/"):
         if any(name.startswith(prefix) for name in arrays):
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
@@ -163,7 +164,7 @@ def _from_flax(arrays: Mapping[str, Tensor], patch_shape: tuple[int, ...]) -> di
     layers: dict[str, Tensor] = {}
     for name, x in arrays.items():
         if "/encoderblock/" in name:  # all layers stacked on axis 0
-            if x.ndim == 0 or not 0 < len(x) <= MAX_LAYERS or x.numel() == 0:
+            if x.ndim == 0 or not 0 < len(x) <= MAX_LAYERS:
                 raise ValueError(
                     f"load_weights: {name!r} must hold 1 to {MAX_LAYERS} layers, "
                     f"got shape {tuple(x.shape)}"
@@ -248,9 +249,7 @@ def to_timm(
     Returns: the family, and the tensors; unknown keys keep their names.
     Raises: ValueError if no key is known or two mean the same; TypeError for other values.
     """
-    tensors = _unwrap(source)
-    if any("/" in name for name in tensors):
-        tensors = _from_flax(tensors, patch_shape)
+    tensors = _from_flax(_unwrap(source), patch_shape)
     names = {family: {n: _renamed(n, family) for n in tensors} for family in _FAMILIES}
     scores = {
         family: sum(_TARGET.fullmatch(n) is not None for n in renamed.values())

@@ -103,7 +103,7 @@ def test_attention_maps_leave_the_model_as_it_was_after_an_error():
     with pytest.raises(ValueError, match="PatchEmbed: images must be"):
         attention_maps(model, _images(size=12))
     assert model.training
-    assert not any(m._forward_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_attention_maps_see_what_a_hook_made_of_qkv():
@@ -165,6 +165,15 @@ def test_attention_maps_of_other_libraries(name, build):
     swap_in(model)
     for got, want in zip(attention_maps(model, x), maps, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_attention_maps_of_a_host_are_fp32_and_of_its_layers_alone():
+    """Not of the pooling, whose one query looks at every token."""
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
+    model = timm.models.VisionTransformer(**sizes, global_pool="map").bfloat16()
+    maps = attention_maps(model, torch.randn(2, 3, 8, 8).bfloat16())
+    assert [(m.shape, m.dtype) for m in maps] == 2 * [((2, 2, 5, 5), torch.float32)]
 
 
 def test_attention_maps_rejects():

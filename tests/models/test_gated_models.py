@@ -13,26 +13,26 @@ from transformers.models.aimv2.modeling_aimv2 import Aimv2MLP
 from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTGatedMLP
 
-from fastvit_kernels import Block, VisionTransformer, backend, gated_mlp
+from fastvit_kernels import Block, Mlp, VisionTransformer, backend, gated_mlp
 from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
 
 C, HIDDEN = 48, 42
-norm_1e_6 = partial(nn.LayerNorm, eps=1e-6)
+norm_of_large_eps = partial(nn.LayerNorm, eps=0.1)
 # timm's arguments, ours, of a GluMlp or SwiGLU with these hidden features
 TIMM = {
     "GluMlp": (timm.layers.GluMlp, GluMlp, dict(act_layer=nn.GELU), dict(act_layer="gelu")),
     "GluMlp-norm": (
-        timm.layers.GluMlp, GluMlp, dict(act_layer=nn.SiLU, norm_layer=norm_1e_6),
-        dict(norm_layer=norm_1e_6),
+        timm.layers.GluMlp, GluMlp, dict(act_layer=nn.SiLU, norm_layer=norm_of_large_eps),
+        dict(norm_layer=norm_of_large_eps),
     ),
     "SwiGLUPacked": (timm.layers.SwiGLUPacked, GluMlp, {}, dict(gate_last=False)),
     "SwiGLUPacked-no_bias": (
         timm.layers.SwiGLUPacked, GluMlp, dict(bias=False), dict(gate_last=False, bias=False),
     ),
-    "SwiGLU": (timm.layers.SwiGLU, SwiGLU, {}, {}),
+    "SwiGLU": (timm.layers.SwiGLU, SwiGLU, dict(align_to=6), dict(align_to=6)),  # as it is
     "SwiGLU-norm-align8": (
-        timm.layers.SwiGLU, SwiGLU, dict(norm_layer=norm_1e_6, align_to=8),
-        dict(norm_layer=norm_1e_6, align_to=8),
+        timm.layers.SwiGLU, SwiGLU, dict(norm_layer=norm_of_large_eps, align_to=8),
+        dict(norm_layer=norm_of_large_eps, align_to=8),
     ),
 }  # fmt: skip
 
@@ -115,8 +115,24 @@ def test_layers_that_are_watched_are_called(what):
         assert called, name
 
 
+@pytest.mark.parametrize("kind", [Mlp, GluMlp, SwiGLU])
+def test_an_mlp_saves_its_hidden_layer_where_it_shall_not_rebuild_it(kind):
+    mlp = kind(C, HIDDEN).to(DEVICE)
+    counts = []
+    for recompute in (True, False):
+        mlp.recompute = recompute
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x.shape[-1]), lambda x: x
+        )
+        with backend("triton"), hooks:
+            mlp(rand(2, 9, C))
+        counts.append(len(saved))
+    assert counts[1] == counts[0] + 1
+
+
 def test_dropout_is_timms():
-    host, own = _pair("SwiGLUPacked")
+    host, own = _pair("GluMlp-norm")
     own.drop.p = 0.5
     host.drop1.p = host.drop2.p = 0.5
     x = rand(2, 9, C)

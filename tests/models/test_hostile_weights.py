@@ -78,9 +78,10 @@ def _pickle_changed(old: bytes, new: bytes, **changes: Any) -> bytes:
 
 
 def _itself() -> dict[str, Any]:
-    contents: dict[str, Any] = dict(_good())
-    contents["model"] = contents
-    return contents
+    """In a circle that does not lead through the first mapping."""
+    inner: dict[str, Any] = dict(_good())
+    inner["state_dict"] = {"model": inner}
+    return {"model": inner}
 
 
 def _laughs() -> dict[str, Any]:
@@ -195,7 +196,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         _READ,
     ),
     "expanded.pth": (
-        lambda: _saved(_good(**{NAME: torch.ones(1).expand(2**40)})),
+        lambda: _saved({"model": _good(**{NAME: torch.ones(1).expand(2**40)})}),
         rf"'{NAME}' claims \(1099511627776,\) and holds 1 numbers",
     ),
     "itself.pth": (lambda: _saved(_itself()), "source must hold tensors, got itself as 'model'"),
@@ -493,6 +494,14 @@ def test_a_number_too_large_for_the_model_is_refused():
     with pytest.raises(ValueError, match=r"some that torch\.float16 cannot hold"):
         load_weights(model, _good(**{NAME: torch.full((C,), 1e6)}))
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_file_of_tensors_on_a_gpu_is_read_on_the_cpu(tmp_path):
+    content = _pickle_changed(b"X\x03\x00\x00\x00cpu", b"X\x07\x00\x00\x00cuda:99")
+    (tmp_path / "vit.pth").write_bytes(content)
+    model = _vit()
+    assert not load_weights(model, tmp_path / "vit.pth").missing
+    assert all(torch.equal(_good()[name], x) for name, x in model.state_dict().items())
 
 
 def test_a_model_without_memory_is_refused():

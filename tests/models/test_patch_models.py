@@ -60,6 +60,8 @@ def test_bytes_without_statistics_are_refused():
     images = _bytes(2, 3, 16, 16)
     with pytest.raises(TypeError, match=r"images must be floating point, got torch\.uint8"):
         _model()(images)
+    with pytest.raises(TypeError, match="images must be floating point"):  # bytes have 4 axes
+        _model(**STATISTICS)(images[0])
     with pytest.raises(ValueError, match="mean and std go together, got std=None"):
         _model(mean=(0.5, 0.5, 0.5))
     with pytest.raises(ValueError, match="std must be finite and above 0, got 0"):
@@ -107,6 +109,7 @@ def test_patch_dropout_turns_the_kept_patches_as_timm_does():
 
 def test_one_patch_is_always_kept():
     assert draw_kept(3, 4, 0.9, DEVICE).shape == (3, 1)
+    assert draw_kept(3, 4, 0.5, torch.device("meta")).is_meta  # where the images are
 
 
 def test_positions_resampled_in_16_bits_keep_their_dtype():

@@ -4,6 +4,7 @@ models with their weights, and what a model does with them otherwise."""
 import functools
 import inspect
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from timm.models.eva import Eva
 from torch import nn
 
 from fastvit_kernels import (
+    Attention,
     VisionTransformer,
     attention_maps,
     create_vit,
@@ -248,7 +250,8 @@ def test_compiled_model_equals_eager(what):
 def test_agreement_with_plain_pytorch():
     """What `train` checks first: every option in a ViT written from torch.nn.functional."""
     for arguments in (
-        dict(_DINOV3, reg_tokens=2, qk_norm=True, key_bias=False, mlp_layer="SwiGLU"),
+        dict(_DINOV3, reg_tokens=2, qk_norm=True, key_bias=False, mlp_layer="SwiGLU",
+             attn_head_dim=24),
         dict(rope_type="cat", norm_layer="RmsNorm", embed_norm_layer="RmsNorm", qk_norm=True,
              pos_embed="none", mlp_layer="SwiGLUPacked", scale_mlp_norm=True),
     ):  # fmt: skip
@@ -350,6 +353,25 @@ def test_every_preset_has_timms_arguments(monkeypatch):
         assert {n: ours[n] for n in shared} == {n: theirs[n] for n in shared}, name
 
 
+def _structure(model: Any, names: Any) -> tuple[Any, ...]:
+    """Parameters, the eps of the norms, activations."""
+    state = {n: torch.zeros(()).expand(p.shape) for n, p in model.state_dict().items()}
+    shapes = {n: tuple(x.shape) for n, x in names(state).items()}
+    eps = Counter(m.eps for m in model.modules() if hasattr(m, "eps"))
+    mlp = model.blocks[0].mlp
+    activation = mlp.act_layer if hasattr(mlp, "act_layer") else type(mlp.act).__name__.lower()
+    return shapes, eps, activation
+
+
+@pytest.mark.parametrize("name", list(filter(timm.is_model, preset_names())))
+def test_every_preset_is_made_as_timms(name):
+    """Layers, eps and activations, which timm's arguments do not name as ours do."""
+    with torch.device("meta"):
+        ours = create_vit(name, depth=1)
+        theirs = timm.create_model(name, depth=1, num_classes=ours.num_classes)
+    assert _structure(ours, dict) == _structure(theirs, timm_names)
+
+
 def test_preset_names_are_timms():
     ours = preset_names()[31:]  # after vit_mnist and the sizes of the plain ViT
     assert len(set(ours)) == 12 + 8 + 7 + 10 + 12 and all(map(timm.is_model, ours))
@@ -415,6 +437,12 @@ def test_the_keys_bias_of_a_checkpoint():
     whole = _model("dinov3", key_bias=True)
     assert not load_weights(whole, model.state_dict()).missing
     torch.testing.assert_close(whole(_images()), model(_images()))
+
+
+def test_heads_have_the_dtype_of_what_qkv_gives():
+    """Biases and norms in fp32, as under autocast, round to it: attention runs in 16 bits."""
+    attn = Attention(48, 3, qkv_bias=True, key_bias=False, qk_norm=True).to(DEVICE)
+    assert {x.dtype for x in attn.heads(rand(2, 5, 144, dtype=bf16))} == {bf16}
 
 
 def test_a_norm_pairs_with_one_of_its_own_eps():

@@ -1,4 +1,5 @@
 import inspect
+import math
 from functools import partial
 from typing import Any
 
@@ -127,11 +128,12 @@ def test_reference_4_torchvision(representation_size):
 
 
 def test_reference_4_torchvision_conv_stem():
-    stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)]
+    silu = ConvStemConfig(16, 4, 2, activation_layer=nn.SiLU)  # an even kernel, its own class
+    stem = [ConvStemConfig(8, 3, 2), silu, ConvStemConfig(16, 3, 2)]
     host = randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
     model: Any = VisionTransformer(
         32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2,
-        conv_stem_configs=stem,
+        conv_stem_configs=[stem[0][:3], *stem[1:]],
     ).to(DEVICE)  # fmt: skip
     for vit in (host, model):
         vit.eval()  # the stem's BatchNorm reads what was loaded
@@ -321,6 +323,17 @@ def test_norms_have_their_hosts_eps():
     assert RmsNorm(8).eps == timm.layers.RmsNorm(8).eps
 
 
+def test_norms_take_torchs_arguments():
+    for norm in (LayerNorm, RmsNorm):
+        weight = norm((8,), dtype=bf16, device="meta").weight
+        assert weight.dtype is bf16 and weight.is_meta
+        plain = norm(8, elementwise_affine=False)
+        assert plain.weight is None
+        with pytest.raises(ValueError, match="the last axis of x must be 8, got"):
+            plain(rand(2, 7))
+    assert LayerNorm(8, bias=False).bias is None
+
+
 @pytest.mark.parametrize("norm", [LayerNorm, RmsNorm])
 def test_a_branch_begins_in_autocasts_dtype(norm):
     x = rand(2, 8)
@@ -363,8 +376,12 @@ def test_dropouts_draw_what_timm_draws():
     assert not torch.allclose(host.eval()(random_images()), out[0], rtol=1e-2, atol=1e-2)
 
 
-def test_attention_dropout_is_for_training():
-    model, host = _timm_pair(attn_drop_rate=0.5, depth=1, img_size=16)
+@pytest.mark.parametrize("called", [False, True], ids=["fused", "called"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
+def test_attention_dropout_is_for_training(qk_norm, called):
+    model, host = _timm_pair(attn_drop_rate=0.5, depth=1, img_size=16, qk_norm=qk_norm)
+    if called:
+        model.blocks[0].attn.qkv.register_forward_hook(lambda _m, _i, y: None)
     images, out = random_images(1, height=16), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -431,10 +448,20 @@ def test_each_argument_of_timms_is_taken_or_refused(name, default):
             create_vit("vit_mnist", **{name: "x"})
 
 
-@pytest.mark.parametrize("name", ["strict_img_size", "features_only", "out_indices"])
-def test_arguments_of_timms_other_functions_are_refused(name):
-    with pytest.raises(TypeError, match=f"{name} is timm's alone, got 'x'; "):
-        VisionTransformer(**{name: "x"})  # pyright: ignore
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [
+        ("strict_img_size", True), ("out_indices", None), ("pretrained", False),
+        ("features_only", False), ("scriptable", False), ("dynamic_img_pad", False),
+        ("scale_attn_norm", False),
+    ],
+)  # fmt: skip
+def test_what_is_timms_alone_is_refused_but_for_what_our_models_are(name, usual):
+    for value in ("x", not usual):
+        with pytest.raises(TypeError, match=f"{name} is timm's alone, got {value!r}; "):
+            VisionTransformer(**{name: value})  # pyright: ignore
+    for value in (usual, None):
+        VisionTransformer(**SMALL, **{name: value})
 
 
 @pytest.mark.parametrize("mlp_layer", [timm.layers.Mlp, SwiGLU, GluMlp])
@@ -444,7 +471,8 @@ def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
     torch.manual_seed(0)
     options: Any = dict(
         img_size=16, patch_size=8, num_classes=9, embed_dim=96, depth=3, num_heads=2, reg_tokens=3,
-        weight_init=scheme, fix_init=fix_init, init_values=0.1,
+        weight_init=scheme, fix_init=fix_init, init_values=0.1, pre_norm=fix_init,
+        qkv_bias=not fix_init, proj_bias=not fix_init,
     )  # fmt: skip
     model = VisionTransformer(**options, mlp_layer=mlp_layer.__name__)
     wanted = timm.models.VisionTransformer(**options, mlp_layer=mlp_layer).state_dict()
@@ -462,9 +490,28 @@ def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
             assert ours.abs().max() < 1.5 * theirs.abs().max() * few, name
 
 
+@pytest.mark.parametrize("scheme", ["", "jax", "skip"])
+def test_weights_are_drawn_anew_by_the_scheme_that_is_named_else_the_constructors(scheme):
+    model: Any = VisionTransformer(**SMALL, weight_init=scheme, fix_init=True)
+    head, proj = model.head, model.blocks[1].attn.proj.weight
+    model.init_weights("jax_nlhb")
+    assert head.weight.eq(0).all() and head.bias.tolist() == [pytest.approx(-math.log(7))] * 7
+    bound = proj.abs().max().item()
+    assert 0.1 < bound < (6 / 96) ** 0.5 / 2  # Xavier's, and fixed: the second block's by 2
+    model.init_weights()
+    if scheme == "skip":  # as drawn
+        assert head.bias.lt(-1).all() and proj.abs().max() < bound
+    else:
+        std = 0.02 if scheme == "" else (6 / 96 / 3) ** 0.5
+        assert head.bias.eq(0).all() and head.weight.eq(0).all() == (scheme == "jax")
+        assert proj.std().item() == pytest.approx(std / 2, rel=0.1)
+
+
 def test_a_model_is_made_in_a_dtype_on_a_device():
     model = VisionTransformer(16, 8, depth=1, device="meta", dtype=bf16)
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", bf16)}
+    model = VisionTransformer(16, 8, depth=1, dtype=bf16)
+    assert {p.dtype for p in model.parameters()} == {bf16}
 
 
 def _step(model, images, upstream):
@@ -517,10 +564,12 @@ def test_a_hook_on_a_linear_is_called_and_obeyed(layer):
     assert not torch.allclose(model(random_images(height=16)), plain, rtol=1e-2, atol=1e-2)
 
 
-def test_a_hook_on_the_patch_projection_is_called_and_obeyed():
+@pytest.mark.parametrize("layer", ["proj", "norm"])
+def test_a_hook_on_the_patches_is_called_and_obeyed(layer):
     model, host = _timm_pair(reg_tokens=2, no_embed_class=True, depth=1, img_size=16)
     for vit in (model, host):
-        vit.patch_embed.proj.register_forward_hook(lambda _m, _i, y: 2 * y)
+        hooked = vit.patch_embed.get_submodule(layer)
+        hooked.register_forward_hook(lambda _m, _i, y: 2 * y)
     torch.testing.assert_close(
         model(random_images(height=16)), host(random_images(height=16)), rtol=1e-4, atol=1e-5
     )

@@ -11,7 +11,7 @@ import transformers
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torchvision.models import VisionTransformer as TorchvisionViT
 
-from fastvit_kernels import VisionTransformer, backend, load_weights
+from fastvit_kernels import VisionTransformer, WeightsReport, backend, load_weights
 from fastvit_kernels.weights.names import to_timm
 
 C, DEPTH, HEADS, CLASSES = 32, 2, 2, 5
@@ -260,12 +260,12 @@ def test_jax_pre_logits_and_bfloat16():
 def test_jax_patches_as_a_matrix():
     source, model = _vit(seed=1), _vit(seed=2)
     arrays = _npz(source)
-    arrays["embedding/kernel"] = arrays["embedding/kernel"].reshape(-1, C)
+    arrays["embedding/kernel"] = arrays["embedding/kernel"].reshape(-1, C).astype(">f4")
     _assert_complete(load_weights(model, arrays))
     _assert_equal_models(model, source)
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".pth", ".PT", ".bin", ".safetensors"])
 def test_files(tmp_path, suffix):
     source, model, path = _vit(seed=1), _vit(seed=2), tmp_path / f"vit{suffix}"
     if suffix == ".safetensors":
@@ -281,7 +281,8 @@ def test_wrappers(wrapper):
     source, model = _vit(seed=1), _vit(seed=2)
     state_dict = source.state_dict()
     if wrapper == "module.":
-        state_dict = {f"module._orig_mod.{name}": x for name, x in state_dict.items()}
+        prefix = "module._orig_mod.model.backbone."
+        state_dict = {prefix + name: x for name, x in state_dict.items()}
     else:
         for key in wrapper.split(" of "):
             state_dict = {key: state_dict, "epoch": 7}
@@ -298,12 +299,13 @@ def test_dtype_is_kept():
 
 def test_report_names_what_is_missing_and_unexpected():
     state_dict = _timm(depth=11).state_dict()
-    del state_dict["blocks.0.norm1.bias"]
+    del state_dict["blocks.0.norm1.bias"], state_dict["head.bias"]
     before = _vit(depth=1)
     model = _vit(depth=1, init_values=0.1)
     kept = model.blocks[0].norm1.bias.clone()
     report = load_weights(model, {**state_dict, "mask_token": torch.zeros(1, C)})
-    assert report.missing == ("blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "blocks.0.norm1.bias")
+    missing = "blocks.0.ls1.gamma", "blocks.0.ls2.gamma", "blocks.0.norm1.bias", "head.bias"
+    assert report.missing == missing
     assert "mask_token" in report.unexpected and "blocks.10.mlp.fc2.bias" in report.unexpected
     assert report.unexpected.index("blocks.2.norm1.bias") < report.unexpected.index(
         "blocks.10.norm1.bias"
@@ -312,7 +314,17 @@ def test_report_names_what_is_missing_and_unexpected():
     assert torch.equal(model.blocks[0].norm1.bias, kept)
     assert before.blocks[0].norm1.bias.shape == kept.shape
     text = str(report)
-    assert "timm" in text and "missing (3): blocks.0.ls1.gamma" in text and "resized: none" in text
+    assert text.startswith(f"loaded {len(report.loaded)} parameters, names of the timm family\n")
+    assert f"missing (4): {', '.join(missing)}\n" in text
+    assert "resized: none" in text
+
+
+def test_a_report_prints_twelve_names():
+    names = tuple("abcdefghijklm")
+    full = str(WeightsReport("timm", (), names[:12], (), {}))
+    assert full.splitlines()[1:3] == [f"missing (12): {', '.join(names[:12])}", "unexpected: none"]
+    more = str(WeightsReport("timm", (), names, (), {}))
+    assert more.splitlines()[1] == f"missing (13): {', '.join(names[:12])}, ..."
 
 
 @pytest.mark.parametrize("img_size", [64, (16, 48), (8, 8)], ids=str)
@@ -342,11 +354,20 @@ def test_positions_of_a_grid_that_is_not_square():
     same, other = _vit(img_size=(16, 64)), _vit(img_size=(32, 48))
     _assert_complete(load_weights(same, source.state_dict()))
     _assert_equal_models(same, source)
-    load_weights(other, source.state_dict(), grid_size=(2, 8))
+    square = _vit()  # of as many patches
+    for model, new in ((other, [4, 6]), (square, [4, 4])):
+        load_weights(model, source.state_dict(), grid_size=(2, 8))
+        expected = resample_abs_pos_embed(
+            source.pos_embed, new, old_size=[2, 8], num_prefix_tokens=1
+        )
+        torch.testing.assert_close(model.pos_embed, expected)
+    grid = source.pos_embed[:, 1:].unflatten(1, (2, 8))  # tells its own size
+    report = load_weights(other, {**source.state_dict(), "pos_embed": grid})
+    assert report.resized == {"pos_embed": ((1, 2, 8, C), (1, 25, C))}
     expected = resample_abs_pos_embed(
-        source.pos_embed, [4, 6], old_size=[2, 8], num_prefix_tokens=1
+        source.pos_embed[:, 1:], [4, 6], old_size=[2, 8], num_prefix_tokens=0
     )
-    torch.testing.assert_close(other.pos_embed, expected)
+    torch.testing.assert_close(other.pos_embed[:, 1:], expected)
     with pytest.raises(ValueError, match="or the grid given as grid_size, got grid_size=None"):
         load_weights(_vit(), _vit(img_size=(16, 48)).state_dict())
 
@@ -358,6 +379,9 @@ def test_positions_without_and_with_the_class_token_are_one_function():
     back = _vit(seed=3)
     load_weights(back, without.state_dict())
     assert back.pos_embed[:, 0].eq(0).all()
+    alone = {n: x for n, x in with_class.state_dict().items() if n != "cls_token"}
+    with pytest.raises(ValueError, match="without a cls_token of its shape there is nothing to"):
+        load_weights(without, alone)
     torch.testing.assert_close(back(_images()), with_class(_images()))
 
 
@@ -368,6 +392,11 @@ def test_patches_as_a_matrix():
     report = load_weights(model, state_dict)
     _assert_equal_models(model, source)
     assert report.resized == {"patch_embed.proj.weight": ((C, 64), (C, 1, 8, 8))}
+
+
+def test_positions_are_unexpected_in_a_model_without():
+    report = load_weights(_vit(pos_embed="none"), _timm().state_dict())
+    assert report.unexpected == ("pos_embed",) and not report.missing
 
 
 def test_norm_is_not_read_as_fc_norm():
@@ -409,6 +438,25 @@ def test_names_of_gated_mlps(stem, names):
     assert all(
         found[name] is wanted[name] or torch.equal(found[name], x) for name, x in wanted.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (("register_tokens", "storage_tokens", "dist_token", "reg_token"), "reg_token"),
+        (("blocks.3.gamma_1", "blocks.3.ls1.gamma"), "blocks.3.ls1.gamma"),
+        (
+            [f"{model}.embeddings.cls_token" for model in (
+                "vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "vision_model")],
+            "cls_token",
+        ),
+    ],
+    ids=["registers", "scales", "transformers"],
+)  # fmt: skip
+def test_names_that_mean_the_same(names, wanted):
+    for name in names:
+        x = torch.rand(1, 1, 2)
+        assert torch.equal(to_timm({name: x})[1][wanted], x), name
 
 
 def test_gradients_convert_like_weights():

@@ -383,4 +383,290 @@ FAULTS = [
         "autocast_dtype(x) if isinstance(x, Tensor) else None", "None",
         only=("models/test_vit.py::test_a_branch_begins_in_autocasts_dtype",),
     ),
+    Fault(
+        "init-again-scheme", "models/vit.py", "VisionTransformer.init_weights",
+        "a scheme that is named later is ignored",
+        "mode or self.weight_init_mode", "self.weight_init_mode",
+        only=(
+            "models/test_vit.py::"
+            "test_weights_are_drawn_anew_by_the_scheme_that_is_named_else_the_constructors[]",
+        ),
+    ),
+    Fault(
+        "init-again-skipped", "models/vit.py", "VisionTransformer.__init__",
+        "a model that skipped its initial weights begins with zeros later",
+        '"reset" if weight_init == "skip" else weight_init', "weight_init",
+        only=(
+            "models/test_vit.py::"
+            "test_weights_are_drawn_anew_by_the_scheme_that_is_named_else_the_constructors[skip]",
+        ),
+    ),
+    Fault(
+        "model-dtype-alone", "models/vit.py", "VisionTransformer.__init__",
+        "a dtype without a device is ignored",
+        "if device is not None or dtype is not None:", "if device is not None:",
+        only=("models/test_vit.py::test_a_model_is_made_in_a_dtype_on_a_device",),
+    ),
+    Fault(
+        "model-preset-ungated", "models/presets.py", "_dinov3",
+        "one size of DINOv3 without a gate",
+        '"huge_plus": ((1280, 32, 20), gated)', '"huge_plus": ((1280, 32, 20), {})',
+        only=(
+            "models/test_rope_models.py::"
+            "test_every_preset_is_made_as_timms[vit_huge_plus_patch16_dinov3]",
+        ),
+    ),
+    Fault(
+        "model-preset-unnormed", "models/presets.py", "_eva02",
+        "one size of EVA02 without the norm of its hidden layer",
+        '("large", 448, normed)', '("large", 448, {**normed, "scale_mlp_norm": False})',
+        only=(
+            "models/test_rope_models.py::"
+            "test_every_preset_is_made_as_timms[eva02_large_patch14_224]",
+        ),
+    ),
+    Fault(
+        "model-rope-head-dim", "models/vit.py", "VisionTransformer.__init__",
+        "angles for heads of another width than attn_head_dim",
+        "attn_head_dim or embed_dim // num_heads, self", "embed_dim // num_heads, self",
+        only=("models/test_rope_models.py::test_agreement_with_plain_pytorch",),
+    ),
+    Fault(
+        "model-stem-padding", "models/modules.py", "_conv_stem",
+        "more padding at even kernels",
+        "(kernel - 1) // 2", "kernel // 2",
+        only=("models/test_vit.py::test_reference_4_torchvision_conv_stem",),
+    ),
+    Fault(
+        "model-stem-activation", "models/modules.py", "_conv_stem",
+        "another activation where a stem names none",
+        "(nn.BatchNorm2d, nn.ReLU)", "(nn.BatchNorm2d, nn.GELU)",
+        only=("models/test_vit.py::test_reference_4_torchvision_conv_stem",),
+    ),
+    Fault(
+        "model-heads-dtype", "models/modules.py", "Attention.heads",
+        "queries and keys in the dtype of their norms",
+        "self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)", "self.q_norm(q), self.k_norm(k)",
+        only=("models/test_rope_models.py::test_heads_have_the_dtype_of_what_qkv_gives",),
+    ),
+    Fault(
+        "model-bias-dtype", "models/modules.py", "Attention._packed",
+        "a bias apart makes what qkv gave fp32",
+        "bias.to(projected.dtype)", "bias",
+        only=("models/test_rope_models.py::test_heads_have_the_dtype_of_what_qkv_gives",),
+    ),
+    Fault(
+        "model-called-dropout", "models/modules.py", "Attention._attend",
+        "no dropout of attention where a layer is called",
+        "attention(self._packed(projected), dropout_p=dropout_p)",
+        "attention(self._packed(projected))",
+        only=("models/test_vit.py::test_attention_dropout_is_for_training[-called]",),
+    ),
+    Fault(
+        "model-called-normed-dropout", "models/modules.py", "Attention._attend",
+        "no dropout of attention where a layer is called and heads are normed",
+        "scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)",
+        "scaled_dot_product_attention(q, k, v)",
+        only=("models/test_vit.py::test_attention_dropout_is_for_training[qk_norm-called]",),
+    ),
+    Fault(
+        "model-bytes-axes", "models/modules.py", "PatchEmbed.grid_of",
+        "bytes of another number of axes taken",
+        " and images.ndim == 4", "",
+        only=("models/test_patch_models.py::test_bytes_without_statistics_are_refused",),
+    ),
+    Fault(
+        "model-patch-norm-hook", "models/modules.py", "PatchEmbed.forward",
+        "a hook on the norm of patches that has none is not called",
+        "type(self.norm) is not nn.Identity or is_hooked(self.norm)",
+        "type(self.norm) is not nn.Identity",
+        only=("models/test_vit.py::test_a_hook_on_the_patches_is_called_and_obeyed[norm]",),
+    ),
+    Fault(
+        "model-mlp-recompute", "models/modules.py", "Mlp.forward",
+        "an MLP that shall save its activation rebuilds it",
+        "recompute=self.recompute", "recompute=True",
+        only=(
+            "models/test_gated_models.py::"
+            "test_an_mlp_saves_its_hidden_layer_where_it_shall_not_rebuild_it[Mlp]",
+        ),
+    ),
+    Fault(
+        "model-gated-recompute", "models/gated_mlp.py", "_GatedMlp._fused",
+        "a gated MLP that shall save its hidden layer rebuilds it",
+        "recompute=self.recompute", "recompute=True",
+        only=(
+            "models/test_gated_models.py::"
+            "test_an_mlp_saves_its_hidden_layer_where_it_shall_not_rebuild_it[GluMlp]",
+        ),
+    ),
+    Fault(
+        "model-gated-norm-eps", "models/gated_mlp.py", "_GatedMlp._fused",
+        "the op's own eps for the norm of the hidden layer",
+        "norm_bias=bias, norm_eps=norm.eps", "norm_bias=bias",
+        only=(
+            "models/test_gated_models.py::"
+            "test_timm_on_the_torch_backend_in_float64[GluMlp-norm-False]",
+        ),
+    ),
+    Fault(
+        "model-gated-dropout", "models/gated_mlp.py", "_GatedMlp._called",
+        "dropout after the norm of the hidden layer",
+        "self.norm(self.drop(ACTIVATIONS[self.act_layer](gate) * value))",
+        "self.drop(self.norm(ACTIVATIONS[self.act_layer](gate) * value))",
+        only=("models/test_gated_models.py::test_dropout_is_timms",),
+    ),
+    Fault(
+        "model-gated-aligned", "models/gated_mlp.py", "SwiGLU.__init__",
+        "an aligned width is made wider still",
+        "-hidden_features % align_to", "align_to - hidden_features % align_to",
+        only=(
+            "models/test_gated_models.py::"
+            "test_timm_on_the_torch_backend_in_float64[SwiGLU-False]",
+        ),
+    ),
+    Fault(
+        "model-maps-host-dtype", "models/attention_maps.py", "_Softmaxes.__torch_dispatch__",
+        "maps of hosts in the model's dtype",
+        "self.maps.append(out.float())", "self.maps.append(out)",
+        only=(
+            "models/test_attention_maps.py::"
+            "test_attention_maps_of_a_host_are_fp32_and_of_its_layers_alone",
+        ),
+    ),
+    Fault(
+        "model-maps-pooling", "models/attention_maps.py", "_Softmaxes.__torch_dispatch__",
+        "the pooling's softmax among the maps of layers",
+        " and out.shape[-1] == out.shape[-2]", "",
+        only=(
+            "models/test_attention_maps.py::"
+            "test_attention_maps_of_a_host_are_fp32_and_of_its_layers_alone",
+        ),
+    ),
+    Fault(
+        "model-refused-usual", "models/refused.py", "",
+        "what our models are is refused, what they are not is taken",
+        '"strict_img_size": (True,', '"strict_img_size": (False,',
+        only=(
+            "models/test_vit.py::"
+            "test_what_is_timms_alone_is_refused_but_for_what_our_models_are[strict_img_size-True]",
+        ),
+    ),
+    Fault(
+        "model-norm-bias", "models/norms.py", "LayerNorm.__init__",
+        "bias=False has a bias",
+        "elementwise_affine, bias, device, dtype", "elementwise_affine, True, device, dtype",
+        only=("models/test_vit.py::test_norms_take_torchs_arguments",),
+    ),
+    Fault(
+        "model-norm-dtype", "models/norms.py", "RmsNorm.__init__",
+        "device and dtype ignored",
+        "elementwise_affine, device, dtype)", "elementwise_affine)",
+        only=("models/test_vit.py::test_norms_take_torchs_arguments",),
+    ),
+    Fault(
+        "model-norm-width", "models/norms.py", "RmsNorm.forward",
+        "without a weight any width is taken",
+        '_check_last_axis("RmsNorm", x, self.normalized_shape)', "pass",
+        only=("models/test_vit.py::test_norms_take_torchs_arguments",),
+    ),
+    Fault(
+        "weights-report-names", "weights/load.py", "WeightsReport.__str__",
+        "twelve names end in dots as if there were more",
+        "len(names) > 12", "len(names) > 11",
+        only=("models/test_weights.py::test_a_report_prints_twelve_names",),
+    ),
+    Fault(
+        "weights-no-class-token", "weights/load.py", "_fit_positions",
+        "no error for a class position without a token to add it to",
+        '"cls_token" not in tensors or tensors["cls_token"].shape != positions.shape', "False",
+        only=(
+            "models/test_weights.py::"
+            "test_positions_without_and_with_the_class_token_are_one_function",
+        ),
+    ),
+    Fault(
+        "weights-grid-turned", "weights/load.py", "_fit_positions",
+        "rows and columns of a grid of positions change places",
+        "(pos_embed.shape[1], pos_embed.shape[2]), pos_embed.flatten",
+        "(pos_embed.shape[2], pos_embed.shape[1]), pos_embed.flatten",
+        only=("models/test_weights.py::test_positions_of_a_grid_that_is_not_square",),
+    ),
+    Fault(
+        "weights-no-positions", "weights/load.py", "_fit_positions",
+        "positions for a model without break the load",
+        "if model.pos_embed is None:", "if False:",
+        only=("models/test_weights.py::test_positions_are_unexpected_in_a_model_without",),
+    ),
+    Fault(
+        "weights-backbone", "weights/names.py", "_unwrap",
+        "a wrapper's name stays",
+        "|model|backbone)", "|model)",
+        only=("models/test_weights.py::test_wrappers[module.]",),
+    ),
+    Fault(
+        "weights-byte-order", "weights/names.py", "_as_tensor",
+        "arrays of the other byte order read as if they were of this",
+        'array.astype(array.dtype.newbyteorder("="), copy=False)',
+        'array.view(array.dtype.newbyteorder("="))',
+        only=("models/test_weights.py::test_jax_patches_as_a_matrix",),
+    ),
+    Fault(
+        "weights-distilled", "weights/names.py", "",
+        "timm's distillation token unknown",
+        "storage_tokens|dist_token", "storage_tokens",
+        only=("models/test_weights.py::test_names_that_mean_the_same[registers]",),
+    ),
+    Fault(
+        "weights-prefix", "weights/names.py", "",
+        "one name of transformers' towers unknown",
+        "dinov3_vit|vision_model", "dinov3_vit",
+        only=("models/test_weights.py::test_names_that_mean_the_same[transformers]",),
+    ),
+    Fault(
+        "weights-circle", "weights/names.py", "_unwrap",
+        "a circle of mappings is gone round for ever",
+        "any(source is outer for outer in seen)", "source is seen[0]",
+        only=("models/test_hostile_weights.py::test_hostile_file[itself.pth]",),
+    ),
+    Fault(
+        "weights-suffix-case", "weights/files.py", "read_file",
+        "a suffix in capitals is another",
+        "path.suffix.lower()", "path.suffix",
+        only=("models/test_weights.py::test_files[.PT]",),
+    ),
+    Fault(
+        "weights-claims-inside", "weights/files.py", "_tensors",
+        "tensors inside a wrapper may claim what they do not store",
+        "waiting.append(x)", "pass",
+        only=("models/test_hostile_weights.py::test_hostile_file[expanded.pth]",),
+    ),
+    Fault(
+        "weights-gpu-file", "weights/files.py", "read_pickle",
+        "a file from a GPU wants a GPU",
+        'map_location="cpu", ', "",
+        only=(
+            "models/test_hostile_weights.py::"
+            "test_a_file_of_tensors_on_a_gpu_is_read_on_the_cpu",
+        ),
+    ),
+    Fault(
+        "layers-eps", "layers.py", "LayerNorm.forward",
+        "the eps of the host's LayerNorm ignored",
+        "self.bias, self.eps)", "self.bias, 1e-5)",
+        only=("tools/test_hub.py::test_kernelize[<lambda>-LayerNorm]",),
+    ),
+    Fault(
+        "layers-rms-eps", "layers.py", "RMSNorm.forward",
+        "the eps of the host's RMSNorm ignored",
+        "self.variance_epsilon", "1e-6",
+        only=("tools/test_hub.py::test_kernelize[RMS-RMSNorm]",),
+    ),
+    Fault(
+        "weights-missing-head", "weights/load.py", "_load",
+        "a head that the source lacks is not reported",
+        "_natural(targets.keys() - tensors.keys())",
+        '_natural(n for n in targets.keys() - tensors.keys() if not n.startswith("head"))',
+        only=("models/test_weights.py::test_report_names_what_is_missing_and_unexpected",),
+    ),
 ]  # fmt: skip
