@@ -67,6 +67,29 @@ def _unlearnt(function):
     return lambda x, *rest: function(x.detach() if x.is_leaf else x, *rest)
 
 
+def _opposite(function):
+    """Drops as many as it is to keep."""
+
+    def row_scale(self, x, dtype):
+        other = copy.copy(self)
+        other.drop_prob = 1 - self.drop_prob
+        return function(other, x, dtype)
+
+    return row_scale
+
+
+class _Even(torch.autograd.Function):
+    """Gives back its input, and a gradient that is right where it is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dy.mean().expand_as(dy)
+
+
 ERRORS = {
     "a little": (parts, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
     "gradient of the argument": (branch, "add_body", _unlearnt, ""),
@@ -77,6 +100,8 @@ ERRORS = {
         fused.DropPath, "fused_row_scale",
         lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
     ),
+    "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
+    "gradient": (parts, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
     "draws": (parts, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
     "layer_scale": (
@@ -93,6 +118,7 @@ def test_an_error_in_a_fused_forward_is_noticed(error, monkeypatch, no_proofs):
     host = copy.deepcopy(module)
     found = reasons(swap_in(module))
     assert "computes something else: " in found[child], found
+    assert found[child].endswith("in training")
     assert not isinstance(module.get_submodule(child), Fused)
     x = torch.randn(2, 5, 32)
     for m in (module, host):
@@ -133,6 +159,47 @@ def test_a_fused_forward_that_raises_is_noticed(monkeypatch, no_proofs):
     monkeypatch.setattr(torch_nn, "attend_weights", broken)
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
     assert "the fused forward raises: not this one" in reasons(swap_in(layer))["self_attn"]
+
+
+def test_a_proof_that_fails_proves_nothing(monkeypatch, no_proofs):
+    def broken(*args):
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(prove, "_prove", broken)
+    module = block()
+    assert reasons(swap_in(module))[""] == "it could not be tried: nobody foresaw this"
+    assert not any(isinstance(m, Fused) and m.fused_level != "epilogue" for m in module.modules())
+
+
+ONE = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
+DIFFERENCES = {
+    "nothing": ({}, None),
+    "rounding": ({"y": ONE + 1e-12}, None),
+    "the rounding of large values": ({"large": 1e9 * ONE + 0.1}, None),
+    "a little": ({"y": ONE + 1e-8}, "y differs by 1.0e-08"),
+    "a little of many": ({"y": ONE + torch.tensor([0, 1e-8])}, "y differs by 1.0e-08"),
+    "NaN": ({"y": ONE * torch.tensor([1, math.nan])}, "y differs by nan"),
+    "infinity": ({"y": ONE * math.inf}, "y differs by inf"),
+    "dtype": ({"y": ONE.float()}, "y is (1, 2) torch.float32, not (1, 2) torch.float64"),
+    "shape": ({"y": ONE[0]}, "y is (2,) torch.float64, not (1, 2) torch.float64"),
+    "numbers": ({"drawn": torch.tensor([3, 5])}, "drawn differs"),
+    "no gradient": ({"y": None}, "y is there in one of them only"),
+    "a gradient": ({"none": ONE}, "none is there in one of them only"),
+    "more": ({"z": ONE}, "there is z, which the host does not have"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_what_a_proof_compares(case):
+    changed, wanted = DIFFERENCES[case]
+    host = {"y": ONE, "large": 1e9 * ONE, "drawn": torch.tensor([3, 4]), "none": None}
+    assert prove._difference(host, host | changed, prove.TOLERANCE) == wanted
+
+
+def test_a_result_that_is_not_there_or_is_no_number_is_a_difference():
+    assert prove._difference({"y": ONE, "z": ONE}, {"y": ONE}, 1.0)
+    nan = {"y": ONE * math.nan}
+    assert prove._difference(nan, nan, 1.0) == "y differs by nan"
 
 
 def test_the_form_of_the_result_is_compared(monkeypatch, no_proofs):
@@ -421,9 +488,10 @@ def test_a_proof_of_a_large_module_is_narrow(no_proofs, copied):
 
 
 def test_tensors_in_a_dict_are_compared():
-    module = nn.Linear(2, 2)
-    found = prove._run(module, lambda: {"y": module(torch.ones(1, 2))}, ((), {}))
-    assert "output 0" in found and "the gradient of weight" in found
+    module, x = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), torch.ones(1, 2)
+    found = prove._run(module, lambda: {"y": module[0](x), "z": [module[1](x)]}, ((), {}))
+    assert {"output 0", "output 1"} <= found.keys()
+    assert all(found[f"the gradient of {n}"] is not None for n, _ in module.named_parameters())
 
 
 def test_threads_prove_once_each(no_proofs):

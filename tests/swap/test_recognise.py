@@ -50,6 +50,7 @@ HOSTS = {
     "wrapped": by_hand.wrapped,
     "sandwich": by_hand.Sandwich,
     "parallel": by_hand.Parallel,
+    "in_place": by_hand.InPlace,
 }
 
 
@@ -130,6 +131,16 @@ def quiet(module):
                 getattr(m, name).p = 0.0
         if isinstance(m, dino.WeightsAttention):
             m.attn_drop.p = 0.0
+
+
+@pytest.mark.parametrize("name", ["inline", "open_clip", "dinov2"])
+def test_the_report_counts_the_flops_of_a_block(name):
+    """With the weights that it holds itself, and the attention that is no module of its own."""
+    report = swap_in(nn.ModuleList([made(name)]))
+    weights = sum(p.numel() for p in made(name).parameters() if p.ndim == 2)
+    T, C = 197, 32
+    assert report.flops == report.fused_flops == 2 * T * weights + 4 * T * T * C
+    assert not report.depending_flops
 
 
 def test_a_norm_in_fp32_whatever_comes():
@@ -531,6 +542,7 @@ def test_layers_that_differ_by_more_than_rates_share_nothing():
     usual = known(lambda m: None)
     assert known(lambda m: setattr(m.drop_path1, "drop_prob", 0.07)) == usual
     assert known(lambda m: setattr(m, "sample_drop_ratio", 0.07)) == usual
+    assert known(lambda m: setattr(m, "drop_path1", nn.Identity())) == usual  # as at a rate of 0
     for name, value in (
         ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("sample_drop_ratio", 0.0),
         ("mlp.drop", nn.Tanh()), ("mlp.fc1", nn.Linear(32, 8)), ("ls1.gamma", None),

@@ -163,6 +163,16 @@ class Parallel(nn.Module):
         return x + self.attention(y) + self.mlp(y)
 
 
+class InPlace(Parallel):
+    """One branch behind the other, and a sum that overwrites what the second gave."""
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        y = self.mlp(self.norm(x))
+        y += x
+        return y
+
+
 SLOPE = 1.0  # read by Sloped's forward
 
 
