@@ -21,7 +21,7 @@ from fastvit_kernels import backend, get_backend, set_backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.plain import is_plain
-from fastvit_kernels.swap import apply, copies, facts, prove, recognise, verdicts
+from fastvit_kernels.swap import apply, copies, facts, prove, rates, recognise, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
@@ -102,6 +102,10 @@ ERRORS = {
     ),
     "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
     "gradient": (parts, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
+    "called": (
+        parts, "project",
+        lambda f: lambda m, x: f(m, x) * (1 if is_plain(m) else 1.0001), "attn",
+    ),
     "draws": (parts, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
     "layer_scale": (
@@ -547,6 +551,59 @@ def test_verdicts_keep_no_module_alive():
     del module
     gc.collect()
     assert watch() is None
+
+
+# What is asked of a rate.
+
+QUESTIONS = {
+    "less": lambda r: r < 0.25,
+    "at most": lambda r: r <= 0.25,
+    "more": lambda r: r > 0.25,
+    "the other share": lambda r: int(8 * (1 - r)),
+    "at least": lambda r: 2 * r >= 0.5,
+    "equal": lambda r: r == 0.1,
+    "not equal": lambda r: r != 0.1,
+    "none": lambda r: bool(r - 0.1),
+    "whole": lambda r: int(10 * r),
+    "rounded": lambda r: round(r, 1),
+    "floor": lambda r: math.floor(-8 * r),
+    "ceil": lambda r: math.ceil(8 * r),
+    "cut": lambda r: math.trunc(8 / r),
+    "parts": lambda r: divmod(r, 0.25),
+    "rest": lambda r: (r % 0.25) > 0.07,
+    "quotient": lambda r: r // 0.25,
+    "square": lambda r: r**2 > 0.06,
+    "power": lambda r: 2**r > 1.2,
+    "distance": lambda r: abs(r - 0.3) > 0.1,
+    "a number": lambda r: float(r),
+    "is whole": lambda r: (10 * r).is_integer(),
+    "fraction": lambda r: r.as_integer_ratio(),
+    "text": lambda r: str(r),
+    "digits": lambda r: f"{r:.1f}",
+    "hex": lambda r: r.hex(),
+    "hash": lambda r: hash(r),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_is_asked_of_a_rate_is_asked_of_the_next(question):
+    """A proof at one rate holds for others with the same answer, and for no others."""
+    ask, found, place = QUESTIONS[question], set(), (0, "p")
+    for rate in (0.1, 0.12, 0.2, 0.3, 0.6):
+        asked = {}
+        assert ask(rates.Rate.of(rate, place, asked)) == ask(rate)
+        for other in (0.1, 0.12, 0.2, 0.3, 0.6):
+            same = ask(other) == ask(rate)
+            assert rates.answers_hold(asked, {place: other}) == same, (rate, other)
+            found.add(same)
+    assert found == {True, False}
+
+
+def test_a_rate_of_which_a_question_has_no_answer_is_another():
+    asked = {}
+    assert 1 / (rates.Rate.of(0.1, (0, "p"), asked) - 0.2) < 0
+    assert rates.answers_hold(asked, {(0, "p"): 0.15})
+    assert not rates.answers_hold(asked, {(0, "p"): 0.2})
 
 
 # The facts.
