@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -149,9 +149,26 @@ def keeps_rates(module: nn.Module) -> bool:
     return any(child is not None for child in module._modules.values())
 
 
+def _inside(value: Any) -> dict[Any, Any] | None:
+    """What a setting holds that is no simple value: of a dict, and of a function with what is bound
+    to it, the simple values; of a configuration object all."""
+    if isinstance(value, partial):
+        own = {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+    elif isinstance(value, MethodType):
+        own = {"": value.__func__}
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        own = {"": repr(value.__code__)} | {name: cell.cell_contents for name, cell in cells}
+    elif isinstance(value, dict):
+        own = value
+    else:
+        return None if isinstance(value, (Tensor, type)) else getattr(value, "__dict__", None)
+    return {n: v for n, v in own.items() if _is_simple(v)}
+
+
 def _content(value: Any) -> Any:
-    """What the key has of a setting that is no simple value: a configuration object."""
-    own = getattr(value, "__dict__", None) if not isinstance(value, (Tensor, type)) else None
+    """What the key has of a setting that is no simple value."""
+    own = _inside(value)
     simple = own is not None and tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
     return type(value), simple
 
@@ -190,17 +207,14 @@ class Objects:
     def __init__(self, own: dict[str, Any]):
         self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
         self.found = [id(own[n]) for n in self.names]
-        inner = (getattr(own[n], "__dict__", None) for n in self.names)
+        inner = (_inside(own[n]) for n in self.names)
         self.inner = [dict(d) if isinstance(d, dict) else None for d in inner]
 
     def hold(self, own: dict[str, Any]) -> bool:
         values = [own.get(n) for n in self.names]
         if [id(v) for v in values] != self.found:
             return False
-        return all(
-            d is None or getattr(v, "__dict__", None) == d
-            for v, d in zip(values, self.inner, strict=True)
-        )
+        return all(d is None or _inside(v) == d for v, d in zip(values, self.inner, strict=True))
 
 
 class Facts:

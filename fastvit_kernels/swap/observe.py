@@ -59,7 +59,7 @@ class Observation:
         return {event.output: event for event in self.events}
 
     def uses(self, number: int) -> int:
-        return sum(e.inputs.count(number) for e in self.events) + (number == self.result)
+        return sum(e.inputs.count(number) for e in self.events)
 
 
 def _first_tensor(result: Any) -> tuple[Tensor | None, int | None]:

@@ -28,6 +28,9 @@ def verdict(module: Any) -> str | None:
 
 def _learn(module: Any) -> str | None:
     try:
+        blocked = module.fused_blocked()
+        if blocked is not None:
+            return blocked  # by a mode or a hook: of this call alone
         facts = Facts(module)
         reason = _judge(module, facts)
     except Exception as error:  # a state that we cannot read is the host's business
@@ -40,8 +43,6 @@ def _judge(module: Any, facts: Facts) -> str | None:
     reason = refusal(module, type(module))
     if reason is not None:
         return reason or "it has become another kind of module"
-    if module.fused_blocked() is not None:
-        return module.fused_blocked()
     for name, inner in zip(facts.names, facts.modules(module), strict=True):
         if name and hasattr(type(inner), "fused_level"):
             inner: Any

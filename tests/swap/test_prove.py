@@ -22,7 +22,7 @@ from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
-from fastvit_kernels.swap import apply, copies, facts, prove, recognise, verdicts
+from fastvit_kernels.swap import apply, copies, facts, prove, rates, recognise, verdicts
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
@@ -68,6 +68,29 @@ def _unlearnt(function):
     return lambda x, *rest: function(x.detach() if x.is_leaf else x, *rest)
 
 
+def _opposite(function):
+    """Drops as many as it is to keep."""
+
+    def row_scale(self, x, dtype):
+        other = copy.copy(self)
+        other.drop_prob = 1 - self.drop_prob
+        return function(other, x, dtype)
+
+    return row_scale
+
+
+class _Even(torch.autograd.Function):
+    """Gives back its input, and a gradient that is right where it is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dy.mean().expand_as(dy)
+
+
 ERRORS = {
     "a little": (parts, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
     "gradient of the argument": (branch, "add_body", _unlearnt, ""),
@@ -77,6 +100,12 @@ ERRORS = {
     "drop_path": (
         fused.DropPath, "fused_row_scale",
         lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
+    ),
+    "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
+    "gradient": (parts, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
+    "called": (
+        parts, "project",
+        lambda f: lambda m, x: f(m, x) * (1 if is_plain(m) else 1.0001), "attn",
     ),
     "draws": (parts, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
@@ -94,6 +123,7 @@ def test_an_error_in_a_fused_forward_is_noticed(error, monkeypatch, no_proofs):
     host = copy.deepcopy(module)
     found = reasons(swap_in(module))
     assert "computes something else: " in found[child], found
+    assert found[child].endswith("in training")
     assert not isinstance(module.get_submodule(child), Fused)
     x = torch.randn(2, 5, 32)
     for m in (module, host):
@@ -134,6 +164,47 @@ def test_a_fused_forward_that_raises_is_noticed(monkeypatch, no_proofs):
     monkeypatch.setattr(torch_nn, "attend_weights", broken)
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
     assert "the fused forward raises: not this one" in reasons(swap_in(layer))["self_attn"]
+
+
+def test_a_proof_that_fails_proves_nothing(monkeypatch, no_proofs):
+    def broken(*args):
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(prove, "_prove", broken)
+    module = block()
+    assert reasons(swap_in(module))[""] == "it could not be tried: nobody foresaw this"
+    assert not any(isinstance(m, Fused) and m.fused_level != "epilogue" for m in module.modules())
+
+
+ONE = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
+DIFFERENCES = {
+    "nothing": ({}, None),
+    "rounding": ({"y": ONE + 1e-12}, None),
+    "the rounding of large values": ({"large": 1e9 * ONE + 0.1}, None),
+    "a little": ({"y": ONE + 1e-8}, "y differs by 1.0e-08"),
+    "a little of many": ({"y": ONE + torch.tensor([0, 1e-8])}, "y differs by 1.0e-08"),
+    "NaN": ({"y": ONE * torch.tensor([1, math.nan])}, "y differs by nan"),
+    "infinity": ({"y": ONE * math.inf}, "y differs by inf"),
+    "dtype": ({"y": ONE.float()}, "y is (1, 2) torch.float32, not (1, 2) torch.float64"),
+    "shape": ({"y": ONE[0]}, "y is (2,) torch.float64, not (1, 2) torch.float64"),
+    "numbers": ({"drawn": torch.tensor([3, 5])}, "drawn differs"),
+    "no gradient": ({"y": None}, "y is there in one of them only"),
+    "a gradient": ({"none": ONE}, "none is there in one of them only"),
+    "more": ({"z": ONE}, "there is z, which the host does not have"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_what_a_proof_compares(case):
+    changed, wanted = DIFFERENCES[case]
+    host = {"y": ONE, "large": 1e9 * ONE, "drawn": torch.tensor([3, 4]), "none": None}
+    assert prove._difference(host, host | changed, prove.TOLERANCE) == wanted
+
+
+def test_a_result_that_is_not_there_or_is_no_number_is_a_difference():
+    assert prove._difference({"y": ONE, "z": ONE}, {"y": ONE}, 1.0)
+    nan = {"y": ONE * math.nan}
+    assert prove._difference(nan, nan, 1.0) == "y differs by nan"
 
 
 def test_the_form_of_the_result_is_compared(monkeypatch, no_proofs):
@@ -422,9 +493,10 @@ def test_a_proof_of_a_large_module_is_narrow(no_proofs, copied):
 
 
 def test_tensors_in_a_dict_are_compared():
-    module = nn.Linear(2, 2)
-    found = prove._run(module, lambda: {"y": module(torch.ones(1, 2))}, ((), {}))
-    assert "output 0" in found and "the gradient of weight" in found
+    module, x = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), torch.ones(1, 2)
+    found = prove._run(module, lambda: {"y": module[0](x), "z": [module[1](x)]}, ((), {}))
+    assert {"output 0", "output 1"} <= found.keys()
+    assert all(found[f"the gradient of {n}"] is not None for n, _ in module.named_parameters())
 
 
 def test_threads_prove_once_each(no_proofs):
@@ -480,6 +552,59 @@ def test_verdicts_keep_no_module_alive():
     del module
     gc.collect()
     assert watch() is None
+
+
+# What is asked of a rate.
+
+QUESTIONS = {
+    "less": lambda r: r < 0.25,
+    "at most": lambda r: r <= 0.25,
+    "more": lambda r: r > 0.25,
+    "the other share": lambda r: int(8 * (1 - r)),
+    "at least": lambda r: 2 * r >= 0.5,
+    "equal": lambda r: r == 0.1,
+    "not equal": lambda r: r != 0.1,
+    "none": lambda r: bool(r - 0.1),
+    "whole": lambda r: int(10 * r),
+    "rounded": lambda r: round(r, 1),
+    "floor": lambda r: math.floor(-8 * r),
+    "ceil": lambda r: math.ceil(8 * r),
+    "cut": lambda r: math.trunc(8 / r),
+    "parts": lambda r: divmod(r, 0.25),
+    "rest": lambda r: (r % 0.25) > 0.07,
+    "quotient": lambda r: r // 0.25,
+    "square": lambda r: r**2 > 0.06,
+    "power": lambda r: 2**r > 1.2,
+    "distance": lambda r: abs(r - 0.3) > 0.1,
+    "a number": lambda r: float(r),
+    "is whole": lambda r: (10 * r).is_integer(),
+    "fraction": lambda r: r.as_integer_ratio(),
+    "text": lambda r: str(r),
+    "digits": lambda r: f"{r:.1f}",
+    "hex": lambda r: r.hex(),
+    "hash": lambda r: hash(r),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_is_asked_of_a_rate_is_asked_of_the_next(question):
+    """A proof at one rate holds for others with the same answer, and for no others."""
+    ask, found, place = QUESTIONS[question], set(), (0, "p")
+    for rate in (0.1, 0.12, 0.2, 0.3, 0.6):
+        asked = {}
+        assert ask(rates.Rate.of(rate, place, asked)) == ask(rate)
+        for other in (0.1, 0.12, 0.2, 0.3, 0.6):
+            same = ask(other) == ask(rate)
+            assert rates.answers_hold(asked, {place: other}) == same, (rate, other)
+            found.add(same)
+    assert found == {True, False}
+
+
+def test_a_rate_of_which_a_question_has_no_answer_is_another():
+    asked = {}
+    assert 1 / (rates.Rate.of(0.1, (0, "p"), asked) - 0.2) < 0
+    assert rates.answers_hold(asked, {(0, "p"): 0.15})
+    assert not rates.answers_hold(asked, {(0, "p"): 0.2})
 
 
 # The facts.

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from numerics import DEVICE
 from outside import by_hand, dino, dinov3, look_alikes, others
 from torch import nn
@@ -50,6 +52,10 @@ HOSTS = {
     "wrapped": by_hand.wrapped,
     "sandwich": by_hand.Sandwich,
     "parallel": by_hand.Parallel,
+    "in_place": by_hand.InPlace,
+    "gate_last": by_hand.ValueFirst,
+    "causal": partial(look_alikes.Block, by_hand.Causal),
+    "masked_by_itself": partial(look_alikes.Block, partial(by_hand.Causal, True)),
 }
 
 
@@ -130,6 +136,16 @@ def quiet(module):
                 getattr(m, name).p = 0.0
         if isinstance(m, dino.WeightsAttention):
             m.attn_drop.p = 0.0
+
+
+@pytest.mark.parametrize("name", ["inline", "open_clip", "dinov2"])
+def test_the_report_counts_the_flops_of_a_block(name):
+    """With the weights that it holds itself, and the attention that is no module of its own."""
+    report = swap_in(nn.ModuleList([made(name)]))
+    weights = sum(p.numel() for p in made(name).parameters() if p.ndim == 2)
+    T, C = 197, 32
+    assert report.flops == report.fused_flops == 2 * T * weights + 4 * T * T * C
+    assert not report.depending_flops
 
 
 def test_a_norm_in_fp32_whatever_comes():
@@ -262,6 +278,55 @@ def test_a_change_after_the_swap_is_seen():
         change(module)
         change(host)
         assert_same(step(module, False), step(host, False), 2e-4)
+
+
+CONFIGURED = {
+    "an object's setting": lambda m: setattr(m.config, "slope", 0.5),
+    "another object": lambda m: setattr(m, "config", SimpleNamespace(slope=2.0)),
+    "a list's value": lambda m: m.factors.__setitem__(0, 0.5),
+    "a dict's value": lambda m: m.named.update(slope=0.5),
+    "another dict": lambda m: setattr(m, "named", {"slope": 0.5}),
+    "other bound values": lambda m: setattr(m, "activation", partial(F.gelu, approximate="none")),
+    "a closure": lambda m: setattr(m, "activation", by_hand.sloped(1.0)),
+    "another closure": lambda m: setattr(m, "activation", by_hand.sloped(0.5)),
+    "a method": lambda m: setattr(m, "activation", nn.GELU().forward),
+    "another method": lambda m: setattr(m, "activation", nn.Tanh().forward),
+}
+
+
+def test_a_change_of_what_configures_it_is_seen():
+    """Nor is it proven by another that is configured otherwise."""
+    module = randomize(by_hand.Configured())
+    host = copy.deepcopy(module)
+    swap_in(module)
+    assert isinstance(module, Fused)
+    for change in CONFIGURED.values():
+        change(module)
+        change(host)
+        assert_same(step(module, False), step(host, False), 2e-4)
+        late = copy.deepcopy(host)
+        swap_in(late)
+        assert_same(step(late, False), step(host, False), 2e-4)
+        host, module = by_hand.Configured(), by_hand.Configured()
+        module.load_state_dict(host.state_dict())
+        swap_in(module)
+
+
+def test_a_layer_scale_of_one_value_is_not_proven_by_one_of_many():
+    swap_in(dino.Block())
+    module = dino.Block().double()
+    module.ls1.gamma = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+    host = copy.deepcopy(module)
+    swap_in(module)
+    assert_same(step(module, True), step(host, True), 1e-9)
+
+
+def test_a_hook_inside_a_part_leaves_the_block_fused():
+    module = made("dinov2")
+    module.mlp.act.register_forward_hook(lambda *_: None)
+    swap_in(module)
+    assert module.mlp.fused_blocked() == "act is hooked"
+    assert module.fused_verdict() is None
 
 
 def test_a_function_of_its_module_that_is_replaced_is_seen(monkeypatch):
@@ -531,6 +596,7 @@ def test_layers_that_differ_by_more_than_rates_share_nothing():
     usual = known(lambda m: None)
     assert known(lambda m: setattr(m.drop_path1, "drop_prob", 0.07)) == usual
     assert known(lambda m: setattr(m, "sample_drop_ratio", 0.07)) == usual
+    assert known(lambda m: setattr(m, "drop_path1", nn.Identity())) == usual  # as at a rate of 0
     for name, value in (
         ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("sample_drop_ratio", 0.0),
         ("mlp.drop", nn.Tanh()), ("mlp.fc1", nn.Linear(32, 8)), ("ls1.gamma", None),

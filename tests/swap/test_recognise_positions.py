@@ -12,8 +12,9 @@ from outside import dino, positions
 from test_recognise import assert_block_level, assert_same, ran  # noqa: F401
 from torch import nn
 
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, status, swap_in
 from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.swap import verdicts
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.hosts.structure import Block
 
@@ -174,12 +175,26 @@ def test_a_look_alike_with_positions_is_left_alone(name):
     assert {row.name for row in report.left} & {"", "attn"}
 
 
-def test_another_share_of_samples_runs_fused_in_evaluation_only():
-    """Where the numbers that are drawn would be others."""
+def test_another_share_of_samples_runs_fused_in_evaluation_only(ran):  # noqa: F811
+    """Where the numbers that are drawn would be others. A call in training decides nothing for
+    those in evaluation."""
     module = made(partial(dino.RoundedBlock, drop_path=0.3)).double()
     host = copy.deepcopy(module)
     swap_in(module)
     assert isinstance(module, Block) and module.fused_roles.evaluation
     shape = (5, 6, 32)
-    for training in (True, False):
-        assert_same(step(module, shape, training), step(host, shape, training), 1e-9)
+    for training in (True, False, True, False):
+        verdicts._known.clear()
+        for mode in (training, not training):
+            ran.clear()
+            assert_same(step(module, shape, mode), step(host, shape, mode), 1e-9)
+            assert len(ran) == (not mode)
+            (row,) = (row for row in status(module).modules if row.name == "")
+            reason = "in training its forward does something else"
+            assert (row.way, row.reason) == (("host", reason) if mode else ("fused", ""))
+
+
+def test_evaluation_is_proven_where_training_is_something_else():
+    module = made(partial(positions.ScaledSum, drop_path=0.3))
+    report = swap_in(module)
+    assert not isinstance(module, Fused), str(report)

@@ -53,6 +53,15 @@ WATCHERS = {
 }
 
 
+OF_A_BLOCK = ["layer_norm", "qkv_attention", "linear", "layer_norm", "mlp"]
+
+
+def our_own():
+    return randomize(fk.create_vit(
+        "vit_base_patch16_224", img_size=48, embed_dim=64, depth=2, num_heads=2, num_classes=7
+    ))  # fmt: skip
+
+
 def in_checkpoints(model, **how):
     """The model, with a checkpoint around each block."""
 
@@ -105,10 +114,8 @@ def test_a_recomputation_draws_its_forwards_dropout(use_reentrant):
 @pytest.mark.parametrize("watcher", ["FlopCounterMode", "the torch backend", "a profiler"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputation_of_our_own_model_goes_its_forwards_way(watcher, use_reentrant):
-    model = fk.create_vit(
-        "vit_base_patch16_224", img_size=48, embed_dim=64, depth=2, num_heads=2, num_classes=7
-    )
-    in_checkpoints(randomize(model), use_reentrant=use_reentrant)
+    model = our_own()
+    in_checkpoints(model, use_reentrant=use_reentrant)
     watch = WATCHERS[watcher]
     wanted = watched_step(model, nullcontext(), nullcontext())
     assert_same_step(watched_step(model, watch(model), nullcontext()), wanted)
@@ -255,6 +262,10 @@ def test_status_tells_the_next_call(monkeypatch):
     with Counter():
         reason = rows(fk.status(model), "host")["blocks.0"].reason
         assert reason == "a dispatch mode looks on: Counter"
+    traced = []
+    torch.fx.symbolic_trace(lambda x: traced.append(fk.status(model)) or x)
+    reason = "torch.fx, torch.jit or an exporter looks on"
+    assert rows(traced[0], "host")["blocks.0"].reason == reason
     with fk.backend("torch"):
         status = fk.status(model)
         assert status.backend == "torch" and status.pytorch == "the backend is 'torch'"
@@ -296,8 +307,7 @@ def test_watch_tells_the_last_call():
         model(images())
     block = rows(status, "fused")["blocks.0"]
     assert block.level == "block" and block.calls == 1
-    names = ["layer_norm", "qkv_attention", "linear", "layer_norm", "mlp"]
-    assert [op.name for op in block.ops] == names
+    assert [op.name for op in block.ops] == OF_A_BLOCK
     assert not any(op.pytorch for op in block.ops)
     x = torch.randn(2, 10, 64).to(images().device)
     mask = torch.ones(10, 10, dtype=torch.bool, device=x.device)
@@ -317,6 +327,14 @@ def test_watch_tells_the_last_call():
         model(images())
     assert rows(status, "host")["blocks.1"].reason == "attn is hooked"
     assert 0 < status.share < 1
+    with hook(model.blocks[1].norm2.register_forward_hook), fk.watch(model) as status:
+        model(images())
+    ops = {n: [op.name for op in row.ops] for n, row in rows(status, "fused").items()}
+    assert ops["blocks.1"] == ["layer_norm", "qkv_attention", "linear", "mlp"]
+    assert ops["blocks.1.norm2"] == ["layer_norm"]
+    with fk.watch(model) as status:
+        model.patch_embed.proj(images()[0])
+    assert rows(status, "host")["patch_embed.proj"].reason == "its input has the shape (3, 48, 48)"
 
 
 def test_watch_changes_nothing_and_ends():
@@ -360,6 +378,17 @@ def test_a_recomputation_is_no_call(use_reentrant):
     assert (block.reason, block.calls) == ("a dispatch mode looks on: Counter", 1)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_of_our_own_block_is_no_call(use_reentrant):
+    model = in_checkpoints(our_own(), use_reentrant=use_reentrant)
+    with fk.watch(model) as status:
+        model(images()).sum().backward()
+    for name in ("blocks.0", "blocks.1"):
+        block = rows(status, "fused")[name]
+        assert block.calls == 1
+        assert [op.name for op in block.ops] == OF_A_BLOCK
+
+
 def test_watch_of_wrapped_and_of_compiled_models():
     model = timm_model()
     fk.swap_in(model)
@@ -391,9 +420,7 @@ def test_watch_of_wrapped_and_of_compiled_models():
 
 
 def test_our_own_modules_are_fused():
-    model = fk.create_vit(
-        "vit_base_patch16_224", img_size=48, embed_dim=64, depth=2, num_heads=2, num_classes=7
-    )
+    model = our_own()
     classes = [type(m) for m in model.modules()]
     report = fk.swap_in(model)
     assert [type(m) for m in model.modules()] == classes
@@ -407,8 +434,8 @@ def test_our_own_modules_are_fused():
     assert report.flops == fk.swap_in(host).flops
     with fk.watch(model) as status:
         model(images())
-    names = [op.name for op in rows(status, "fused")["blocks.1"].ops]
-    assert names == ["layer_norm", "qkv_attention", "linear", "layer_norm", "mlp"]
+    block = rows(status, "fused")["blocks.1"]
+    assert [op.name for op in block.ops] == OF_A_BLOCK and block.calls == 1
     assert status.fused_flops == report.fused_flops
     model.blocks[0].mlp.fc1.register_forward_hook(lambda *_: None)
     assert rows(fk.status(model), "host")["blocks.0.mlp.fc1"].reason == "it is hooked"

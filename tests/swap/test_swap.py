@@ -301,6 +301,9 @@ def test_only_and_skip():
     report = swap_in(timm_model(), only="blocks.0")
     assert levels(report) == {("blocks.0", "block")}
     assert {r.reason for r in report.left if r.name == "blocks.1"} == {"not in only="}
+    assert "blocks" not in {r.name for r in report.left}  # nothing that only= keeps from being ours
+    for part in ("attn", "mlp"):
+        assert swap_in(timm_model(), only=["blocks.0", f"blocks.1.{part}"]).level == "parts"
     report = swap_in(timm_model(), only="blocks.*.attn")
     assert levels(report) == {("blocks.0.attn", "attention"), ("blocks.1.attn", "attention")}
     report = swap_in(timm_model(), only=[nn.Conv2d, "norm"])
@@ -343,14 +346,28 @@ def test_report_prints_a_table():
     assert swap_in(nn.Linear(3, 3)).level == "none"
 
 
-def test_report_counts_the_flops_of_a_vit_b():
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_report_counts_the_flops_of_a_vit_b(library):
     with torch.device("meta"):
-        model = timm.create_model("vit_base_patch16_224", num_classes=0)
+        if library == "timm":
+            model = timm.create_model("vit_base_patch16_224")
+        else:
+            model = pytest.importorskip("torchvision").models.vit_b_16()
     report = swap_in(model)
     # 12 blocks of 24 C^2 + 4 T C a token, and the patches; docs/swap.md
     T, C = 197, 768
-    assert report.flops == 12 * T * (24 * C * C + 4 * T * C) + 2 * C * C * T
-    assert report.fused_flops == report.flops
+    assert report.fused_flops == 12 * T * (24 * C * C + 4 * T * C) + 2 * C * C * T
+    assert report.flops == report.fused_flops + 2 * C * 1000
+
+
+def test_report_counts_what_pytorch_moves_inside_blocks():
+    """Elements of a token: what Linears, attention and norms of the stack read and write."""
+    model = timm_model()
+    model.blocks[0].norm1 = nn.RMSNorm(64)
+    C = 64
+    linears, attention, norm = (4 + 2 + 5 + 5) * C, 4 * C, 2 * C
+    total = 2 * (linears + attention) + 4 * norm
+    assert swap_in(model).pytorch == {"RMSNorm": norm / total}
 
 
 def test_swap_rejects():
@@ -360,8 +377,10 @@ def test_swap_rejects():
         swap_out([])  # type: ignore[arg-type]
     model = swap_and_return(timm_model())
     parametrize.register_parametrization(model.blocks[0].norm1, "weight", Shift())
+    before = classes(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.norm1 has become a"):
         swap_out(model)
+    assert classes(model) == before
 
 
 def test_unknown_part_keeps_a_known_class_alone():

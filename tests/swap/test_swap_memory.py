@@ -91,6 +91,8 @@ def test_low_memory_is_reported_and_undone():
     again = swap_in(model, only="blocks.0")
     assert block.fused_memory == "default" and again.rebuilt
     assert not any(name.startswith("blocks.0.") for name in again.rebuilt)
+    swap_in(model, memory="low", skip="blocks.0")
+    assert block.fused_memory == "default"
     swap_out(model)
     assert not any("fused_memory" in vars(m) for m in model.modules())
 

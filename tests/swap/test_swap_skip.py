@@ -201,6 +201,8 @@ def test_branches_that_cannot_skip_mask_and_are_reported():
         'drop_path="skip" does not reach it: its branch computes all'
     ]
     assert "does not reach it" in str(report)
+    model.blocks[0].drop_path1.drop_prob = 0.0  # which drops nothing
+    assert "does not reach it" not in str(swap_in(model, drop_path="skip"))
 
 
 def test_unscaled_drop_path_keeps_its_masks():

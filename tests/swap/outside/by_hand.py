@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -150,6 +153,32 @@ class Sandwich(nn.Module):
         return d(self.feed(c(x))) + x
 
 
+class ValueFirst(Sandwich):
+    """The gate stands behind what it lets pass."""
+
+    def feed(self, x):
+        return self.down(self.up(x) * F.gelu(self.gate(x)))
+
+
+class Causal(nn.Module):
+    """Attention to what came before, by torch's word for it or by a mask of its own."""
+
+    def __init__(self, own_mask=False, dim=32, heads=2):
+        super().__init__()
+        self.heads, self.own_mask = heads, own_mask
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.own_mask:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, float("-inf"))
+            y = scores.softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
 class Parallel(nn.Module):
     """Attention and MLP of one norm, both added to the input."""
 
@@ -163,6 +192,16 @@ class Parallel(nn.Module):
         return x + self.attention(y) + self.mlp(y)
 
 
+class InPlace(Parallel):
+    """One branch behind the other, and a sum that overwrites what the second gave."""
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        y = self.mlp(self.norm(x))
+        y += x
+        return y
+
+
 SLOPE = 1.0  # read by Sloped's forward
 
 
@@ -171,7 +210,27 @@ class Sloped(FeedForward):
         super().__init__(32, 64, F.gelu)
 
     def forward(self, x):
-        return self.fc2(self.activation(self.fc1(x) * SLOPE))
+        def steep(y):
+            return y * SLOPE
+
+        return self.fc2(self.activation(steep(self.fc1(x))))
+
+
+def sloped(slope):
+    return lambda x: F.gelu(x * slope)
+
+
+class Configured(FeedForward):
+    """What it does stands in an object, in a list, in a dict and in a function with what is bound
+    to it."""
+
+    def __init__(self, activation=None):
+        super().__init__(32, 64, activation or partial(F.gelu, approximate="tanh"))
+        self.config, self.factors, self.named = SimpleNamespace(slope=1.0), [1.0], {"slope": 1.0}
+
+    def forward(self, x):
+        y = self.activation(self.fc1(x) * self.config.slope)
+        return self.fc2(y) * self.factors[0] * self.named["slope"]
 
 
 class Masked(nn.Module):
