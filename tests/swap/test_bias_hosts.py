@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.swap.hosts.windows import Windows
 
@@ -127,11 +127,67 @@ def test_what_drops_by_window_is_left_to_the_host():
     assert any(row.reason == "it drops by window" for row in report.left), str(report)
 
 
+@pytest.mark.parametrize("always_partition", [False, True])
+def test_a_grid_as_large_as_a_window(always_partition):
+    """transformers' Swin does not shift there, but for who asks it to."""
+    layer = _hf_swin().encoder.layers[0].blocks[1].eval()
+    swapped = copy.deepcopy(layer)
+    with backend("torch"):
+        assert swap_in(swapped).level == "block"
+        for grid in ((8, 8), (4, 4), (5, 7)):
+            x = torch.randn(2, grid[0] * grid[1], 16)
+            ours, theirs = (m(x, grid, always_partition=always_partition) for m in (swapped, layer))
+            torch.testing.assert_close(ours[0], theirs[0])
+            for m in (swapped, layer):  # as it was made
+                m.window_size, m.shift_size = 4, 2
+
+
+def test_a_mask_of_the_grid_that_comes():
+    from timm.models.swin_transformer import SwinTransformerBlock
+
+    block = SwinTransformerBlock(
+        16, (8, 8), 2, window_size=4, shift_size=2, always_partition=True, dynamic_mask=True
+    )
+    swapped = copy.deepcopy(randomize(block))
+    with backend("torch"):
+        assert swap_in(swapped).level == "block"
+        for grid in ((8, 8), (12, 7), (4, 16)):
+            x = torch.randn(2, *grid, 16)
+            with watch(swapped) as status:
+                torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+            assert status.modules[0].way == "fused"
+
+
+def test_sam_that_forms_its_scores():
+    """What hooks the probabilities gets them."""
+    block = _built("sam_timm")[0].blocks[1].eval()
+    block.attn.fused_attn = False
+    swapped = copy.deepcopy(block)
+    x = torch.randn(2, 3, 3, 16)
+    with backend("torch"):
+        assert swap_in(swapped).level == "block"
+        torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+        for m in (block, swapped):
+            m.attn.attn_drop.register_forward_hook(lambda m, args, out: out * 1.5)
+        torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+
+
+def test_data2vec_that_forms_its_scores():
+    torch.manual_seed(0)
+    settings = dict(use_relative_position_bias=True, attn_implementation="eager")
+    model = randomize(_tower("Data2VecVision", **settings)()).eval()
+    swapped = copy.deepcopy(model)
+    assert "it forms the scores" in str(swap_in(swapped))
+    images = torch.randn(1, 3, 32, 32)
+    ours, theirs = (m(images, output_attentions=True).attentions for m in (swapped, model))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("pads_first", [False, True])
 def test_windows_are_joined_as_they_were_cut(pads_first):
     x = torch.arange(2.0 * 5 * 7).view(2, 5, 7, 1) + 1
     windows = Windows((5, 7), (2, 3), (1, 2), pads_first)
     cut = windows.cut(x)
-    assert cut.shape == (2 * windows.number(), 6, 1) == (18, 6, 1)
+    assert cut.shape == (18, 6, 1)
     assert cut.eq(0).sum() == 2 * (6 * 9 - 5 * 7)
     torch.testing.assert_close(windows.joined(cut), x)

@@ -167,6 +167,25 @@ def test_tokens_at_places_of_their_own():
     assert not torch.allclose(ours[0], swapped(x)[0])
 
 
+def test_thirds_of_a_head_of_other_widths():
+    """V-JEPA 2: they follow from the width of a head, in narrow copies too."""
+    model, _ = small("vjepa2")
+    layer = model.encoder.layer[0].double()
+    layer.attention.d_dim = layer.attention.h_dim = layer.attention.w_dim = 8
+    swapped, x = copy.deepcopy(layer), torch.randn(2, 6, 64).double()
+    with backend("torch"):
+        assert "its thirds of a head have other widths" in str(swap_in(swapped))
+        torch.testing.assert_close(swapped(x)[0], layer(x)[0])
+
+
+def test_fewer_heads_of_keys_are_reported():
+    model, inputs = hf_small("gemma4", num_key_value_heads=1)
+    swapped = copy.deepcopy(randomize(model).eval())
+    with backend("torch"):
+        assert "k and v have fewer heads" in str(swap_in(swapped))
+        torch.testing.assert_close(swapped(**inputs)[0], model(**inputs)[0], rtol=1e-4, atol=1e-5)
+
+
 class Tower(nn.Module):
     """A block in the manner of DINOv3's repository, with tables behind two prefix tokens."""
 

@@ -112,6 +112,24 @@ def test_attention_interface_with_masks_groups_and_causality():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("asked", ["cache", "position_bias", "softcap", "groups"])
+def test_attention_interface_hands_on_all_that_it_is_given(asked, monkeypatch):
+    from transformers.integrations import sdpa_attention
+
+    from fastvit_kernels.swap.hosts.transformers import fastvit_attention
+
+    calls = []
+    monkeypatch.setattr(
+        sdpa_attention, "sdpa_attention_forward", lambda *a, **k: calls.append((a, k)) or (0, None)
+    )
+    module = nn.Module()
+    module.num_key_value_groups = 2 if asked == "groups" else 1
+    args = module, *torch.randn(3, 2, 4, 6, 16).unbind(0), None
+    kwargs = dict(dropout=0.3, scaling=0.5, is_causal=True, **{asked: 1.0})
+    assert fastvit_attention(*args, **kwargs) == (0, None)
+    assert calls == [(args, kwargs)]
+
+
 def test_timm_layer_arguments():
     from functools import partial
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from numerics import DEVICE
-from outside import dino
+from outside import dino, positions
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import backend, swap_in, swap_out
@@ -28,6 +28,7 @@ MODELS = {
     "torchvision": torchvision_small,
     "transformers": lambda: hf_small("dinov2"),
     "recognised": lambda: (dino.Block(), None),
+    "recognised, samples": lambda: (dino.Block(drop_path=0.4), None),
     "RMSNorm": lambda: timm_small("aimv2_large_patch14_224"),
     "RMSNorm, transformers": lambda: hf_small("aimv2"),
 }
@@ -48,6 +49,7 @@ def _width(block):
 
 def _step(block, call=lambda block, x: block(x)):
     generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     x = torch.randn(2, 5, _width(block), generator=generator).to(DEVICE).requires_grad_()
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
         y = call(block, x)
@@ -95,6 +97,20 @@ def test_low_memory_is_reported_and_undone():
     assert block.fused_memory == "default"
     swap_out(model)
     assert not any("fused_memory" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["swin", "sam", "recognised"])
+def test_norms_of_windows_are_not_rebuilt(kind):
+    from timm.models import swin_transformer, vision_transformer_sam
+
+    block = {
+        "swin": lambda: swin_transformer.SwinTransformerBlock(16, (4, 4), 2, window_size=2),
+        "sam": lambda: vision_transformer_sam.Block(16, 2, window_size=2, input_size=(4, 4)),
+        "recognised": lambda: positions.GridBlock(2, (2, 2)),
+    }[kind]()
+    report = swap_in(block, memory="low")
+    assert report.level == "block", str(report)
+    assert report.rebuilt == ["norm2"]
 
 
 def test_low_memory_calls_a_hooked_norm():

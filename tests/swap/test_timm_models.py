@@ -220,6 +220,12 @@ def test_what_wants_every_patch_embeds_every_patch():
             report = swap_in(copy.deepcopy(model))
             assert reason in str(report) and report.level == "block"
             assert difference(model, _images()) == ""
+    model = _dropping()
+    model.patch_drop.num_prefix_tokens = 0
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert "some tokens before them may be dropped" in str(report)
+        assert difference(model, _images()) == ""
     model = _dropping(drop_path_rate=0.0)
     with backend("torch"):
         swap_in(model)

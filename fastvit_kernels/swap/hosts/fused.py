@@ -295,9 +295,16 @@ def why_not_plain(child: nn.Module) -> str:
     return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
+def _named(module: Any, name: str) -> Any:
+    """The child of this dotted name, None for none."""
+    for step in name.split("."):
+        module = getattr(module, step, None)
+    return module
+
+
 def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
-        child = getattr(module, name, None)
+        child = _named(module, name)
         if isinstance(child, nn.Module) and not is_plain(child):
             yield name, child, why_not_plain(child)
 
@@ -310,7 +317,7 @@ def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[
 
 def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
-        child = getattr(module, name, None)
+        child = _named(module, name)
         if type(child) is nn.Dropout and child.p > 0:
             yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 

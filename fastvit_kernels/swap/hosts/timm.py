@@ -250,7 +250,8 @@ class RelPosAttention(Attention):
     fused_extras = ("shared_rel_pos",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        own = None if self.rel_pos is None else self.rel_pos.get_bias()
+        # In training it may draw numbers, before anybody looks which.
+        own = None if self.rel_pos is None else self.rel_pos.eval().get_bias()
         yield from examples_with_bias(self, generator, "shared_rel_pos", self.num_heads, own)
 
     def fused_draws(self: Any) -> bool:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.plain import is_hooked
 from .attend import attend, attend_packed, unpack
 from .branch import PreNormBlock
-from .fused import NOTHING, Epilogue, Fused, example, inert, names, project, width_of
+from .fused import NOTHING, Epilogue, Fused, example, hooked, inert, names, project, width_of
 from .structure.positions import with_decomposed
 from .windows import Windowed, Windows, windows_of
 
@@ -31,7 +30,7 @@ class SamAttention(Windowed):
         return None if getattr(module, "rope", None) is None else "it turns queries and keys"
 
     def fused_blocked(self: Any) -> str | None:
-        return "its probabilities are hooked" if is_hooked(self.attn_drop) else None
+        return hooked(self, "attn_drop", "q_norm", "k_norm")
 
     def fused_grid(self: Any) -> tuple[int, int] | None:
         """What its tables are for; the host interpolates them for others."""

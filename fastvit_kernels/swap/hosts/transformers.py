@@ -44,7 +44,7 @@ def fastvit_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout,
-        is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1, scale=scaling,
+        is_causal=bool(causal) and attention_mask is None, scale=scaling,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

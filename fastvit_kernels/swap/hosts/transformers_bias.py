@@ -106,9 +106,9 @@ class Data2VecAttention(OwnBias, WithNone, SelfAttention):
         yield from (*self.fused_projections(), self.output.dense)
 
     def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self.attention, *self.fused_linears)
-        yield from left_linears(self.output, "dense")
-        yield from left_dropouts(self.output, "dropout")
+        inside = (f"attention.{name}" for name in self.fused_linears)
+        yield from left_linears(self, *inside, self.fused_out)
+        yield from left_dropouts(self, self.fused_after)
 
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
         return self.fused_attend(x, self.fused_mask(x, **extras))
@@ -148,9 +148,8 @@ class Data2VecLayer(WithNone, PreNormBlock):
         yield from (self.intermediate.dense, self.output.dense)
 
     def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self.intermediate, "dense")
-        yield from left_linears(self.output, "dense")
-        yield from left_dropouts(self.output, "dropout")
+        yield from left_linears(self, "intermediate.dense", "output.dense")
+        yield from left_dropouts(self, "output.dropout")
 
     def fused_child(self: Any, name: str) -> Any:
         return _TwoHalves(self) if name == "intermediate" else getattr(self, name)
@@ -172,12 +171,6 @@ class BeitLayer(OwnBias, ViTLayer):
     def fused_child(self: Any, name: str) -> Any:
         child = getattr(self, name)
         return None if isinstance(child, (int, float)) else child  # 1.0: no LayerScale
-
-    def fused_blocked(self: Any) -> str | None:
-        for gamma in (self.lambda_1, self.lambda_2):
-            if not isinstance(gamma, Tensor) and gamma != 1.0:
-                return "its LayerScale is a number"
-        return None
 
     def fused_context(self, x: Tensor, **extras: Any) -> dict[str, Any]:
         return {"attention_mask": self.fused_mask(x, **extras)}

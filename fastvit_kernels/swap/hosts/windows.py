@@ -47,10 +47,6 @@ class Windows(NamedTuple):
         (height, width), (rows, columns) = self.grid, self.size
         return height + -height % rows, width + -width % columns
 
-    def number(self) -> int:
-        height, width = self.padded()
-        return height // self.size[0] * (width // self.size[1])
-
     def rolled(self, x: Tensor, sign: int) -> Tensor:
         if not any(self.shift):
             return x
@@ -181,13 +177,6 @@ class SwinBlock(PreNormBlock):
         if getattr(self, "dynamic_mask", False):
             return self.get_attn_mask(x.new_empty(1, *self.fused_cut(x).padded(), 1))
         return self.attn_mask
-
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        if x.ndim != 4:
-            return False
-        if getattr(self, "dynamic_mask", False) or self.attn_mask is None:
-            return True
-        return self.fused_cut(x).number() == len(self.attn_mask)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         (rows, columns), width = self.window_size, width_of(self)

@@ -123,7 +123,14 @@ class Attention(Roles):
         roles = self.fused_roles
         if roles.raw and not all(is_plain(part(self, n)) for n in roles.projections):
             return "it reads the weights of Linears that are no plain ones, and calls none"
-        return super().fused_blocked()
+        return self.fused_apart() or super().fused_blocked()
+
+    def fused_apart(self: Any) -> str | None:
+        """A host that calls its dropout follows the dropout's mode, one that reads its p its own
+        mode: where they differ nobody knows which."""
+        drop = self.fused_part("dropout")
+        differ = isinstance(drop, nn.Dropout) and drop.p > 0 and drop.training != self.training
+        return "its dropout of attention is in another mode" if differ else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         return x.ndim == 3 + self.fused_roles.grid and takes(self, x)

@@ -144,7 +144,13 @@ class Block(Roles):
     def fused_blocked(self: Any) -> str | None:
         if self.training and self.fused_roles.evaluation:
             return "in training its forward does something else"
-        return hooked(self, *self.fused_roles.through)
+        for body in self.fused_inlined():
+            if isinstance(body, InlineAttention) and (apart := body.fused_apart()):
+                return apart
+        # In evaluation the host may not call a DropPath.
+        tails = [n for step in self.fused_roles.steps for n in step.tail]
+        paths = [n for n in tails if isinstance(part(self, n), DropPath)]
+        return hooked(self, *self.fused_roles.through, *paths)
 
     def fused_facts(self: Any) -> Any:
         return attention_facts(self)
@@ -209,10 +215,7 @@ class Block(Roles):
             roles = getattr(body, "fused_roles", None)
             if not isinstance(roles, AttentionRoles):
                 continue
-            if step.window:
-                if tokens_of(body) not in ((), (part(self, step.window),) * 2):
-                    return False
-            elif not takes(body, x):
+            if not (step.window or takes(body, x)):
                 return False
             own = dict(step.context)
             if roles.needs_rope and extras.get(own.get(roles.rope)) is None:
