@@ -9,7 +9,9 @@ SURVIVORS = {
     "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "how long a random call may take",
     "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "how long a random call may take",
     "ops/attention/backward_bias.py:: 4 -> (5)": "how many programs share the tiles: GPU timing",
-    "ops/common/rows.py:bwd_programs: config.block_rows > 1 -> (config.block_rows >= 1)": "timing",
+    "ops/common/rows.py:bwd_programs: config.block_rows > 1 -> (config.block_rows >= 1)": (
+        "GPU timing"
+    ),
     "ops/mlp/launch.py:_empty_bwd: 0 -> (1)": "a width that no wanted gradient has",
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
