@@ -624,12 +624,6 @@ FAULTS = [
         only=("models/test_weights.py::test_names_that_mean_the_same[transformers]",),
     ),
     Fault(
-        "weights-circle", "weights/names.py", "_unwrap",
-        "a circle of mappings is gone round for ever",
-        "any(source is outer for outer in seen)", "source is seen[0]",
-        only=("models/test_hostile_weights.py::test_hostile_file[itself.pth]",),
-    ),
-    Fault(
         "weights-suffix-case", "weights/files.py", "read_file",
         "a suffix in capitals is another",
         "path.suffix.lower()", "path.suffix",

@@ -15,4 +15,5 @@ SURVIVORS = {
     "ops/mlp/launch.py:_empty_bwd: 0 -> (1)": "a width that no wanted gradient has",
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
+    "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
 }
