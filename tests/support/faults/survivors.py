@@ -2,6 +2,6 @@
 
 SURVIVORS = {
     "bench/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
-    "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "how long a random call may take",
-    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "how long a random call may take",
+    "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "patience of the fuzz test",
+    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "patience of the fuzz test",
 }
