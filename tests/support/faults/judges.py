@@ -489,3 +489,130 @@ FAULTS = [
         "an argument named position_embeddings is no angles", "|position_emb", "", SEARCH,
     ),
 ]  # fmt: skip
+
+ENTRIES, CHECKED = "verify/entries/", "verify/test_entries.py::test_"
+ASKED = (f"{CHECKED}every_call_is_asked",)
+CONFIGS = "ops/test_all_configs.py::test_"
+LATE = "verify/test_isolated.py::test_"
+RULE = "support/test_accuracy.py::test_"
+FAULTS += [  # what the judges are asked, and with which numbers
+    Fault(
+        "entry-uint8", f"{ENTRIES}patch_embed.py", "_patch_check", "check sees no bytes",
+        "dict(uint8=True)", "dict(uint8=False)", ASKED,
+    ),
+    Fault(
+        "entry-frozen", f"{ENTRIES}rope.py", "_rope_configs", "each has the tables' gradient",
+        "case(*head, frozen=TABLES) for", "case(*head) for", ASKED,
+    ),
+    Fault(
+        "entry-layer-scale", f"{ENTRIES}arguments.py", "", "LayerScale's gradient is not looked at",
+        '"layer_scale": Arg(usual=False)', '"layer_scale": Arg(usual=False, grad=False)', ASKED,
+    ),
+    Fault(
+        "entry-activation", f"{ENTRIES}linear.py", "_linear_check", "check sees one activation",
+        "dict(activation=name)", 'dict(activation="gelu")', ASKED,
+    ),
+    Fault(
+        "entry-stored", f"{ENTRIES}linear.py", "", "check sees no stored activations",
+        'Example(_mlp_at(v), "stored", dict(recompute=False))', 'Example(_mlp_at(v), "stored")',
+        ASKED,
+    ),
+    Fault(
+        "entry-mask", f"{ENTRIES}attention.py", "_sdpa_check", "check sees no boolean mask",
+        '"boolean mask", boolean=True', '"boolean mask"', ASKED,
+    ),
+    Fault(
+        "entry-split", f"{ENTRIES}attention.py", "_attention_check",
+        "check sees no tokens past the one-pass backward", '{**one, "T": 260}', '{**one, "T": 26}',
+        ASKED,
+    ),
+    Fault(
+        "entry-fuzz", f"{ENTRIES}patch_embed.py", "_patch_fuzz", "random patches are a frame less",
+        "pick(0, 0, 1, 2, 3)", "pick(0, 0, 1, 2)", ASKED,
+    ),
+    Fault(
+        "entry-gradients", "verify/op.py", "Op.inputs", "no gradient is looked at",
+        "set(found if example.inference else example.frozen)", "set(found)", ASKED,
+    ),
+    Fault(
+        "entry-heads", "verify/cases.py", "_vision_transformer", "check's model has other heads",
+        "num_heads=v.H, ", "", (f"{CHECKED}the_model_of_check_is_as_its_sizes_say",),
+    ),
+    Fault(
+        "entry-dropped", "verify/op.py", "Draw.kind", "no sample is dropped",
+        "x[: len(x) - 1][:1] = 0", "pass",
+        (f"{CHECKED}factors_of_drop_path_drop_a_sample_and_scale_the_others",),
+    ),
+    Fault(
+        "entry-scale", "verify/op.py", "Draw.kind", "weights vanish", "fan_in(shape) ** -0.5",
+        "fan_in(shape) ** -1.5", (f"{CHECKED}numbers_are_normal_and_products_keep_their_scale",),
+    ),
+    Fault(
+        "entry-samples", "verify/op.py", "SampleShape.draw", "the first samples are kept",
+        "torch.randperm(self[0] - self.kept, generator=generator)",
+        "torch.arange(self[0] - self.kept)",
+        (f"{CHECKED}samples_are_as_keep_samples_gives_them",),
+    ),
+    Fault(
+        "entry-autocast", "verify/op.py", "in_precision", "nothing runs under autocast",
+        "if autocast is None or any(", "if True or any(",
+        (f"{CHECKED}in_precision_runs_under_autocast_but_for_the_oracle",),
+    ),
+    Fault(
+        "entry-sizes", "verify/worker.py", "cases_of", "a GPU is checked at small sizes",
+        'large = device.type == "cuda"', "large = False", (f"{CHECKED}a_gpu_gets_real_sizes",),
+    ),
+    Fault(
+        "judge-rms-floor", "verify/accuracy.py", "measure", "the RMS has the maximum's floor",
+        "FLOOR_EPS * eps * scale", "FLOOR_EPS * eps * peak",
+        (f"{RULE}the_floor_of_the_rms_is_of_the_rms",),
+    ),
+    Fault(
+        "judge-upstream", "verify/accuracy.py", "Reference.__init__", "upstream gradients are ones",
+        "torch.randn(o.shape, generator=generator)", "torch.ones(o.shape)",
+        (f"{RULE}upstream_gradients_are_random",),
+    ),
+    Fault(
+        "judge-zeros", "verify/accuracy.py", "Error.passed", "exact zeros fail",
+        "self.max <= self.limit_max", "self.max < self.limit_max",
+        (f"{RULE}zeros_that_are_exact_pass_a_limit_of_0",),
+    ),
+    Fault(
+        "judge-orders", "verify/orders.py", "AnotherOrder.__init__", "each order is the first",
+        "manual_seed(seed)", "manual_seed(0)",
+        (f"{RULE}another_order_rounds_differently_and_is_the_same_function",),
+    ),
+    Fault(
+        "judge-config-bits", "verify/all_configs.py", "run_config", "configs run once",
+        "repeats=repeats", "repeats=1", (f"{CONFIGS}a_config_with_other_bits_at_each_run_fails",),
+    ),
+    Fault(
+        "judge-config-keys", "verify/all_configs.py", "Reached.fits", "a config must fit every key",
+        "return any(", "return all(",
+        (f"{CONFIGS}a_config_fits_a_case_where_one_of_its_keys_does",),
+    ),
+    Fault(
+        "judge-kept-dtype", "verify/selection.py", "_runs", "a dtype's pass for another's",
+        'if case == f"{name}, {dtype}"', 'if case.startswith(f"{name}, ")',
+        (f"{CONFIGS}kept_configs_of_one_dtype_are_not_another_dtypes",),
+    ),
+    Fault(
+        "judge-kept-folders", "verify/kept.py", "package_hash", "kept results outlive the kernels",
+        'PACKAGE.rglob("*.py")', 'PACKAGE.glob("*.py")',
+        (f"{LATE}kept_lines_are_of_the_same_sources",),
+    ),
+    Fault(
+        "judge-dead-process", "verify/worker.py", "result_of", "a process that died has passed",
+        "if outcome.lines and outcome.failure is None:", "if outcome.lines:",
+        (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
+    ),
+    Fault(
+        "judge-lost-device", "verify/worker.py", "_config_lines", "a lost device goes on",
+        "raise SystemExit(LOST)", "pass", (f"{LATE}a_process_ends_with_its_device",),
+    ),
+    Fault(
+        "judge-rest", "verify/worker.py", "rest_of", "what another table tried is left out",
+        '(entry["table"], i) not in tried', "i not in {index for _, index in tried}",
+        (f"{LATE}what_is_left_of_one_table_is_not_what_another_has_tried",),
+    ),
+]  # fmt: skip

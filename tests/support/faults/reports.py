@@ -162,3 +162,89 @@ FAULTS: list[Fault] = [
         "not isinstance(model, nn.Module)", "False", only=_test("test_status_and_watch_reject"),
     ),
 ]  # fmt: skip
+
+TUNING, RANK, TOOL_FAULTS = "tools/tuning.py", "tools/rank.py", "tools/faults.py"
+LOOPS, USEFUL = "tools/loop_model.py", "tools/useful.py"
+
+
+def _tuning(name: str) -> tuple[str]:
+    return (f"tools/test_tuning.py::test_{name}",)
+
+
+def _model(name: str) -> tuple[str]:
+    return (f"tools/test_loop_model.py::test_{name}",)
+
+
+FAULTS += [  # what tools say of kernels
+    Fault(
+        "tune-noise", TUNING, "beats", "a gain as large as the noise wins",
+        "gain > max(", "gain >= max(", only=_tuning("the_default_stays_within_the_noise"),
+    ),
+    Fault(
+        "tune-best", TUNING, "decide", "the last config that is faster wins",
+        "ratio < best", "ratio > 0", only=_tuning("of_two_that_are_faster_the_faster_wins"),
+    ),
+    Fault(
+        "tune-counts", TUNING, "_step_us", "a call counts once",
+        "count * timer(call)", "timer(call)", only=_tuning("times_are_of_all_calls_of_a_step"),
+    ),
+    Fault(
+        "tune-order", TUNING, "tune", "what takes least is tuned first",
+        "-share[c]", "share[c]", only=_tuning("what_takes_most_of_a_step_is_tuned_first"),
+    ),
+    Fault(
+        "tune-table", TUNING, "tune", "the user's table is gone afterwards",
+        "install(here, None)", "pass",
+        only=_tuning("the_users_own_table_is_in_force_again_afterwards"),
+    ),
+    Fault(
+        "replay-autocast", "tools/replay.py", "Replay._called", "a replay leaves autocast out",
+        "self.call.autocast)", "None)", only=_tuning("a_call_is_noted_as_it_was_asked"),
+    ),
+    Fault(
+        "replay-grad", "tools/replay.py", "_noted", "no_grad is not noted",
+        "value.requires_grad and torch.is_grad_enabled()", "value.requires_grad",
+        only=_tuning("a_call_is_noted_as_it_was_asked"),
+    ),
+    Fault(
+        "model-special", LOOPS, "unit_cycles", "special functions at twice their rate",
+        "8.0 * counts.special", "4.0 * counts.special", only=_model("each_unit_takes_its_rate"),
+    ),
+    Fault(
+        "model-hbm", LOOPS, "launch_time", "memory at half its rate", "roof.hbm * 1e-3",
+        "roof.hbm * 2e-3", only=_model("a_launch_takes_its_waves_its_bytes_and_its_longest_part"),
+    ),
+    Fault(
+        "model-copies", LOOPS, "work", "a warp's copies are a thread's", "32 * run.copied",
+        "run.copied", only=_model("the_work_of_a_launch_is_that_of_its_programs"),
+    ),
+    Fault(
+        "model-library", RANK, "trace_time", "the library's products cost nothing",
+        "return library + sum(", "return sum(",
+        only=_model("the_time_of_a_trace_is_of_kernels_and_library"),
+    ),
+    Fault(
+        "model-useful", USEFUL, "", "the products of dK and dV are fewer",
+        '"attention_bwd_dkdv": _attention(4)', '"attention_bwd_dkdv": _attention(3)',
+        only=_model("useful_products_are_those_of_the_mathematics"),
+    ),
+    Fault(
+        "gate-all-waited", TOOL_FAULTS, "_reads_before_fence", "wait_group 0 leaves copies",
+        '((), ("0",))', "((),)", only=_model("copies_are_fenced_before_a_product_reads_them"),
+    ),
+    Fault(
+        "gate-shared", "tools/resources.py", "", "a block may take 1 KB more than there is",
+        'Target("sm_89", 128, 99 * KB', 'Target("sm_89", 128, 100 * KB',
+        only=_model("limits_are_the_programming_guides"),
+    ),
+    Fault(
+        "sass-uniform", "tools/sass.py", "_with_target", "a uniform branch always jumps",
+        "one.operands.replace(target[0], hex(places[target[1]]))", "hex(places[target[1]])",
+        only=("tools/test_machine_code.py::test_a_branch_under_a_predicate_may_fall_through",),
+    ),
+    Fault(
+        "hub-identity", "tools/hub.py", "write_layout", "two builds have one identity",
+        "p.encode() + _digest(c)", "p.encode()",
+        only=("tools/test_hub.py::test_another_content_is_another_build",),
+    ),
+]  # fmt: skip

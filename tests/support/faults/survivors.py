@@ -16,4 +16,6 @@ SURVIVORS = {
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
+    "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "patience of the fuzz test",
+    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "patience of the fuzz test",
 }
