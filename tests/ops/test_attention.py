@@ -250,6 +250,14 @@ def test_qkv_attention(dtype, bias):
     )
 
 
+def test_qkv_attention_gradient_of_a_bias_wider_than_the_weight():
+    x, weight, bias = rand(2, 5, 16), rand(48, 16, dtype=bf16, seed=1), rand(48, seed=2)
+    with torch.autocast(DEVICE.type, bf16):
+        out = qkv_attention(x, weight, bias, num_heads=1)
+    (dbias,) = torch.autograd.grad(out.float().square().sum(), bias)
+    assert not torch.equal(dbias, dbias.bfloat16().float())  # rounded once, to its own dtype
+
+
 def test_qkv_attention_saves_x_qkv_out_lse():
     saved = []
     B, T, C, H, D = 1, 40, 32, 2, 16
