@@ -148,8 +148,14 @@ def test_attention_is_deterministic(T, dtype):
 
 
 def _in_equal_strides(x):
-    """In memory that ends with the last element."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    """In memory that ends with the last element; on a CPU with NaN behind it."""
+    if x.is_cuda or x.dtype is not fp32:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    memory = np.full(count + 64, np.nan, np.float32)
+    return (
+        torch.frombuffer(memory, dtype=fp32, count=count).as_strided(x.shape, x.stride()).copy_(x)
+    )
 
 
 @pytest.mark.parametrize("unpack", [torch.Tensor.contiguous, _in_equal_strides])
