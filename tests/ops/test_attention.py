@@ -148,8 +148,14 @@ def test_attention_is_deterministic(T, dtype):
 
 
 def _in_equal_strides(x):
-    """In memory that ends with the last element."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    """In memory that ends with the last element; on a CPU with NaN behind it."""
+    if x.is_cuda or x.dtype is not fp32:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    memory = np.full(count + 64, np.nan, np.float32)
+    return (
+        torch.frombuffer(memory, dtype=fp32, count=count).as_strided(x.shape, x.stride()).copy_(x)
+    )
 
 
 @pytest.mark.parametrize("unpack", [torch.Tensor.contiguous, _in_equal_strides])
@@ -248,6 +254,14 @@ def test_qkv_attention(dtype, bias):
         lambda **kw: qkv_attention_ref(**kw, num_heads=H),
         inputs,
     )
+
+
+def test_qkv_attention_gradient_of_a_bias_wider_than_the_weight():
+    x, weight, bias = rand(2, 5, 16), rand(48, 16, dtype=bf16, seed=1), rand(48, seed=2)
+    with torch.autocast(DEVICE.type, bf16):
+        out = qkv_attention(x, weight, bias, num_heads=1)
+    (dbias,) = torch.autograd.grad(out.float().square().sum(), bias)
+    assert not torch.equal(dbias, dbias.bfloat16().float())  # rounded once, to its own dtype
 
 
 def test_qkv_attention_saves_x_qkv_out_lse():

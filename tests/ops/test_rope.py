@@ -237,6 +237,17 @@ def test_rope_of_one_table_that_learns():
     _check(inputs, norm="rms_norm")
 
 
+@pytest.mark.parametrize("wide", ["cos", "sin"])
+def test_rope_gradients_of_tables_of_two_dtypes(wide):
+    inputs = _inputs(2, 5, 2, 8)
+    for name in ("cos", "sin"):
+        dtype = fp32 if name == wide else bf16
+        inputs[name] = inputs[name].to(dtype).requires_grad_()
+    q, k = rope(**inputs)
+    (grad,) = torch.autograd.grad((q + k).square().sum(), inputs[wide])
+    assert not torch.equal(grad, grad.bfloat16().float())  # rounded once, to its own dtype
+
+
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [

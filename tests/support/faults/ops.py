@@ -710,4 +710,33 @@ FAULTS: list[Fault] = [
         "True",
         only=("ops/test_gemm.py::test_gemm_candidates_fit_shared_memory",),
     ),
+    Fault(
+        "op-bias-dtype",
+        "ops/attention/projected.py",
+        "_decide_qkv",
+        "the gradient of a bias is rounded to the dtype of the weight",
+        "weight.dtype if bias is None else bias.dtype",
+        "weight.dtype",
+        only=(
+            "ops/test_attention.py::test_qkv_attention_gradient_of_a_bias_wider_than_the_weight",
+        ),
+    ),
+    Fault(
+        "op-tables-dtype",
+        "ops/rope.py",
+        "check_rotation",
+        "the gradient of a table is rounded to the dtype of the other",
+        "cos.dtype if cos.dtype == sin.dtype else torch.float32",
+        "cos.dtype",
+        only=("ops/test_rope.py::test_rope_gradients_of_tables_of_two_dtypes",),
+    ),
+    Fault(
+        "op-config-repeats",
+        "ops/attention/configs.py",
+        "_one_pass_fits",
+        "narrow heads take a backward whose warps repeat one another",
+        "16 * config.num_warps > D",
+        "16 // config.num_warps > D",
+        only=("ops/test_attention_configs.py::test_no_warp_repeats_the_work_of_another",),
+    ),
 ]
