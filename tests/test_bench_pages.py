@@ -153,6 +153,7 @@ def test_compare_names_what_was_measured_and_now_fails(tmp_path, capsys):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["compare", a, b]) == 1
     out = capsys.readouterr().out
+    assert out.startswith("A: ") and "\nB: " in out and "B / A" in out and "1.000" in out
     assert "mlp a bf16 both: ours: error no kernel" in out
     assert (
         "1 rows in both; 0 slower by more than 5%; 1 that were measured in A and failed in B" in out
