@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -294,7 +294,7 @@ _KEPT = dict(x=(2, 3, 8), residual=(4, 3, 4))  # two samples of four
 _QKV = dict(x=(2, 3, 8), weight=(48, 8), bias=(48,))
 _TABLES = dict(cos=(3, 8), sin=(3, 8))
 _HEADS = dict(query=(2, 2, 3, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8))
-FLOPS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], int]] = {
+FLOPS: dict[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]], int]] = {
     "linear": (fk.linear, dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0),
     "linear gelu": (
         partial(fk.linear, activation="gelu"), dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0
