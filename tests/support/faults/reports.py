@@ -1,5 +1,5 @@
-"""Faults in what a model tells of itself, and in the one decision of a forward and its
-recomputation."""
+"""Faults in what a model tells of itself, in the one decision of a forward and its recomputation,
+and in what the commands other than `train` say."""
 
 from .fault import Fault
 
@@ -8,6 +8,18 @@ RECOMPUTE = "runtime/recompute.py"
 DISPATCH = "runtime/dispatch.py"
 STATUS = "swap/status.py"
 REPORT = "swap/report.py"
+CHECK, BESIDE = "commands/check.py", "commands/beside.py"
+COVERAGE, CUT = "commands/coverage.py", "commands/cut.py"
+GATE, RESOURCES = "commands/gate.py", "commands/resources.py"
+RANK, COMPILE = "commands/rank.py", "commands/compile.py"
+TUNE, STEPS = "commands/tune.py", "commands/steps.py"
+ATTENTION_STEPS, MODELS = "commands/attention_steps.py", "commands/models.py"
+OPTIONS, CLI = "commands/options.py", "commands/cli.py"
+ATTENTION_MAPS = "commands/attention_maps.py"
+_CHECK, _BESIDE = "commands/test_check.py::", "commands/test_beside.py::"
+_COVERAGE, _GATE = "commands/test_coverage.py::", "commands/test_gate.py::"
+_CLI, _OPTIONS = "commands/test_cli.py::", "commands/test_options.py::"
+_STEPS = "commands/test_steps.py::"
 
 
 def _way(watcher: str, reentrant: bool) -> tuple[str]:
@@ -160,6 +172,248 @@ FAULTS: list[Fault] = [
     Fault(
         "status-rejects", STATUS, "_modules_of", "anything is taken for a model",
         "not isinstance(model, nn.Module)", "False", only=_test("test_status_and_watch_reject"),
+    ),
+    # The other commands.
+    Fault(
+        "report-check-gradients", CHECK, "", "no gradient in the table",
+        "for part in (outputs, gradients) if part", "for part in (outputs,) if part",
+        only=(_CHECK + "test_the_row_of_a_case_is_the_one_nearest_its_limit",),
+    ),
+    Fault(
+        "report-check-share", CHECK, "", "a table shows its best run",
+        "worst = max((run.share", "worst = min((run.share",
+        only=(_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
+    ),
+    Fault(
+        "report-check-cut", CHECK, "", "a failure hides what was left out",
+        "return CUT_SHORT if wanted.left_out else status",
+        "return status or (CUT_SHORT if wanted.left_out else 0)",
+        only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
+    ),
+    Fault(
+        "report-check-timeout", CHECK, "", "--case-timeout ignored",
+        "_jobs(arguments, device), arguments.case_timeout, kept",
+        "_jobs(arguments, device), CASE_TIMEOUT, kept",
+        only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
+    ),
+    Fault(
+        "report-check-jobs", CHECK, "", "--jobs ignored",
+        "    return arguments.jobs\n",
+        "    return 0\n",
+        only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
+    ),
+    Fault(
+        "report-check-faults", CHECK, "", "a selection of configs always passes",
+        "passed = not faults if partial else all_configs.passed(runs)",
+        "passed = all_configs.passed(runs) or bool(partial)",
+        only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
+    ),
+    Fault(
+        "report-beside-oracle", BESIDE, "", "the oracle is in the model's dtype",
+        "oracle = _run(copy.deepcopy(model).double(), inputs, seed)",
+        "oracle = _run(copy.deepcopy(model), inputs, seed)",
+        only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
+    ),
+    Fault(
+        "report-beside-floors", BESIDE, "", "the floor is a hundred times wider",
+        "2 * torch.finfo(dtype).eps * peaks", "200 * torch.finfo(dtype).eps * peaks",
+        only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
+    ),
+    Fault(
+        "report-beside-autocast", BESIDE, "", "autocast ignored",
+        "torch.autocast(device, autocast, enabled=autocast is not None)",
+        "torch.autocast(device, autocast, enabled=False)",
+        only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
+    ),
+    Fault(
+        "report-beside-upstream", BESIDE, "", "upstream gradients are ones",
+        "upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]",
+        "upstream = [torch.ones(o.shape).to(o) for o in outputs]",
+        only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
+    ),
+    Fault(
+        "report-beside-train", BESIDE, "", "dropout is off in the comparison",
+        "host = copy.deepcopy(model).double().train()",
+        "host = copy.deepcopy(model).double().eval()",
+        only=(_BESIDE + "test_dropout_is_compared",),
+    ),
+    Fault(
+        "report-beside-images", BESIDE, "", "the images' gradient is not compared",
+        'found |= {f"d{k or \'images\'}": v.grad for k, v in leaves.items() if v.grad'
+        " is not None}",
+        "pass",
+        only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
+    ),
+    Fault(
+        "report-beside-randomize", BESIDE, "", "parameters stay at their initial values",
+        "0.2 if p.ndim < 2 else 0.05", "0.0",
+        only=(_BESIDE + "test_randomize_moves_every_parameter",),
+    ),
+    Fault(
+        "report-beside-layer", BESIDE, "", "one layer is all",
+        '".".join(parts[: places[-1] + 1] if places else parts[:-1])', '"all"',
+        only=(_BESIDE + "test_a_layer_is_a_block_or_a_module",),
+    ),
+    Fault(
+        "report-cov-status", COVERAGE, "", "a wrong model is no failure",
+        "return 1 if wrong else 0", "return 0",
+        only=(_COVERAGE + "test_the_command_ends_with_1_where_a_model_is_wrong",),
+    ),
+    Fault(
+        "report-cov-backends", COVERAGE, "", "the kernels are not run",
+        "with backend(chosen):", "with backend('torch'):",
+        only=(_COVERAGE + "test_narrow_models_run_through_each_backend_off_their_first_weights",),
+    ),
+    Fault(
+        "report-cov-parts", COVERAGE, "", "what failed stands for others",
+        'if found in ("yes", "float64"):', "if found:",
+        only=(_COVERAGE + "test_parts_that_failed_are_run_again",),
+    ),
+    Fault(
+        "report-cov-blocks", COVERAGE, "", "parts count as blocks",
+        'blocks = sum(r.level == "block" for r in vits)',
+        'blocks = sum(r.level != "none" for r in vits)',
+        only=(_COVERAGE + "test_the_table_counts_what_it_says",),
+    ),
+    Fault(
+        "report-cov-eval", COVERAGE, "", "initial values hide an error",
+        "key = fingerprint(randomize(model).eval(), inputs)",
+        "key = fingerprint(model.eval(), inputs)",
+        only=(_COVERAGE + "test_narrow_models_run_through_each_backend_off_their_first_weights",),
+    ),
+    Fault(
+        "report-cov-runs", COVERAGE, "", "as another is counted by name",
+        '"as another" if word.startswith("as ") else word', "word",
+        only=(_COVERAGE + "test_the_table_counts_what_it_says",),
+    ),
+    Fault(
+        "report-cut-drop", CUT, "", "cut models drop no path",
+        "DROP_PATH = 0.3", "DROP_PATH = 0.0",
+        only=(_COVERAGE + "test_cut_models_drop_paths",),
+    ),
+    Fault(
+        "report-gate-errors", GATE, "", "what does not compile passes",
+        "problems = compiled.errors + broken_rules(kernels)", "problems = broken_rules(kernels)",
+        only=(_GATE + "test_what_does_not_compile_is_a_problem",),
+    ),
+    Fault(
+        "report-res-new", RESOURCES, "", "fewer registers excuse more memory",
+        "if any(new > old for _, old, new in changes)",
+        "if all(new > old for _, old, new in changes)",
+        only=("tools/test_aot.py::test_more_of_one_and_less_of_another_is_more",),
+    ),
+    Fault(
+        "report-res-worst", RESOURCES, "", "spills of one specialisation alone",
+        "spills=max(row.spills, kernel.spills)", "spills=row.spills",
+        only=("tools/test_aot.py::test_table_row_is_the_worst_of_its_specialisations",),
+    ),
+    Fault(
+        "report-rank-kernel-us", RANK, "", "one kernel of a call is timed",
+        "round(sum(one.modelled.us for one in row.launches), 1)",
+        "round(max(one.modelled.us for one in row.launches), 1)",
+        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+    ),
+    Fault(
+        "report-rank-regs", RANK, "", "the fewest registers are shown",
+        '"registers": max(', '"registers": min(',
+        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+    ),
+    Fault(
+        "report-rank-warps", RANK, "", "the most warps are shown",
+        '"warps_per_sm": min(', '"warps_per_sm": max(',
+        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+    ),
+    Fault(
+        "report-compile-problems", COMPILE, "", "broken rules are not printed",
+        'print(*problems, sep="\\n", end="\\n" if problems else "")\n    return 0',
+        "return 0",
+        only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
+    ),
+    Fault(
+        "report-compile-infer", COMPILE, "", "--infer ignored",
+        "train=args.train)", "train=True)",
+        only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
+    ),
+    Fault(
+        "report-compile-img", COMPILE, "", "--img-size ignored",
+        "img_size=args.img_size)", "img_size=None)",
+        only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
+    ),
+    Fault(
+        "report-tune-wrong", TUNE, "", "a wrong config is a wrong default",
+        "wrong += any(config == found.default for config, _ in found.refused)",
+        "wrong += bool(found.refused)",
+        only=("tools/test_tuning.py::test_a_wrong_config_is_no_wrong_default",),
+    ),
+    Fault(
+        "report-tune-gain", TUNE, "", "the gain is of the winner's time",
+        "100.0 * (1.0 - found.winner_us / found.default_us)",
+        "100.0 * (found.default_us / found.winner_us - 1.0)",
+        only=("tools/test_tuning.py::test_a_wrong_config_is_no_wrong_default",),
+    ),
+    Fault(
+        "report-one-image", ATTENTION_STEPS, "", "no causal attention of one image",
+        "attend(is_causal=True),\n            attend(is_causal=True, dropout_p=0.1),\n "
+        "           attend(torch.empty(T, T, dtype=torch.bool), dropout_p",
+        "attend(),\n            attend(is_causal=True, dropout_p=0.1),\n           "
+        " attend(torch.empty(T, T, dtype=torch.bool), dropout_p",
+        only=(_STEPS + "test_attention_of_one_image",),
+    ),
+    Fault(
+        "report-steps-learnt", ATTENTION_STEPS, "", "no dropout beside a learnt bias",
+        "for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):", "for dropout_p in (0.0,):",
+        only=(_STEPS + "test_a_learnt_bias",),
+    ),
+    Fault(
+        "report-steps-noargs", STEPS, "", "gated MLPs are not compiled",
+        '"gated MLP": _gated_mlp,', '"gated MLP": _rope,',
+        only=(_STEPS + "test_each_case_is_there_once",),
+    ),
+    Fault(
+        "report-run-step-loss", MODELS, "", "fp16 is bf16",
+        "torch.autocast(device, DTYPES[dtype])", "torch.autocast(device, torch.bfloat16)",
+        only=(_OPTIONS + "test_one_step_is_in_its_dtype",),
+    ),
+    Fault(
+        "report-hf-chans", MODELS, "", "--in-chans ignored",
+        '"in_chans": "num_channels", ', "",
+        only=(_OPTIONS + "test_images_of_one_channel_and_of_no_square",),
+    ),
+    Fault(
+        "report-shape-hw", MODELS, "", "height and width change places",
+        "return channels, height, width", "return channels, width, height",
+        only=(_OPTIONS + "test_images_of_one_channel_and_of_no_square",),
+    ),
+    Fault(
+        "report-dev-index", OPTIONS, "", "a GPU too many is taken",
+        "(device.index or 0) >= seen", "(device.index or 0) > seen",
+        only=(_OPTIONS + "test_which_gpu",),
+    ),
+    Fault(
+        "report-cli-blas", CLI, "", "the user's threads of BLAS are overridden",
+        '{"OPENBLAS_NUM_THREADS": "1", **os.environ', '{**os.environ, "OPENBLAS_NUM_THREADS": "1"',
+        only=(_CLI + "test_one_thread_of_blas_unless_the_user_says_otherwise",),
+    ),
+    Fault(
+        "report-maps-mean", ATTENTION_MAPS, "", "pixels are from 0 to 1 less 1",
+        "mean = std = (0.5,) * in_chans", "mean = std = (1.0,) * in_chans",
+        only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
+    ),
+    Fault(
+        "report-maps-timm", ATTENTION_MAPS, "", "timm's normalization ignored",
+        'mean, std = settings["mean"], settings["std"]', "pass",
+        only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
+    ),
+    Fault(
+        "report-maps-missing", ATTENTION_MAPS, "", "missing weights are taken",
+        'if key not in ("head.weight", "head.bias")', 'if "weight" not in key',
+        only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
+    ),
+    Fault(
+        "report-maps-title", ATTENTION_MAPS, "", "each drawing is of the first layer",
+        "figures.draw_attention_layer(image, layer,",
+        "figures.draw_attention_layer(image, layers[0],",
+        only=(_CLI + "test_each_layer_of_an_image_is_drawn",),
     ),
 ]  # fmt: skip
 

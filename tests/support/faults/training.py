@@ -7,11 +7,17 @@ STREAMING, RECORDS = (f"commands/training/{name}.py" for name in ("streaming", "
 CHECKPOINT, SHARDED = (f"commands/training/{name}.py" for name in ("checkpoint", "sharded"))
 SETTINGS, FINETUNE = (f"commands/training/{name}.py" for name in ("settings", "finetune"))
 MODEL, REPORT = (f"commands/training/{name}.py" for name in ("model", "report"))
+FOLDER, FIGURES = (f"commands/training/{name}.py" for name in ("folder", "figures"))
+PROCESSES, IMAGES = (f"commands/training/{name}.py" for name in ("processes", "images"))
+CACHED, PROBE = "commands/training/cached.py", "commands/probe.py"
 TRAIN, OPTIONS = "commands/train.py", "commands/options.py"
 LOAD, NAMES, FILES = "weights/load.py", "weights/names.py", "weights/files.py"
 
 _TRAIN, _RESUME = "commands/test_train.py::", "commands/test_resume.py::"
 _DATA, _STREAMING = "commands/test_data.py::", "commands/test_streaming.py::"
+_FINETUNE, _PROBE = "commands/test_finetune.py::", "commands/test_probe.py::"
+_REPORT, _RECORDS = "commands/test_report.py::", "commands/test_records.py::"
+_DISTRIBUTED = "commands/test_train_distributed.py::"
 _WEIGHTS, _HOSTILE = "models/test_weights.py::", "models/test_hostile_weights.py::"
 MANUAL = (_TRAIN + "test_a_run_is_what_the_manual_says",)
 RESUMED = (_TRAIN + "test_interrupt_and_resume_is_bit_for_bit",)
@@ -539,6 +545,477 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_a_loss_that_is_not_finite_keeps_the_last_checkpoint",),
     ),
     # load_weights.
+    # What no test looked at: figures of a report, of probe, of what stands beside a run.
+    Fault(
+        "train-compare-rng", RUN, "", "the plain model drops other paths",
+        "checkpoint.set_rng_state(before)\n            result",
+        "result",
+        only=(_TRAIN + "test_plain_pytorch_beside_a_run_is_trained_alike[None]",),
+    ),
+    Fault(
+        "train-rng-after", RUN, "", "the next epoch draws what this one drew",
+        "checkpoint.set_rng_state(after or before)", "checkpoint.set_rng_state(before)",
+        only=(_TRAIN + "test_plain_pytorch_beside_a_run_is_trained_alike[None]",),
+    ),
+    Fault(
+        "train-reference-frozen", RUN, "", "the plain model trains what is frozen",
+        "clone().requires_grad_(p.requires_grad)", "clone().requires_grad_(True)",
+        only=(_TRAIN + "test_plain_pytorch_beside_a_run_is_trained_alike[None]",),
+    ),
+    Fault(
+        "train-host-train", MODEL, "", "a plain host is evaluated as it trains",
+        "host.train(model.training)", "pass",
+        only=(_TRAIN + "test_plain_pytorch_beside_a_run_is_trained_alike[hf]",),
+    ),
+    Fault(
+        "train-ddp-same-paths", RUN, "", "all processes drop the same paths",
+        "epoch * self.processes.world + self.processes.rank", "epoch * self.processes.world",
+        only=(_TRAIN + "test_each_process_and_epoch_drops_other_paths",),
+    ),
+    Fault(
+        "train-weight-of-share", RUN, "", "a share's gradient weighs as a batch",
+        "(loss * weight).backward()", "loss.backward()",
+        only=(_TRAIN + "test_a_gradient_weighs_as_its_share",),
+    ),
+    Fault(
+        "train-metrics-digits", RUN, "", "metrics.csv has three digits",
+        ":.8g", ":.3g",
+        only=(_TRAIN + "test_speed_is_of_all_images_and_of_training_alone",),
+    ),
+    Fault(
+        "train-images-per-s", RUN, "", "images/s is a step's",
+        '"images_per_s": count / seconds', '"images_per_s": count / seconds / self.steps_per_epoch',
+        only=(_TRAIN + "test_speed_is_of_all_images_and_of_training_alone",),
+    ),
+    Fault(
+        "train-data-wait", RUN, "", "the wait for data is in seconds",
+        'result["data_wait"] = waited / seconds', 'result["data_wait"] = waited',
+        only=(_STREAMING + "test_the_share_of_time_spent_waiting_for_data",),
+    ),
+    Fault(
+        "train-infinite-only", RUN, "", "a held-out loss may be infinite",
+        "math.isfinite(value) for value in row.values()",
+        "math.isfinite(row['train_loss']) for _ in row.values()",
+        only=(_TRAIN + "test_no_figure_of_an_epoch_may_be_infinite",),
+    ),
+    Fault(
+        "train-narrow-std", MODEL, "", "narrow models' positions start at 0.02",
+        "std=0.3", "std=0.02",
+        only=(_TRAIN + "test_narrow_models_start_from_larger_weights",),
+    ),
+    Fault(
+        "train-narrow-le", MODEL, "", "C = 192 counts as narrow",
+        "model.embed_dim < NARROW", "model.embed_dim <= NARROW",
+        only=(_TRAIN + "test_narrow_models_start_from_larger_weights",),
+    ),
+    Fault(
+        "train-narrow-xavier", MODEL, "", "narrow models' Linears start at 0.02",
+        "nn.init.xavier_uniform_(module.weight)", "pass",
+        only=(_TRAIN + "test_narrow_models_start_from_larger_weights",),
+    ),
+    Fault(
+        "train-bytes-mixup", RUN, "", "MixUp mixes bytes",
+        "plain = self.settings.mixup or self.settings.compare", "plain = self.settings.compare",
+        only=(_STREAMING + "test_who_reads_bytes",),
+    ),
+    Fault(
+        "train-bytes-compare", RUN, "", "the plain model reads bytes",
+        "plain = self.settings.mixup or self.settings.compare", "plain = self.settings.mixup",
+        only=(_STREAMING + "test_who_reads_bytes",),
+    ),
+    Fault(
+        "train-state-pop", RUN, "", "an unused parameter gets a state on resume",
+        "self.learners[0].optimizer.state.pop(parameter, None)", "pass",
+        only=(_RESUME + "test_every_tensor_is_restored",),
+    ),
+    Fault(
+        "train-launched-average", RUN, "", "a sharded checkpoint has no average",
+        'found |= {f"average.{name}": t for name, t in self.average.items()}', "pass",
+        only=(_RESUME + "test_every_tensor_is_restored",),
+    ),
+    Fault(
+        "train-mixup-alpha", RUN, "", "--mixup's ALPHA is 1",
+        "alpha=self.settings.mixup", "alpha=1.0",
+        only=(_STREAMING + "test_mixup_is_by_beta_of_alpha",),
+    ),
+    Fault(
+        "train-weights-relative", SETTINGS, "", "--weights is relative to another folder",
+        "settings.weights = str(Path(source).resolve())", "settings.weights = source",
+        only=(_FINETUNE + "test_weights_are_found_from_any_folder",),
+    ),
+    Fault(
+        "train-datadir-relative", SETTINGS, "", "--data-dir is relative to another folder",
+        "settings.data_dir = str(Path(settings.data_dir).resolve())", "pass",
+        only=(_TRAIN + "test_resume_needs_the_same_data",),
+    ),
+    Fault(
+        "train-resumed-datadir", FOLDER, "", "another spelling of --data-dir is another folder",
+        'given = {**given, "data_dir": str(Path(given["data_dir"]).resolve())}', "pass",
+        only=(_TRAIN + "test_resume_needs_the_same_data",),
+    ),
+    Fault(
+        "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
+        "if settings.lora and settings.compare:", "if False:",
+        only=(_TRAIN + "test_mistakes",),
+    ),
+    Fault(
+        "train-format", CHECKPOINT, "", "a checkpoint of another version is read",
+        'or content.get("format") != FORMAT', "",
+        only=(_RESUME + "test_what_is_no_checkpoint_of_this_version",),
+    ),
+    Fault(
+        "train-numpy-gauss", CHECKPOINT, "", "numpy's second normal number is lost",
+        "keys.numpy().astype(np.uint32), *rest", "keys.numpy().astype(np.uint32), rest[0]",
+        only=(_RESUME + "test_the_random_states_are_all_restored",),
+    ),
+    Fault(
+        "train-mirror-75", DATA, "", "three of four images are mirrored",
+        "(draw[4] < 0)", "(draw[4] < 0.5)",
+        only=(_DATA + "test_augmentation_identity_shift_and_mirror",),
+    ),
+    Fault(
+        "train-split-trunc", DATA, "", "a class gives less than its share",
+        "round(held_out * len(members))", "int(held_out * len(members))",
+        only=(_DATA + "test_split_rounds_and_holds_one_of_two_images_out",),
+    ),
+    Fault(
+        "train-split-least", DATA, "", "a small class gives no held-out image",
+        "min(max(round(held_out * len(members)), 1), len(members) - 1)",
+        "min(round(held_out * len(members)), len(members) - 1)",
+        only=(_DATA + "test_split_rounds_and_holds_one_of_two_images_out",),
+    ),
+    Fault(
+        "train-resize-alias", DATA, "", "images are resized without antialias",
+        'mode="bilinear", antialias=True', 'mode="bilinear"',
+        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
+    ),
+    Fault(
+        "train-resize-round", DATA, "", "resized pixels are cut, not rounded",
+        "chunk.round().clamp(0, 255)", "chunk.clamp(0, 255)",
+        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
+    ),
+    Fault(
+        "train-bicubic", DATA, "", "pixels are resized to the nearest",
+        "Resampling.BICUBIC", "Resampling.NEAREST",
+        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
+    ),
+    Fault(
+        "train-t10k-labels", DATA, "", "held-out labels may exceed the classes",
+        ">= num_classes:", "> num_classes:",
+        only=(_DATA + "test_held_out_digits_of_a_class_that_training_lacks",),
+    ),
+    Fault(
+        "train-hidden-files", DATA, "", "hidden files are images",
+        'and not p.name.startswith(".") and p.is_file()', "and p.is_file()",
+        only=(_DATA + "test_folder_takes_val_and_leaves_hidden_files",),
+    ),
+    Fault(
+        "train-val-test", DATA, "", "test/ goes before val/",
+        'for n in ("val", "test") if', 'for n in ("test", "val") if',
+        only=(_DATA + "test_folder_takes_val_and_leaves_hidden_files",),
+    ),
+    Fault(
+        "train-memory", DATA, "", "images may take four times the memory",
+        "if 2 * count * bytes_each > memory", "if count * bytes_each > 2 * memory",
+        only=(_DATA + "test_images_are_twice_in_memory_while_they_are_read",),
+    ),
+    Fault(
+        "train-sample-order", STREAMING, "", "the first images normalize, not drawn ones",
+        "for i in order[:SAMPLE].tolist()", "for i in range(min(SAMPLE, len(train)))",
+        only=(_STREAMING + "test_the_images_that_normalize_are_drawn",),
+    ),
+    Fault(
+        "train-digest-held-out", STREAMING, "", "other held-out files are the same data",
+        "{self.train.digest()} {self.held_out.digest()}", "{self.train.digest()}",
+        only=(_STREAMING + "test_the_digest_of_streamed_images",),
+    ),
+    Fault(
+        "train-digest-classes", STREAMING, "", "other classes are the same streamed data",
+        ' {self.classes}"', '"',
+        only=(_STREAMING + "test_the_digest_of_streamed_images",),
+    ),
+    Fault(
+        "train-stream-seed", STREAMING, "", "--seed does not reach streamed batches",
+        "self.settings.seed * 1_000_003 + epoch", "epoch",
+        only=(_STREAMING + "test_batches_depend_on_the_seed_alone",),
+    ),
+    Fault(
+        "train-stream-held-crop", STREAMING, "", "held-out images are squeezed",
+        "if seed is None or self.transforms is None:\n                    return fit(image, size)",
+        "if seed is None or self.transforms is None:\n                    return"
+        " fit(image.resize((size, size)), size)",
+        only=(_STREAMING + "test_held_out_images_are_cropped_about_their_centre",),
+    ),
+    Fault(
+        "train-workers", IMAGES, "", "--workers ignored",
+        "if arguments.workers is None else arguments.workers", "",
+        only=(_STREAMING + "test_the_number_of_workers",),
+    ),
+    Fault(
+        "train-workers-default", IMAGES, "", "no core is left for the training",
+        "min(8, (cores or 1) - 1)", "min(8, cores or 1)",
+        only=(_STREAMING + "test_the_number_of_workers",),
+    ),
+    Fault(
+        "train-check-torch", REPORT, "", "the check batch is of PyTorch",
+        'with backend("triton"), quiet', 'with backend("torch"), quiet',
+        only=(_REPORT + "test_the_check_batch_is_of_the_kernels",),
+    ),
+    Fault(
+        "train-check-autocast", REPORT, "", "the check batch is in fp32",
+        "agreement(run.model, images, run.autocast)", "agreement(run.model, images)",
+        only=(_REPORT + "test_the_check_batch_is_of_the_kernels",),
+    ),
+    Fault(
+        "train-check-autocast-host", REPORT, "", "a host's check batch is in fp32",
+        "autocast=run.autocast)", "autocast=None)",
+        only=(_REPORT + "test_the_check_batch_is_of_the_kernels",),
+    ),
+    Fault(
+        "train-host-of", MODEL, "", "a swapped model is compared with itself",
+        "swap_out(host)", "pass",
+        only=(_REPORT + "test_the_hosts_own_code_is_what_a_swapped_model_is_compared_with",),
+    ),
+    Fault(
+        "train-agreement-passed", REPORT, "", "the summary says that all passed",
+        '"passed": e.passed', '"passed": True',
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
+    ),
+    Fault(
+        "train-median", REPORT, "", "images/s is the fastest epoch's",
+        'statistics.median(row["images_per_s"]', 'max(row["images_per_s"]',
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
+    ),
+    Fault(
+        "train-seconds", REPORT, "", "the time is the last epoch's",
+        'sum(row["seconds"] for row in run.history)', 'last["seconds"]',
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
+    ),
+    Fault(
+        "train-count-read", REPORT, "", "broken images count as wrong in the report",
+        "count = int(read.sum())", "count = len(read)",
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
+    ),
+    Fault(
+        "train-compare-line", REPORT, "", "PyTorch's images/s are ours",
+        'row["reference_images_per_s"] for', 'row["images_per_s"] for',
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
+    ),
+    Fault(
+        "train-true", REPORT, "", "the true class is the predicted one",
+        "run.source.held_out_labels[shown]", "predicted[shown]",
+        only=(_REPORT + "test_what_is_drawn_of_a_run",),
+    ),
+    Fault(
+        "train-confusion-share", FIGURES, "", "shares are of the predicted class",
+        "confusion.sum(1, keepdim=True)", "confusion.sum(0, keepdim=True)",
+        only=(_REPORT + "test_what_is_drawn_of_a_run",),
+    ),
+    Fault(
+        "train-curves-percent", FIGURES, "", "accuracies are drawn as shares",
+        '100 * row[f"{prefix}{split}_accuracy"]', 'row[f"{prefix}{split}_accuracy"]',
+        only=(_REPORT + "test_what_is_drawn_of_a_run",),
+    ),
+    Fault(
+        "train-curves-reference", FIGURES, "", "the plain model is not drawn",
+        'if "reference_train_loss" in history[0]', "if False",
+        only=(_REPORT + "test_what_is_drawn_of_a_run",),
+    ),
+    Fault(
+        "train-axes-layer", FIGURES, "", "each head's panel is of the first",
+        "_show_overlay(grid[head + 1], image, layer[head]",
+        "_show_overlay(grid[head + 1], image, layer[0]",
+        only=(_REPORT + "test_each_panel_is_of_its_layer_and_head",),
+    ),
+    Fault(
+        "train-overlay-layers", FIGURES, "", "each layer's panels are of the first",
+        "_show_overlay(axes, image, layer[head], peak)",
+        "_show_overlay(axes, image, layers[0][head], peak)",
+        only=(_REPORT + "test_each_panel_is_of_its_layer_and_head",),
+    ),
+    Fault(
+        "train-cls-row", FIGURES, "", "a register's row is drawn",
+        "maps[:, 0] if from_cls", "maps[:, num_prefix - 1] if from_cls",
+        only=(_TRAIN + "test_patch_attention_reads_the_class_token_or_the_mean",),
+    ),
+    Fault(
+        "train-latest-name", SHARDED, "", "checkpoint-9999 is newer than 10000",
+        'key=lambda path: int(path.name.rpartition("-")[2])', "key=lambda path: path.name",
+        only=(_RECORDS + "test_the_newer_checkpoint_of_a_run_is_read",),
+    ),
+    Fault(
+        "train-alone-newer", FOLDER, "", "the older checkpoint is read",
+        'len(alone["history"]) > len(content["history"])',
+        'len(alone["history"]) < len(content["history"])',
+        only=(_RECORDS + "test_the_newer_checkpoint_of_a_run_is_read",),
+    ),
+    Fault(
+        "train-latest-folder", FOLDER, "", "digits-9 is later than digits-10",
+        "max(found, key=number)", "max(found)",
+        only=(_RECORDS + "test_which_folder_a_run_takes",),
+    ),
+    Fault(
+        "train-written-shards", FOLDER, "", "--out takes a folder with shards",
+        "taken.append(shards.name)", "pass",
+        only=(_RECORDS + "test_which_folder_a_run_takes",),
+    ),
+    Fault(
+        "train-part-content", RECORDS, "", "another split is the same data",
+        "return self.whole.digest(), self.indices", "return self.whole.digest()",
+        only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
+    ),
+    Fault(
+        "train-shards-content", RECORDS, "", "other shards are the same data",
+        "return self.places, self.labels", "return self.labels",
+        only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
+    ),
+    Fault(
+        "train-rows-content", RECORDS, "", "another dataset is the same data",
+        'getattr(self.split, "_fingerprint", ""), self.labels', "self.labels",
+        only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
+    ),
+    Fault(
+        "train-shards-min", RECORDS, "", "class -1 is taken",
+        "if min(labels) < 0", "if min(labels) < -1",
+        only=(_RECORDS + "test_a_shard_that_is_refused",),
+    ),
+    Fault(
+        "train-shard-alone", RECORDS, "", "a .cls without an image is left out",
+        "images.keys() ^ classes.keys()", "images.keys() - classes.keys()",
+        only=(_RECORDS + "test_a_shard_that_is_refused",),
+    ),
+    Fault(
+        "train-hf-validation", RECORDS, "", "test goes before validation",
+        '("validation", "val", "test")', '("test", "val", "validation")',
+        only=(_RECORDS + "test_a_dataset_of_hugging_face",),
+    ),
+    Fault(
+        "train-hf-names", RECORDS, "", "classes are sorted",
+        "list(columns[names[0]].names)", "sorted(columns[names[0]].names)",
+        only=(_RECORDS + "test_a_dataset_of_hugging_face",),
+    ),
+    Fault(
+        "train-shards-held-class", RECORDS, "", "held-out shards may have another class",
+        "if max(rest.labels) >= len(classes)", "if max(rest.labels) > len(classes)",
+        only=(_RECORDS + "test_classes_of_shards_are_those_of_training",),
+    ),
+    Fault(
+        "train-fsdp-reduce", PROCESSES, "", "FSDP2 reduces gradients in bf16",
+        "reduce_dtype=torch.float32", "reduce_dtype=dtype",
+        only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
+    ),
+    Fault(
+        "train-fsdp-blocks", PROCESSES, "", "FSDP2 shards no block",
+        "for block in blocks_of(model):", "for block in ():",
+        only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
+    ),
+    Fault(
+        "train-blocks-of", PROCESSES, "", "the smallest list is the blocks",
+        "count > best[0]", "count < best[0] or not best[0]",
+        only=(_DISTRIBUTED + "test_the_blocks_of_a_model",),
+    ),
+    Fault(
+        "train-lost-words", PROCESSES, "", "any error is a lost peer",
+        "return isinstance(error, RuntimeError) and any(",
+        "return isinstance(error, RuntimeError) or any(",
+        only=(_DISTRIBUTED + "test_only_a_peer_that_is_gone_is_said_to_be_gone",),
+    ),
+    Fault(
+        "train-unused", PROCESSES, "", "DDP looks for no unused parameter",
+        "find_unused_parameters=not isinstance(model, VisionTransformer)",
+        "find_unused_parameters=False",
+        only=(_DISTRIBUTED + "test_ddp_looks_for_unused_parameters_of_hosts_alone",),
+    ),
+    Fault(
+        "train-freeze-before-lora", MODEL, "model_of", "LoRA thaws what --freeze names",
+        "    if settings.lora:\n        add_lora(model, settings.lora)\n"
+        "    freeze(model, settings.freeze)",
+        "    freeze(model, settings.freeze)\n"
+        "    if settings.lora:\n        add_lora(model, settings.lora)",
+        only=(_FINETUNE + "test_what_lora_trains",),
+    ),
+    Fault(
+        "train-lora-head", FINETUNE, "", "the head is not trained beside LoRA",
+        "parameter.requires_grad_(True)", "pass",
+        only=(_FINETUNE + "test_what_lora_trains",),
+    ),
+    Fault(
+        "train-merged-copy", FINETUNE, "", "the weights are merged under training",
+        "model = copy.deepcopy(model)", "pass",
+        only=(_FINETUNE + "test_what_lora_trains",),
+    ),
+    Fault(
+        "train-wrapper-order", FINETUNE, "", "a teacher's weights are not found",
+        '_WRAPPERS = ("state_dict", "model", "model_ema", "teacher")',
+        '_WRAPPERS = ("state_dict",)',
+        only=(_FINETUNE + "test_the_tensors_in_a_file_of_another_trainer",),
+    ),
+    Fault(
+        "train-prefix", FINETUNE, "", "torch.compile's prefix stays",
+        'for prefix in ("module.", "_orig_mod.")', 'for prefix in ("module.",)',
+        only=(_FINETUNE + "test_the_tensors_in_a_file_of_another_trainer",),
+    ),
+    Fault(
+        "train-freeze-all", FINETUNE, "", "nothing is trained",
+        "if patterns and not any(", "if False and not any(",
+        only=(_FINETUNE + "test_a_frozen_backbone",),
+    ),
+    Fault(
+        "train-hf-home", CACHED, "", "HF_HOME ignored",
+        'os.environ.get("HF_HOME") or ', "",
+        only=(_FINETUNE + "test_where_the_cache_is",),
+    ),
+    Fault(
+        "train-shards-first", CACHED, "", "one shard of weights is read",
+        "[folder / shard for shard in sorted(shards)]",
+        "[folder / shard for shard in sorted(shards)[:1]]",
+        only=(_FINETUNE + "test_where_the_cache_is",),
+    ),
+    Fault(
+        "train-knn-metric", PROBE, "", "neighbours by distance",
+        'metric="cosine", ', "",
+        only=(_PROBE + "test_neighbours_are_near_by_angle",),
+    ),
+    Fault(
+        "train-knn-weights", PROBE, "", "neighbours weigh alike",
+        ', weights="distance"', "",
+        only=(_PROBE + "test_neighbours_weigh_by_their_nearness_and_are_as_many_as_asked",),
+    ),
+    Fault(
+        "train-knn-k", PROBE, "", "--neighbours ignored",
+        "min(neighbours, len(y[0]))", "min(20, len(y[0]))",
+        only=(_PROBE + "test_neighbours_weigh_by_their_nearness_and_are_as_many_as_asked",),
+    ),
+    Fault(
+        "train-probe-scaler", PROBE, "", "features are not scaled",
+        "make_pipeline(scaler.StandardScaler(), regression)", "make_pipeline(regression)",
+        only=(_PROBE + "test_features_are_scaled_for_the_linear_probe",),
+    ),
+    Fault(
+        "train-probe-score", PROBE, "", "scores of training images",
+        "classifier.score(rest, y[1].numpy())", "classifier.score(train, y[0].numpy())",
+        only=(_PROBE + "test_both_figures_are_of_the_held_out_images",),
+    ),
+    Fault(
+        "train-probe-augment", PROBE, "", "probe augments",
+        '"augment": False', '"augment": True',
+        only=(_PROBE + "test_the_command_reads_images_as_they_are_and_says_both_figures",),
+    ),
+    Fault(
+        "train-probe-autocast", PROBE, "", "probe's --dtype ignored",
+        "enabled=low", "enabled=False",
+        only=(_PROBE + "test_features_are_those_of_the_frozen_model",),
+    ),
+    Fault(
+        "train-probe-seed", PROBE, "", "probe's --seed ignored",
+        "torch.manual_seed(settings.seed)", "pass",
+        only=(_PROBE + "test_the_command_reads_images_as_they_are_and_says_both_figures",),
+    ),
+    Fault(
+        "train-probe-percent", PROBE, "", "the linear probe's figure is k-NN's",
+        "Linear probe: {100 * result['linear']:.2f}", "Linear probe: {100 * result['knn']:.2f}",
+        only=(_PROBE + "test_the_command_reads_images_as_they_are_and_says_both_figures",),
+    ),
     Fault(
         "weights-qkv-order", NAMES, "_pack_qkv", "queries and keys change places",
         'names = [match.expand(rf"\\1.{part}.\\2") for part in "qkv"]',
