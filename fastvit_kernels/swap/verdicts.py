@@ -15,6 +15,7 @@ from torch import nn
 from .facts import ClassOf, Facts, host_of, replaced_method, shadowed_method
 from .prove import TRUSTED, prove
 
+ANOTHER = "it has become another kind of module"
 _known: WeakKeyDictionary[nn.Module, tuple[Facts, str | None]] = WeakKeyDictionary()
 
 
@@ -30,7 +31,7 @@ def _learn(module: Any) -> str | None:
     try:
         blocked = module.fused_blocked()
         if blocked is not None:
-            return blocked  # by a mode or a hook: of this call alone
+            return blocked or ANOTHER  # by a mode or a hook: of this call alone
         facts = Facts(module)
         reason = _judge(module, facts)
     except Exception as error:  # a state that we cannot read is the host's business
@@ -42,7 +43,7 @@ def _learn(module: Any) -> str | None:
 def _judge(module: Any, facts: Facts) -> str | None:
     reason = refusal(module, type(module))
     if reason is not None:
-        return reason or "it has become another kind of module"
+        return reason or ANOTHER
     for name, inner in zip(facts.names, facts.modules(module), strict=True):
         if name and hasattr(type(inner), "fused_level"):
             inner: Any
@@ -52,7 +53,7 @@ def _judge(module: Any, facts: Facts) -> str | None:
             if reason is None:
                 reason = inner.fused_verdict()
             if reason is not None:
-                return f"{name}: {reason or 'it has become another kind of module'}"
+                return f"{name}: {reason or ANOTHER}"
     return prove(module, facts)
 
 

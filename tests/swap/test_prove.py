@@ -559,6 +559,7 @@ def test_verdicts_keep_no_module_alive():
 QUESTIONS = {
     "less": lambda r: r < 0.25,
     "at most": lambda r: r <= 0.25,
+    "two questions": lambda r: (r < 0.25, r > 0.15),
     "more": lambda r: r > 0.25,
     "the other share": lambda r: int(8 * (1 - r)),
     "at least": lambda r: 2 * r >= 0.5,

@@ -283,6 +283,7 @@ def test_a_change_after_the_swap_is_seen():
 CONFIGURED = {
     "an object's setting": lambda m: setattr(m.config, "slope", 0.5),
     "another object": lambda m: setattr(m, "config", SimpleNamespace(slope=2.0)),
+    "an object of another class": lambda m: setattr(m, "config", by_hand.Halved(slope=1.0)),
     "a list's value": lambda m: m.factors.__setitem__(0, 0.5),
     "a dict's value": lambda m: m.named.update(slope=0.5),
     "another dict": lambda m: setattr(m, "named", {"slope": 0.5}),

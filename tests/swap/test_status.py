@@ -352,6 +352,22 @@ def test_watch_changes_nothing_and_ends():
     assert all("forward" not in vars(m) and not m._forward_hooks for m in model.modules())
 
 
+def test_watch_takes_no_op_of_another_thread_for_a_modules():
+    model, weight = timm_model(), torch.randn(8, 8, device=images().device)
+    fk.swap_in(model)
+
+    def beside(*_):
+        thread = threading.Thread(target=lambda: fk.linear(weight, weight))
+        thread.start()
+        thread.join()
+
+    model.blocks[0].norm2.register_forward_hook(beside)
+    with fk.watch(model) as status:
+        model(images())
+    ops = [op.name for op in rows(status, "fused")["blocks.0"].ops]
+    assert ops == ["layer_norm", "qkv_attention", "linear", "mlp"]
+
+
 def test_watch_sees_the_model_that_it_was_given_and_all_threads():
     model, other = timm_model(), timm_model()
     for each in (model, other):

@@ -125,6 +125,7 @@ def test_an_adapter_in_the_mlp_of_torchvision():
     for module in (host, other):
         module.mlp.append(adapter)
     assert_alike(host, other, tokens())
+    assert other.mlp.fused_verdict() == "it has become another kind of module"
     swap_in(other)
     assert_alike(host, other, tokens())
 

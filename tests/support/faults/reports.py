@@ -39,6 +39,8 @@ COLLECTS = _test("test_a_collector_counts_while_it_collects")
 NEXT = _test("test_status_tells_the_next_call")
 LAST = _test("test_watch_tells_the_last_call")
 OURS = _test("test_our_own_modules_are_fused")
+MOVED = ("swap/test_swap.py::test_report_counts_what_pytorch_moves_inside_blocks",)
+FLOPS = ("swap/test_recognise.py::test_the_report_counts_the_flops_of_a_block",)
 FAULTS: list[Fault] = [
     Fault(
         "status-collector-empty", "runtime/plain.py", "_watches",
@@ -168,6 +170,60 @@ FAULTS: list[Fault] = [
     Fault(
         "status-ours-ops", STATUS, "_Listener.op", "ops of our own modules belong to nobody",
         "if owner is not None:", "if False:", only=OURS,
+    ),
+    Fault(
+        "status-traced", STATUS, "_why_watched", "a tracer is not told", "if is_traced():",
+        "if False:", only=NEXT,
+    ),
+    Fault(
+        "status-recomputed-ops", STATUS, "_Listener.op",
+        "ops of our own modules count again in a recomputation", "if in_backward():", "if False:",
+        only=_test("test_a_recomputation_of_our_own_block_is_no_call[False]"),
+    ),
+    Fault(
+        "status-other-thread", STATUS, "_Listener.__init__",
+        "an op of another thread passes for a module's", "self.running = threading.local()",
+        "self.running = type('Running', (), {})()",
+        only=_test("test_watch_takes_no_op_of_another_thread_for_a_modules"),
+    ),
+    Fault(
+        "status-called-part", STATUS, "_Listener.call",
+        "ops behind a part that is called are lost", "            stack.pop()", "            pass",
+        only=LAST,
+    ),
+    Fault(
+        "report-moved", REPORT, "make_report", "the share of what PyTorch moves, of the rest alone",
+        "n / (total + sum(moved.values()))", "n / total", only=MOVED,
+    ),
+    Fault(
+        "report-moved-norms", REPORT, "_flops", "a norm reads and writes nothing",
+        "2 * width_of(module) * (rows > 1)", "width_of(module) * (rows > 1)", only=MOVED,
+    ),
+    Fault(
+        "report-inlined", REPORT, "_count_flops", "half of an inline attention's FLOPs",
+        "inlined = 4 * report.tokens**2", "inlined = 2 * report.tokens**2", only=FLOPS,
+    ),
+    Fault(
+        "report-packed", REPORT, "_flops", "half of nn.MultiheadAttention's projection",
+        "2 * 3 * module.embed_dim**2 * rows", "3 * module.embed_dim**2 * rows", only=FLOPS,
+    ),
+    Fault(
+        "report-stack", REPORT, "_in_stack", "torchvision's layers are no stack",
+        'name.replace("_", ".").split(".")', 'name.split(".")',
+        only=("swap/test_swap.py::test_report_counts_the_flops_of_a_vit_b",),
+    ),
+    Fault(
+        "report-depending", REPORT, "SwapReport.__str__", "another share is told",
+        "share = self.depending_flops / self.flops", "share = self.fused_flops / self.flops",
+        only=(
+            "swap/test_swap_changes.py::"
+            "test_the_report_does_not_count_what_depends_on_the_caller",
+        ),
+    ),
+    Fault(
+        "report-level", REPORT, "SwapReport.level", "a lone attention beside blocks is a block",
+        's.level == "attention" and', "False and",
+        only=("swap/test_swap.py::test_only_and_skip",),
     ),
     Fault(
         "status-rejects", STATUS, "_modules_of", "anything is taken for a model",

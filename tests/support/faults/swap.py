@@ -22,6 +22,12 @@ PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
 OTHER_MASKS = (PADDED + "test_other_masks_are_taken_as_they_are",)
 TOLD = (PADDED + "test_mae_keeps_what_it_is_told",)
 PACKED_FILE = "swap/hosts/transformers_packed.py"
+BY_STRUCTURE = "swap/test_recognise.py::"
+CONFIGURED = (BY_STRUCTURE + "test_a_change_of_what_configures_it_is_seen",)
+POSITIONS = "swap/test_recognise_positions.py::"
+COMPARES = ("swap/test_prove.py::test_what_a_proof_compares",)
+ASKED = ("swap/test_prove.py::test_what_is_asked_of_a_rate_is_asked_of_the_next",)
+REPLACED = ("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",)
 FAULTS = [
     Fault(
         "packed-one-sequence", PACKED_FILE, "PackedAttention.fused_heads",
@@ -302,6 +308,124 @@ FAULTS = [
         "of the arguments' gradients, only the first is compared",
         "if t.requires_grad}", "if t.requires_grad and not i}",
         only=("swap/test_prove.py::test_a_missing_gradient_of_a_second_argument_is_noticed",),
+    ),
+    Fault(
+        "proof-nan", "swap/prove.py", "_difference", "NaN is no difference",
+        "if not distance <= tolerance * max(scale, 1.0):",
+        "if distance > tolerance * max(scale, 1.0):", only=COMPARES,
+    ),
+    Fault(
+        "proof-scale", "swap/prove.py", "_difference", "small values may differ by more",
+        "max(scale, 1.0)", "max(scale, 100.0)", only=COMPARES,
+    ),
+    Fault(
+        "proof-upstream", "swap/prove.py", "_run", "gradients of a plain sum are compared",
+        "torch.randn(t.shape, generator=generator, dtype=t.dtype) for",
+        "torch.ones(t.shape, dtype=t.dtype) for", only=NOTICED,
+    ),
+    Fault(
+        "proof-half", "swap/copies.py", "", "what drops and what keeps are alike in a copy",
+        "RATE = 0.4", "RATE = 0.5", only=NOTICED,
+    ),
+    Fault(
+        "proof-called", "swap/prove.py", "_compare", "no proof with children that are called",
+        "in (False,) if briefly else (False, True):", "in (False,):", only=NOTICED,
+    ),
+    Fault(
+        "proof-tells-mode", "swap/prove.py", "_compare", "the reason tells the wrong mode",
+        'mode = "training" if training else', 'mode = "training" if not training else',
+        only=NOTICED,
+    ),
+    Fault(
+        "proof-that-fails", "swap/prove.py", "prove", "a proof that raises is one",
+        '_proofs[exact] = f"it could not be tried: {first_line(error)}"', "_proofs[exact] = None",
+        only=("swap/test_prove.py::test_a_proof_that_fails_proves_nothing",),
+    ),
+    Fault(
+        "proof-of-evaluation", "swap/prove.py", "_compare",
+        "what is blocked in training needs no proof", "for mode in (True, False)):",
+        "for mode in (True,)):",
+        only=(POSITIONS + "test_evaluation_is_proven_where_training_is_something_else",),
+    ),
+    Fault(
+        "proof-any-answer", "swap/rates.py", "answers_hold", "one answer of a rate is enough",
+        "return all(", "return any(", only=ASKED,
+    ),
+    Fault(
+        "proof-no-at-most", "swap/rates.py", "", "<= and >= of a rate are not noted",
+        '"lt le eq ne gt ge abs', '"lt eq ne gt abs', only=ASKED,
+    ),
+    Fault(
+        "facts-content", "swap/facts.py", "_content", "what is bound to a function plays no part",
+        "return type(value), simple", "return type(value), None", only=CONFIGURED,
+    ),
+    Fault(
+        "facts-objects", "swap/facts.py", "Objects.hold", "objects are not looked into again",
+        "return all(d is None or _inside(v) == d for", "return all(True for", only=CONFIGURED,
+    ),
+    Fault(
+        "facts-shapes", "swap/facts.py", "_describe", "shapes of weights play no part",
+        "None if t is None else tuple(t.shape))", "t is None)",
+        only=(BY_STRUCTURE + "test_a_layer_scale_of_one_value_is_not_proven_by_one_of_many",),
+    ),
+    Fault(
+        "facts-inner-functions", "swap/facts.py", "_globals_of",
+        "what a function inside a method reads is not looked at", "for c in (code, *inner) if c",
+        "for c in (code,) if c",
+        only=(BY_STRUCTURE + "test_a_function_of_its_module_that_is_replaced_is_seen",),
+    ),
+    Fault(
+        "verdict-of-a-mode", "swap/verdicts.py", "_learn",
+        "what blocks in training blocks for good", "            return blocked or ANOTHER  #",
+        "            _known[module] = Facts(module), blocked\n"
+        "            return blocked or ANOTHER  #",
+        only=(POSITIONS + "test_another_share_of_samples_runs_fused_in_evaluation_only",),
+    ),
+    Fault(
+        "verdict-inner-hook", "swap/verdicts.py", "_judge",
+        "a hook inside a part keeps the block from running fused",
+        "                continue  # it is called", "                pass",
+        only=(BY_STRUCTURE + "test_a_hook_inside_a_part_leaves_the_block_fused",),
+    ),
+    Fault(
+        "search-second-gate", "swap/candidates.py", "_activations",
+        "a gate behind its value is not looked for", "_close(a * function(b), hidden)", "False",
+        only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[gate_last]",),
+    ),
+    Fault(
+        "search-own-mask", "swap/candidates.py", "_attention_roles",
+        "a causal mask of the host's own is not looked for",
+        "masked = any(e.function in MASKS for e in seen.events)", "masked = False",
+        only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[masked_by_itself]",),
+    ),
+    Fault(
+        "search-in-place", "swap/observe.py", "__torch_function__",
+        "a sum in place is no new value", "args, kwargs, result, in_place)",
+        "args, kwargs, result, False)",
+        only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[in_place]",),
+    ),
+    Fault(
+        "swap-memory-skip", "swap/apply.py", "swap_in", "memory= is set for what is skipped, too",
+        "and name in wanted and name not in unwanted", "and name in wanted",
+        only=("swap/test_swap_memory.py::test_low_memory_is_reported_and_undone",),
+    ),
+    Fault(
+        "swap-out-half", "swap/apply.py", "swap_out", "a swap_out that raises undoes a part",
+        "classes[module] = host", "module.__class__ = classes[module] = host",
+        only=("swap/test_swap.py::test_swap_rejects",),
+    ),
+    Fault(
+        "swap-left-out", "swap/apply.py", "swap_in", "only= and skip= name what is none of ours",
+        "left_out if reason is None else reason", "left_out",
+        only=("swap/test_swap.py::test_only_and_skip",),
+    ),
+    Fault(
+        "swap-patched-silu", "swap/facts.py", "", "a patched silu is not noticed",
+        '"gelu", "silu", "conv2d"', '"gelu", "conv2d"', only=REPLACED,
+    ),
+    Fault(
+        "swap-patched-conv", "swap/facts.py", "", "a patched conv2d is not noticed",
+        '"silu", "conv2d", "scaled', '"silu", "scaled', only=REPLACED,
     ),
     Fault(
         "proof-each-rate", "swap/prove.py", "prove", "a proof for each rate",

@@ -220,6 +220,12 @@ def sloped(slope):
     return lambda x: F.gelu(x * slope)
 
 
+class Halved(SimpleNamespace):
+    @property
+    def slope(self):
+        return 0.5
+
+
 class Configured(FeedForward):
     """What it does stands in an object, in a list, in a dict and in a function with what is bound
     to it."""
