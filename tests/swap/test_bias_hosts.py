@@ -13,6 +13,7 @@ import torch
 
 from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
+from fastvit_kernels.swap.hosts.structure.positions import with_decomposed
 from fastvit_kernels.swap.hosts.windows import Windows
 
 timm = pytest.importorskip("timm")
@@ -158,6 +159,13 @@ def test_a_mask_of_the_grid_that_comes():
             assert status.modules[0].way == "fused"
 
 
+def test_decomposed_positions_are_made_where_the_queries_are():
+    q, k, v = torch.empty(3, 1, 2, 12, 8, device="meta").unbind(0)
+    along = torch.empty(5, 8, device="meta"), torch.empty(7, 8, device="meta")
+    wide = with_decomposed(q, k, v, 1.0, along, (3, 4))
+    assert [(tuple(t.shape), t.device.type) for t in wide] == [((1, 2, 12, 16), "meta")] * 3
+
+
 def test_sam_that_forms_its_scores():
     """What hooks the probabilities gets them."""
     block = _built("sam_timm")[0].blocks[1].eval()
@@ -170,6 +178,13 @@ def test_sam_that_forms_its_scores():
         for m in (block, swapped):
             m.attn.attn_drop.register_forward_hook(lambda m, args, out: out * 1.5)
         torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+
+
+def test_parts_inside_are_reported_by_their_names():
+    model = _tower("Data2VecVision", hidden_dropout_prob=0.1)()
+    rows = {row.name: row.reason for row in swap_in(model).left}
+    for part in ("output.dropout", "attention.output.dropout"):
+        assert "a kernel of its own" in rows[f"encoder.layer.0.{part}"], rows
 
 
 def test_data2vec_that_forms_its_scores():

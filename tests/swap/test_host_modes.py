@@ -30,7 +30,6 @@ OWN = {
     "dino": partial(dino.WeightsBlock, drop=0.1, drop_path=0.2),
     "vit_pytorch": partial(others.Stack, depth=1, dropout=0.1),
     "clip": others.ClipBlock,
-    "clip, fp32 norm": partial(others.ClipBlock, norm=others.Fp32LayerNorm),
     "inline": partial(by_hand.Inline, dropout=0.1),
     "parallel": by_hand.Parallel,
     "beit": positions.BeitBlock,
@@ -50,6 +49,7 @@ HOSTS = {
     "timm res-post": lambda: timm_small("vit_base_patch16_rpn_224", **PATHS),
     "timm scaling": lambda: timm_small("vit_pwee_patch16_reg1_gap_256", **PATHS),
     "timm things": lambda: timm_small("vit_base_patch16_18x2_224", **PATHS),
+    "timm relpos": lambda: timm_small("vit_relpos_small_patch16_224", **PATHS),
     "torchvision": torchvision_small,
     "torch": lambda: (HandWritten(dropout=0.1), images()),
     **{f"biased {name}": partial(_built, name) for name in BIASED},
@@ -65,7 +65,7 @@ HOSTS = {
 
 
 class Case:
-    """The first block of a host that is swapped, and the call that its model makes."""
+    """A block of a host, and the call that its model makes."""
 
     def __init__(self, name: str):
         torch.manual_seed(0)
@@ -74,7 +74,8 @@ class Case:
         swapped = copy.deepcopy(model)
         report = fk.swap_in(swapped)
         assert report.level == "block", str(report)
-        path = next(s.name for s in report.swapped if s.level == "block")
+        paths = [s.name for s in report.swapped if s.level == "block"]
+        path = paths[0 if name.startswith("biased") else -1]  # the last has a DropPath
         inputs = typed(inputs, torch.float64)
         self.host, calls = model.get_submodule(path), []
         hook = self.host.register_forward_pre_hook(
@@ -95,12 +96,7 @@ class Case:
         """The block as it is and swapped, without a dropout of attention: its numbers are ours."""
         host = copy.deepcopy(self.host)
         for name in self.drawing:
-            path, _, last = name.rpartition(".")
-            owner = host.get_submodule(path)
-            if isinstance(getattr(owner, last, None), nn.Dropout):
-                getattr(owner, last).p = 0.0
-            elif hasattr(owner, last):
-                setattr(owner, last, 0.0)
+            set_rate(host, name, 0.0)
         block, state = copy.deepcopy(host), torch.get_rng_state()
         fk.swap_in(block)
         assert torch.equal(torch.get_rng_state(), state)
@@ -180,6 +176,7 @@ def test_a_block_runs_fused_in_every_mode(name):
     """Dropouts that draw, and layers in another mode than the block."""
     at = case(name)
     host, block = at.two()
+    at.assert_same(block.train(), host.train(), "rates of its own")
     drop_more(at, host), drop_more(at, block)
     for mode, set_mode in MODES.items():
         for module in (host, block):
@@ -189,6 +186,32 @@ def test_a_block_runs_fused_in_every_mode(name):
         ways = {row.way for row in status.modules if row.level == "block"}
         fused = ways == {"fused"} or (name in UNFUSED and mode != "evaluation")
         assert fused or name == "timm res-post", f"{mode}: {status}"
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_attention_drops_in_training_alone(name):
+    at = case(name)
+    host, block = at.two()
+    plain = at.step(block.train())["y"]
+    drops = [d for d in at.drawing if set_rate(block, d, 0.9) and set_rate(host, d, 0.9)]
+    if not drops or torch.equal(at.step(host.train())["y"], plain):
+        return  # it has none
+    dropped = at.step(block.train())["y"]
+    assert not torch.allclose(dropped, plain)
+    at.assert_same(block.eval(), host.eval())
+
+
+def set_rate(module, name, p):
+    """Whether it has this dropout or setting: it gets the rate."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(getattr(owner, last, None), nn.Dropout):
+        getattr(owner, last).p = p
+    elif hasattr(owner, last):
+        setattr(owner, last, p)
+    else:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", ["own dino", "own vit_pytorch", "own inline"])

@@ -18,7 +18,7 @@ from numerics import DEVICE
 from outside import by_hand, dino, dinov3, look_alikes, others
 from torch import nn
 
-from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels import backend, swap_in, swap_out, watch
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import facts, hosts, prove, recognise
 from fastvit_kernels.swap.hosts import parts, structure
@@ -42,6 +42,7 @@ HOSTS = {
     "dinov3_plain": partial(dinov3.Block, linear=nn.Linear),
     "dino": partial(dino.WeightsBlock, init_values=None),
     "ibot": partial(dino.WeightsBlock, drop=0.1),
+    "unscaled": lambda: with_unscaled_paths(dino.WeightsBlock()),
     "vit_pytorch": partial(others.Stack, dropout=0.1),
     "open_clip": partial(others.ClipBlock, batch_first=True),
     "clip": others.ClipBlock,
@@ -57,6 +58,11 @@ HOSTS = {
     "causal": partial(look_alikes.Block, by_hand.Causal),
     "masked_by_itself": partial(look_alikes.Block, partial(by_hand.Causal, True)),
 }
+
+
+def with_unscaled_paths(block):
+    block.drop_path = dino.UnscaledDropPath(0.3)
+    return block
 
 
 def made(name):
@@ -124,6 +130,17 @@ def test_a_block_of_another_repository_runs_fused(name, ran):
         quiet(module)
         assert_same(step(module, training), step(host, training), 1e-9)
     assert len(ran) >= 2
+
+
+@pytest.mark.parametrize("name", ["dinov2", "dinov3", "eva_swiglu"])
+def test_one_op_projects_and_attends(name):
+    module = made(name)
+    swap_in(module)
+    with watch(module) as status:
+        module(torch.randn(2, 6, 32))
+    mlp = "mlp" if name == "dinov2" else "gated_mlp"
+    ops = [op.name for op in status.modules[0].ops]
+    assert ops == ["layer_norm", "qkv_attention", "linear", "layer_norm", mlp]
 
 
 def quiet(module):

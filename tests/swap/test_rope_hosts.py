@@ -124,6 +124,25 @@ def test_norms_of_heads_keep_their_eps():
         assert difference(model, inputs) == ""
 
 
+def _another_eps(block):
+    block.attn.q_norm.eps = 0.1
+
+
+def _another_kind(block):
+    block.attn.k_norm = timm.layers.RmsNorm(block.attn.head_dim, eps=block.attn.q_norm.eps)
+
+
+@pytest.mark.parametrize("change", [_another_eps, _another_kind])
+def test_norms_of_heads_that_differ(change):
+    model, inputs = small("qk_norm")
+    for block in model.blocks:
+        change(block)
+    with backend("torch"):
+        report = swap_in(copy.deepcopy(model))
+        assert report.level == "block", str(report)
+        assert difference(model, inputs) == ""
+
+
 def test_tables_of_each_sample(monkeypatch):
     """Patch dropout leaves each sample tables of its own."""
     torch.manual_seed(0)
@@ -176,6 +195,16 @@ def test_thirds_of_a_head_of_other_widths():
     with backend("torch"):
         assert "its thirds of a head have other widths" in str(swap_in(swapped))
         torch.testing.assert_close(swapped(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("name", ["LayerNormFp32", "RmsNormFp32"])
+def test_a_norm_in_fp32_keeps_its_dtype_under_autocast(name):
+    host = getattr(timm.layers, name)(64)
+    norm, x = copy.deepcopy(host), torch.randn(2, 5, 64).bfloat16()
+    with backend("torch"), torch.autocast("cpu", torch.bfloat16):
+        assert len(swap_in(norm).swapped) == 1
+        assert norm(x).dtype is host(x).dtype is torch.bfloat16
+        assert norm.fused_dtype(x) is x.dtype  # a GPU's autocast widens what has none
 
 
 def test_fewer_heads_of_keys_are_reported():

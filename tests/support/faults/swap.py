@@ -28,6 +28,10 @@ POSITIONS = "swap/test_recognise_positions.py::"
 COMPARES = ("swap/test_prove.py::test_what_a_proof_compares",)
 ASKED = ("swap/test_prove.py::test_what_is_asked_of_a_rate_is_asked_of_the_next",)
 REPLACED = ("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",)
+MODES_FILE = "swap/test_host_modes.py::"
+IN_MODES = MODES_FILE + "test_a_block_runs_fused_in_every_mode"
+ANY_HOOK = MODES_FILE + "test_a_hook_on_any_part_is_called"
+BIASED = "swap/test_bias_hosts.py::"
 FAULTS = [
     Fault(
         "packed-one-sequence", PACKED_FILE, "PackedAttention.fused_heads",
@@ -515,5 +519,161 @@ FAULTS = [
         "torch.compile guards on no block", "return _here.own or _process",
         "return (_process if torch.compiler.is_compiling() else _here.own) or _process",
         only=BACKEND,
+    ),
+    Fault(
+        "host-recognised-drop-path", "swap/hosts/structure/block.py", "Block.fused_blocked",
+        "a hook on a DropPath is called in evaluation, where the host calls none",
+        "*self.fused_roles.through, *paths)", "*self.fused_roles.through)",
+        only=(ANY_HOOK + "[own dinov2]",),
+    ),
+    Fault(
+        "host-parallel-hooks", "swap/hosts/timm_blocks.py", "ParallelThingsBlock.fused_checked",
+        "a hook on a branch is missed",
+        "None if any(map(is_hooked, (*self.attns, *self.ffns))) else (x, extras)", "(x, extras)",
+        only=(ANY_HOOK + "[timm things]",),
+    ),
+    Fault(
+        "host-softmax-hooks", "swap/hosts/windows.py", "WindowAttention.fused_blocked",
+        "a hook on Swin's softmax is missed",
+        "is_hooked(self.attn_drop) or is_hooked(self.softmax)", "is_hooked(self.attn_drop)",
+        only=(ANY_HOOK + "[biased swin_timm]",),
+    ),
+    Fault(
+        "host-sam-norm-hooks", "swap/hosts/timm_sam.py", "SamAttention.fused_blocked",
+        "a hook on a norm of queries is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
+        'hooked(self, "attn_drop", "k_norm")', only=(ANY_HOOK + "[biased sam_timm]",),
+    ),
+    Fault(
+        "host-sam-scores", "swap/hosts/timm_sam.py", "SamAttention.fused_blocked",
+        "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
+        'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
+    ),
+    Fault(
+        "host-windows-drop", "swap/hosts/windows.py", "ShiftedWindowAttention.fused_blocked",
+        "a dropout by window has fused forwards fail in evaluation, too",
+        "if self.training and self.dropout > 0:", "if False:",
+        only=(IN_MODES + "[biased swin_torchvision]",),
+    ),
+    Fault(
+        "host-windows-drop-hf", "swap/hosts/windows.py", "HfSwinLayer.fused_blocked",
+        "a dropout by window has fused forwards fail in evaluation, too",
+        'return None if inert(self.dropout) else "its dropout draws by window"', "return None",
+        only=(IN_MODES + "[biased swin_transformers]",),
+    ),
+    Fault(
+        "host-relpos-draws", "swap/hosts/timm.py", "RelPosAttention.fused_draws",
+        "DropPath draws before a dropout inside the bias", "m.p > 0 and m.training", "m.p > 1",
+        only=(IN_MODES + "[timm relpos]",),
+    ),
+    Fault(
+        "host-relpos-examples", "swap/hosts/timm.py", "RelPosAttention.fused_examples",
+        "a proof draws from the process's generator", "self.rel_pos.eval().get_bias()",
+        "self.rel_pos.get_bias()", only=(IN_MODES + "[biased relpos_timm]",),
+    ),
+    Fault(
+        "host-data2vec-names", "swap/hosts/transformers_bias.py", "Data2VecLayer.fused_left",
+        "the report has no row for a dropout inside a part", '"output.dropout"', '"dropout"',
+        only=(BIASED + "test_parts_inside_are_reported_by_their_names",),
+    ),
+    Fault(
+        "host-attention-mode", "swap/hosts/structure/attention.py", "Attention.fused_apart",
+        "a dropout of attention at rest drops", "drop.training != self.training", "False",
+        only=(MODES_FILE + "test_a_dropout_of_attention_in_another_mode",),
+    ),
+    Fault(
+        "host-packed-dropout", PACKED_FILE, "PackedAttention.fused_heads",
+        "packed attention drops nothing", "scale=self.scaling, dropout_p=dropout_p, cu_seqlens",
+        "scale=self.scaling, cu_seqlens",
+        only=(MODES_FILE + "test_attention_drops_in_training_alone[packed qwen3_vl]",),
+    ),
+    Fault(
+        "host-own-dtype", "swap/hosts/fused.py", "OwnDtype.fused_dtype",
+        "a norm that keeps its dtype gives autocast's", "return x.dtype", "return None",
+        only=("swap/test_rope_hosts.py::test_a_norm_in_fp32_keeps_its_dtype_under_autocast",),
+    ),
+    Fault(
+        "host-added-dtype", "swap/hosts/fused.py", "Norm.fused_added",
+        "a norm behind a branch rounds the residual",
+        "torch.promote_types(dtype, residual.dtype)", "dtype",
+        only=(MODES_FILE + "test_a_block_keeps_its_dtypes_under_autocast[rope gemma4-fp32]",),
+    ),
+    Fault(
+        "host-sampled-memory", "swap/hosts/structure/block.py", "Block.fused_on_some",
+        "low memory is ignored where samples are left out",
+        'rebuild=self.fused_memory == "low", **context', "rebuild=False, **context",
+        only=("swap/test_swap_memory.py::test_low_memory_keeps_every_bit_and_no_norm",),
+    ),
+    Fault(
+        "host-windows-memory", "swap/hosts/structure/block.py", "Block.fused_rebuilt",
+        "the report has norms of windows, which are kept", "if fused and not step.window:",
+        "if fused:", only=("swap/test_swap_memory.py::test_norms_of_windows_are_not_rebuilt",),
+    ),
+    Fault(
+        "host-partition", "swap/hosts/windows.py", "HfSwinLayer.fused_context",
+        "always_partition is ignored", "if not always_partition:", "if True:",
+        only=(BIASED + "test_a_grid_as_large_as_a_window",),
+    ),
+    Fault(
+        "host-dynamic-mask", "swap/hosts/windows.py", "SwinBlock.fused_mask",
+        "a mask of the grid that comes is not made", 'if getattr(self, "dynamic_mask", False):',
+        "if False:", only=(BIASED + "test_a_mask_of_the_grid_that_comes",),
+    ),
+    Fault(
+        "host-data2vec-scores", "swap/hosts/transformers_bias.py", "Data2VecAttention.fused_reject",
+        "attention that gives its probabilities is swapped",
+        'if "Sdpa" not in type(module.attention).__name__:', "if False:",
+        only=(BIASED + "test_data2vec_that_forms_its_scores",),
+    ),
+    Fault(
+        "host-thirds", "swap/hosts/transformers_towers.py", "VJepaAttention.fused_reject",
+        "thirds of a head of other widths are taken", "return None if same else",
+        "return None if same or module else",
+        only=("swap/test_rope_hosts.py::test_thirds_of_a_head_of_other_widths",),
+    ),
+    Fault(
+        "host-grouped-keys", "swap/hosts/transformers_towers.py", "GemmaAttention.fused_reject",
+        "the report has no reason for fewer heads of keys", "module.num_key_value_groups > 1",
+        "False", only=("swap/test_rope_hosts.py::test_fewer_heads_of_keys_are_reported",),
+    ),
+    Fault(
+        "host-norms-eps", "swap/hosts/rotary.py", "head_norms", "the eps of queries for keys",
+        " or eps != other", "",
+        only=("swap/test_rope_hosts.py::test_norms_of_heads_that_differ",),
+    ),
+    Fault(
+        "host-norms-kind", "swap/hosts/rotary.py", "head_norms", "the norm of queries for keys",
+        "q_norm.fused_kind != k_norm.fused_kind or ", "",
+        only=("swap/test_rope_hosts.py::test_norms_of_heads_that_differ",),
+    ),
+    Fault(
+        "host-unscaled-path", "swap/hosts/fused.py", "DropPath.fused_row_scale",
+        "what an unscaled DropPath keeps is scaled", "return scale / keep if scaled else scale",
+        "return scale / keep",
+        only=("swap/test_recognise.py::test_a_block_of_another_repository_runs_fused[unscaled]",),
+    ),
+    Fault(
+        "host-prefix-dropped", "swap/hosts/timm_models.py", "VisionTransformer.fused_blocked",
+        "tokens before the patches are dropped with them",
+        "if self.patch_drop.num_prefix_tokens != self.num_prefix_tokens:", "if False:",
+        only=("swap/test_timm_models.py::test_what_wants_every_patch_embeds_every_patch",),
+    ),
+    Fault(
+        "host-interface-dropout", "swap/hosts/transformers.py", "fastvit_attention",
+        "grouped heads lose their dropout", "dropout=dropout, scaling=scaling,\n",
+        "scaling=scaling,\n",
+        only=("swap/test_swap_ecosystem.py::"
+              "test_attention_interface_hands_on_all_that_it_is_given",),
+    ),
+    Fault(
+        "host-interface-softcap", "swap/hosts/transformers.py", "fastvit_attention",
+        "a softcap is left out", '("cache", "position_bias", "softcap")',
+        '("cache", "position_bias")',
+        only=("swap/test_swap_ecosystem.py::"
+              "test_attention_interface_hands_on_all_that_it_is_given",),
+    ),
+    Fault(
+        "host-unpickled", "swap/hosts/torchvision.py", "", "a pickle finds no class of torchvision",
+        "return hosts.unpickled(__name__, TABLE, name)", "raise AttributeError(name)",
+        only=("swap/test_swap.py::test_swapped_blocks_unpickle_in_a_new_process",),
     ),
 ]  # fmt: skip

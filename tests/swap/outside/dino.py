@@ -35,6 +35,16 @@ class FloorDropPath(nn.Module):
         return x.div(keep) * kept
 
 
+class UnscaledDropPath(FloorDropPath):
+    """What is kept stays as it is."""
+
+    def forward(self, x):
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        drawn = torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)
+        return x * (1 - self.drop_prob + drawn).floor_()
+
+
 class LayerScale(nn.Module):
     def __init__(self, dim, init_values=1e-5, inplace=False):
         super().__init__()

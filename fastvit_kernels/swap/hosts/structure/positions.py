@@ -36,10 +36,10 @@ def with_decomposed(
     on_grid = q.unflatten(2, grid)
     rows = torch.einsum("bnyxd,ykd->bnyxk", on_grid, by_row).flatten(2, 3)
     columns = torch.einsum("bnyxd,xkd->bnyxk", on_grid, by_column).flatten(2, 3)
-    token = torch.arange(height * width, device=q.device)
-    place = torch.cat(
-        (F.one_hot(token // width, height), F.one_hot(token % width, width)), dim=1
-    ).to(q.dtype)
+    places = torch.cartesian_prod(y, x)
+    place = torch.cat((F.one_hot(places[:, 0], height), F.one_hot(places[:, 1], width)), dim=1).to(
+        q.dtype
+    )
     D = q.shape[-1]
     wide = -(-(D + height + width) // 8) * 8  # the kernels take multiples of 8
     q = torch.cat((q * scale, rows.to(q.dtype), columns.to(q.dtype)), dim=-1)
