@@ -165,7 +165,7 @@ class Clippable(Unfused):
 def _linear_of(module: Any) -> Any:
     """The Linear of a module that only holds it; else the module, to be called."""
     inner = getattr(module, "linear", None)
-    if isinstance(module, Clippable) and bypassed(module):
+    if isinstance(module, Clippable) and bypassed(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
         return inner
     return module
 

@@ -7,7 +7,7 @@ SURVIVORS = {
     "bench/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
     "bench/shapes.py:vits: 384 -> (385) #2": "whole patches: 385 // 16 is 384 // 16, and of 14 too",
     "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "how long a random call may take",
-    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "how long a random call may take",
+    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "time of a random call",
     "ops/attention/backward_bias.py:: 4 -> (5)": "how many programs share the tiles: GPU timing",
     "ops/common/rows.py:bwd_programs: config.block_rows > 1 -> (config.block_rows >= 1)": (
         "GPU timing"
@@ -16,8 +16,6 @@ SURVIVORS = {
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
-    "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "patience of the fuzz test",
-    "verify/entries/linear.py:_linear_fuzz: 2000000 -> (2000001)": "patience of the fuzz test",
     "swap/verdicts.py:_judge: type(module) -> (module)": "a module has what its class has",
     "swap/hosts/transformers_towers.py:GemmaAttention.fused_examples: torch.zeros(batch, tokens, 2, dtype=torch.long) -> (torch.zeros(batch, tokens, 2))": "an example of a call to try, as good as another: the host reads its shape",  # noqa: E501
     "swap/hosts/transformers_bias.py:OwnBias.fused_examples: 1 -> (2) #3": "an example of a call to try, as good as another",  # noqa: E501
