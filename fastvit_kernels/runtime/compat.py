@@ -98,7 +98,7 @@ is_fx_tracing: Callable[[], bool] = _find(
     "torch.fx._symbolic_trace:_get_is_fx_tracing",  # from 2.14 on
     "torch.fx._symbolic_trace:is_fx_symbolic_tracing", tried=(), gone=lambda: False,
 )  # fmt: skip
-_is_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # others come with a mode or subclasses
 
 
 class _ProbedLevel:
@@ -136,7 +136,7 @@ def is_looked_at() -> bool:
 
 def is_watched() -> bool:
     """`is_looked_at`, or a compiler traces."""
-    return _is_compiling() or is_looked_at()
+    return is_dynamo_compiling() or is_looked_at()
 
 
 def foreign_modes() -> list[Any]:

@@ -34,6 +34,7 @@ from .compat import (
     in_forward_mode,
     in_transform,
     is_autocast_on,
+    is_dynamo_compiling,
     is_jit_tracing,
     is_looked_at,
     is_watched,
@@ -50,7 +51,6 @@ _OF_COMPILERS = (FakeTensor, FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _grad_enabled = torch.is_grad_enabled
-_compiling = torch.compiler.is_dynamo_compiling  # other compilers come with a mode or subclasses
 listeners: tuple[Any, ...] = ()  # what `watch` has told of each call of an op or swapped module
 _telling = threading.RLock()
 _routes: list[tuple[str, str | None]] = []  # of the call that is told of: op, why PyTorch
@@ -101,7 +101,7 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
 
     @functools.wraps(decide)
     def decided(*args: Any) -> Decision:
-        if _compiling():
+        if is_dynamo_compiling():
             return decide(*args, OPERATORS)
         looked = is_looked_at()
         if looked or recompute.noted or listeners or get_backend() == "torch":
@@ -171,7 +171,7 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
     unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
-    if not _compiling() and listeners:
+    if not is_dynamo_compiling() and listeners:
         _routes.append((op, reason_for_torch(first, unsupported)))
     return ops if use_triton(op, first, unsupported) else None
 

@@ -11,8 +11,10 @@ import time
 import weakref
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from numpy.random import uniform
 from outside import dino
 from private import is_in_torch_dispatch_mode, set_attention
 from torch import nn
@@ -248,6 +250,26 @@ def test_a_proof_draws_nothing_and_calls_no_hook(no_proofs):
     assert all(p.grad is None for p in module.parameters())
 
 
+def by_numpy(x):
+    return x * np.random.uniform(1, 2)
+
+
+def by_a_name_of_numpys(x):
+    return x * uniform(1, 2)
+
+
+def by_numpy_imported_here(x):
+    from numpy.random import standard_normal
+
+    return x * standard_normal()
+
+
+NUMPYS = {
+    "numpy's": by_numpy, "numpy's, by name": by_a_name_of_numpys,
+    "numpy's, imported late": by_numpy_imported_here,
+}  # fmt: skip
+
+
 class Drawing(nn.Module):
     """Its forward draws beside an attention that drops."""
 
@@ -263,6 +285,8 @@ class Drawing(nn.Module):
             x = x[torch.randperm(len(x))] * x.new_empty(len(x), 1, 1).bernoulli_(0.4)
         if self.way == "Python's":
             x = x * random.uniform(1, 2)
+        if self.way in NUMPYS:
+            x = NUMPYS[self.way](x)
         if self.way == "a generator of its own":
             x = x * torch.rand(1, generator=self.generator)
         if self.way == "native_dropout":
@@ -276,7 +300,7 @@ def proofs_in_a_loop(monkeypatch):
     stop, done, failed = threading.Event(), [], []
     known = (prove._proofs, prove._at_sizes, recognise._found, recognise._last, prove._count)
     models = [block(proj_drop=0.1, attn_drop=0.1), dino.Block(drop_path=0.05, drop=0.2)]
-    models += [Drawing("torch"), Drawing("Python's")]
+    models += [Drawing("torch"), Drawing("Python's"), Drawing("numpy's")]
 
     def run():
         try:
@@ -303,15 +327,19 @@ def test_proofs_draw_no_number_of_another_thread(monkeypatch):
     def seed():
         torch.manual_seed(3)
         random.seed(3)
+        np.random.seed(3)
+
+    def draw():
+        return torch.rand(()).item(), random.random(), np.random.uniform()
 
     found = []
     with proofs_in_a_loop(monkeypatch) as running:
         seed()
         while running():
-            found.append((torch.rand(()).item(), random.random()))
+            found.append(draw())
             time.sleep(1e-4)
     seed()
-    assert found == [(torch.rand(()).item(), random.random()) for _ in found]
+    assert found == [draw() for _ in found]
 
 
 def test_proofs_take_no_hook_from_another_thread(monkeypatch):
@@ -353,15 +381,32 @@ def test_proofs_leave_backend_and_modes_to_other_threads(chosen, monkeypatch):
     assert found == {(chosen, False)}
 
 
-@pytest.mark.parametrize("way", ["Python's", "a generator of its own", "native_dropout"])
+@pytest.mark.parametrize("way", ["Python's", *NUMPYS, "a generator of its own", "native_dropout"])
 def test_what_draws_where_a_proof_cannot_follow_keeps_its_forward(way):
     """Not even a proof that fails moves a generator."""
     own = torch.Generator().manual_seed(5)
     module = Drawing(way, own)
     states = random.getstate(), own.get_state(), torch.get_rng_state()
-    assert way.removesuffix(" of its own") in reasons(swap_in(module))[""]
+    numpys = np.random.get_state()
+    told = reasons(swap_in(module))[""]
     assert random.getstate() == states[0]
     assert torch.equal(own.get_state(), states[1]) and torch.equal(torch.get_rng_state(), states[2])
+    np.testing.assert_equal(np.random.get_state(), numpys)
+    assert way.removesuffix(" of its own").partition(",")[0] in told
+
+
+class Computing(dino.Block):
+    """It asks numpy for no number that is drawn."""
+
+    def forward(self, x):
+        import numpy
+
+        assert np.isfinite(1.0) and numpy.isfinite(1.0)
+        return super().forward(x)
+
+
+def test_a_host_that_computes_with_numpy_is_swapped():
+    assert swap_in(Computing()).level == "block"
 
 
 def test_a_proof_under_a_global_hook_tries_what_runs_without_it(monkeypatch, no_proofs):

@@ -8,6 +8,9 @@ COUNTS = ("test_bench_counts.py",)
 ACCURACY = ("support/test_accuracy.py",)
 RUNNER = ("verify/test_runner.py",)
 BESIDE = ("commands/test_beside.py",)
+BY_LAYER = (
+    "commands/test_coverage.py::test_a_gradient_of_rounding_alone_is_measured_by_its_layer",
+)
 GATE = ("commands/test_gate.py",)
 SEARCH = ("swap/test_search_arguments.py",)
 CHECK = ("commands/test_check.py",)
@@ -425,6 +428,14 @@ FAULTS = [
     Fault(
         "judge-beside-exact", "commands/beside.py", "", "a thousandth is rounding",
         "ROUNDING = 1e-13", "ROUNDING = 1e-3", BESIDE,
+    ),
+    Fault(
+        "judge-beside-rounding", "commands/beside.py", "", "every host may round to fp32",
+        "EXACT = 1e-9", "EXACT = 1e-10", BY_LAYER,
+    ),
+    Fault(
+        "judge-beside-fp32", "commands/beside.py", "", "no host may round to fp32",
+        "EXACT = 1e-9", "EXACT = 1e-3", BY_LAYER,
     ),
     Fault(
         "judge-beside-random", "commands/beside.py", "_training_step",

@@ -151,7 +151,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "status-compiles-anew", DISPATCH, "route", "watching a compiled module compiles it anew",
-        "not _compiling() and listeners", "listeners and not _compiling()",
+        "not is_dynamo_compiling() and listeners",
+        "listeners and not is_dynamo_compiling()",
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
     ),
     Fault(

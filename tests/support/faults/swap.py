@@ -265,9 +265,24 @@ FAULTS = [
         '"generator": self.generator}', '"generator": None}', only=NUMBERS,
     ),
     Fault(
-        "proof-pythons-generator", "swap/draws.py", "_refuse_pythons",
+        "proof-pythons-generator", "swap/draws.py", "_refuse_foreign",
         "a proof draws from Python's generator", "is _PYTHONS", "is random",
         only=NUMBERS,
+    ),
+    Fault(
+        "proof-numpys-generator", "swap/draws.py", "_refuse_foreign",
+        "a proof draws from numpy's generator", "if _named[id(code)][1]:", "if code is None:",
+        only=NUMBERS,
+    ),
+    Fault(
+        "proof-numpys-names", "swap/draws.py", "_names_numpys",
+        "functions that numpy.random gave away draw from it", "id(x) in _members(numpys)", "False",
+        only=FOLLOW,
+    ),
+    Fault(
+        "proof-numpy-refused", "swap/draws.py", "_names_numpys",
+        "a host that computes with numpy is refused", "(x is numpy and is_asked)", "x is numpy",
+        only=("swap/test_prove.py::test_a_host_that_computes_with_numpy_is_swapped",),
     ),
     Fault(
         "proof-own-generator", "swap/draws.py", "__torch_dispatch__",
