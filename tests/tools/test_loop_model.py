@@ -187,6 +187,41 @@ def test_what_a_kernel_takes_is_read(monkeypatch):
     assert resources._num_warps(compiled) == 8
 
 
+def test_a_kernel_is_told_of_its_code(monkeypatch):
+    parameters = [
+        SimpleNamespace(num=i, name=name, is_constexpr=name.isupper())
+        for i, name in enumerate(["out_ptr", "x_ptr", "n", "BLOCK", "HAS_BIAS", "STAGES", "MASK"])
+    ]
+    constants = {(3,): 64, (4,): True, (5,): False, (6,): ""}
+    signature = {"out_ptr": "*bf16", "x_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+    metadata = dict(name="_norm_fwd_kernel", num_warps=8, num_stages=3, shared=2048)
+    source = SimpleNamespace(
+        fn=SimpleNamespace(params=parameters), constants=constants, signature=signature
+    )
+    asm = {
+        "ttgir": "", "ttir": "%3 = tt.dot %1, %2 : tensor<64x32xf16>", "cubin": b"",
+        "ptx": "wgmma.mma_async.sync; mma.sync.aligned; cp.async.cg.shared;",
+        "amdgcn": ".vgpr_count: 40\n.vgpr_spill_count: 2\nv_mfma_f32 global_load_lds_dword",
+    }  # fmt: skip
+    compiled = SimpleNamespace(
+        asm=asm, metadata=SimpleNamespace(**metadata), src=source, hash="its key"
+    )
+    monkeypatch.setattr(resources, "_nvidia_usage", lambda cubin: (96, 8))
+    kept = []
+    monkeypatch.setattr(resources, "keep_remarks", lambda *what: kept.append(what))
+    kernel, code = resources.inspect(compiled, TARGETS["sm_90"], 1.5, "remarks")
+    assert kernel == resources.Kernel(
+        kernel="norm_fwd", config="BLOCK=64 HAS_BIAS w8 s3", dtypes="bf16,fp32", arch="sm_90",
+        registers=96, spills=8, shared=2048, shared_limit=227 * 1024, warps_per_sm=16,
+        tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async", seconds=1.5,
+        key="its key",
+    )  # fmt: skip
+    assert code.num_warps == 8 and kept == [(compiled, "remarks")]
+    kernel, code = resources.inspect(compiled, TARGETS["gfx942"], 0.0, "")
+    assert (kernel.registers, kernel.spills, kernel.tensor_cores) == (40, 8, "mfma")
+    assert kernel.copies == "direct to LDS" and kernel.warps_per_sm is None is code
+
+
 @pytest.mark.parametrize(
     ("line", "needs"),
     [
@@ -373,3 +408,14 @@ def test_bytes_and_sizes_of_a_step():
     pointer, (inner, number) = aot._pointers(a[:, 1:]), aot._pointers((a, 3))
     assert pointer.data_ptr() == 4 and pointer.dtype is torch.float32 and number == 3
     assert inner.data_ptr() == 0 and inner.ptr_range() == 40
+
+
+def test_library_calls_of_a_step_are_listed():
+    from fastvit_kernels.tools import aot
+
+    trace = aot.Trace()
+    a, b = torch.ones(3, 5), torch.ones(5, 7)
+    with aot._RunLaunchers(trace):
+        torch.mm(a, b).t().relu()
+    assert [call.name for call in trace.torch_calls] == ["mm", "relu"]
+    assert trace.torch_calls[0] == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
