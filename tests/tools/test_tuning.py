@@ -191,10 +191,18 @@ def test_a_wrong_config_is_no_wrong_default(monkeypatch, capsys):
     assert "shipped defaults" not in out and "1 decisions, 1 in " in out
 
 
-def test_nothing_to_choose_writes_nothing(monkeypatch, capsys):
-    with planted(monkeypatch):
-        assert tune_command.run_tuning(_step, CPU, timer=_timer) == 0
-    assert "there was nothing to choose; nothing was written" in capsys.readouterr().out
+def test_what_was_not_tried_is_not_written(monkeypatch, capsys):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: clock.now)
+
+    def slow(call):
+        clock.now += 1.0
+        return _timer(call)
+
+    with planted(monkeypatch, RIGHT):
+        assert tune_command.run_tuning(_step, CPU, timer=slow, seconds=1.0) == 0
+    out = capsys.readouterr().out
+    assert "the default stays" in out and "there was nothing to choose; nothing was written" in out
     assert not tuned_table.table_path(HERE).exists()
 
 

@@ -726,11 +726,13 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-stream-held-out", STREAMING, "", "other held-out files are the same data",
+        "train-streamed-held-out", STREAMING, "", "other held-out files are the same data",
         "{self.train.digest()} {self.held_out.digest()}", "{self.train.digest()}",
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
     ),
     Fault(
         "train-stream-classes", STREAMING, "", "other classes are the same streamed data",
+        "train-streamed-classes", STREAMING, "", "other classes are the same streamed data",
         ' {self.classes}"', '"',
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
     ),
@@ -802,7 +804,7 @@ FAULTS: list[Fault] = [
         only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
     ),
     Fault(
-        "train-true", REPORT, "", "the true class is the predicted one",
+        "train-true-class", REPORT, "", "the true class is the predicted one",
         "run.source.held_out_labels[shown]", "predicted[shown]",
         only=(_REPORT + "test_what_is_drawn_of_a_run",),
     ),
