@@ -103,6 +103,9 @@ def test_the_work_of_a_launch_is_that_of_its_programs():
     ahead = 2 * spent / rounds  # of three stages two are on their way
     assert done.chain == pytest.approx(START + spent + rounds * max(0.0, LATENCY - ahead))
     assert not done.guessed
+    by_warp = PTX.replace("wgmma.mma_async.sync.aligned.m64n64k16", "mma.sync.aligned.m16n8k16")
+    done_by_warp = work(parts, Ptx(by_warp), [None, 577], (4,), H200, 3, 1)
+    assert done_by_warp.multiply_adds == rounds * warps * 16 * 8 * 16
     assert work(parts, kernel, [None, None], (4,), H200, 3, 1).guessed
     assert work(parts, kernel, [None, 577], (4,), H200, 3, 1000).chain < done.chain
 
@@ -419,3 +422,41 @@ def test_library_calls_of_a_step_are_listed():
         torch.mm(a, b).t().relu()
     assert [call.name for call in trace.torch_calls] == ["mm", "relu"]
     assert trace.torch_calls[0] == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
+
+
+def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
+    from fastvit_kernels.tools import machine_code
+
+    knobs = SimpleNamespace(nvidia=SimpleNamespace(nvdisasm=SimpleNamespace(path="cat")))
+    monkeypatch.setattr(machine_code, "triton", SimpleNamespace(knobs=knobs))
+    assert machine_code.printed_by("nvdisasm", b"a kernel", "-u") == "a kernel"
+
+
+def test_the_steps_that_are_ranked_are_what_their_names_say():
+    from fastvit_kernels import backend
+    from fastvit_kernels.tools import replay
+
+    calls, steps = {}, rank.steps("Ti", 17, 1)
+    assert steps.pop("attention, packed sequences")  # needs numbers: traced on fake tensors
+    for name, step in steps.items():
+        with backend("torch"), replay.noting() as noted:
+            step()
+        calls[name] = [(c.function.__name__, dict(c.arguments), c.autocast) for c in noted]
+    dropout = calls.pop("attention, dropout")
+    assert dropout == [] and all(len(found) == 1 for found in calls.values())
+    assert {a for ((_, _, a),) in calls.values()} == {torch.bfloat16}
+    given = {name: found[0][1] for name, found in calls.items()}
+    assert given["rope"]["norm"] is None and given["rope, normed heads"]["norm"] == "rms_norm"
+    assert given["attention, causal"]["is_causal"] and given["rope"]["prefix_tokens"] == 1
+    masks = {n: given[f"attention, {n}"]["attn_mask"] for n in (
+        "mask of keys", "boolean mask", "additive mask", "learnt bias"
+    )}  # fmt: skip
+    assert {n: (tuple(m.shape), m.dtype is torch.bool) for n, m in masks.items()} == {
+        "mask of keys": ((1, 1, 1, 17), True), "boolean mask": ((17, 17), True),
+        "additive mask": ((17, 17), False), "learnt bias": ((1, 3, 17, 17), False),
+    }  # fmt: skip
+    assert masks["learnt bias"].requires_grad and not masks["additive mask"].requires_grad
+    assert given["mlp"]["x"].requires_grad and not given["mlp, inference"]["x"].requires_grad
+    functions = {found[0][0] for found in calls.values()}
+    assert functions >= {"mlp", "linear", "layer_norm_and_input", "rms_norm_and_input",
+                         "patch_embed", "gated_mlp"}  # fmt: skip

@@ -163,6 +163,19 @@ def test_ptx_ends_what_never_ends():
     assert text != PTX and ptx.Ptx(text).executions([None, 577], (0,), (4,)).guessed
 
 
+def test_ptx_forgets_what_may_have_been_written():
+    """Under a predicate that memory holds."""
+    count = "shr.s32 \t%r4, %r3, 6;"
+    loaded = f"{count} ld.global.b32 %r8, [%rd1]; setp.eq.s32 %p9, %r8, 0; "
+    known, unknown = (
+        PTX.replace(count, f"{loaded}@%p9 mov.b32 {name}, 5;") for name in ("%r6", "%r4")
+    )
+    kernel = ptx.Ptx(known)
+    assert kernel.executions([None, 577], (0,), (4,)).blocks[kernel.loops[0].head] == 10
+    assert not kernel.executions([None, 577], (0,), (4,)).guessed
+    assert ptx.Ptx(unknown).executions([None, 577], (0,), (4,)).guessed
+
+
 def test_ptx_predicates_may_be_negated():
     text = PTX.replace("setp.lt.s32 \t%p2", "setp.ge.s32 \t%p2").replace("@%p2 bra", "@!%p2 bra")
     kernel = ptx.Ptx(text)
@@ -244,6 +257,8 @@ def test_ptx_counts():
         ("setp.ge.s32 %p9, %r1, 7", 1),
         ("setp.ne.s32 %p9, %r1, 7", 0),
         ("setp.hi.u32 %p9, %r2, %r1", 1),
+        *((f"setp.{kind}.u32 %p9, %r1, 7", 0) for kind in ("ne", "lt", "gt", "lo", "hi")),
+        *((f"setp.{kind}.u32 %p9, %r1, 7", 1) for kind in ("eq", "le", "ge", "ls", "hs")),
         ("selp.b32 %r9, 5, 6, %p7", None),
         ("ld.param.b32 %r9, [%r1]", 7),
         ("cvt.s64.s32 %rd9, %r2", -2),
