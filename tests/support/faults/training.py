@@ -725,13 +725,11 @@ FAULTS: list[Fault] = [
         only=(_STREAMING + "test_the_images_that_normalize_are_drawn",),
     ),
     Fault(
-        "train-stream-held-out", STREAMING, "", "other held-out files are the same data",
         "train-streamed-held-out", STREAMING, "", "other held-out files are the same data",
         "{self.train.digest()} {self.held_out.digest()}", "{self.train.digest()}",
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
     ),
     Fault(
-        "train-stream-classes", STREAMING, "", "other classes are the same streamed data",
         "train-streamed-classes", STREAMING, "", "other classes are the same streamed data",
         ' {self.classes}"', '"',
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
