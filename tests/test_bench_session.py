@@ -79,8 +79,13 @@ def test_rows_say_which_code_has_run(monkeypatch, tmp_path):
     assert bench_rows.sources_hash() != before
 
 
-def test_another_csv_is_refused(tmp_path):
-    (tmp_path / RESULTS).write_text("a,b\n1,2\n")
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,b\n1,2\n", f"{','.join(FIELDS)}\n{'a' * 2**18},b\n"],
+    ids=["empty", "other", "long"],
+)
+def test_another_csv_is_refused(text, tmp_path):
+    (tmp_path / RESULTS).write_text(text)
     with pytest.raises(ValueError, match="no result of this benchmark"):
         read_rows(tmp_path)
 

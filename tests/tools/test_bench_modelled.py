@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from bench import modelled
+
 SOURCE = """
 import triton
 import triton.language as tl
@@ -48,3 +52,11 @@ def test_the_best_of_an_autotuned_kernel(tmp_path):
     assert result.returncode == 0, result.stderr
     # Eight warps on 64 rows do the first product twice, one warp has no wgmma.
     assert json.loads(result.stdout) == ["M=64 D=64 w4 s1"]
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--heads", "--head-dim", "--batch"])
+def test_sizes_that_are_none(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["modelled", flag, "0"])
+    with pytest.raises(SystemExit):
+        modelled.main()
+    assert f"error: argument {flag}" in capsys.readouterr().err.splitlines()[-1]
