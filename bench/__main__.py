@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     comparing.add_argument("a", type=Path)
     comparing.add_argument("b", type=Path)
     comparing.add_argument(
-        "--threshold", type=float, default=THRESHOLD,
+        "--threshold", type=options.within(float, 0, options.MOST), default=THRESHOLD,
         help=f"slower by more than this share is a regression (default {THRESHOLD})",
     )  # fmt: skip
     commands.add_parser("facts", help="GPU, driver, versions, sources")
@@ -99,42 +99,48 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         words = ["all", *words]
     arguments = build_parser().parse_args(words)
     try:
-        console = make_console()
-        if arguments.command == "plot":
-            return run_plot(arguments, console)
-        if arguments.command == "compare":
-            return run_compare(arguments, console)
-        if arguments.command == "traffic":
-            from bench.traffic import table as traffic_table  # needs triton and timm
-
-            print(traffic_table())
-            return 0
-        if arguments.command == "docs":
-            report.write_docs()
-            return 0
-        if arguments.command == "facts":
-            return facts.run()
-        machine = machine or this_machine(arguments)
-        if arguments.command == "contact":
-            return contact.run(arguments, machine is not None)
-        given = model_wanted(arguments)
-        if machine is None and given:
-            raise CommandError(f"torch sees no GPU to measure {given['model']} on")
-        if machine is None and arguments.command in ("targets", "warm"):
-            raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
-        if arguments.command == "warm":
-            work = [warm.job_of(*pair) for pair in enumerate(targets_here())]
-            return warm.run(work, arguments.jobs, arguments.time_budget or math.inf)
-        if machine is None:
-            return run_without_gpu(arguments, run_check, console)
-        arguments.out = arguments.out or Path("bench-out")
-        return run(arguments, words, machine, console)
-    except CommandError as error:
+        status = _run(arguments, words, machine)
+        sys.stdout.flush()
+        return status
+    except (CommandError, OSError) as error:  # a disk that is full
         print(f"bench {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _run(arguments: argparse.Namespace, words: list[str], machine: Machine | None) -> int:
+    console = make_console()
+    if arguments.command == "plot":
+        return run_plot(arguments, console)
+    if arguments.command == "compare":
+        return run_compare(arguments, console)
+    if arguments.command == "traffic":
+        from bench.traffic import table as traffic_table  # needs triton and timm
+
+        print(traffic_table())
+        return 0
+    if arguments.command == "docs":
+        report.write_docs()
+        return 0
+    if arguments.command == "facts":
+        return facts.run()
+    machine = machine or this_machine(arguments)
+    if arguments.command == "contact":
+        return contact.run(arguments, machine is not None)
+    given = model_wanted(arguments)
+    if machine is None and given:
+        raise CommandError(f"torch sees no GPU to measure {given['model']} on")
+    if machine is None and arguments.command in ("targets", "warm"):
+        raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
+    if arguments.command == "warm":
+        work = [warm.job_of(*pair) for pair in enumerate(targets_here())]
+        return warm.run(work, arguments.jobs, arguments.time_budget or math.inf)
+    if machine is None:
+        return run_without_gpu(arguments, run_check, console)
+    arguments.out = arguments.out or Path("bench-out")
+    return run(arguments, words, machine, console)
 
 
 if __name__ == "__main__":

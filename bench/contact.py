@@ -30,7 +30,7 @@ from fastvit_kernels.verify.runner import Result
 
 CHECKED = "check.jsonl"
 RESERVE = 8.0  # seconds for the table at the end
-SECONDS = 540.0
+SECONDS, LEAST = 540.0, 10
 MOST_WRONG = 12  # lines of what is wrong
 
 _CHECK = python("fastvit_kernels", "check", "--time-budget", "{seconds}", "--case-timeout", "90")
@@ -68,7 +68,7 @@ STAGES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m bench contact`."""
     parser.add_argument(
-        "--seconds", type=options.positive(float), default=SECONDS, metavar="N",
+        "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
         help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
     )  # fmt: skip
     options.add_out(parser, "folder of the results (default bench-out)")

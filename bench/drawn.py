@@ -13,6 +13,7 @@ from bench.roofs import roofs_of
 from bench.rows import Row, conditions, read_rows
 from bench.session import describe
 from fastvit_kernels.commands.console import CommandError, require
+from fastvit_kernels.commands.training.checkpoint import write_text
 
 
 def draw(rows: Sequence[Row], folder: Path, console: Any) -> None:
@@ -28,7 +29,7 @@ def draw(rows: Sequence[Row], folder: Path, console: Any) -> None:
 def run_plot(arguments: argparse.Namespace, console: Any) -> int:
     rows = _read(arguments.folder)
     folder = arguments.folder if arguments.folder.is_dir() else arguments.folder.parent
-    (folder / report.SUMMARY).write_text(report.summary(rows), encoding="utf-8")
+    write_text(folder / report.SUMMARY, report.summary(rows))
     draw(rows, folder, console)
     return 0
 

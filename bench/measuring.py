@@ -34,6 +34,7 @@ from bench.target_tasks import target_tasks
 from bench.timer import CudaTimer, DeviceLost, Roofs, Timer
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, require
+from fastvit_kernels.commands.training.checkpoint import write_text
 
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
 NO_GPU_CHECK = 70.0  # seconds for the check where Triton's interpreter runs it
@@ -201,7 +202,7 @@ def _finish(results: Results, wanted: Wanted, console: Any, command: str) -> Non
     """summary.md, the pictures, and the short table."""
     rows = list(results.rows.values())
     said = [f"- {text}" for text in wanted.said]
-    (results.folder / report.SUMMARY).write_text(report.summary(rows, said), encoding="utf-8")
+    write_text(results.folder / report.SUMMARY, report.summary(rows, said))
     if command == "targets":  # no pictures: `plot` draws them where time is not short
         print(aligned([targets.HEADER, *targets.lines(rows)]))
         return

@@ -26,7 +26,7 @@ import torch
 
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
-from fastvit_kernels.commands.options import add_batch
+from fastvit_kernels.commands.options import add_batch, positive
 from fastvit_kernels.tools.aot import CompileError, Trace, tracing
 from fastvit_kernels.tools.examine import timed
 from fastvit_kernels.tools.faults import faults
@@ -142,10 +142,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", default="sm_90", choices=list(ROOFS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[197, 257, 577, 1025])
+    parser.add_argument("--tokens", nargs="+", type=positive(int), default=[197, 257, 577, 1025])
     add_batch(parser, 256)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--heads", type=positive(int), default=12)
+    parser.add_argument("--head-dim", type=positive(int), default=64)
     parser.add_argument("--tutorial", type=Path, help="triton's 06-fused-attention.py")
     parser.add_argument("--flash-attn", type=Path, help="flash-attention's flash_attn_triton.py")
     args = parser.parse_args()

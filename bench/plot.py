@@ -19,6 +19,7 @@ from bench.providers import BASELINE
 from bench.rows import FAILED, OK, Row, conditions
 from bench.timer import Roofs
 from fastvit_kernels.commands.console import require
+from fastvit_kernels.commands.training.checkpoint import write_atomically
 
 COLORS = {
     "eager": "#555555", "compile": "#e08214", "compile-max-autotune": "#b35806",
@@ -51,7 +52,7 @@ def _figure(width: float, height: float, title: str, rows: Sequence[Row]) -> Any
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, format="png", dpi=110)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
     return path
 
 

@@ -10,6 +10,7 @@ from bench.plan import OPS
 from bench.providers import BASELINE
 from bench.roofs import OP as ROOF
 from bench.rows import FAILED, OK, RESULTS, Row, conditions, read_rows
+from fastvit_kernels.commands.training.checkpoint import write_text
 
 NOT_YET = "not yet measured"
 SUMMARY = "summary.md"
@@ -334,6 +335,5 @@ def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = REA
     """Generate docs/benchmarks.md and the README's results anew from the committed ones."""
     found = [(p.parent.name, read_rows(p)) for p in sorted(committed.glob(f"*/{RESULTS}"))]
     former = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(docs(found, former, committed), encoding="utf-8")
-    page = readme(found, front.read_text(encoding="utf-8"), committed)
-    front.write_text(page, encoding="utf-8")
+    write_text(path, docs(found, former, committed))
+    write_text(front, readme(found, front.read_text(encoding="utf-8"), committed))

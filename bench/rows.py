@@ -12,13 +12,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from fastvit_kernels.commands.training.checkpoint import unwritten, write_text
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON, triton
@@ -121,8 +122,10 @@ def read_rows(path: Path) -> list[Row]:
         path = path / RESULTS
     text = path.read_text(encoding="utf-8")
     with io.StringIO(text[: text.rfind("\n") + 1], newline="") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
+        try:
+            header, *lines = list(csv.reader(file)) or [[]]
+        except csv.Error as error:
+            raise ValueError(f"{path} is no result of this benchmark: {error}") from error
         unknown = set(header) - set(FIELDS)
         if not {"op", "provider", "shape", "dtype", "mode"} <= set(header) or unknown:
             raise ValueError(f"{path} is no result of this benchmark: its columns are {header}")
@@ -150,16 +153,19 @@ class Results:
             self.rows = {row.key: row for row in read_rows(self.path)}
         # Anew: the columns may have changed, and a crash may have torn the last line.
         text = "".join([",".join(FIELDS) + "\n", *map(as_line, self.rows.values())])
-        draft = self.path.with_suffix(".new")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, self.path)
+        write_text(self.path, text)
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
         if resume and self._trying.exists():
             self._give_up()
 
     def _write(self, text: str) -> None:
-        self._file.write(text)
-        self._file.flush()
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # or Python says at its end that it cannot be
+                self._file.close()
+            raise unwritten(self.path, error) from error
 
     def append(self, row: Row) -> None:
         """Add a row, on disk before this returns."""
@@ -181,7 +187,7 @@ class Results:
         """This provider is at work now; it alone is given up if the process is killed."""
         if self._at_work:
             text = json.dumps({"keys": self._at_work, "provider": provider})
-            self._trying.write_text(text, encoding="utf-8")
+            write_text(self._trying, text)
 
     def tried(self) -> None:
         """What was at work has its rows."""

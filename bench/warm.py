@@ -27,9 +27,11 @@ TIMEOUT = 150.0  # seconds of silence: a model is built and compiled in them
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m bench warm`."""
     parser.add_argument(
-        "--jobs", type=options.positive(int), default=4, metavar="N", help="processes at once"
-    )
+        "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
+        help="processes at once",
+    )  # fmt: skip
     options.add_budget(parser, "what still runs after these is stopped")
+    parser.set_defaults(device=None)
 
 
 def job_of(number: int, target: Target) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from bench.rows import (
     ERROR,
     FAILED,
     OK,
+    Results,
     Row,
     read_rows,
 )
@@ -132,6 +134,52 @@ def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys)
     assert (
         len(read_rows(out)) == 1 + 2 + 1 + 1 + 4
     )  # copy, matmul burst and sustained, a graph's replay, check, two cases
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ["results.csv", "trying.json", "summary.md"])
+def test_a_disk_that_is_full_is_one_line(name, monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path)
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    path.with_name(f".{name}.tmp").symlink_to(FULL)
+    assert main(words, machine) == 2
+    said = f"bench all: {path} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said
+    assert not path.exists()
+    assert main([*words, "--resume"], machine) == 0
+
+
+def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, capsys):
+    resource = pytest.importorskip("resource")
+    former, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "out" / "results.csv"
+
+    def fill(bench, names):
+        most = path.stat().st_size + 10
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
+        yield Row("mlp", "eager", "b", "bf16", "both", ms=1.0)
+
+    work = [stub_task("a"), stub_task("b", run=fill)]
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=work)
+    opened: list[Results] = []
+    monkeypatch.setattr(
+        "bench.measuring.Results", lambda *given: opened.append(Results(*given)) or opened[0]
+    )
+    try:
+        assert main(words, machine) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    said = f"bench all: {path} cannot be written: File too large\n"
+    assert capsys.readouterr().err == said
+    assert opened[0]._file.closed  # or Python says in more lines that it cannot be, at its end
+    monkeypatch.setattr("bench.measuring.Results", Results)
+    kept = len(read_rows(path))
+    work[1] = stub_task("b")
+    assert main([*words, "--resume"], machine) == 0
+    assert len(read_rows(path)) == kept + 2
 
 
 def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):

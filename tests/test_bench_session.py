@@ -100,8 +100,13 @@ def test_rows_name_the_commit_and_whether_it_was_changed(monkeypatch, commit, ch
     assert bench_rows._commit() == said
 
 
-def test_another_csv_is_refused(tmp_path):
-    (tmp_path / RESULTS).write_text("a,b\n1,2\n")
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,b\n1,2\n", f"{','.join(FIELDS)}\n{'a' * 2**18},b\n"],
+    ids=["empty", "other", "long"],
+)
+def test_another_csv_is_refused(text, tmp_path):
+    (tmp_path / RESULTS).write_text(text)
     with pytest.raises(ValueError, match="no result of this benchmark"):
         read_rows(tmp_path)
 

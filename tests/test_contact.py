@@ -236,7 +236,7 @@ def test_resume_leaves_out_what_is_done_by_the_same_sources(tmp_path):
 
 
 def test_without_a_gpu_nothing_is_run_and_nothing_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in (["contact", "--out", str(tmp_path / "out")], ["targets"], ["warm"]):
         assert main(words) == 2
         assert "torch sees no GPU, so nothing was run" in capsys.readouterr().err

@@ -98,13 +98,15 @@ INTS = {
     "--seed": (0, 2**32 - 1),
     "--neighbours": (1, options.MOST), "--tokens": (1, options.MOST),
     "check --jobs": (0, options.MOST_PROCESSES), "compile --jobs": (1, options.MOST_PROCESSES),
+    "warm --jobs": (1, options.MOST_PROCESSES),
 }  # fmt: skip
 FLOATS = {
     "--lr": ("1e-12", "1e300"), "--weight-decay": ("0", "0.999"),
     "--label-smoothing": ("0", "0.999"), "--drop-path": ("0", "0.999"), "--ema": ("0", "0.9999"),
     "--crop-scale": ("1e-6", "0.999"), "--held-out": ("1e-6", "0.999"),
     "--mixup": ("0.001", "1000"), "--time-budget": ("0.01", str(options.MOST)),
-    "--case-timeout": ("0.01", str(options.MOST)),
+    "--case-timeout": ("0.01", str(options.MOST)), "--seconds": ("10", str(options.MOST)),
+    "--threshold": ("0", str(options.MOST)),
 }  # fmt: skip
 JUNK = (
     "-1",
@@ -123,20 +125,29 @@ JUNK = (
 
 
 def _numbers():
-    """(command, flag, int or float) of every number of fastvit-kernels."""
-    for command in cli.COMMANDS:
-        for action in _subparsers(cli.build_parser([command]))[command]._actions:
-            kind = getattr(action.type, "__name__", "")
-            if kind in ("int", "float") and not action.choices:
-                yield command, max(action.option_strings, key=len), kind
+    """(command, flag, int or float) of every number of both programs; of flags that commands of
+    bench share, the first."""
+    seen = set()
+    for command, action in _actions():
+        kind = getattr(action.type, "__name__", "")
+        if kind in ("int", "float") and not action.choices:
+            flag = max(action.option_strings, key=len)
+            known = command.startswith("bench ") and flag in seen
+            seen.add(flag if command.startswith("bench ") else "")
+            if not known:
+                yield command, flag, kind
 
 
 @pytest.mark.parametrize(("command", "flag", "kind"), list(_numbers()))
 def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
+    program, _, command = command.partition(" ")
+
     def read(value):
-        place = {"hub-layout": ["folder"], "attention-maps": ["image", "--weights", "file"]}
+        place = {"hub-layout": ["folder"], "attention-maps": ["image", "--weights", "file"],
+                 "compare": ["a", "b"]}  # fmt: skip
         words = [command, *place.get(command, []), flag, value]
-        return vars(cli.build_parser(words).parse_args(words))
+        parser = bench_parser() if program == "bench" else cli.build_parser(words)
+        return vars(parser.parse_args(words))
 
     limits = INTS.get(f"{command} {flag}", INTS.get(flag)) if kind == "int" else FLOATS[flag]
     assert limits is not None, f"{command} {flag} needs its limits here"
@@ -153,8 +164,8 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
             read(value)
         lines = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2
-        said = f"fastvit-kernels {command}: error: argument {flag}"
-        assert lines[-1].startswith(said), value
+        said = f"{program} {command}: error: argument {flag}"
+        assert lines[-1].removeprefix("python -m ").startswith(said), value
         assert all(line.startswith(("usage: ", " ")) for line in lines[:-1])
 
 

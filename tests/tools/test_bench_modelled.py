@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from bench import modelled
+
 SOURCE = """
 import triton
 import triton.language as tl
@@ -60,3 +64,11 @@ def test_the_command_compares_by_the_model_alone():
     *_, line = result.stdout.splitlines()
     name, tokens, forward, backward, *_, faults = line.split()
     assert (name, tokens, faults) == ("ours", "197", "0") and 0 < int(forward) < int(backward)
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--heads", "--head-dim", "--batch"])
+def test_sizes_that_are_none(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["modelled", flag, "0"])
+    with pytest.raises(SystemExit):
+        modelled.main()
+    assert f"error: argument {flag}" in capsys.readouterr().err.splitlines()[-1]
