@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         return 130
 
 
-def _run(arguments: argparse.Namespace, words: list[str], machine: Machine | None) -> int:
+def _run(arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None) -> int:
     console = make_console()
     if arguments.command == "plot":
         return run_plot(arguments, console)
