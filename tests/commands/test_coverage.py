@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -281,3 +282,22 @@ def test_cut_models_drop_paths():
     cut.set_drop_path(model)
     assert all(module.drop_prob == cut.DROP_PATH for module in model)
     assert 0.1 < cut.DROP_PATH < 0.9, "some samples of two are dropped"
+
+
+@pytest.mark.parametrize(("narrow", "shallow"), [(4, True), (4, False), (1, True)])
+def test_what_is_cut_of_a_configuration(narrow, shallow):
+    """Widths by the factor, depths to two, every DropPath on; other numbers stay."""
+    inner = SimpleNamespace(d_model=256, num_layers=6, to_dict=None, model_type="inner")
+    config = SimpleNamespace(
+        hidden_size=768, intermediate_size=3072, small_dim=64, num_attention_heads=2,
+        num_hidden_layers=12, depths=(3, 1, 9), image_size=224, num_labels=1000, drop_path_rate=0.0,
+        inner=inner,
+    )  # fmt: skip
+    cut._shrink(config, narrow, shallow)
+    assert (config.hidden_size, config.intermediate_size) == (768 // narrow, 3072 // narrow)
+    assert (config.small_dim, inner.d_model) == (64, 256 // narrow)
+    assert config.num_attention_heads == (1 if narrow == 4 else 2)
+    assert (config.num_hidden_layers, inner.num_layers) == ((2, 2) if shallow else (12, 6))
+    assert config.depths == ((2, 1, 2) if shallow else (3, 1, 9))
+    assert (config.image_size, config.num_labels) == (224, 1000)
+    assert config.drop_path_rate == cut.DROP_PATH
