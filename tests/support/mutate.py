@@ -94,7 +94,8 @@ def project_copy() -> Iterator[Path]:
         root = Path(folder).resolve()
         for name in ("fastvit_kernels", "bench", "tests", "docs"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns(".*"))
-        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        pages = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+        for name in ("pyproject.toml", *pages):
             shutil.copy(ROOT / name, root)
         yield root
 
