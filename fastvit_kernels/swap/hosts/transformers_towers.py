@@ -78,6 +78,7 @@ class PixtralAttention(RopeAttention):
     """Images one after the other in a sample, apart by a mask; tables for all tokens."""
 
     fused_rotation: ClassVar[dict[str, Any]] = {"unsqueeze_dim": 0}
+    fused_unread = Attention.fused_unread | {"position_ids"}  # for flash attention alone
 
 
 class InternAttention(Attention):
@@ -304,6 +305,7 @@ class Dinov3Layer(Dinov2Layer):
 
 
 class PixtralLayer(Dinov3Layer):
+    fused_unread = PixtralAttention.fused_unread
     fused_names = ("attention_norm", "attention", (), "ffn_norm", "feed_forward", ())
 
 
