@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,6 +16,12 @@ os.environ |= dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
     os.environ.get("OMP_NUM_THREADS", "1"),
 ) | dict(os.environ)
+
+# inductor's cache on disk does not tell one ATEN_CPU_CAPABILITY from another: its graphs then give
+# garbage. The first process of a run makes a directory that its workers inherit.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import torch
 

@@ -41,9 +41,11 @@ def test_func_vmap_and_gradients_of_each_sample(op):
     got = torch.func.vmap(lambda x: function(x, *inputs[1:]))(batch)
     torch.testing.assert_close(got, torch.stack([function(x, *inputs[1:]) for x in batch]))
 
+    # By the specification on one side: of sums without vector extensions 2e-4 was seen.
     gradient = torch.func.grad(lambda x: function(x, *inputs[1:]).square().sum())
-    got = torch.func.vmap(gradient)(batch)
-    torch.testing.assert_close(got, torch.stack([gradient(x) for x in batch]))
+    got, wanted = torch.func.vmap(gradient)(batch), torch.stack([gradient(x) for x in batch])
+    atol = 1e-3 * wanted.abs().max().item()
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=atol)
 
 
 @every_op
