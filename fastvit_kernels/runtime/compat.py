@@ -152,6 +152,12 @@ def foreign_modes() -> list[Any]:
     ]  # fmt: skip
 
 
+def is_observed() -> bool:
+    """Whether anybody may want what modules and operators do, of whatever kind: the quick look."""
+    # An export to ONNX traces by torch.jit, compiles or has a mode.
+    return num_modes() > 0 or is_jit_tracing() or is_fx_tracing() or has_global_hook()
+
+
 def _without(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"torch {torch.__version__} has no {name}")
@@ -196,6 +202,11 @@ def schema_of(operator: Any) -> Any:
 def is_compiled_in_place(module: Any) -> bool:
     """Whether `module.compile()` was called. Gone: no."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+# What nn.DataParallel marks its copies of a module by: their weights are attributes, no parameters.
+# Gone: one that is no setting of anybody, and a copy has a proof of its own.
+REPLICA = "_is_replica"
 
 
 # Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
@@ -312,6 +323,12 @@ has_forward_gradients: Callable[[], bool] = _find(
 def in_backward() -> bool:
     """Whether a backward is under way, whose forwards are recomputations."""
     return _graph_task() != -1
+
+
+def may_be_rerun() -> bool:
+    """Whether a checkpoint may be around this call: its hooks on what autograd saves, the forward
+    of an autograd Function, a backward."""
+    return _top_saves_hooks(True) is not None or not has_forward_gradients() or _graph_task() != -1
 
 
 # The class of an autograd.Function's nodes. Gone: None, and no node hands another anything.

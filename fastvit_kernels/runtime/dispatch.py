@@ -38,6 +38,7 @@ from .compat import (
     is_jit_tracing,
     is_looked_at,
     is_watched,
+    may_be_rerun,
 )  # fmt: skip
 from .configs import on_change
 from .operator import DIRECT, OPERATORS, Routed
@@ -103,18 +104,18 @@ def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
     def decided(*args: Any) -> Decision:
         if is_dynamo_compiling():
             return decide(*args, OPERATORS)
-        looked = is_looked_at()
-        if looked or recompute.noted or listeners or get_backend() == "torch":
-            if recompute.is_near():
+        looked, here = is_looked_at(), state()
+        if looked or recompute.noted or listeners or here[0] == "torch":
+            if may_be_rerun():
                 looked, then = _then(looked, decide, *args)
-                if then != get_backend():
+                if then != here[0]:
                     with backend(then):
                         return decided(*args)
             if listeners:
                 _tell(decide, args)
             if looked:
                 return decide(*args, OPERATORS)
-        facts: list[Any] = [state(), _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
+        facts: list[Any] = [here, _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
         learn = facts.append
         try:
             for x in args:

@@ -27,8 +27,8 @@ from .compat import (
     has_forward_gradients,
     hooks_on_saves,
     in_backward,
+    may_be_rerun,
     node_class,
-    saves_are_hooked,
 )  # fmt: skip
 
 _REENTRANT: Any = node_class(checkpoint.CheckpointFunction) or ()
@@ -56,7 +56,7 @@ def remembered(key: Hashable, now: bool, inside: Collection[Any] = ()) -> bool:
         noted = False
         noted = bool(_notes)  # another thread may have noted one meanwhile
         return now
-    if not is_near():
+    if not may_be_rerun():
         return now
     forwards, reruns = ([run for run in runs if run not in inside] for runs in enclosing())
     kept = [_notes[run] for run in reruns if run in _notes]
@@ -83,11 +83,6 @@ def chosen_inside() -> Iterator[None]:
         yield
     finally:
         chosen.reset(token)
-
-
-def is_near() -> bool:
-    """Whether a checkpoint may be around this call: the quick look before `enclosing`."""
-    return saves_are_hooked() or not has_forward_gradients() or in_backward()
 
 
 def enclosing() -> tuple[list[Any], list[Any]]:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache, partial
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import attrgetter, is_not, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..runtime.compat import REPLICA
 from ..runtime.plain import is_plain
 from .activations import is_activation
 from .rates import Asked, answers_hold
@@ -44,6 +47,12 @@ IDLE = frozenset(
 )
 # Packages whose decorators a library puts around its own methods.
 DECORATORS = frozenset(("torch", "functools", "contextlib", "abc", "typing"))
+# Functions of C: what is asked at every call costs no call of Python.
+_deref: Any = ref.__call__
+_get: Any = itemgetter.__call__
+_get_attribute: Any = attrgetter.__call__
+_children = itemgetter("_modules")
+is_there = partial(is_not, None)
 # Functions of torch that our ops stand for: a patch or a counter in their place wants the calls.
 _functionals = attrgetter(
     "linear", "layer_norm", "gelu", "silu", "conv2d", "scaled_dot_product_attention"
@@ -179,15 +188,15 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     Args:
         whole: it belongs to a module that was recognised by structure: all that it holds counts.
     """
-    own = vars(module)
+    own, tensors = vars(module), {**module._parameters, **module._buffers}
+    if REPLICA in own:
+        tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
+        own = {n: v for n, v in own.items() if n not in tensors and n != REPLICA}
     settings = tuple(
         (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v))
         for n, v in own.items() if n not in PRIVATE
     )  # fmt: skip
-    tensors = tuple(
-        (n, None if t is None else tuple(t.shape))
-        for n, t in (*module._parameters.items(), *module._buffers.items())
-    )
+    tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)
     return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
@@ -227,9 +236,10 @@ class Facts:
     def __init__(self, root: nn.Module, class_of: ClassOf = type, whole: bool = False):
         places, names, wholes = [0], [""], [whole or is_recognised(class_of(root))]
         modules: list[Any] = [root]
-        self.parents: list[tuple[int, list[str]]] = []  # place of a module, names of its children
+        self.children: list[str] = []  # names in their parents, of those that are None too
         self.known: list[int] = []  # places of the modules that are looked at
-        self.getters: list[tuple[int, Callable[[Any], Any]]] = []  # index in known, its settings
+        self.set: list[int] = []  # indices in known of those with settings
+        self.getters: list[Callable[[Any], Any]] = []  # of their settings
         self.values: list[Any] = []
         self.settings: list[list[str]] = []  # their names
         self.asked: Asked | None = None  # of rates by the proof; None: these rates were tried alone
@@ -248,32 +258,34 @@ class Facts:
                 self.rates |= {(place, n): v for n, v in own.items() if is_rate(n, v)}
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
-                self.getters.append((len(self.known), itemgetter(*settings)))
-                self.values.append(copy.deepcopy(self.getters[-1][1](own)))  # lists may change
+                self.set.append(len(self.known))
+                self.getters.append(itemgetter(*settings))
+                self.values.append(copy.deepcopy(self.getters[-1](own)))  # lists may change
                 self.settings.append(settings)
             if within and (objects := Objects(own)).names:
                 self.objects.append((len(self.known), objects))
             self.known.append(place)
+            self.children += module._modules
             children = [n for n, c in module._modules.items() if c is not None]
-            if children:
-                self.parents.append((place, children))
-                prefix = f"{names[place]}." if names[place] else ""
-                names += [prefix + n for n in children]
-                modules += [module._modules[n] for n in children]
-                wholes += [within or is_recognised(cls)] * len(children)
-                places += range(len(places), len(modules))
+            prefix = f"{names[place]}." if names[place] else ""
+            names += [prefix + n for n in children]
+            modules += [module._modules[n] for n in children]
+            wholes += [within or is_recognised(cls)] * len(children)
+            places += range(len(places), len(modules))
+        self.inner = [ref(m) for m in modules[1:]]
         self.types = [type(m) for m in modules]
         self.names = names
         self.lengths = [len(vars(modules[place])) for place in self.known]
         planned: list[Any] = [class_of(m) for m in modules]
         classes = dict.fromkeys(host_of(planned[place]) for place in self.known)
-        self.classes = [(c, attrgetter(*methods(c))) for c in classes if methods(c)]
-        self.functions = [get(cls) for cls, get in self.classes]
+        self.classes = [c for c in classes if methods(c)]
+        self.methods = [attrgetter(*methods(c)) for c in self.classes]
+        self.functions = [*map(_get_attribute, self.methods, self.classes)]
         unread = dict.fromkeys(host_of(planned[place]) for place in self.known if wholes[place])
         self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]
         self.readers = [c for c in unread for _ in _globals_of(c)]
         self.read: list[Any] = [get(home) for home, get in self.globals]
-        self.asking = [place for place in self.known if hasattr(planned[place], "fused_facts")]
+        self.asking = [p for p in self.known if getattr(planned[p], "fused_facts", None)]
         self.answers = [planned[place].fused_facts(modules[place]) for place in self.asking]
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
@@ -292,43 +304,50 @@ class Facts:
                 (name, "drops" if name in drops else known, *more)
                 for name, known, *more in self.key[0]
             ),
-            tuple(without([cls for cls, _ in self.classes], self.functions)),
+            tuple(without(self.classes, self.functions)),
             tuple(a for a in self.answers if a is not None),
             tuple(without(self.readers, self.read)),
         )
 
     def hold(self, root: nn.Module) -> bool:
         """Whether `root` is still as it was described."""
-        modules: list[Any] = [root]
-        for place, names in self.parents:
-            children = modules[place]._modules
-            if [n for n, c in children.items() if c is not None] != names:
-                return False
-            modules += [children[n] for n in names]
-        if list(map(type, modules)) != self.types:
-            return False
-        own = [modules[place].__dict__ for place in self.known]
-        if list(map(len, own)) != self.lengths:
-            return False
+        return self.held(root) is not None
+
+    def held(self, root: nn.Module) -> list[Any] | None:
+        """The modules that were described, the root first, where all is still as it was."""
+        modules: list[Any] = [root, *map(_deref, self.inner)]
+        if [*map(type, modules)] != self.types:  # one that is gone is None
+            return None
+        own: list[Any] = [*map(vars, map(modules.__getitem__, self.known))]
+        children = [*map(_children, own)]
+        there = filter(is_there, chain.from_iterable(map(dict.values, children)))
+        if [*chain.from_iterable(children)] != self.children or [*there] != modules[1:]:
+            return None
+        if [*map(len, own)] != self.lengths:
+            return None
         try:
-            values = [get(own[index]) for index, get in self.getters]
-            read = [get(home) for home, get in self.globals]
+            values = [*map(_get, self.getters, map(own.__getitem__, self.set))]
+            read = [get(home) for home, get in self.globals] if self.globals else []
         except KeyError:
-            return False
-        return (
+            return None
+        if (
             (values == self.values or self._hold_but_for_rates(values))
             and read == self.read
-            and all(objects.hold(own[index]) for index, objects in self.objects)
-            and [get(cls) for cls, get in self.classes] == self.functions
-            and [modules[p].fused_facts() for p in self.asking] == self.answers
-        )
+            and [*map(_get_attribute, self.methods, self.classes)] == self.functions
+        ):
+            if self.objects and not all(o.hold(own[index]) for index, o in self.objects):
+                return None
+            if self.asking and [modules[p].fused_facts() for p in self.asking] != self.answers:
+                return None
+            return modules
+        return None
 
     def _hold_but_for_rates(self, values: list[Any]) -> bool:
         """Whether nothing changed but rates on which the verdict does not depend."""
         rates = dict(self.rates)
         changed = [i for i, value in enumerate(values) if value != self.values[i]]
         for i in changed:
-            names, place = self.settings[i], self.known[self.getters[i][0]]
+            names, place = self.settings[i], self.known[self.set[i]]
             pair = values[i], self.values[i]
             for name, now, then in zip(
                 names, *(pair if len(names) > 1 else zip(pair)), strict=True
@@ -345,9 +364,6 @@ class Facts:
             self.values[i] = copy.deepcopy(values[i])
         return True
 
-    def modules(self, root: nn.Module) -> list[nn.Module]:
+    def modules(self, root: nn.Module) -> list[Any]:
         """The modules that were described, the root first, in the order of `names`."""
-        found: list[Any] = [root]
-        for place, names in self.parents:
-            found += [found[place]._modules[n] for n in names]
-        return found
+        return [root, *map(_deref, self.inner)]

@@ -8,22 +8,21 @@ configuration is new.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from .facts import ClassOf, Facts, host_of, replaced_method, shadowed_method
+from .plans import Known, known
 from .prove import TRUSTED, prove
 
 ANOTHER = "it has become another kind of module"
-_known: WeakKeyDictionary[nn.Module, tuple[Facts, str | None]] = WeakKeyDictionary()
 
 
 def verdict(module: Any) -> str | None:
     """Why the host's own forward runs on `module`, a swapped one; None: the fused one may."""
-    known = _known.get(module)
-    if known is not None and known[0].hold(module):
-        return known[1]
+    found = known.get(module)
+    if found is not None and found.facts.hold(module):
+        return found.reason
     return None if module in TRUSTED else _learn(module)
 
 
@@ -36,7 +35,7 @@ def _learn(module: Any) -> str | None:
         reason = _judge(module, facts)
     except Exception as error:  # a state that we cannot read is the host's business
         return f"its state could not be read: {error}"
-    _known[module] = facts, reason
+    known[module] = Known(facts, reason, {})
     return reason
 
 
@@ -79,8 +78,8 @@ def refusal(module: nn.Module, cls: Any) -> str | None:
     ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
     if ours:
         return f"a part of it has a name of ours: {', '.join(ours)}"
-    known = cls.fused_known()
-    unknown = sorted(present - known) if known else []
+    parts = cls.fused_known()
+    unknown = sorted(present - parts) if parts else []
     if unknown:
         return f"it has a part that we do not know: {', '.join(unknown)}"
     return cls.fused_reject(module)

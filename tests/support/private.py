@@ -67,6 +67,7 @@ SELF_ATTENTION = "_sa_block"  # of nn.TransformerEncoderLayer: a method that a u
 PADDING_OF_MODE = "_reversed_padding_repeated_twice"  # of nn.Conv2d, where it pads with no zeros
 CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' layers: what runs them again
 COLLECTOR = "_collector"  # of coverage.Coverage: what its tracers write to
+REPLICATE = "_replicate_for_data_parallel"  # of nn.Module: what nn.DataParallel copies it by
 IN_ONNX_EXPORT = "_in_onnx_export"  # of `onnx_state`
 
 

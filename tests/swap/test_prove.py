@@ -24,7 +24,7 @@ from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
-from fastvit_kernels.swap import apply, copies, facts, prove, rates, recognise, verdicts
+from fastvit_kernels.swap import apply, copies, facts, plans, prove, rates, recognise
 from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
@@ -431,13 +431,13 @@ def test_a_proof_in_the_midst_of_anything(no_proofs):
         lambda: torch.device("meta"), torch.autograd.graph.save_on_cpu,
     )  # fmt: skip
     for context in contexts:
-        verdicts._known.clear()
+        plans.known.clear()
         prove._proofs.clear()
         with context():
             got = other(x)
         assert set(prove._proofs.values()) == {None}, context
         torch.testing.assert_close(got.float(), wanted, rtol=0.1, atol=0.1)
-    verdicts._known.clear()
+    plans.known.clear()
     prove._proofs.clear()
     torch.func.vmap(other)(x[None])
     assert set(prove._proofs.values()) == {None}
@@ -697,8 +697,8 @@ def test_facts_are_asked_at_every_call(monkeypatch):
     swap_in(module)
     x = torch.randn(2, 5, 32)
     module(x)
-    own = facts.Facts.hold
-    monkeypatch.setattr(facts.Facts, "hold", lambda *a: asked.append(1) or own(*a))
+    own = facts.Facts.held
+    monkeypatch.setattr(facts.Facts, "held", lambda *a: asked.append(1) or own(*a))
     for _ in range(3):
         module(x)
     assert len(asked) == 3

@@ -14,7 +14,7 @@ from torch import nn
 
 from fastvit_kernels import backend, status, swap_in
 from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.swap import verdicts
+from fastvit_kernels.swap import plans
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.hosts.structure import Block
 
@@ -184,7 +184,7 @@ def test_another_share_of_samples_runs_fused_in_evaluation_only(ran):  # noqa: F
     assert isinstance(module, Block) and module.fused_roles.evaluation
     shape = (5, 6, 32)
     for training in (True, False, True, False):
-        verdicts._known.clear()
+        plans.known.clear()
         for mode in (training, not training):
             ran.clear()
             assert_same(step(module, shape, mode), step(host, shape, mode), 1e-9)

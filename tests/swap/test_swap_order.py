@@ -12,7 +12,7 @@ from torch import nn
 
 from fastvit_kernels import swap_in
 from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.swap import prove, recognise, verdicts
+from fastvit_kernels.swap import plans, prove, recognise
 
 timm = pytest.importorskip("timm")
 
@@ -98,7 +98,7 @@ def test_the_first_call_decides_nothing_for_later_ones(first, make):
         weights = copy.deepcopy(module.state_dict())
     host = copy.deepcopy(module)
     assert swap_in(module).level == "block"
-    for known in (verdicts._known, prove._proofs, prove._at_sizes, recognise._found):
+    for known in (plans.known, prove._proofs, prove._at_sizes, recognise._found):
         known.clear()
     FIRST[first](module)
     assert all(torch.equal(v, weights[n]) for n, v in module.state_dict().items())

@@ -61,7 +61,9 @@ def layer_norm_ref(
     """The specification of `layer_norm`: torch's own, in x.dtype, the sum, then one cast."""
     weight = None if weight is None else weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
-    return _added(F.layer_norm(x, x.shape[-1:], weight, bias, eps), residual, out_dtype)
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    plain = residual is None and out_dtype in (None, y.dtype)
+    return y if plain else _added(y, residual, out_dtype)
 
 
 def rms_norm_ref(

@@ -18,6 +18,7 @@ from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked
+from ..plans import Run
 from .fused import (
     Child,
     DropPath,
@@ -25,6 +26,7 @@ from .fused import (
     Given,
     Inline,
     LayerScale,
+    Place,
     bypassed,
     inert,
     is_fused_norm,
@@ -158,6 +160,55 @@ def pre_norm_branch(
         return add_body(residual, y, body, tail, called, bypass, context, samples)
 
 
+Branch = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
+
+
+def resolved_branch(
+    owner: nn.Module, place: Place, norm: Any, body: Any, tail: tuple[Tail, ...]
+) -> Branch | None:
+    """x + tail(body(norm(x))) with all decided; None where a part of it is called."""
+    if not (bypassed(body) and all(map(_foldable, tail))):
+        return None
+    if body.fused_draws() or not (norm is None or is_fused_norm(norm)):
+        return None
+    at_norm, low = None if norm is None else place(norm), body.fused_reads_low()
+    compute = body.fused_branch_resolved(place)
+    scales: list[tuple[int, str]] = []
+    paths: list[int] = []
+    item: Any
+    for item in tail:
+        gamma = item.fused_scale() if isinstance(item, LayerScale) else item
+        if isinstance(gamma, Tensor):
+            holder: Any = item if isinstance(item, LayerScale) else owner
+            named = [n for n, p in holder._parameters.items() if p is gamma]
+            if not named or scales or paths:
+                return None
+            scales.append((place(holder), named[0]))
+        elif isinstance(item, DropPath) and item.training and item.fused_way()[0]:  # type: ignore
+            if paths:
+                return None
+            paths.append(place(item))
+
+    def run(modules: list[Any], x: Tensor, context: dict[str, Any]) -> Tensor:
+        y, same = x, x
+        if at_norm is not None:
+            dtype = autocast_dtype(x) if low else None
+            y, same = modules[at_norm].fused_and_input(x, dtype)
+        gamma = rows = None
+        for at, name in scales:
+            gamma = modules[at]._parameters[name]
+        for at in paths:
+            dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host
+            dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
+            rows = modules[at].fused_row_scale(same, dtype)
+        if gamma is not None and gamma.dtype is not same.dtype:
+            same = same.to(torch.promote_types(same.dtype, gamma.dtype))
+        epilogue = {"residual": same, "layer_scale": gamma, "row_scale": rows}
+        return compute(modules, y, epilogue, context)
+
+    return run
+
+
 class PreNormBlock(Fused):
     """x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x))), by a host's names.
 
@@ -248,6 +299,23 @@ class PreNormBlock(Fused):
             rebuild=low and self.fused_first_rebuilds, samples=samples, **given,
         )  # fmt: skip
         return pre_norm_branch(x, norm2, mlp, *tail2, rebuild=low, drop_path=skip)
+
+    def fused_resolved(self: Any, place: Place) -> Run | None:
+        own = type(self)
+        if own.fused_forward is not PreNormBlock.fused_forward or self.fused_memory == "low":
+            return None
+        if self.fused_drop_path == "skip" or own.fused_context is not PreNormBlock.fused_context:
+            return None
+        (_, norm1, attention, tail1), (_, norm2, mlp, tail2) = self.fused_branches()
+        first = resolved_branch(self, place, norm1, attention, tuple(tail1))
+        second = resolved_branch(self, place, norm2, mlp, tuple(tail2))
+        if first is None or second is None:
+            return None
+
+        def run(modules: list[Any], x: Tensor, extras: dict[str, Any]) -> Tensor:
+            return second(modules, first(modules, x, extras), {})
+
+        return run
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
         """The norms whose output no fused branch keeps for its backward."""

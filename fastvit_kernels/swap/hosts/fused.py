@@ -12,8 +12,8 @@ Names that begin with `fused_` are ours: a host's class or child has none of the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -23,18 +23,28 @@ from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ...runtime import dispatch, recompute
 from ...runtime.arguments import autocast_dtype
-from ...runtime.compat import constant_when_traced, foreign_modes, is_fast_norm, is_fx_tracing
+from ...runtime.compat import (
+    constant_when_traced,
+    foreign_modes,
+    is_dynamo_compiling,
+    is_fast_norm,
+    is_fx_tracing,
+)
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
+from .. import plans
 from ..facts import torch_is_patched
 from ..verdicts import verdict
 
 Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
 
+Place = Callable[[Any], int]
 Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the others that count
 # What a branch's last matmul ends in: residual + row_scale * layer_scale * y, of what is there.
 Epilogue = dict[str, Any]
 NOTHING: Epilogue = {}
+# (the described modules, x, epilogue, the other arguments) -> a branch's sum
+Resolved = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
 
 
 class Arguments(NamedTuple):
@@ -86,6 +96,7 @@ class Fused:
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = 1e-9  # of a proof
     fused_derived: Any = None  # settings of a narrow copy that follow from its others
+    fused_facts: Any = None  # (module) -> facts that are no settings of it; asked at every call
 
     def _get_name(self) -> str:
         return f"Fused{type(self).__name__}"  # for repr
@@ -128,10 +139,6 @@ class Fused:
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False
-
-    def fused_facts(self) -> Any:
-        """Facts that are no settings of the module; looked at at every call."""
-        return None
 
     def fused_examples(self, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         """Arguments of calls that a proof tries."""
@@ -183,22 +190,50 @@ class Fused:
     def fused_forward(self, x: Any, **extras: Any) -> Any:
         raise NotImplementedError
 
+    def fused_resolved(self, place: Place) -> plans.Run | None:
+        """The fused forward as things are now, with all that it decides decided; None where it
+        decides at each call.
+
+        Args:
+            place: of one of this module's parts, in what a plan runs on.
+        """
+        return None
+
+    def fused_undecided(self: Any, place: Place) -> Resolved:
+        """`fused_branch`, which a block's branch ends in, on what a plan runs on."""
+        at = place(self)
+        return lambda modules, x, epilogue, context: modules[at].fused_branch(
+            x, epilogue, **context
+        )
+
+    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
+        """The same with all that it decides decided, where that is written down."""
+        return self.fused_undecided(place)
+
     def fused_watched(self) -> bool:
         """Whether somebody wants the host's calls, or did in the forward that is run again."""
         now = is_traced() or is_watched_everywhere()
         return recompute.remembered((self, "forward"), now) if now or recompute.noted else now
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and (found := plans.plan_of(self)) is not None:
+            plan, modules = found
+            if len(args) == 1 and not kwargs and plans.kind_of(args[0]) in plan.takes:
+                return plan.run(modules, args[0], {})
+            if (given := self.fused_given(args, kwargs)) is not None:
+                plan.note(*given)
+                return plan.run(modules, *given)
         given = self.fused_given(args, kwargs)
         host = given is None or self.fused_watched()
         host = host or self.fused_verdict() is not None or self.fused_blocked() is not None
-        if torch.compiler.is_compiling() or not dispatch.listeners:
+        if torch.compiler.is_compiling():
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return self.fused_forward(given[0], **given[1])
-        with heard(self, host, args, kwargs):
+        with heard(self, host, args, kwargs) if dispatch.listeners else nullcontext():
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
+            plans.learn(self, *given)
             return self.fused_forward(given[0], **given[1])
 
 
@@ -337,6 +372,11 @@ def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: 
     return add_branch(y if drop is None else drop(y), **epilogue)
 
 
+def owned(module: nn.Module, *names: str) -> bool:
+    """Whether these are parameters of the module, or None in their place."""
+    return all(name in module._parameters for name in names)
+
+
 class Norm(Fused):
     """A norm over the last axis; a pre-norm branch has it hand its input on."""
 
@@ -353,6 +393,9 @@ class Norm(Fused):
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""
+        own = self._parameters
+        if "weight" in own and "bias" in own:
+            return own["weight"], own["bias"], self.eps
         return getattr(self, "weight", None), getattr(self, "bias", None), self.eps
 
     def fused_blocked(self) -> str | None:

@@ -14,13 +14,16 @@ from ...ops.mlp.functions import mlp
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
-from .attend import attend, together
+from .attend import as_one, attend, attend_weights, packable, together
 from .fused import (
     NOTHING,
     Child,
     Epilogue,
     Fused,
+    Inline,
     LayerNorm,
+    Place,
+    Resolved,
     bypassed,
     example,
     inert,
@@ -28,6 +31,7 @@ from .fused import (
     left_dropouts,
     left_linears,
     norm_in_pytorch,
+    owned,
     part,
     project,
     project_out,
@@ -96,6 +100,44 @@ class PatchConv3d(PatchConv):
 
 class PatchConv3dOfTokens(PatchConv3d, PatchConvOfTokens):
     pass
+
+
+def resolved_attention(
+    module: Any, place: Place, projections: Sequence[Any], out: Any, D: int, drops: bool
+) -> Resolved:
+    """Attention by plain Linears with all decided, for calls that give x alone.
+
+    Args:
+        D: of a head.
+        drops: its dropout has a rate.
+    """
+    every = [*projections, out]
+    plain = all(map(is_plain, every)) and all(owned(m, "weight", "bias") for m in every)
+    undecided = module.fused_undecided(place)
+    if not plain or not packable(D, 0.0) or isinstance(module, Inline):
+        return undecided
+    at, *reads, writes = map(place, (module, *every))
+    H, scale = sum(m.out_features for m in projections) // (3 * D), module.fused_scale()
+    drops = drops and module.training
+
+    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
+        if context:  # a mask or angles
+            return undecided(modules, x, epilogue, context)
+        dropout_p = modules[at].fused_dropout_p() if drops else 0.0
+        if len(reads) == 1:
+            own = modules[reads[0]]._parameters
+            packed = own["weight"], own["bias"]
+        else:
+            apart = [modules[i]._parameters for i in reads]
+            packed = as_one([p["weight"] for p in apart], [p["bias"] for p in apart])  # type: ignore
+            if packed is None:  # frozen apart, or of several dtypes
+                return undecided(modules, x, epilogue, {})
+        weight, bias = packed
+        y = attend_weights(x, weight, bias, H, dropout_p=dropout_p, scale=scale)  # type: ignore
+        own = modules[writes]._parameters
+        return linear(y.flatten(-2), own["weight"], own["bias"], **epilogue)
+
+    return run
 
 
 class SelfAttention(Fused):
@@ -173,6 +215,21 @@ class SelfAttention(Fused):
 
     def fused_branch(self, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
         return self.fused_project_out(self.fused_heads(x, **extras).flatten(-2), epilogue)
+
+    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
+        drop = part(self, self.fused_dropout)
+        if not self.fused_is_simple() or not inert(part(self, self.fused_after)):
+            return self.fused_undecided(place)
+        return resolved_attention(
+            self, place, self.fused_projections(), part(self, self.fused_out),
+            self.fused_head_dim(), bool(getattr(drop, "p", drop)),
+        )  # fmt: skip
+
+    def fused_is_simple(self) -> bool:
+        """Whether nothing but attention stands between its Linears, where a call gives x alone."""
+        own = type(self)
+        same = ("fused_branch", "fused_heads", "fused_attend", "fused_packed", "fused_project_out")
+        return all(getattr(own, n) is getattr(SelfAttention, n) for n in same)
 
     def fused_forward(self, x: Tensor, **extras: Any) -> Any:
         return self.fused_branch(x, **extras)
@@ -262,6 +319,23 @@ class MlpParts(NamedTuple):
         )  # fmt: skip
 
 
+def resolved_mlp(parts: MlpParts, place: Place) -> Resolved | None:
+    """`MlpParts.branch` with all decided; None where it is no single op without a gate."""
+    name, linears = parts.activation, (parts.fc1, parts.fc2)
+    if parts.gated or name is None or not parts.is_one_op():
+        return None
+    if not all(owned(m, "weight", "bias") for m in linears):
+        return None
+    at1, at2 = map(place, linears)
+
+    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
+        fc1, fc2 = modules[at1]._parameters, modules[at2]._parameters
+        weights = fc1["weight"], fc1["bias"], fc2["weight"], fc2["bias"]
+        return mlp(x, *weights, activation=name, **epilogue)
+
+    return run
+
+
 class Mlp(Fused):
     """fc1 -> act -> drop1 -> norm -> fc2 -> drop2: timm's Mlp; subclasses have other names."""
 
@@ -303,6 +377,9 @@ class Mlp(Fused):
 
     def fused_branch(self, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         return self.fused_parts().branch(x, epilogue)
+
+    def fused_branch_resolved(self, place: Place) -> Resolved:
+        return resolved_mlp(self.fused_parts(), place) or self.fused_undecided(place)
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return self.fused_branch(x)

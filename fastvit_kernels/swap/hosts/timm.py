@@ -27,6 +27,7 @@ from .fused import (
     OwnDtype,
     RmsNorm,
     example,
+    inert,
     left_dropouts,
     left_linears,
     names,
@@ -36,7 +37,7 @@ from .fused import (
     width_of,
 )
 from .parts import GluMlp, Mlp, SelfAttention, SwiGLU, examples_with_bias
-from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
+from .rotary import NO_NORMS, HeadNorms, Turn, head_norms, turn_of, turned
 from .timm_blocks import (
     BeitBlock,
     Block,
@@ -143,6 +144,15 @@ class Attention(SelfAttention):
         out, _ = normed(self.fused_part("norm"), out, is_plain(self.proj))
         out = out if gate is None else out * gate
         return self.fused_project_out(out, epilogue)
+
+    def fused_is_simple(self: Any) -> bool:
+        if (
+            type(self).fused_heads is not Attention.fused_heads
+            or self.fused_norms() is not NO_NORMS
+        ):
+            return False
+        parts = map(self.fused_part, ("q_bias", "gate"))
+        return inert(self.fused_part("norm")) and not any(p is not None for p in parts)
 
 
 def _lost_qkv(module: Any) -> str | None:

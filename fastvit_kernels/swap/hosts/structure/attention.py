@@ -16,12 +16,24 @@ from ....runtime.plain import add_branch, is_plain
 from ...prove import ROOTS
 from .. import rotary
 from ..attend import as_one, packable, registered, together
-from ..fused import NOTHING, Epilogue, Given, example, inert, part, project_out, width_of
+from ..fused import (
+    NOTHING,
+    Epilogue,
+    Given,
+    Place,
+    Resolved,
+    example,
+    inert,
+    part,
+    project_out,
+    width_of,
+)
+from ..parts import resolved_attention
 from ..rotary import Turn, attend_turned, turn_of
 from ..windows import windows_of
 from .masks import READINGS, example_of_mask, fits, reading_of
 from .positions import bias_of, turned, with_decomposed
-from .roles import Roles, as_result, entered, is_ours, weight_and_bias
+from .roles import Roles, as_result, entered, is_ours, resolved_entry, weight_and_bias
 
 
 class AttentionRoles(NamedTuple):
@@ -286,6 +298,21 @@ class Attention(Roles):
         if out is None:
             return add_branch(y, **epilogue)
         return project_out(out, after, y, epilogue)
+
+    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
+        roles = self.fused_roles
+        more = (
+            roles.out == "" or roles.inner_norm or roles.grid or roles.wide_norms or roles.causal
+            or roles.raw or roles.table or roles.along or roles.turn or roles.layout != "3HD"
+        )  # fmt: skip
+        if more or self.fused_norms() is not rotary.NO_NORMS or self.fused_draws():
+            return self.fused_undecided(place)
+        projections, drop = [part(self, n) for n in roles.projections], self.fused_part("dropout")
+        inner = resolved_attention(
+            self, place, projections, self.fused_part("out"), self.fused_width() // roles.heads,
+            bool(getattr(drop, "p", drop)),
+        )  # fmt: skip
+        return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         roles = self.fused_roles

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.common.samples import DropPathMode, keep_samples, num_kept
-from ..branch import apply, fold, pre_norm_branch, skips, takes_samples
+from ...plans import Run
+from ..branch import Branch, apply, fold, pre_norm_branch, resolved_branch, skips, takes_samples
 from ..fused import (
     Child,
     DropPath,
     Inline,
+    Place,
+    Resolved,
     bypassed,
     example,
     hooked,
@@ -87,6 +90,12 @@ class _Inline(Inline):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.owner, name)
+
+    def fused_undecided(self: Any, place: Place) -> Resolved:
+        roles = self.fused_roles
+        return lambda modules, x, epilogue, context: inline(modules[0], roles).fused_branch(
+            x, epilogue, **context
+        )
 
 
 class InlineAttention(_Inline, Attention):
@@ -279,6 +288,33 @@ class Block(Roles):
         if isinstance(x, list):
             return [as_result(y, self.fused_roles.result) for y in ends]
         return as_result(ends[0], self.fused_roles.result)
+
+    def fused_resolved(self: Any, place: Place) -> Run | None:
+        roles = self.fused_roles
+        if roles.channels or (roles.sampled and self.training) or self.fused_memory == "low":
+            return None
+        if self.fused_drop_path == "skip":
+            return None
+        branches: list[tuple[Branch, tuple[tuple[str, str], ...]]] = []
+        for before, step in zip((Step(0, 0), *roles.steps), roles.steps):  # noqa: B905
+            if not (step.source == step.residual == before.output) or step.window:
+                return None
+            tail = tuple(part(self, n) for n in step.tail)
+            norm, body = part(self, step.norm), self.fused_body(step)
+            branch = resolved_branch(self, place, norm, body, tail)
+            if branch is None:
+                return None
+            branches.append((branch, step.context))
+
+        def run(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:
+            if isinstance(x, list):
+                return modules[0].fused_forward(x, **extras)
+            for branch, context in branches:
+                given = {n: extras[name] for n, name in context if name in extras}
+                x = branch(modules, x, given)
+            return as_result(x, roles.result)
+
+        return run
 
     def fused_step(self: Any, step: Step, values: dict[int, Tensor], extras: Any) -> Tensor:
         context = {n: extras[given] for n, given in step.context if given in extras}

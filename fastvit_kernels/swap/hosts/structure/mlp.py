@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ....ops.common.activation import ACTIVATIONS
 from ....runtime.plain import is_plain
-from ..fused import NOTHING, Epilogue, inert, part
-from ..parts import MlpParts
-from .roles import Roles, as_result, entered
+from ..fused import NOTHING, Epilogue, Place, Resolved, inert, part
+from ..parts import MlpParts, resolved_mlp
+from .roles import Roles, as_result, entered, resolved_entry
 
 
 class MlpRoles(NamedTuple):
@@ -65,6 +65,13 @@ class Mlp(Roles):
         parts = self.fused_parts()
         y, epilogue = entered(self.fused_part("norm"), x, epilogue, parts.fc1)
         return parts.branch(y, epilogue)
+
+    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
+        parts = self.fused_parts()
+        inner = resolved_mlp(parts, place)
+        if inner is None:
+            return self.fused_undecided(place)
+        return resolved_entry(self, place, self.fused_part("norm"), parts.fc1, inner)
 
     def fused_forward(self, x: Tensor) -> Any:
         return as_result(self.fused_branch(x), self.fused_roles.result)

@@ -8,8 +8,20 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from ....ops.linear.functions import linear
+from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_hooked, is_plain
-from ..fused import Child, Epilogue, Fused, bypassed, normed, part, why_not_plain
+from ..fused import (
+    Child,
+    Epilogue,
+    Fused,
+    Place,
+    Resolved,
+    bypassed,
+    is_fused_norm,
+    normed,
+    part,
+    why_not_plain,
+)
 
 
 class Roles(Fused):
@@ -47,6 +59,26 @@ def entered(norm: Any, x: Tensor, epilogue: Epilogue, reader: Any) -> tuple[Tens
     """norm(x) for a norm at a branch's entry, and the epilogue."""
     y, same = normed(norm, x, is_ours(reader))
     return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue
+
+
+def resolved_entry(module: Any, place: Place, norm: Any, reader: Any, inner: Resolved) -> Resolved:
+    """`inner` behind a norm of its own at the branch's entry, for calls that give x alone."""
+    if norm is None:
+        return inner
+    undecided = module.fused_undecided(place)
+    if not is_fused_norm(norm):
+        return undecided
+    at, low = place(norm), is_ours(reader)
+
+    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
+        if context:
+            return undecided(modules, x, epilogue, context)
+        y, same = modules[at].fused_and_input(x, autocast_dtype(x) if low else None)
+        if epilogue.get("residual") is x:
+            epilogue = {**epilogue, "residual": same}
+        return inner(modules, y, epilogue, context)
+
+    return run
 
 
 def as_result(y: Tensor, form: tuple[int, int] | None) -> Any:
