@@ -38,6 +38,7 @@ def _test(name: str) -> tuple[str]:
 COLLECTS = _test("test_a_collector_counts_while_it_collects")
 NEXT = _test("test_status_tells_the_next_call")
 LAST = _test("test_watch_tells_the_last_call")
+CALLED = _test("test_watch_tells_of_a_block_that_calls_fused_parts")
 OURS = _test("test_our_own_modules_are_fused")
 MOVED = ("swap/test_swap.py::test_report_counts_what_pytorch_moves_inside_blocks",)
 FLOPS = ("swap/test_recognise.py::test_the_report_counts_the_flops_of_a_block",)
@@ -191,6 +192,20 @@ FAULTS: list[Fault] = [
         "status-called-part", STATUS, "_Listener.call",
         "ops behind a part that is called are lost", "            stack.pop()", "            pass",
         only=LAST,
+    ),
+    Fault(
+        "status-called-block", "swap/hosts/fused.py", "Unfused.forward",
+        "a block that calls fused parts was not called", 'self.fused_level != "block"', "True",
+        only=CALLED,
+    ),
+    Fault(
+        "status-called-block-ops", STATUS, "_covers", "its parts' ops are lost",
+        "isinstance(block, Unfused) and bypassed(module)", "False", only=CALLED,
+    ),
+    Fault(
+        "status-called-block-twice", STATUS, "_covers", "ops of a part with a row count twice",
+        "isinstance(block, Unfused) and bypassed(module)", "isinstance(block, Unfused)",
+        only=CALLED,
     ),
     Fault(
         "report-moved", REPORT, "make_report", "the share of what PyTorch moves, of the rest alone",
