@@ -198,6 +198,15 @@ def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
 
 
+@pytest.mark.parametrize("name", ["SamVisionModel", "Siglip2VisionModel"])
+def test_images_of_cut_models_are_small(name):
+    """Also where the model's own are large, or of no one size."""
+    transformers = pytest.importorskip("transformers")
+    found = cut._hf_candidates(getattr(transformers, name))
+    sizes = [build.args[1] for _, build, _ in found]
+    assert sizes and max(sizes) <= cut.LARGEST_IMAGE
+
+
 def _row(model, level="block", verified="", reason=""):
     return coverage.Row("timm", model, level, reason, verified)
 

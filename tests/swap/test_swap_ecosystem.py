@@ -313,6 +313,17 @@ def test_kernels_library_layers():
     block = randomize(model.layers[0].mlp)
     x = torch.randn(2, 5, 64)
     torch.testing.assert_close(layers.ViTMLP.forward(block, x), block(x), rtol=1e-5, atol=1e-6)
-    block.fc1.register_forward_hook(lambda *a: None)
-    with pytest.raises(ValueError, match="plain Linears"):
-        layers.ViTMLP.forward(block, x)
+    for linear in (block.fc1, block.fc2):
+        hook = linear.register_forward_hook(lambda *a: None)
+        with pytest.raises(ValueError, match="plain Linears"):
+            layers.ViTMLP.forward(block, x)
+        hook.remove()
+
+
+def test_kernels_library_rms_norm():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from fastvit_kernels import layers
+
+    norm, x = randomize(LlamaRMSNorm(32, eps=0.3)), torch.randn(3, 32)
+    torch.testing.assert_close(layers.RMSNorm.forward(norm, x), norm(x), rtol=1e-5, atol=1e-6)

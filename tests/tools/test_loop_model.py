@@ -263,6 +263,8 @@ BACK = ["@%p2 bra $L__BB0_1"]
         ([COPY, ALL, FENCE, ALL, PRODUCT], False),  # nothing was
         ([COPY, "cp.async.wait_all", FENCE, "cp.async.wait_all", PRODUCT], False),
         ([ALL, PRODUCT], False),
+        ([COPY, ALL, "bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], False),  # never reached
+        ([COPY, ALL, "@%p2 bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], True),
         ([COPY, PRODUCT], False),  # reads another buffer: nothing has landed
         (["$L__BB0_1:", PRODUCT, COPY, ALL, *BACK], True),  # round the loop
         (["$L__BB0_1:", PRODUCT, COPY, ALL, FENCE, *BACK], False),
