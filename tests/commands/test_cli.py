@@ -125,6 +125,13 @@ def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_p
         console.require("needs_another", "needs_another")
 
 
+def test_a_table_has_columns_of_words_then_of_figures():
+    table = console.make_table("case", figures=("us", "share"))
+    assert [(c.header, c.justify) for c in table.columns] == [
+        ("case", "left"), ("us", "right"), ("share", "right")
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def photo(tmp_path):
     path = tmp_path / "photo.jpg"

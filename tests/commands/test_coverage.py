@@ -198,6 +198,18 @@ def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
 
 
+def test_models_of_images_are_found_in_the_sources(tmp_path, monkeypatch):
+    """Base models first; no class without a forward, none of texts."""
+    transformers = pytest.importorskip("transformers")
+    for name in ("bert", "vit"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / f"modeling_{name}.py").write_text('"pixel_values"')
+    monkeypatch.setattr(transformers, "__file__", str(tmp_path / "__init__.py"))
+    first, *others = coverage.zoo.hf_names()
+    assert first == "ViTModel" and "ViTForImageClassification" in others
+    assert all(name.startswith("ViTFor") for name in others)
+
+
 @pytest.mark.parametrize("name", ["SamVisionModel", "Siglip2VisionModel"])
 def test_images_of_cut_models_are_small(name):
     """Also where the model's own are large, or of no one size."""

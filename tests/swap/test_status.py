@@ -109,6 +109,8 @@ def test_a_recomputation_draws_its_forwards_dropout(use_reentrant):
     wanted = watched_step(model, nullcontext(), nullcontext())
     fk.swap_in(model)  # whose attention draws masks of its own, where nobody watches
     assert_same_step(watched_step(model, Counter(), nullcontext()), wanted)
+    own = watched_step(model, nullcontext(), nullcontext())
+    assert_same_step(watched_step(model, nullcontext(), Counter()), own)
 
 
 @pytest.mark.parametrize("watcher", ["FlopCounterMode", "the torch backend", "a profiler"])

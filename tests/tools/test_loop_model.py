@@ -434,6 +434,17 @@ def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
     assert machine_code.printed_by("nvdisasm", b"a kernel", "-u") == "a kernel"
 
 
+def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
+    from fastvit_kernels.tools import machine_code
+
+    monkeypatch.setattr(machine_code, "printed_by", lambda tool, cubin, *_: cubin)
+    monkeypatch.setattr(machine_code, "_kept", lambda compiled, kind, make: make())
+    compiled = SimpleNamespace(asm={"cubin": SASS})
+    code = machine_code.Code(compiled, 4)
+    assert code.instructions == sass.instructions(SASS)
+    assert len(code.loops) == 2
+
+
 def test_the_steps_that_are_ranked_are_what_their_names_say():
     from fastvit_kernels import backend
     from fastvit_kernels.tools import replay

@@ -16,6 +16,9 @@ SURVIVORS = {
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
+    "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
+    "swap/hosts/transformers_towers.py:GemmaAttention.fused_projections: tuple(map(_linear_of, super().fused_projections())) -> (map(_linear_of, super().fused_projections()))": "each who asks unpacks it once",  # noqa: E501
+    "tools/aot.py:tensor_bytes: zip(x.shape, x.stride(), strict=True) -> (zip(x.shape, x.stride()))": "a shape has as many strides",  # noqa: E501
     "swap/verdicts.py:_judge: type(module) -> (module)": "a module has what its class has",
     "swap/hosts/transformers_towers.py:GemmaAttention.fused_examples: torch.zeros(batch, tokens, 2, dtype=torch.long) -> (torch.zeros(batch, tokens, 2))": "an example of a call to try, as good as another: the host reads its shape",  # noqa: E501
     "swap/hosts/transformers_bias.py:OwnBias.fused_examples: 1 -> (2) #3": "an example of a call to try, as good as another",  # noqa: E501
