@@ -341,6 +341,14 @@ def test_a_row_of_a_ranking_sums_its_kernels():
     assert rank._cells(failed) == ("", "-", *"-------", "3  no")
 
 
+def test_the_default_of_a_ranking_is_told():
+    rows = [rank.Row(config, 1.0, [], "no") for config in ((1,), (2,))]
+    choice = SimpleNamespace(table="linear_fwd", key=("fp32",))
+    ranking = SimpleNamespace(case="linear", choice=choice, rows=rows, default=(2,))
+    found = rank._as_dict(rank.Job("sm_90", "linear", (197,), ("B",), (), 8), "B", 197, ranking)
+    assert [row["default"] for row in found["configs"]] == [False, True]
+
+
 def test_compile_takes_the_gpu_that_is_there(monkeypatch):
     from fastvit_kernels.commands import compile as command
     from fastvit_kernels.runtime.backend import Gpu

@@ -305,6 +305,13 @@ def test_cut_models_drop_paths():
     assert 0.1 < cut.DROP_PATH < 0.9, "some samples of two are dropped"
 
 
+def test_a_configuration_gets_images_of_a_size_in_its_own_form():
+    tower = SimpleNamespace(image_size=[224, 448], patch_size=16, to_dict=None, model_type="inner")
+    config = SimpleNamespace(image_size=(224, 224, 8), tower=tower, patch_size=16)
+    cut._resize(config, 64)
+    assert (config.image_size, tower.image_size) == ((64, 64, 64), [64, 64])
+
+
 @pytest.mark.parametrize(("narrow", "shallow"), [(4, True), (4, False), (1, True)])
 def test_what_is_cut_of_a_configuration(narrow, shallow):
     """Widths by the factor, depths to two, every DropPath on; other numbers stay."""

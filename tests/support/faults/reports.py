@@ -98,6 +98,12 @@ FAULTS: list[Fault] = [
         only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
     ),
     Fault(
+        "status-reentrant-rerun", RECOMPUTE, "",
+        "a reentrant recomputation goes the way of who watches the backward",
+        "node_class(checkpoint.CheckpointFunction) or ()", "()",
+        only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
+    ),
+    Fault(
         "status-outer-unseen", "runtime/compat.py", "hooks_on_saves",
         "only the innermost hooks are looked at",
         "            found.append(pair)\n", "            found.append(pair)\n            break\n",
@@ -246,6 +252,26 @@ FAULTS: list[Fault] = [
         "not isinstance(model, nn.Module)", "False", only=_test("test_status_and_watch_reject"),
     ),
     # The other commands.
+    Fault(
+        "report-headless", "commands/console.py", "make_table", "figures without a header",
+        'add_column(column, justify="right")', 'add_column(justify="right")',
+        only=(_CLI + "test_a_table_has_columns_of_words_then_of_figures",),
+    ),
+    Fault(
+        "report-names", "commands/zoo.py", "hf_names", "classes without a forward are models",
+        'and "pixel_values" in inspect.signature(value.forward).parameters', "",
+        only=(_COVERAGE + "test_models_of_images_are_found_in_the_sources",),
+    ),
+    Fault(
+        "report-cut-large", CUT, "_hf_candidates", "cut models see images of any size",
+        " and own <= LARGEST_IMAGE", "",
+        only=(_COVERAGE + "test_images_of_cut_models_are_small[SamVisionModel]",),
+    ),
+    Fault(
+        "tune-elsewhere", "runtime/tuned_table.py", "save",
+        "a table is written on another disk first", "dir=path.parent, ", "",
+        only=("tools/test_tuning.py::test_a_failed_write_leaves_the_former_table",),
+    ),
     Fault(
         "report-check-gradients", CHECK, "", "no gradient in the table",
         "for part in (outputs, gradients) if part", "for part in (outputs,) if part",
