@@ -228,6 +228,8 @@ def test_median_and_percentiles():
 
 
 def test_roofs_by_stand_in(monkeypatch):
+    assert roofs.COPY_BYTES == 2**30  # as docs/benchmarks.md says
+    assert all(side % 256 == 0 for side in roofs.MATMUL_SIDE.values())  # whole tiles
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
     found = roofs.roofs_of(list(roofs.measure_roofs(CPU, FakeTimer(2.0))))

@@ -11,6 +11,7 @@ from bench_stand_ins import CPU
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.bench_gated_mlp import TOWERS
 from bench.harness import Draw
 from bench.models import Case, build
 from bench.plan import OPS, op_of
@@ -188,3 +189,20 @@ def test_flops_of_a_whole_model_are_torchs(mode):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         build(case, torch.device("meta")).eval()(torch.empty(2, *case.image, device="meta"))
     assert case.flops == counter.get_total_flops() * (3 if mode == "train" else 1)
+
+
+@pytest.mark.parametrize(
+    ("tower", "name"),
+    [
+        ("EVA02-L", "eva02_large_patch14_224"), ("EVA02-B", "eva02_base_patch14_224"),
+        ("DINOv2-g", "vit_giant_patch14_dinov2"), ("DINOv3-H+", "vit_huge_plus_patch16_dinov3"),
+        ("AIMv2-L", "aimv2_large_patch14_224"), ("DINOv3-7B", "vit_7b_patch16_dinov3"),
+    ],
+)  # fmt: skip
+def test_towers_of_gated_mlps_are_those_of_their_names(tower, name):
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        block = timm.create_model(name, img_size=28 if "14" in name else 32, depth=1).blocks[0]
+    _, C, H, F, _ = TOWERS[tower]
+    fc2 = block.mlp.fc2
+    assert (fc2.out_features, block.attn.num_heads, fc2.in_features) == (C, H, F)

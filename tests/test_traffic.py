@@ -51,7 +51,7 @@ def test_traffic_of_a_swapped_block_is_what_is_promised():
     assert step.forward[0] + step.backward[0] <= LAUNCHES
     moved = step.forward[1] + step.backward[1]
     assert moved < 0.7 * (eager.forward[1] + eager.backward[1])
-    assert _units(moved) < 1.04 * traffic.minimum(C)
+    assert 1 < _units(moved) / traffic.minimum(C) < 1.04  # products of the library count, too
 
 
 def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():

@@ -21,7 +21,7 @@ from ..runtime.backend import get_backend, reason_for_torch
 from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
-from .hosts.fused import Fused, is_dense, is_traced
+from .hosts.fused import Fused, Unfused, bypassed, is_dense, is_traced, part
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
@@ -233,6 +233,13 @@ def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return f"its arguments: {', '.join(others)}" if others else "its arguments"
 
 
+def _covers(block: Any, module: Any) -> bool:
+    """Whether a block calls this part and has its row."""
+    if not (isinstance(block, Unfused) and bypassed(module)):
+        return False
+    return any(part(block, name) is module for name in block.fused_pieces)
+
+
 class _Call(NamedTuple):
     reason: str | None  # why the host's forward ran
     ops: list[OpRun]
@@ -269,12 +276,14 @@ class _Listener:
             reason = reason or _why_not_taken(module, args, kwargs)
         ops: list[OpRun] = []
         stack = vars(self.running).setdefault("stack", [])
-        stack.append(ops)
+        stack.append((module, ops))
         try:
             yield
         finally:
             stack.pop()
             self._count(name, reason, ops)
+            if stack and _covers(stack[-1][0], module):
+                stack[-1][1].extend(ops)
 
     def _count(self, name: str, reason: str | None, ops: list[OpRun]) -> None:
         former = self.calls.get(name)
@@ -286,7 +295,7 @@ class _Listener:
         runs = [OpRun(name, why or "") for name, why in told]
         own = vars(self.running)
         if own.get("stack"):
-            own["stack"][-1].extend(runs)
+            own["stack"][-1][1].extend(runs)
             return
         owner = next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
         if owner is None:  # attention after a qkv that was called

@@ -125,6 +125,13 @@ def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_p
         console.require("needs_another", "needs_another")
 
 
+def test_a_table_has_columns_of_words_then_of_figures():
+    table = console.make_table("case", figures=("us", "share"))
+    assert [(c.header, c.justify) for c in table.columns] == [
+        ("case", "left"), ("us", "right"), ("share", "right")
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def photo(tmp_path):
     path = tmp_path / "photo.jpg"
@@ -332,6 +339,14 @@ def test_a_row_of_a_ranking_sums_its_kernels():
     assert rank._cells(found) == cells and len(cells) == len(rank.HEADER)
     failed = rank._row(rank.Row((3,), math.inf, [], "no"), False)
     assert rank._cells(failed) == ("", "-", *"-------", "3  no")
+
+
+def test_the_default_of_a_ranking_is_told():
+    rows = [rank.Row(config, 1.0, [], "no") for config in ((1,), (2,))]
+    choice = SimpleNamespace(table="linear_fwd", key=("fp32",))
+    ranking = SimpleNamespace(case="linear", choice=choice, rows=rows, default=(2,))
+    found = rank._as_dict(rank.Job("sm_90", "linear", (197,), ("B",), (), 8), "B", 197, ranking)
+    assert [row["default"] for row in found["configs"]] == [False, True]
 
 
 def test_compile_takes_the_gpu_that_is_there(monkeypatch):

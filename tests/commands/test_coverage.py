@@ -198,6 +198,27 @@ def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
 
 
+def test_models_of_images_are_found_in_the_sources(tmp_path, monkeypatch):
+    """Base models first; no class without a forward, none of texts."""
+    transformers = pytest.importorskip("transformers")
+    for name in ("bert", "vit"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / f"modeling_{name}.py").write_text('"pixel_values"')
+    monkeypatch.setattr(transformers, "__file__", str(tmp_path / "__init__.py"))
+    first, *others = coverage.zoo.hf_names()
+    assert first == "ViTModel" and "ViTForImageClassification" in others
+    assert all(name.startswith("ViTFor") for name in others)
+
+
+@pytest.mark.parametrize("name", ["SamVisionModel", "Siglip2VisionModel"])
+def test_images_of_cut_models_are_small(name):
+    """Also where the model's own are large, or of no one size."""
+    transformers = pytest.importorskip("transformers")
+    found = cut._hf_candidates(getattr(transformers, name))
+    sizes = [build.args[1] for _, build, _ in found]
+    assert sizes and max(sizes) <= cut.LARGEST_IMAGE
+
+
 def _row(model, level="block", verified="", reason=""):
     return coverage.Row("timm", model, level, reason, verified)
 
@@ -282,6 +303,13 @@ def test_cut_models_drop_paths():
     cut.set_drop_path(model)
     assert all(module.drop_prob == cut.DROP_PATH for module in model)
     assert 0.1 < cut.DROP_PATH < 0.9, "some samples of two are dropped"
+
+
+def test_a_configuration_gets_images_of_a_size_in_its_own_form():
+    tower = SimpleNamespace(image_size=[224, 448], patch_size=16, to_dict=None, model_type="inner")
+    config = SimpleNamespace(image_size=(224, 224, 8), tower=tower, patch_size=16)
+    cut._resize(config, 64)
+    assert (config.image_size, tower.image_size) == ((64, 64, 64), [64, 64])
 
 
 @pytest.mark.parametrize(("narrow", "shallow"), [(4, True), (4, False), (1, True)])

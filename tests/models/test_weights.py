@@ -12,6 +12,7 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 from fastvit_kernels import VisionTransformer, WeightsReport, backend, load_weights
+from fastvit_kernels.weights import files
 from fastvit_kernels.weights.names import to_timm
 
 C, DEPTH, HEADS, CLASSES = 32, 2, 2, 5
@@ -559,6 +560,16 @@ def test_corrupt_files(tmp_path, suffix, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"cannot read .*vit\{suffix}: "):
         load_weights(_vit(), path)
+
+
+def test_an_error_without_a_text_is_told_by_its_name(tmp_path, monkeypatch):
+    def ends(*_):
+        raise EOFError
+
+    monkeypatch.setattr(files, "read_pickle", ends)
+    (tmp_path / "vit.pth").write_bytes(b"0")
+    with pytest.raises(ValueError, match=r"cannot read .*vit\.pth: EOFError$"):
+        load_weights(_vit(), tmp_path / "vit.pth")
 
 
 def test_files_that_would_run_code(tmp_path):

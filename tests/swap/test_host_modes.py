@@ -185,7 +185,7 @@ def test_a_block_runs_fused_in_every_mode(name):
             at.assert_same(block, host, mode)
         ways = {row.way for row in status.modules if row.level == "block"}
         fused = ways == {"fused"} or (name in UNFUSED and mode != "evaluation")
-        assert fused or name == "timm res-post", f"{mode}: {status}"
+        assert fused, f"{mode}: {status}"
 
 
 @pytest.mark.parametrize("name", HOSTS)

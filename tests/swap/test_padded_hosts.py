@@ -115,15 +115,14 @@ def kept(monkeypatch):
     return lists
 
 
-def _mae(**settings):
+def _mae(height=48, width=48):
     torch.manual_seed(0)
     config = transformers.ViTMAEConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        image_size=48, patch_size=16, mask_ratio=0.6, decoder_num_attention_heads=2,
+        image_size=[height, width], patch_size=16, mask_ratio=0.6, decoder_num_attention_heads=2,
         decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_intermediate_size=64,
-        **settings,
     )  # fmt: skip
-    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
     return randomize(transformers.ViTMAEForPreTraining(config)), {"pixel_values": images}
 
 
@@ -155,6 +154,29 @@ def test_mae_keeps_what_it_is_told(kept):
         torch.testing.assert_close(ours, theirs)
     assert kept[0].tolist() == noise.argsort(1)[:, :3].tolist()
     assert [tuple(keep.shape) for keep in kept] == [(2, 3), (2, 7)]
+
+
+def test_mae_resamples_positions_as_the_host(kept):
+    """The host resamples them for each image that is not square, one of its own size too."""
+    host, inputs = _mae(64, 16)  # four patches in a column
+    model, own = copy.deepcopy(host), inputs["pixel_values"]
+    noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    results = []
+    with backend("torch"):
+        assert "ViTMAEEmbeddings" in {row.host for row in swap_in(model).swapped}
+        ours, theirs = model.vit.embeddings, host.vit.embeddings
+        kept.clear()
+        for images in (own, own.mT, own.reshape(2, 3, 32, 32)):
+            for resampled in (True, False):
+                given = dict(noise=noise, interpolate_pos_encoding=resampled)
+                if resampled or images is own:
+                    results.append(theirs(images, **given))
+                    torch.testing.assert_close(ours(images, **given), results[-1])
+                else:
+                    with pytest.raises(ValueError, match="doesn't match"):
+                        ours(images, **given)
+    assert len(kept) == 1  # not resampled
+    assert not torch.allclose(results[0][0], results[1][0])
 
 
 def test_mae_otherwise_is_the_hosts(kept, monkeypatch):

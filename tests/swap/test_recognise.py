@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -462,6 +464,28 @@ def test_masks_go_to_the_fused_attention(kind, ran):
     learnt = mask.double().requires_grad_()
     torch.testing.assert_close(module(x, learnt), host(x, learnt), rtol=1e-9, atol=1e-9)
     assert ran == ["MaskedBlock"]  # a mask with a gradient is the host's
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.float32])
+def test_a_mask_of_another_dtype_is_the_hosts(dtype, ran):
+    """Which adds what torch lets it add, and raises torch's error otherwise."""
+    module = randomize(by_hand.MaskedBlock()).double()
+    host = copy.deepcopy(module)
+    assert swap_in(module).level == "block"
+    x, mask = torch.randn(3, 6, 32).double(), 4 * torch.rand(3, 1, 6, 6)
+    ran.clear()
+    for ours, theirs in ((module, host), (module.attention, host.attention)):
+        try:
+            wanted = theirs(x, mask.to(dtype))
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                ours(x, mask.to(dtype))
+        else:
+            torch.testing.assert_close(ours(x, mask.to(dtype)), wanted, rtol=1e-9, atol=1e-9)
+        with watch(ours) as status, contextlib.suppress(RuntimeError):
+            ours(x, mask.to(dtype))
+        assert status.modules[0].way == "host"
+    assert ran == []
 
 
 def test_a_mask_of_the_keys_that_drops(ran):

@@ -109,6 +109,8 @@ def test_a_recomputation_draws_its_forwards_dropout(use_reentrant):
     wanted = watched_step(model, nullcontext(), nullcontext())
     fk.swap_in(model)  # whose attention draws masks of its own, where nobody watches
     assert_same_step(watched_step(model, Counter(), nullcontext()), wanted)
+    own = watched_step(model, nullcontext(), nullcontext())
+    assert_same_step(watched_step(model, nullcontext(), Counter()), own)
 
 
 @pytest.mark.parametrize("watcher", ["FlopCounterMode", "the torch backend", "a profiler"])
@@ -335,6 +337,28 @@ def test_watch_tells_the_last_call():
     with fk.watch(model) as status:
         model.patch_embed.proj(images()[0])
     assert rows(status, "host")["patch_embed.proj"].reason == "its input has the shape (3, 48, 48)"
+
+
+def test_watch_tells_of_a_block_that_calls_fused_parts():
+    """timm's res-post-norm block: what its parts run is the block's."""
+    model = timm_model("vit_base_patch16_rpn_224").eval().to(images().device)
+    fk.swap_in(model)
+    with fk.watch(model) as status:
+        model(images())
+    block = rows(status, "fused")["blocks.0"]
+    assert (block.level, block.calls) == ("block", 1)
+    ran = [op.name for op in block.ops]
+    assert ran == ["qkv_attention", "linear", "layer_norm", "mlp", "layer_norm"]
+    assert not rows(status, "not called") and status.share == fk.status(model).share
+    total = sum(len(row.ops) for row in status.modules)
+    with hook(model.blocks[0].mlp.register_forward_hook), fk.watch(model) as status:
+        model(images())
+    ops = {n: [op.name for op in row.ops] for n, row in rows(status, "fused").items()}
+    assert ops["blocks.0"] == ["qkv_attention", "linear", "layer_norm", "layer_norm"]
+    assert ops["blocks.0.mlp"] == ["mlp"] and sum(map(len, ops.values())) == total
+    with Counter(), fk.watch(model) as status:
+        model(images())
+    assert rows(status, "host")["blocks.0"].reason == "a dispatch mode looks on: Counter"
 
 
 def test_watch_changes_nothing_and_ends():

@@ -309,10 +309,14 @@ def test_kernels_library_layers():
         kernels.kernelize(norm, mode=kernels.Mode.TRAINING, device="cpu")
     assert norm.forward.__func__ is layers.LayerNorm.forward
     torch.testing.assert_close(norm(x), wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"one axis is wanted, got \(4, 8\)"):
+        layers.LayerNorm.forward(nn.LayerNorm((4, 8)), x.view(3, 4, 8))
     model, _ = hf_small("vit")
     block = randomize(model.layers[0].mlp)
     x = torch.randn(2, 5, 64)
     torch.testing.assert_close(layers.ViTMLP.forward(block, x), block(x), rtol=1e-5, atol=1e-6)
-    block.fc1.register_forward_hook(lambda *a: None)
-    with pytest.raises(ValueError, match="plain Linears"):
-        layers.ViTMLP.forward(block, x)
+    for linear in (block.fc1, block.fc2):
+        hook = linear.register_forward_hook(lambda *a: None)
+        with pytest.raises(ValueError, match="plain Linears"):
+            layers.ViTMLP.forward(block, x)
+        hook.remove()

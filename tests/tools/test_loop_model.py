@@ -263,6 +263,8 @@ BACK = ["@%p2 bra $L__BB0_1"]
         ([COPY, ALL, FENCE, ALL, PRODUCT], False),  # nothing was
         ([COPY, "cp.async.wait_all", FENCE, "cp.async.wait_all", PRODUCT], False),
         ([ALL, PRODUCT], False),
+        ([COPY, ALL, "bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], False),  # never reached
+        ([COPY, ALL, "@%p2 bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], True),
         ([COPY, PRODUCT], False),  # reads another buffer: nothing has landed
         (["$L__BB0_1:", PRODUCT, COPY, ALL, *BACK], True),  # round the loop
         (["$L__BB0_1:", PRODUCT, COPY, ALL, FENCE, *BACK], False),
@@ -430,6 +432,17 @@ def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
     knobs = SimpleNamespace(nvidia=SimpleNamespace(nvdisasm=SimpleNamespace(path="cat")))
     monkeypatch.setattr(machine_code, "triton", SimpleNamespace(knobs=knobs))
     assert machine_code.printed_by("nvdisasm", b"a kernel", "-u") == "a kernel"
+
+
+def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
+    from fastvit_kernels.tools import machine_code
+
+    monkeypatch.setattr(machine_code, "printed_by", lambda tool, cubin, *_: cubin)
+    monkeypatch.setattr(machine_code, "_kept", lambda compiled, kind, make: make())
+    compiled = SimpleNamespace(asm={"cubin": SASS})
+    code = machine_code.Code(compiled, 4)
+    assert code.instructions == sass.instructions(SASS)
+    assert len(code.loops) == 2
 
 
 def test_the_steps_that_are_ranked_are_what_their_names_say():

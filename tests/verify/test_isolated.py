@@ -391,6 +391,21 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     assert len(found) == 3 - left_out and wanted.left_out == left_out
 
 
+@pytest.mark.parametrize("jobs", [0, 2])
+def test_configs_run_in_processes_where_jobs_are_asked_for(monkeypatch, jobs):
+    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
+    run = selection.all_configs.Run("rms_norm_fwd", None, case.name, 0.0, None)
+    here, apart = [], []
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [case])
+    monkeypatch.setattr(selection.all_configs, "run_config", lambda *_: here.append(1) or run)
+    monkeypatch.setattr(
+        selection, "run_isolated", lambda given, *_, **__: apart.extend(given) or []
+    )
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), math.inf)
+    found = [*selection.run_configs(wanted)]
+    assert bool(here) == (not jobs) == bool(found) and len(apart) == bool(jobs)
+
+
 def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()

@@ -252,7 +252,12 @@ class Unfused(Fused):
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super(Fused, self).forward(*args, **kwargs)  # type: ignore[misc]
+        run: Any = super(Fused, self).forward  # type: ignore[misc]
+        told = not torch.compiler.is_compiling() and dispatch.listeners
+        if not told or self.fused_level != "block":
+            return run(*args, **kwargs)
+        with heard(self, is_traced() or is_watched_everywhere(), args, kwargs):
+            return run(*args, **kwargs)
 
 
 def example(generator: torch.Generator, *shape: int) -> Tensor:

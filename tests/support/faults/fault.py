@@ -66,6 +66,7 @@ TESTS = {  # by file of the package
     "ops/common/rotation.py": ("ops/test_rope.py",),
     "ops/common/rotation_tables.py": LEARNT,
     "ops/rope.py": LEARNT,
+    "runtime/backend.py": ("runtime/test_backend.py", "runtime/test_transforms.py"),
     "runtime/triton.py": ("ops/test_norm.py",),
 }
 

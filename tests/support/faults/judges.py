@@ -508,6 +508,28 @@ LATE = "verify/test_isolated.py::test_"
 RULE = "support/test_accuracy.py::test_"
 FAULTS += [  # what the judges are asked, and with which numbers
     Fault(
+        "judge-uncompiled-default", "ops/attention/configs.py", "_dq_fp32",
+        "a default is a config that spills", "crowded and not _is_ampere", "crowded and _is_ampere",
+        only=(
+            "ops/test_attention_configs.py::"
+            "test_attention_defaults_are_what_the_gate_compiled[attention_bwd_dq]",
+        ),
+    ),
+    Fault(
+        "judge-unreached", "tools/ptx.py", "Ptx.successors",
+        "code behind a jump is reached", "following if last.guard else []", "[*following]",
+        only=("tools/test_loop_model.py::test_copies_are_fenced_before_a_product_reads_them",),
+    ),
+    Fault(
+        "judge-roof-tiles", "bench/roofs.py", "", "a roof of tiles that are not full",
+        '"bf16": 8192', '"bf16": 8193', only=("test_bench.py::test_roofs_by_stand_in",),
+    ),
+    Fault(
+        "judge-tower-heads", "bench/bench_gated_mlp.py", "", "heads of another tower",
+        "1536, 24, 4096", "1536, 25, 4096",
+        only=("test_bench_counts.py::test_towers_of_gated_mlps_are_those_of_their_names",),
+    ),
+    Fault(
         "entry-uint8", f"{ENTRIES}patch_embed.py", "_patch_check", "check sees no bytes",
         "dict(uint8=True)", "dict(uint8=False)", ASKED,
     ),

@@ -657,6 +657,16 @@ FAULTS = [
         only=("tools/test_hub.py::test_kernelize[RMS-RMSNorm]",),
     ),
     Fault(
+        "layers-hooked-fc2", "layers.py", "ViTMLP.forward", "a hook on fc2 is not called",
+        "is_plain(self.fc2)", "self.fc2",
+        only=("swap/test_swap_ecosystem.py::test_kernels_library_layers",),
+    ),
+    Fault(
+        "weights-nameless-error", "weights/files.py", "read_file",
+        "an error without a text gives no reason", " or type(error).__name__", "",
+        only=("models/test_weights.py::test_an_error_without_a_text_is_told_by_its_name",),
+    ),
+    Fault(
         "weights-missing-head", "weights/load.py", "_load",
         "a head that the source lacks is not reported",
         "_natural(targets.keys() - tensors.keys())",

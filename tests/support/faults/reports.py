@@ -38,6 +38,7 @@ def _test(name: str) -> tuple[str]:
 COLLECTS = _test("test_a_collector_counts_while_it_collects")
 NEXT = _test("test_status_tells_the_next_call")
 LAST = _test("test_watch_tells_the_last_call")
+CALLED = _test("test_watch_tells_of_a_block_that_calls_fused_parts")
 OURS = _test("test_our_own_modules_are_fused")
 MOVED = ("swap/test_swap.py::test_report_counts_what_pytorch_moves_inside_blocks",)
 FLOPS = ("swap/test_recognise.py::test_the_report_counts_the_flops_of_a_block",)
@@ -94,6 +95,12 @@ FAULTS: list[Fault] = [
     Fault(
         "status-reentrant-unseen", RECOMPUTE, "enclosing", "reentrant ones are not looked for",
         "_add_functions(forwards, reruns)", "pass",
+        only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
+    ),
+    Fault(
+        "status-reentrant-rerun", RECOMPUTE, "",
+        "a reentrant recomputation goes the way of who watches the backward",
+        "node_class(checkpoint.CheckpointFunction) or ()", "()",
         only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
     ),
     Fault(
@@ -193,6 +200,20 @@ FAULTS: list[Fault] = [
         only=LAST,
     ),
     Fault(
+        "status-called-block", "swap/hosts/fused.py", "Unfused.forward",
+        "a block that calls fused parts was not called", 'self.fused_level != "block"', "True",
+        only=CALLED,
+    ),
+    Fault(
+        "status-called-block-ops", STATUS, "_covers", "its parts' ops are lost",
+        "isinstance(block, Unfused) and bypassed(module)", "False", only=CALLED,
+    ),
+    Fault(
+        "status-called-block-twice", STATUS, "_covers", "ops of a part with a row count twice",
+        "isinstance(block, Unfused) and bypassed(module)", "isinstance(block, Unfused)",
+        only=CALLED,
+    ),
+    Fault(
         "report-moved", REPORT, "make_report", "the share of what PyTorch moves, of the rest alone",
         "n / (total + sum(moved.values()))", "n / total", only=MOVED,
     ),
@@ -231,6 +252,26 @@ FAULTS: list[Fault] = [
         "not isinstance(model, nn.Module)", "False", only=_test("test_status_and_watch_reject"),
     ),
     # The other commands.
+    Fault(
+        "report-headless", "commands/console.py", "make_table", "figures without a header",
+        'add_column(column, justify="right")', 'add_column(justify="right")',
+        only=(_CLI + "test_a_table_has_columns_of_words_then_of_figures",),
+    ),
+    Fault(
+        "report-names", "commands/zoo.py", "hf_names", "classes without a forward are models",
+        'and "pixel_values" in inspect.signature(value.forward).parameters', "",
+        only=(_COVERAGE + "test_models_of_images_are_found_in_the_sources",),
+    ),
+    Fault(
+        "report-cut-large", CUT, "_hf_candidates", "cut models see images of any size",
+        " and own <= LARGEST_IMAGE", "",
+        only=(_COVERAGE + "test_images_of_cut_models_are_small[SamVisionModel]",),
+    ),
+    Fault(
+        "tune-elsewhere", "runtime/tuned_table.py", "save",
+        "a table is written on another disk first", "dir=path.parent, ", "",
+        only=("tools/test_tuning.py::test_a_failed_write_leaves_the_former_table",),
+    ),
     Fault(
         "report-check-gradients", CHECK, "", "no gradient in the table",
         "for part in (outputs, gradients) if part", "for part in (outputs,) if part",

@@ -4,6 +4,8 @@ SURVIVORS = {
     "commands/training/figures.py:draw_attention_layer: 2.55 -> (3.55)": "inches of a drawing",
     "commands/console.py:make_table: 0 -> (1) #3": "the padding of a table",
     "commands/options.py:: 1024 -> (1025)": "a bound that has to be large, and is its own test's",
+    "bench/plot.py:_bars: axes.bar_label(bars, fmt=form, fontsize=7, rotation=90, padding=2) -> (axes.bar_label(bars, fmt=form, fontsize=7, padding=2))": "how labels of a drawing lie",  # noqa: E501
+    "bench/measuring.py:_finish: i in (0, 5) -> (i not in (0, 5))": "the side of a column",
     "bench/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
     "bench/shapes.py:vits: 384 -> (385) #2": "whole patches: 385 // 16 is 384 // 16, and of 14 too",
     "verify/entries/attention.py:_heads: T > 33 -> (T >= 33)": "how long a random call may take",
@@ -16,6 +18,16 @@ SURVIVORS = {
     "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
+    "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
+    "swap/hosts/transformers_towers.py:GemmaAttention.fused_projections: tuple(map(_linear_of, super().fused_projections())) -> (map(_linear_of, super().fused_projections()))": "each who asks unpacks it once",  # noqa: E501
+    "tools/aot.py:tensor_bytes: zip(x.shape, x.stride(), strict=True) -> (zip(x.shape, x.stride()))": "a shape has as many strides",  # noqa: E501
+    "runtime/backend.py:_interprets_bf16: 0 -> (1)": "an argument that the interpreter never reads",
+    "runtime/compat.py:: True -> (False)": "neither is None, which alone is asked",
+    "runtime/recompute.py:enclosing: not has_forward_gradients() or in_backward() -> True": (
+        "looks for what is not there: slower"
+    ),
+    "tools/aot.py:tracing.compile_only: timings.append(0.0 if cache_hit else times.total / 1000000.0) -> (0.0 if cache_hit else times.total / 1000000.0)": "how long a compile took; 0 from the cache, too",  # noqa: E501
+    "weights/names.py:to_timm: 1 -> (2) #2": "for sources without patches: nothing reads it",
     "swap/verdicts.py:_judge: type(module) -> (module)": "a module has what its class has",
     "swap/hosts/transformers_towers.py:GemmaAttention.fused_examples: torch.zeros(batch, tokens, 2, dtype=torch.long) -> (torch.zeros(batch, tokens, 2))": "an example of a call to try, as good as another: the host reads its shape",  # noqa: E501
     "swap/hosts/transformers_bias.py:OwnBias.fused_examples: 1 -> (2) #3": "an example of a call to try, as good as another",  # noqa: E501

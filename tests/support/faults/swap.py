@@ -21,6 +21,7 @@ PACKED = "swap/test_packed_hosts.py::"
 PADDED = "swap/test_padded_hosts.py::"
 PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
 OTHER_MASKS = (PADDED + "test_other_masks_are_taken_as_they_are",)
+RESAMPLED = (PADDED + "test_mae_resamples_positions_as_the_host",)
 TOLD = (PADDED + "test_mae_keeps_what_it_is_told",)
 PACKED_FILE = "swap/hosts/transformers_packed.py"
 BY_STRUCTURE = "swap/test_recognise.py::"
@@ -98,6 +99,19 @@ FAULTS = [
         "a list of no patches is taken", "self.config.mask_ratio)) > 0",
         "self.config.mask_ratio)) >= 0",
         only=(PADDED + "test_mae_otherwise_is_the_hosts",),
+    ),
+    Fault(
+        "mae-resampled", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_checked",
+        "positions that the host resamples are taken as they are",
+        'if extras.pop("interpolate_pos_encoding", False):',
+        'if extras.pop("interpolate_pos_encoding", False) is None:', only=RESAMPLED,
+    ),
+    Fault(
+        "mae-turned", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_checked",
+        "an image turned to its side is taken",
+        "tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)",
+        "sorted(x.shape[1:]) == sorted((patches.num_channels, *patches.image_size))",
+        only=RESAMPLED,
     ),
     Fault(
         "rope-host-prefix", "swap/hosts/rotary.py", "_arguments", "no token is prefix",
@@ -742,6 +756,12 @@ FAULTS = [
         "tokens before the patches are dropped with them",
         "if self.patch_drop.num_prefix_tokens != self.num_prefix_tokens:", "if False:",
         only=("swap/test_timm_models.py::test_what_wants_every_patch_embeds_every_patch",),
+    ),
+    Fault(
+        "host-mask-dtype", "swap/hosts/structure/masks.py", "fits",
+        "a mask of a dtype that nobody proved is taken",
+        "and (mask.dtype == torch.bool or mask.dtype == x.dtype)", "",
+        only=(BY_STRUCTURE + "test_a_mask_of_another_dtype_is_the_hosts",),
     ),
     Fault(
         "host-interface-dropout", "swap/hosts/transformers.py", "fastvit_attention",
