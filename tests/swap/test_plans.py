@@ -190,7 +190,21 @@ def edit_rules(module: Any) -> None:
     linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Twice))
 
 
+KEPT: list[nn.Module] = []  # what was replaced
+
+
+def edit_alike(module: Any) -> None:
+    """Another Linear of the same kind, while somebody keeps the former."""
+    former = first_of(nn.Linear)(module)
+    KEPT.append(former)
+    other = copy.deepcopy(former)
+    scaled(other)
+    for m in module.modules():
+        m._modules.update({n: other for n, c in m._modules.items() if c is former})
+
+
 EDITS = {
+    "another Linear": edit_alike,
     "a weight with rules of its own": edit_rules,
     "a new weight": lambda m: scaled(first_of(nn.Linear)(m)),
     "a new weight of a norm": lambda m: scaled(first_of(nn.LayerNorm)(m)),
