@@ -63,17 +63,20 @@ known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 def state_of(modules: list[Any]) -> Any:
     """What decides besides the facts; None where a part is hooked or holds no dense tensors."""
-    own = [*map(vars, modules)]
-    if any(chain.from_iterable(map(_hooks, own[1:]))):
-        return None
-    dicts = [*chain.from_iterable(map(_tensors, own))]
-    tensors = [*chain.from_iterable(map(dict.values, dicts))]
-    there = [*map(is_there, tensors)]
+    try:
+        own = [*map(vars, modules)]
+        if any(chain.from_iterable(map(_hooks, own[1:]))):
+            return None
+        dicts = [*chain.from_iterable(map(_tensors, own))]
+        tensors = [*chain.from_iterable(map(dict.values, dicts))]
+        modes = [*map(_training, own)]
+    except (KeyError, TypeError):
+        return None  # a module that torch.jit made
     if not _KINDS.issuperset(map(type, tensors)):
         return None
     if not _DENSE.issuperset(map(_memory, filter(is_there, tensors))):
         return None
-    return (*map(_training, own), *there, *chain.from_iterable(dicts))
+    return (*modes, *map(is_there, tensors), *chain.from_iterable(dicts))
 
 
 def kind_of(x: Any) -> Any:

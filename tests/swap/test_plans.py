@@ -231,6 +231,18 @@ def test_an_edit_behind_a_plan_is_seen(name, edit):
     same(host, module)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_part_that_torch_jit_made_is_called():
+    host, module = swapped("timm")
+    same(host, module)
+    for m in (host, module):
+        traced: Any = torch.jit.trace(m.get_submodule("attn.proj"), torch.randn(3, 5, 16))
+        m.get_submodule("attn").proj = traced
+        assert plans.state_of([m, traced]) is None
+    same(host, module)
+    same(host, module)
+
+
 def test_a_hook_that_goes_gives_the_plan_back():
     host, module = swapped("timm")
     same(host, module)

@@ -527,7 +527,7 @@ FAULTS = [
     ),
     Fault(
         "plan-modes", "swap/plans.py", "state_of", "a plan is for any mode",
-        "(*map(_training, own), *there", "(*there",
+        "(*modes, ", "(",
         only=(PLANS + "test_the_second_call_runs_the_plan_of_the_first",),
     ),
     Fault(
