@@ -190,6 +190,14 @@ def edit_rules(module: Any) -> None:
     linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Twice))
 
 
+def edit_sizes(module: Any) -> None:
+    """A setting that no Linear reads."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            m.out_features *= 2
+            return
+
+
 KEPT: list[nn.Module] = []  # what was replaced
 
 
@@ -205,6 +213,7 @@ def edit_alike(module: Any) -> None:
 
 EDITS = {
     "another Linear": edit_alike,
+    "a size that nobody reads": edit_sizes,
     "a weight with rules of its own": edit_rules,
     "a new weight": lambda m: scaled(first_of(nn.Linear)(m)),
     "a new weight of a norm": lambda m: scaled(first_of(nn.LayerNorm)(m)),

@@ -202,6 +202,8 @@ def test_random_edits(first):
         other, history = copy.deepcopy(host), []
         if draw.random() < 0.8:
             swap_in(other)
+        if case % 2:
+            outcome(other, x)  # an edit behind a call
         for _ in range(draw.choice([1, 1, 2, 3])):
             seed = draw.random()
             what, undo = _edit(other, random.Random(seed))

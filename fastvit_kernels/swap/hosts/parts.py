@@ -103,13 +103,15 @@ class PatchConv3dOfTokens(PatchConv3d, PatchConvOfTokens):
 
 
 def resolved_attention(
-    module: Any, place: Place, projections: Sequence[Any], out: Any, D: int, drops: bool
-) -> Resolved:
+    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int,
+    heads: int = 0,
+) -> Resolved:  # fmt: skip
     """Attention by plain Linears with all decided, for calls that give x alone.
 
     Args:
-        D: of a head.
         drops: its dropout has a rate.
+        D: of a head.
+        heads: by default as many as the weights have rows for, whatever the Linears say.
     """
     every = [*projections, out]
     plain = all(map(is_plain, every)) and all(owned(m, "weight", "bias") for m in every)
@@ -117,8 +119,7 @@ def resolved_attention(
     if not plain or not packable(D, 0.0) or isinstance(module, Inline):
         return undecided
     at, *reads, writes = map(place, (module, *every))
-    H, scale = sum(m.out_features for m in projections) // (3 * D), module.fused_scale()
-    drops = drops and module.training
+    drops, scale = drops and module.training, module.fused_scale()
 
     def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
         if context:  # a mask or angles
@@ -132,8 +133,9 @@ def resolved_attention(
             packed = as_one([p["weight"] for p in apart], [p["bias"] for p in apart])  # type: ignore
             if packed is None:  # frozen apart, or of several dtypes
                 return undecided(modules, x, epilogue, {})
-        weight, bias = packed
-        y = attend_weights(x, weight, bias, H, dropout_p=dropout_p, scale=scale)  # type: ignore
+        weight: Any = packed[0]
+        H = heads or weight.shape[0] // (3 * D)
+        y = attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
         own = modules[writes]._parameters
         return linear(y.flatten(-2), own["weight"], own["bias"], **epilogue)
 
@@ -222,7 +224,7 @@ class SelfAttention(Fused):
             return self.fused_undecided(place)
         return resolved_attention(
             self, place, self.fused_projections(), part(self, self.fused_out),
-            self.fused_head_dim(), bool(getattr(drop, "p", drop)),
+            bool(getattr(drop, "p", drop)), self.fused_head_dim(),
         )  # fmt: skip
 
     def fused_is_simple(self) -> bool:

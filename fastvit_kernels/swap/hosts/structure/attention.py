@@ -309,8 +309,8 @@ class Attention(Roles):
             return self.fused_undecided(place)
         projections, drop = [part(self, n) for n in roles.projections], self.fused_part("dropout")
         inner = resolved_attention(
-            self, place, projections, self.fused_part("out"), self.fused_width() // roles.heads,
-            bool(getattr(drop, "p", drop)),
+            self, place, projections, self.fused_part("out"), bool(getattr(drop, "p", drop)),
+            self.fused_width() // roles.heads, roles.heads,
         )  # fmt: skip
         return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
 
