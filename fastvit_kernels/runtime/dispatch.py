@@ -63,7 +63,10 @@ def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
     Args:
         call: the op, and the arguments of the call.
     """
-    key = tuple(id(x) for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter))
+    key = tuple(
+        (type(x), x) if type(x) in _SCALARS else id(x)
+        for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter)
+    )  # fmt: skip
     if not (in_transform() or is_jit_tracing() or in_forward_mode()):
         looked = recompute.remembered(("operators", key), looked)
     now = get_backend()

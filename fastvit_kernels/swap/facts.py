@@ -70,6 +70,16 @@ def host_of(cls: type) -> type:
     return getattr(cls, "fused_host", cls)
 
 
+def swapped_of(module: nn.Module) -> type:
+    """The class that swap_in gave a module, also where torch.distributed has made another of it
+    (fully_shard): such a class computes the same, and cannot be made of nothing."""
+    cls = type(module)
+    if not hasattr(cls, "fused_level"):
+        return cls
+    homes = ((base, str(vars(base).get("__module__"))) for base in cls.__mro__)
+    return next(base for base, home in homes if not home.startswith("torch.distributed."))
+
+
 @cache
 def methods(cls: type) -> tuple[str, ...]:
     """Names of the methods that a host class or its parents below nn.Module define."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .facts import ClassOf, Facts, host_of, replaced_method, shadowed_method
+from .facts import ClassOf, Facts, host_of, replaced_method, shadowed_method, swapped_of
 from .plans import Known, known
 from .prove import TRUSTED, prove
 
@@ -53,7 +53,7 @@ def _judge(module: Any, facts: Facts) -> str | None:
                 reason = inner.fused_verdict()
             if reason is not None:
                 return f"{name}: {reason or ANOTHER}"
-    return prove(module, facts)
+    return prove(module, facts, swapped_of)
 
 
 def patched(module: nn.Module, cls: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import sys
@@ -14,9 +15,10 @@ import pytest
 import torch
 from private import REPLICATE
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, set_backend, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.runtime import recompute
@@ -400,6 +402,25 @@ def test_a_replica_of_data_parallel_costs_no_proof(name):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert len(prove._proofs) == before
     assert status.modules[0].way == "fused"
+
+
+def test_a_plan_and_what_decides_anew_are_one_to_a_checkpoint():
+    """A forward by a plan may be run again part by part: its ops go the same ways."""
+    blocks = [swapped("timm")[1] for _ in range(2)]
+
+    def train() -> None:
+        set_backend("torch")
+        for _ in range(4):
+            blocks[0](torch.randn(2, 5, 16))  # no checkpoint is left: plans run again
+            x = torch.randn(2, 5, 16, requires_grad=True)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            x.sum().backward()
+
+    try:
+        contextvars.Context().run(train)  # without the fixture's choice
+    finally:
+        set_backend("auto")
 
 
 def profiled(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from outside import dino
 from private import is_in_torch_dispatch_mode, set_attention
 from torch import nn
 
-from fastvit_kernels import backend, get_backend, set_backend, swap_in
+from fastvit_kernels import backend, get_backend, set_backend, swap_in, watch
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.compat import has_global_hook
@@ -483,6 +483,27 @@ def test_a_proof_of_a_sharded_module(make, monkeypatch):
         assert ran == [True]
         for p, q in zip(model.parameters(), host.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor().double(), q.grad, rtol=1e-3, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_block_that_fully_shard_makes_another_class_runs_fused():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(randomize(block()))
+    host, x = copy.deepcopy(model), torch.randn(3, 5, 32)
+    assert swap_in(model).level == "block"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with watch(model) as status:
+            y = model(x)
+        assert next(row for row in status.modules if row.name == "0").way == "fused"
+        torch.testing.assert_close(y, host(x), rtol=1e-4, atol=1e-4)
     finally:
         dist.destroy_process_group()
 

@@ -408,6 +408,15 @@ FAULTS: list[Fault] = [
         only=("runtime/test_decisions.py",),
     ),
     Fault(
+        "rerun-numbers",
+        "runtime/dispatch.py",
+        "_then",
+        "a recomputation asks for a call by where its numbers lie in memory",
+        "(type(x), x) if type(x) in _SCALARS else id(x)",
+        "id(x)",
+        only=("swap/test_plans.py::test_a_plan_and_what_decides_anew_are_one_to_a_checkpoint",),
+    ),
+    Fault(
         "order-backend",
         "runtime/dispatch.py",
         "decide_once",

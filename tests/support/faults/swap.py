@@ -521,6 +521,12 @@ FAULTS = [
         only=DECIDES,
     ),
     Fault(
+        "proof-sharded-class", "swap/facts.py", "swapped_of",
+        "a block that fully_shard makes another class runs its host's forward",
+        "if not home.startswith(", "if home and (",
+        only=("swap/test_prove.py::test_a_block_that_fully_shard_makes_another_class_runs_fused",),
+    ),
+    Fault(
         "plan-hooks", "swap/plans.py", "state_of", "a plan passes over a hook",
         "if any(chain.from_iterable(map(_hooks, own[1:]))):", "if False:",
         only=(PLANS + "test_a_hook_that_goes_gives_the_plan_back",),
