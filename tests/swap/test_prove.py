@@ -492,7 +492,7 @@ def test_a_block_that_fully_shard_makes_another_class_runs_fused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(randomize(block()))
+    model = nn.Sequential(randomize(block())).eval()
     host, x = copy.deepcopy(model), torch.randn(3, 5, 32)
     assert swap_in(model).level == "block"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
