@@ -2,10 +2,9 @@
 
 What a call decides anew, it decides from the module's facts (facts.py), from which parts train,
 which tensors they hold and who hooks them, and from its own arguments. The first three are a state:
-compared by functions of C, 15 us for a block of timm with its twenty parts. A state that was met
-before has a plan, and the call runs it at once; any other call decides part by part, and makes
-the plan of its state. Where somebody looks on (a hook, a mode, a tracer, a listener, a checkpoint
-that remembers a yes) no state is asked.
+compared by functions of C. A state that was met before has a plan, and the call runs it at once;
+any other call decides part by part, and makes the plan of its state. Where somebody looks on (a
+hook, a mode, a tracer, a listener, a checkpoint that remembers a yes) no state is asked.
 
 A plan holds places of modules, no module and no tensor: weights may be replaced between calls.
 """

@@ -254,6 +254,15 @@ def test_a_part_that_torch_jit_made_is_called():
     same(host, module)
 
 
+def test_a_plan_scales_the_scores_as_its_host():
+    host, module = swapped("transformers")
+    for m in (host, module):
+        m.get_submodule("attention").scaling = 1.3  # type: ignore
+    same(host, module)
+    assert plan(module) is not None
+    same(host, module)
+
+
 def test_a_hook_that_goes_gives_the_plan_back():
     host, module = swapped("timm")
     same(host, module)

@@ -336,6 +336,7 @@ def test_every_rule_is_asked():
 # --- ranking
 
 rank = pytest.importorskip("fastvit_kernels.tools.rank")
+from fastvit_kernels.tools.rank import LibraryCall, library_time  # noqa: E402
 
 
 def test_a_choice_is_made_for_its_key_alone_and_taken_back():
@@ -372,12 +373,12 @@ def test_launches_are_their_tables(table, launch, belongs):
 
 
 def test_a_library_call_takes_its_tiles_and_its_bytes():
-    copy = rank.LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
-    assert rank.library_time(copy, H200) == pytest.approx(LAUNCH + 10.0)
-    product = rank.LibraryCall("mm", 128 * 12, 256 * 12, 1024, 0)  # 144 tiles on 132 SMs
+    copy = LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
+    assert library_time(copy, H200) == pytest.approx(LAUNCH + 10.0)
+    product = LibraryCall("mm", 128 * 12, 256 * 12, 1024, 0)  # 144 tiles on 132 SMs
     cycles = 2 * (128 * 256 * 1024 / (4 * 512) + START)
-    assert rank.library_time(product, H200) == pytest.approx(LAUNCH + cycles * 1e-3 / H200.ghz)
-    assert rank.library_time(product, A100) == pytest.approx(
+    assert library_time(product, H200) == pytest.approx(LAUNCH + cycles * 1e-3 / H200.ghz)
+    assert library_time(product, A100) == pytest.approx(
         LAUNCH + 2 * (128 * 256 * 1024 / (4 * 256) + START) * 1e-3 / A100.ghz
     )
 
@@ -385,7 +386,7 @@ def test_a_library_call_takes_its_tiles_and_its_bytes():
 def test_the_time_of_a_trace_is_of_kernels_and_library(monkeypatch):
     modelled = SimpleNamespace(us=5.0)
     monkeypatch.setattr(rank, "timed", lambda launch: SimpleNamespace(modelled=modelled))
-    copy = rank.LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
+    copy = LibraryCall("copy_", 0, 0, 0, 48 * 10**6)
     us, launches = rank.trace_time(SimpleNamespace(launches=[1, 2], torch_calls=[copy]), "sm_90")
     assert us == pytest.approx(2 * 5.0 + LAUNCH + 10.0) and len(launches) == 2
 
