@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE
-from .hosts.structure import AttentionRoles, MlpRoles
+from .hosts.searched import AttentionRoles, MlpRoles
 from .observe import Event, Observation, leaves
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")

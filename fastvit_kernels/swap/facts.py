@@ -153,7 +153,7 @@ def _hashable(name: str, value: Any) -> Any:
 
 def is_recognised(cls: type) -> bool:
     """Whether a swapped class was found by structure: nothing was known of its host before."""
-    return hasattr(cls, "fused_roles")
+    return getattr(cls, "fused_searched", False)
 
 
 def _is_known(cls: type) -> bool:

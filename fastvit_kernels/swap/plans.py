@@ -110,8 +110,11 @@ def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
         if len(found.plans) >= MOST:
             found.plans.clear()
         places = {id(m): place for place, m in enumerate(modules)}
-        run = module.fused_resolved(lambda part: places[id(part)]) or _undecided
-        found.plans[state] = Plan(run, set())
+        try:
+            run = module.fused_resolved(lambda part: places[id(part)])
+        except KeyError:  # a part inside a module that is only looked through
+            run = None
+        found.plans[state] = Plan(run or _undecided, set())
     found.plans[state].note(x, extras)
 
 

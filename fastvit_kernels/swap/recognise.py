@@ -2,7 +2,7 @@
 
 One run of a small copy (runs.py) shows which parts a forward calls on which values, and where its
 softmax or its sum stands (observe.py). That gives candidates, roles for the fused forwards of
-hosts/structure.py, most likely first; each is proven like any other swap until one holds. Names
+hosts/searched.py, most likely first; each is proven like any other swap until one holds. Names
 only order the candidates. Equal configurations share a search.
 """
 
@@ -22,7 +22,7 @@ from ..runtime.plain import is_watched_everywhere
 from .candidates import Refused, Unlike, attention_roles, mlp_roles
 from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, methods
-from .hosts import structure
+from .hosts import searched
 from .hosts.fused import arguments_of
 from .prove import aside, prove
 from .runs import (
@@ -39,7 +39,7 @@ from .steps import block_roles
 BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
 
-# How a mask of a kind may be read, by names that hosts/structure/attention.py has.
+# How a mask of a kind may be read, by names that hosts/attention.py has.
 READINGS = {
     "added, 4 axes": ("",),
     "boolean, 4 axes": ("", "not"),
@@ -86,7 +86,7 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
         found = _last[alike] = _found[key]
         if found.mixin is None:
             return None, found
-        return structure.recognised_class(found.mixin, type(module), found.roles), found
+        return searched.recognised_class(found.mixin, type(module), found.roles), found
     except Exception as error:  # a state that we cannot read is the host's business
         return None, Found(reason=f"it could not be read: {error}")
 
@@ -103,9 +103,9 @@ def is_partial(cls: Any) -> bool:
     """Whether a wider module may have all of this class in one of its parts: an attention without
     its output projection, a block of one branch."""
     roles = getattr(cls, "fused_roles", None)
-    if isinstance(roles, structure.BlockRoles):
+    if isinstance(roles, searched.BlockRoles):
         return sum(step.residual >= 0 for step in roles.steps) == 1
-    return isinstance(roles, structure.AttentionRoles) and not roles.out
+    return isinstance(roles, searched.AttentionRoles) and not roles.out
 
 
 # Which search suits a module.
@@ -189,7 +189,7 @@ def _try(
     """
     begin, reason = time.process_time(), ""
     for roles in candidates:
-        cls = structure.recognised_class(mixin, type(module), roles)
+        cls = searched.recognised_class(mixin, type(module), roles)
 
         def planned(m: nn.Module, cls: type = cls) -> type:
             return cls if m is module else class_of(m)
@@ -207,9 +207,9 @@ def _try(
 
 def describe(mixin: Any, roles: Any) -> str:
     """A candidate in a few words."""
-    if mixin is structure.Block:
+    if mixin is searched.Block:
         what = [
-            s.body or ("an MLP" if isinstance(s.inline, structure.MlpRoles) else "an attention")
+            s.body or ("an MLP" if isinstance(s.inline, searched.MlpRoles) else "an attention")
             for s in roles.steps
         ]
         what += [f"in windows of {s.window}" for s in roles.steps if s.window]
@@ -225,7 +225,7 @@ def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
     """Attentions that run fused in no block and give their probabilities to their caller."""
     used: set[int] = set()
     for module, cls in planned.items():
-        if cls.fused_level == "block" and hasattr(cls, "fused_roles"):
+        if cls.fused_level == "block" and cls.fused_searched:
             bodies = (s.body for s in cls.fused_roles.steps if s.body)
             used |= {id(module.get_submodule(n)) for n in bodies}
     return [
@@ -251,8 +251,8 @@ def _branch(module: nn.Module, class_of: ClassOf) -> Found:
         candidates = attention_roles(module, seen)
         if candidates is None:
             seen = observed(module, class_of, training=False)
-            return _try(module, class_of, structure.Mlp, mlp_roles(module, seen), trials)
-        found = _try(module, class_of, structure.Attention, candidates, trials)
+            return _try(module, class_of, searched.Mlp, mlp_roles(module, seen), trials)
+        found = _try(module, class_of, searched.Attention, candidates, trials)
         if found.mixin is not None and angles is not None:
             found = _with_rope(module, class_of, angles, [found.roles], trials, found)
         return _with_masks(module, class_of, found, trials)
@@ -267,11 +267,11 @@ def _with_rope(
     """The first of the known candidates that is proven with the host's own rotation, and with our
     kernel in place of that, where it is one that our kernel knows."""
     rotated = _rotated(module, angles, known)
-    found = _try(module, class_of, structure.Attention, rotated, trials, former)
+    found = _try(module, class_of, searched.Attention, rotated, trials, former)
     if found.mixin is None or found is former:
         return found
-    candidates = (found.roles._replace(kernel=way) for way in structure.ways_of_rope())
-    return _try(module, class_of, structure.Attention, candidates, trials, found)
+    candidates = (found.roles._replace(kernel=way) for way in searched.ways_of_rope())
+    return _try(module, class_of, searched.Attention, candidates, trials, found)
 
 
 def _with_masks(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
@@ -311,7 +311,7 @@ def _rotated(module: Any, name: str, found: list[Any]) -> Iterator[Any]:
 def _block(module: nn.Module, class_of: ClassOf) -> Found:
     trials: list[Trial] = []
     why: list[Refused] = []
-    found = _try(module, class_of, structure.Block, _blocks(module, class_of, why), trials)
+    found = _try(module, class_of, searched.Block, _blocks(module, class_of, why), trials)
     if not trials:
         return Found(None, None, str(why[0]), any(isinstance(r, Unlike) for r in why))
     if found.mixin is not None:
@@ -350,7 +350,7 @@ def _blocks(module: nn.Module, class_of: ClassOf, why: list[Refused]) -> Iterato
 def _with_unread(module: Any, class_of: ClassOf, found: Found, trials: list[Trial]) -> Found:
     """The same with the arguments that a caller may give and that nothing reads."""
     names, defaults, _ = arguments_of(type(module).forward)
-    taken = structure.extras(found.roles)
+    taken = searched.extras(found.roles)
     for name in names[1:]:
         known = name in taken or is_mask(name) or name == angle_argument(module)
         if name in defaults and defaults[name] is None and not known:
@@ -363,14 +363,14 @@ def _norm(module: Any, class_of: ClassOf) -> Found:
     if len(module.normalized_shape) != 1:
         return Found(reason=f"it normalizes {len(module.normalized_shape)} axes")
     candidates = (
-        structure.NormRoles(fp32, rounded) for rounded in (False, True) for fp32 in (False, True)
+        searched.NormRoles(fp32, rounded) for rounded in (False, True) for fp32 in (False, True)
     )  # fmt: skip
-    return _try(module, class_of, structure.Norm, candidates, [])
+    return _try(module, class_of, searched.Norm, candidates, [])
 
 
 def _linear(module: nn.Module, class_of: ClassOf) -> Found:
-    roles = structure.LinearRoles(next(iter(module._buffers)))
-    return _try(module, class_of, structure.MaskedLinear, [roles], [])._replace(unlike=True)
+    roles = searched.LinearRoles(next(iter(module._buffers)))
+    return _try(module, class_of, searched.MaskedLinear, [roles], [])._replace(unlike=True)
 
 
 def _scale(module: nn.Module, class_of: ClassOf) -> Found:
@@ -380,13 +380,13 @@ def _scale(module: nn.Module, class_of: ClassOf) -> Found:
     if small:
         kept = _keeps_dtype(module)
         candidates = (
-            structure.RmsRoles(name, eps, kept, rounded)
+            searched.RmsRoles(name, eps, kept, rounded)
             for rounded in (False, True) for eps in small
         )  # fmt: skip
-        found = _try(module, class_of, structure.Rms, candidates, [])
+        found = _try(module, class_of, searched.Rms, candidates, [])
         if found.mixin is not None:
             return found
-    found = _try(module, class_of, structure.Scale, [structure.ScaleRoles(name)], [])
+    found = _try(module, class_of, searched.Scale, [searched.ScaleRoles(name)], [])
     return found._replace(unlike=True)
 
 
@@ -405,7 +405,7 @@ def _path(module: nn.Module, class_of: ClassOf) -> Found:
         if ("drop" in n or n in ("p", "prob")) and (v is None or isinstance(v, (int, float)))
     ]  # fmt: skip
     candidates = (
-        structure.PathRoles(rate, drawn, scaled)
+        searched.PathRoles(rate, drawn, scaled)
         for rate in rates for scaled in (True, False) for drawn in ("bernoulli", "rand")
     )  # fmt: skip
-    return _try(module, class_of, structure.Path, candidates, [])._replace(unlike=True)
+    return _try(module, class_of, searched.Path, candidates, [])._replace(unlike=True)

@@ -388,7 +388,7 @@ def _flops(
         keys: how many tokens a token attends to.
     """
     rows = tokens if _in_stack(name) else 1
-    mixin: Any = type(module) if isinstance(module, Fused) else hosts.mixin_of(type(module))
+    mixin: Any = type(module) if isinstance(module, Fused) else hosts.swapped_class(type(module))
     if isinstance(module, nn.Linear):
         whole = is_ours(parent) or _computes_all(parent)
         covered = inside or (whole and _runs_fused(parent, why))

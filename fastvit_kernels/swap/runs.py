@@ -16,7 +16,7 @@ from .candidates import Refused, Unlike
 from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
 from .draws import Foreign, own_draws
 from .facts import ClassOf, host_of
-from .hosts import structure
+from .hosts import searched
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
 from .prove import DTYPES, first_line
@@ -130,7 +130,7 @@ def angles_for(copy: Any, tokens: int, name: str, roles: Any) -> dict[str, Any]:
         D = width_of(copy) // max(numbers_of_heads(copy), default=1)
     else:
         names = roles.projections
-        packed = structure.part(copy, names[0]).out_features // roles.heads
+        packed = searched.part(copy, names[0]).out_features // roles.heads
         D, tokens = packed // (3 if len(names) == 1 else 1), tokens - roles.prefix
     generator = torch.Generator().manual_seed(3)
     dtype = next(copy.parameters()).dtype
@@ -143,7 +143,7 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
     masks = [n for n in names if is_mask(n)]
     for part, m in open_parts(module, class_of):
         roles = getattr(class_of(m), "fused_roles", None)
-        if not isinstance(roles, structure.AttentionRoles):
+        if not isinstance(roles, searched.AttentionRoles):
             continue
 
         def more(copy: Any, tokens: int, mask: bool, part: str = part, roles: Any = roles) -> Any:
@@ -154,7 +154,7 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
                 x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
                 kind, reading = roles.masks[0]
                 generator = torch.Generator().manual_seed(3)
-                given[masks[0]] = structure.example_of_mask(
+                given[masks[0]] = searched.example_of_mask(
                     kind, "keys" in reading, x, generator, roles.heads
                 )
             return given

@@ -209,7 +209,8 @@ def _why_watched() -> str | None:
 
 def _why_hooked(module: Any) -> str | None:
     """Why a block calls its attention by its host's own forward."""
-    names = getattr(module, "fused_names", ())[1:2]
+    steps = getattr(getattr(module, "fused_roles", None), "steps", ())
+    names = [] if module.fused_searched else [s.body for s in steps[:1]]
     for name in names or [n for n in ("attns", "ffns") if hasattr(module, n)]:
         child = getattr(module, name, None)
         for m in child if isinstance(child, nn.ModuleList) else [child]:
@@ -365,7 +366,7 @@ def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
     found = {}
     for name, module in modules.items():
         above = modules[name.rpartition(".")[0]] if name else None
-        mixin = None if is_ours(above) else hosts.mixin_of(type(module), type(above))
+        mixin: Any = None if is_ours(above) else hosts.swapped_class(type(module), type(above))
         if mixin is None or mixin.fused_level in ("epilogue", "model"):
             continue
         try:

@@ -11,7 +11,7 @@ from torch import nn
 from .candidates import PRODUCTS, SUMS, Refused, Unlike, attention_roles, mlp_roles, origins
 from .facts import ClassOf
 from .hosts.fused import arguments_of
-from .hosts.structure import BlockRoles, Step
+from .hosts.searched import BlockRoles, Step
 from .observe import Event, Observation, Value
 from .runs import level_of
 

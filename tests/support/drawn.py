@@ -39,7 +39,6 @@ TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize",
 ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
     "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
-    "swap/hosts/structure/": ("swap/test_recognise.py", "swap/test_prove.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
     "verify/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),

@@ -13,7 +13,7 @@ import torch
 
 from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
-from fastvit_kernels.swap.hosts.structure.positions import with_decomposed
+from fastvit_kernels.swap.hosts.positions import with_decomposed
 from fastvit_kernels.swap.hosts.windows import Windows
 
 timm = pytest.importorskip("timm")

@@ -25,7 +25,7 @@ from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchv
 from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
 from fastvit_kernels.swap import apply, copies, facts, plans, prove, rates, recognise
-from fastvit_kernels.swap.hosts import branch, fused, parts, torch_nn
+from fastvit_kernels.swap.hosts import branch, fused, mlp, parts, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
 
@@ -94,9 +94,9 @@ class _Even(torch.autograd.Function):
 
 
 ERRORS = {
-    "a little": (parts, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
+    "a little": (mlp, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
     "gradient of the argument": (branch, "add_body", _unlearnt, ""),
-    "mlp": (parts, "mlp", _bent, "mlp"),
+    "mlp": (mlp, "mlp", _bent, "mlp"),
     "attention": (parts, "attend_turned", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
     "drop_path": (
@@ -104,12 +104,12 @@ ERRORS = {
         lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
     ),
     "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
-    "gradient": (parts, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
+    "gradient": (mlp, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
     "called": (
         parts, "project",
         lambda f: lambda m, x: f(m, x) * (1 if is_plain(m) else 1.0001), "attn",
     ),
-    "draws": (parts, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
+    "draws": (mlp, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),
     "layer_scale": (
         fused.LayerScale, "fused_scale", lambda f: lambda self: f(self).detach(), "",

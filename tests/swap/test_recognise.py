@@ -23,7 +23,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in, swap_out, watch
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
-from fastvit_kernels.swap.hosts import parts, structure
+from fastvit_kernels.swap.hosts import mlp, searched
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 
@@ -108,16 +108,16 @@ def assert_same(actual, wanted, tolerance):
 @pytest.fixture
 def ran(monkeypatch):
     """Names of the classes whose fused forward ran as a block."""
-    names, own = [], structure.Block.fused_forward
+    names, own = [], searched.Block.fused_forward
     monkeypatch.setattr(
-        structure.Block, "fused_forward",
+        searched.Block, "fused_forward",
         lambda self, x, **k: names.append(type(self).__name__) or own(self, x, **k),
     )  # fmt: skip
     found = plans.plan_of
 
     def plan_of(module):
         known = found(module)
-        if known is None or not isinstance(module, structure.Block):
+        if known is None or not isinstance(module, searched.Block):
             return known
 
         def run(modules, x, extras):
@@ -190,9 +190,9 @@ def test_a_norm_in_fp32_whatever_comes():
 
 
 def test_a_norm_inside_a_gated_mlp_is_in_its_op(monkeypatch):
-    module, ops, own = made("eva_swiglu"), [], parts.gated_mlp
+    module, ops, own = made("eva_swiglu"), [], mlp.gated_mlp
     assert swap_in(module).pytorch == {}
-    monkeypatch.setattr(parts, "gated_mlp", lambda *a, **k: ops.append(k) or own(*a, **k))
+    monkeypatch.setattr(mlp, "gated_mlp", lambda *a, **k: ops.append(k) or own(*a, **k))
     step(module, True)
     assert [k["norm_weight"] for k in ops] == [module.mlp.ffn_ln.weight]
     report = swap_in(randomize(dino.Block(ffn=dino.NormedSwiGLU, drop=0.1)))
@@ -536,7 +536,8 @@ def test_a_version_that_a_table_does_not_describe_is_found_by_structure(name, mo
     """A class of a known name, with other parts: as transformers' ViTLayer was in 4.57."""
     host = made(name)
     monkeypatch.setitem(hosts.HOST_FILES, "outside", table.__name__)
-    monkeypatch.setitem(table.TABLE, hosts.host_path(type(host)), table.Block)
+    row = table.TABLE["timm.models.vision_transformer.Block"]
+    monkeypatch.setitem(table.TABLE, hosts.host_path(type(host)), row)
     swapped = copy.deepcopy(host)
     assert swap_in(swapped).level == "block"
     assert_same(step(swapped, True), step(host, True), 1e-4)
@@ -613,7 +614,7 @@ def test_a_rate_that_changes_at_each_step_needs_no_proof_each(proofs, ran):
 def test_the_dropout_of_an_attention_that_changes_at_each_step_needs_no_proof_each(proofs):
     module = dino.Attention(32, 2, 0.1)
     swap_in(module)
-    assert isinstance(module, structure.Attention)
+    assert isinstance(module, searched.Attention)
     for index in range(600):
         module.attn_drop = (index + 1) / 700
         assert module.fused_verdict() is None

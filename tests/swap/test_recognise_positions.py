@@ -15,8 +15,8 @@ from torch import nn
 from fastvit_kernels import backend, status, swap_in
 from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import plans
+from fastvit_kernels.swap.hosts.block import Block
 from fastvit_kernels.swap.hosts.fused import Fused
-from fastvit_kernels.swap.hosts.structure import Block
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastvit_kernels.swap import runs
-from fastvit_kernels.swap.hosts.structure import attention
+from fastvit_kernels.swap.hosts import attention
 
 
 class Packed(nn.Module):

@@ -1,8 +1,9 @@
 """The host libraries: for each class that is understood, the mixin that gives it a fused forward.
 
-A host file has a table, host class path -> mixin. The swapped class is `(mixin, host class)`, built
-when the first module of that class is met and kept as an attribute of the host file, where pickle
-finds it; it keeps the host class's `__name__`, because wrap policies go by that name.
+A host file has a table, host class path -> mixin, or a row: a mixin and the roles of its parts. The
+swapped class is `(mixin, host class)`, built when the first module of that class is met and kept as
+an attribute of the host file, where pickle finds it; it keeps the host class's `__name__`, because
+wrap policies go by that name.
 A host library is imported by its own models, never by us.
 
 What a class has a row for, where the search by structure would find it too: a hook on one part of
@@ -19,7 +20,7 @@ from functools import update_wrapper
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .fused import Fused, arguments_of
+from .fused import Entry, Row, arguments_of
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
@@ -37,8 +38,12 @@ def host_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def mixin_of(cls: type, parent: type | None = None) -> type[Fused] | None:
-    """The mixin for exactly this class, None where no table has it.
+def _as_row(known: Entry) -> Row:
+    return known if isinstance(known, Row) else Row(known, {})
+
+
+def _row_of(cls: type, parent: type | None) -> Row | None:
+    """The row for exactly this class, None where no table has it.
 
     Args:
         parent: the class of the module that it is a child of; a few mixins depend on it.
@@ -48,9 +53,10 @@ def mixin_of(cls: type, parent: type | None = None) -> type[Fused] | None:
         return None
     file = importlib.import_module(name)
     path = host_path(cls)
+    known = file.TABLE.get(path)
     if parent is not None and takes_tokens(parent):
-        return vars(file).get("OF_TOKENS", {}).get(path, file.TABLE.get(path))
-    return file.TABLE.get(path)
+        known = vars(file).get("OF_TOKENS", {}).get(path, known)
+    return None if known is None else _as_row(known)
 
 
 def takes_tokens(parent: type) -> bool:
@@ -67,15 +73,17 @@ def takes_tokens(parent: type) -> bool:
 
 def swapped_class(cls: type, parent: type | None = None) -> type | None:
     """The swapped subclass of a host class, made at the first call; None for an unknown class."""
-    mixin = mixin_of(cls, parent)
-    return None if mixin is None else _made(cls, mixin)
+    found = _row_of(cls, parent)
+    return None if found is None else _made(cls, found)
 
 
-def _made(host: type, mixin: type[Fused]) -> type:
+def _made(host: type, row: Row) -> type:
+    mixin, more = row
     with making:
         if (host, mixin) not in _swapped:
             file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
-            _swapped[host, mixin] = make(file, mixin, host, _qualname(mixin, host.__name__))
+            name = _qualname(mixin, host_path(host))
+            _swapped[host, mixin] = make(file, mixin, host, name, more)
         return _swapped[host, mixin]
 
 
@@ -84,8 +92,8 @@ def host_class(cls: type) -> type | None:
     return cls.__dict__.get("fused_host")
 
 
-def _qualname(mixin: type, host_name: str) -> str:
-    return f"{mixin.__name__}_{host_name}"
+def _qualname(mixin: type, path: str) -> str:
+    return f"{mixin.__name__}_{path.replace('.', '_')}"
 
 
 def _with_signature(forward: Any, host_forward: Any) -> Any:
@@ -123,14 +131,15 @@ def make(
     return cls
 
 
-def unpickled(file: str, table: dict[str, type[Fused]], name: str) -> type:
+def unpickled(file: str, table: dict[str, Entry], name: str) -> type:
     """The swapped class called `name`, for a pickle that is read before any swap.
 
     Raises: AttributeError where the table has no such class.
     """
     others = vars(sys.modules[file]).get("OF_TOKENS", {})
-    for path, mixin in (*table.items(), *others.items()):
-        module, _, host_name = path.rpartition(".")
-        if name == _qualname(mixin, host_name):
-            return _made(getattr(importlib.import_module(module), host_name), mixin)
+    for path, known in (*table.items(), *others.items()):
+        row = _as_row(known)
+        if name == _qualname(row.mixin, path):
+            module, _, host_name = path.rpartition(".")
+            return _made(getattr(importlib.import_module(module), host_name), row)
     raise AttributeError(f"module {file!r} has no attribute {name!r}")

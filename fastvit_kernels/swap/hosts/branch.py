@@ -6,31 +6,24 @@ epilogue that applies the tail (LayerScale, DropPath) and the residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.samples import DropPathMode, keep_samples
+from ...ops.common.samples import keep_samples
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_hooked
-from ..plans import Run
 from .fused import (
-    Child,
     DropPath,
-    Fused,
-    Given,
-    Inline,
     LayerScale,
     Place,
     bypassed,
     inert,
     is_fused_norm,
-    left_dropouts,
     normed,
 )
 
@@ -128,7 +121,7 @@ def add_body(
 def pre_norm_branch(
     x: Tensor, norm: Any, body: Any, *tail: Tail, residual: Tensor | None = None,
     call: Callable[[Tensor], Tensor] | None = None, rebuild: bool = False,
-    drop_path: DropPathMode = "mask", samples: Tensor | None = None, **context: Any,
+    samples: Tensor | None = None, **context: Any,
 ) -> Tensor:  # fmt: skip
     """residual + tail(body(norm(x))), where the residual is x by default.
 
@@ -139,12 +132,9 @@ def pre_norm_branch(
         call: how the host calls the body; `body` by default.
         rebuild: a fused body keeps the norm's input for its backward, not its output; nor does the
             norm keep that, where it is a sum that can be made again.
-        drop_path: "skip": computes nothing for the samples that DropPath drops, where it can.
-        samples: those that the branch keeps, where they are drawn already.
+        samples: those that the branch keeps, where it computes nothing for the others.
         context: what the body's `fused_branch` needs besides.
     """
-    if drop_path == "skip":
-        samples = kept_of(x, norm, body, tail, context)
     bypass = bypassed(body)
     kept: AbstractContextManager[None] = nullcontext()
     rebuild = rebuild and bypass and is_fused_norm(norm)
@@ -207,128 +197,3 @@ def resolved_branch(
         return compute(modules, y, epilogue, context)
 
     return run
-
-
-class PreNormBlock(Fused):
-    """x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x))), by a host's names.
-
-    `fused_names` has the children in that order: norm1, attention, its tail, norm2, mlp, its tail.
-    """
-
-    fused_level = "block"
-    fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
-    fused_drop_path: DropPathMode = "mask"  # "skip": branches leave out what they drop
-    fused_names: ClassVar[tuple[str, str, tuple[str, ...], str, str, tuple[str, ...]]]
-    # Whether the attention's branch does both, too; where it sees windows it may not.
-    fused_first_rebuilds: ClassVar[bool] = True
-    fused_first_skips: ClassVar[bool] = True
-    fused_alike: ClassVar[bool] = False  # what it gets besides its input is alike for all samples
-
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        """Those of `fused_names`, and `fused_children` besides."""
-        norm1, attention, tail1, norm2, mlp, tail2 = cls.fused_names
-        return cls.fused_children | {norm1, attention, *tail1, norm2, mlp, *tail2}
-
-    @property
-    def fused_pieces(self) -> tuple[str, ...]:  # type: ignore[override]
-        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
-        tails = [t for t in dict.fromkeys((*tail1, *tail2)) if self.fused_is_piece(t)]
-        every = norm1, attention, norm2, mlp, *tails
-        return tuple(n for n in every if not isinstance(self.fused_child(n), Inline))
-
-    def fused_is_piece(self, name: str) -> bool:
-        child = getattr(self, name, None)
-        return isinstance(child, nn.Module) and type(child) is not nn.Dropout
-
-    @property
-    def fused_bodies(self) -> tuple[str, ...]:  # type: ignore[override]
-        bodies = self.fused_names[1], self.fused_names[4]
-        return tuple(n for n in self.fused_pieces if n in bodies)
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        attention = getattr(self, self.fused_names[1])
-        # A hook on attention wants the host's own call, whose arguments differ between versions.
-        if is_hooked(attention):
-            return None
-        if not isinstance(attention, Fused) or attention.fused_blocked() is not None:
-            return x, extras  # attention is called, with what the caller gave
-        return attention.fused_checked(x, extras)
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_dropouts(self, *{*self.fused_names[2], *self.fused_names[5]})
-
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        """attention(y), by the child's own forward."""
-        return getattr(self, self.fused_names[1])(y, **extras)
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        attention = getattr(self, self.fused_names[1])
-        if isinstance(attention, Fused):
-            for (x, *_), kwargs in attention.fused_examples(generator):
-                yield (x,), {k: v for k, v in kwargs.items() if k in self.fused_extras}
-        else:
-            yield from super().fused_examples(generator)
-
-    def fused_child(self: Any, name: str) -> Any:
-        """What a name of `fused_names` stands for."""
-        return getattr(self, name)
-
-    def fused_branches(self: Any) -> list[tuple[str, Any, Any, list[Any]]]:
-        """Of both branches: the name of the norm, the norm, the body, its tail."""
-        norm1, attention, tail1, norm2, mlp, tail2 = self.fused_names
-        child = self.fused_child
-        return [
-            (norm, child(norm), child(body), [child(name) for name in tail])
-            for norm, body, tail in ((norm1, attention, tail1), (norm2, mlp, tail2))
-        ]
-
-    def fused_context(self: Any, x: Tensor, **extras: Any) -> dict[str, Any]:
-        """What attention gets besides its input, of the arguments of a call."""
-        return extras
-
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Any:
-        (_, norm1, attention, tail1), (_, norm2, mlp, tail2) = self.fused_branches()
-        low, skip = self.fused_memory == "low", self.fused_drop_path
-        given = self.fused_context(x, **extras)
-        samples = None
-        if skip == "skip" and self.fused_first_skips:
-            samples = kept_of(x, norm1, attention, tail1, {} if self.fused_alike else given)
-        x = pre_norm_branch(
-            x, norm1, attention, *tail1, call=lambda y: self.fused_call_attention(y, given),
-            rebuild=low and self.fused_first_rebuilds, samples=samples, **given,
-        )  # fmt: skip
-        return pre_norm_branch(x, norm2, mlp, *tail2, rebuild=low, drop_path=skip)
-
-    def fused_resolved(self: Any, place: Place) -> Run | None:
-        own = type(self)
-        if own.fused_forward is not PreNormBlock.fused_forward or self.fused_memory == "low":
-            return None
-        if self.fused_drop_path == "skip" or own.fused_context is not PreNormBlock.fused_context:
-            return None
-        (_, norm1, attention, tail1), (_, norm2, mlp, tail2) = self.fused_branches()
-        first = resolved_branch(self, place, norm1, attention, tuple(tail1))
-        second = resolved_branch(self, place, norm2, mlp, tuple(tail2))
-        if first is None or second is None:
-            return None
-
-        def run(modules: list[Any], x: Tensor, extras: dict[str, Any]) -> Tensor:
-            return second(modules, first(modules, x, extras), {})
-
-        return run
-
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        """The norms whose output no fused branch keeps for its backward."""
-        low, first = self.fused_memory == "low", self.fused_names[0]
-        for name, norm, body, _ in self.fused_branches():
-            fused = is_fused_norm(norm) and bypassed(body)
-            if low and fused and (name != first or self.fused_first_rebuilds):
-                yield name
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        """The norms of branches that leave out what their DropPath drops, with that DropPath."""
-        skip, first = self.fused_drop_path == "skip", self.fused_names[0]
-        for name, norm, body, tail in self.fused_branches():
-            path = skips(norm, body, tail)
-            if skip and path is not None and (name != first or self.fused_first_skips):
-                yield name, path

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,21 @@ Epilogue = dict[str, Any]
 NOTHING: Epilogue = {}
 # (the described modules, x, epilogue, the other arguments) -> a branch's sum
 Resolved = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
+
+
+class Row(NamedTuple):
+    """What a table says of a host class: its mixin, and attributes of the swapped class."""
+
+    mixin: type[Fused]
+    attributes: dict[str, Any]
+
+
+Entry = Union["type[Fused]", Row]  # of a table, for a host class
+
+
+def row(mixin: type[Fused], **attributes: Any) -> Row:
+    """A row whose attributes go without their prefix, as in row(Mlp, roles=MlpRoles(...))."""
+    return Row(mixin, {f"fused_{name}": value for name, value in attributes.items()})
 
 
 class Arguments(NamedTuple):
@@ -84,6 +99,7 @@ class Fused:
     """Mixin of every swapped class; stands before the host's class, so super() is the host."""
 
     fused_level: ClassVar[str]
+    fused_searched: ClassVar[bool] = False  # found by structure: nobody has read its host
     fused_host: ClassVar[type]  # the host's class
     fused_arguments: ClassVar[Arguments]  # of the host's forward
     fused_children: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
@@ -210,6 +226,10 @@ class Fused:
         """The same with all that it decides decided, where that is written down."""
         return self.fused_undecided(place)
 
+    def fused_alone(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        """The branch without an epilogue, as the next of a block's parts reads it."""
+        return self.fused_branch(x, **extras)
+
     def fused_watched(self) -> bool:
         """Whether somebody wants the host's calls, or did in the forward that is run again."""
         now = is_traced() or is_watched_everywhere()
@@ -279,14 +299,14 @@ def width_of(module: Any) -> int:
     return next((p.shape[-1] for p in module.parameters()), 8)  # without parameters: any
 
 
-def part(module: Any, name: str) -> Any:
+def part(module: Any, name: str, *default: Any) -> Any:
     """The child, parameter or setting of this dotted name; None for no name."""
     if not name:
         return None
     *path, last = name.split(".")
     for step in path:
         module = module._modules[step]
-    return module._modules[last] if last in module._modules else getattr(module, last)
+    return module._modules[last] if last in module._modules else getattr(module, last, *default)
 
 
 def is_dense(x: object) -> bool:
@@ -386,6 +406,7 @@ class Norm(Fused):
     """A norm over the last axis; a pre-norm branch has it hand its input on."""
 
     fused_axes = (1, 2, 3, 4, 5)
+    fused_keeps: ClassVar[bool] = False  # it computes in fp32 and writes x.dtype, autocast or not
     # what `rope` calls such a norm of each head
     fused_kind: ClassVar[Literal["layer_norm", "rms_norm"]]
 
@@ -414,7 +435,7 @@ class Norm(Fused):
 
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         """The dtype of the host's result; None: torch's own rule."""
-        return None
+        return x.dtype if self.fused_keeps else None
 
     def fused_norm(
         self: Any, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None = None
@@ -459,13 +480,10 @@ class RmsNorm(Norm):
     fused_kind = "rms_norm"
 
 
-class OwnDtype(Norm):
-    """A norm that computes in fp32 and writes x.dtype, autocast or not."""
-
-    fused_tolerance = 1e-5  # the host rounds to fp32
-
-    def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
-        return x.dtype
+KEEPS: dict[str, Any] = {
+    "keeps": True,
+    "tolerance": 1e-5,
+}  # of a norm's row: the host rounds to fp32
 
 
 def is_fused_norm(norm: object) -> TypeGuard[Norm]:
@@ -497,11 +515,12 @@ class DropPath(Unfused):
     """Stochastic depth. Its forward stays the host's; an epilogue takes the row factors instead."""
 
     fused_level = "epilogue"
+    fused_drawn: ClassVar[str] = "bernoulli"
 
     def fused_way(self: Any) -> tuple[float, str, bool]:
         """The share that is dropped, how its numbers are drawn ("bernoulli", or "rand" for
         floor(keep + uniform)), and whether what is kept is scaled."""
-        return self.drop_prob, "bernoulli", getattr(self, "scale_by_keep", True)
+        return self.drop_prob, self.fused_drawn, getattr(self, "scale_by_keep", True)
 
     def fused_rate(self) -> float | None:
         """The share that is dropped in training; None where what is kept is not scaled."""

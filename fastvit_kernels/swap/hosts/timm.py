@@ -15,17 +15,19 @@ from ...runtime.plain import is_plain
 from .. import hosts
 from . import timm_sam, windows
 from .attend import attend
+from .block import pre_norm
 from .fused import (
+    KEEPS,
     NOTHING,
     Child,
     DropPath,
+    Entry,
     Epilogue,
-    Fused,
     Given,
     LayerNorm,
     LayerScale,
-    OwnDtype,
     RmsNorm,
+    Row,
     example,
     inert,
     left_dropouts,
@@ -34,29 +36,15 @@ from .fused import (
     norm_in_pytorch,
     normed,
     project,
+    row,
     width_of,
 )
-from .parts import GluMlp, Mlp, SelfAttention, SwiGLU, examples_with_bias
+from .mlp import Mlp, MlpRoles
+from .parts import SelfAttention, examples_with_bias
 from .rotary import NO_NORMS, HeadNorms, Turn, head_norms, turn_of, turned
-from .timm_blocks import (
-    BeitBlock,
-    Block,
-    EvaBlock,
-    ParallelScalingBlock,
-    ParallelThingsBlock,
-    RelPosBlock,
-    ResPostBlock,
-)
+from .timm_blocks import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
 from .timm_masks import as_read, examples_of_masks, takes_mask
 from .timm_models import NaFlexVit, VisionTransformer
-
-
-class LayerNormFp32(OwnDtype, LayerNorm):
-    pass
-
-
-class RmsNormFp32(OwnDtype, RmsNorm):
-    pass
 
 
 class Attention(SelfAttention):
@@ -275,27 +263,36 @@ class RelPosAttention(Attention):
         return self.fused_normed_heads(x, mask)
 
 
-TABLE: dict[str, type[Fused]] = {
+def _mlp(fc1: str = "fc1", gate: str = "") -> Row:
+    return row(Mlp, roles=MlpRoles(fc1, "fc2", "", "", "drop1", "norm", "drop2", gate, act="act"))
+
+
+def _block(gamma: str, *given: str) -> Row:
+    tails = ((f"{gamma}{i}", f"drop_path{i}") for i in (1, 2))
+    return pre_norm("norm1", "attn", next(tails), "norm2", "mlp", next(tails), given=given)
+
+
+TABLE: dict[str, Entry] = {
     **windows.TIMM,
     **timm_sam.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
     "timm.layers.drop.DropPath": DropPath,
     "timm.layers.layer_scale.LayerScale": LayerScale,
-    "timm.layers.mlp.GluMlp": GluMlp,
-    "timm.layers.mlp.Mlp": Mlp,
-    "timm.layers.mlp.SwiGLU": SwiGLU,
+    "timm.layers.mlp.GluMlp": _mlp(gate="gate_last"),
+    "timm.layers.mlp.Mlp": _mlp(),
+    "timm.layers.mlp.SwiGLU": _mlp("fc1_x", "fc1_g"),
     "timm.layers.norm.LayerNorm": LayerNorm,
-    "timm.layers.norm.LayerNormFp32": LayerNormFp32,
+    "timm.layers.norm.LayerNormFp32": row(LayerNorm, **KEEPS),
     "timm.layers.norm.RmsNorm": RmsNorm,
-    "timm.layers.norm.RmsNormFp32": RmsNormFp32,
+    "timm.layers.norm.RmsNormFp32": row(RmsNorm, **KEEPS),
     "timm.models.beit.Attention": BeitAttention,
-    "timm.models.beit.Block": BeitBlock,
+    "timm.models.beit.Block": _block("gamma_", "shared_rel_pos_bias"),
     "timm.models.eva.EvaAttention": RopeAttention,
-    "timm.models.eva.EvaBlock": EvaBlock,
+    "timm.models.eva.EvaBlock": _block("gamma_", "rope", "attn_mask"),
     "timm.models.naflexvit.NaFlexVit": NaFlexVit,
     "timm.models.vision_transformer.Attention": Attention,  # to timm 1.0.16, like LayerScale
-    "timm.models.vision_transformer.Block": Block,
+    "timm.models.vision_transformer.Block": _block("ls", "attn_mask"),
     "timm.models.vision_transformer.LayerScale": LayerScale,
     "timm.models.vision_transformer_relpos.LayerScale": LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
@@ -303,7 +300,7 @@ TABLE: dict[str, type[Fused]] = {
     "timm.models.vision_transformer.ResPostBlock": ResPostBlock,
     "timm.models.vision_transformer.VisionTransformer": VisionTransformer,
     "timm.models.vision_transformer_relpos.RelPosAttention": RelPosAttention,
-    "timm.models.vision_transformer_relpos.RelPosBlock": RelPosBlock,
+    "timm.models.vision_transformer_relpos.RelPosBlock": _block("ls", "shared_rel_pos"),
     "timm.models.vision_transformer_relpos.ResPostRelPosBlock": ResPostBlock,
 }
 

@@ -1,4 +1,4 @@
-"""timm: the blocks of its Vision Transformers."""
+"""timm: the blocks of its Vision Transformers whose branches are no chain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...runtime.plain import is_hooked, is_plain
 from .attend import attend, attend_packed, unpack
-from .branch import PreNormBlock, add_body, fold
+from .branch import add_body, fold
 from .fused import (
     Child,
     Fused,
@@ -26,45 +26,6 @@ from .fused import (
     project,
     project_out,
 )
-from .timm_masks import attends_by_mask
-
-
-class MaskedBlock(PreNormBlock):
-    """A block that hands a mask on to its attention."""
-
-    fused_extras = ("attn_mask",)
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        if extras.get("attn_mask") is None:
-            extras = {n: v for n, v in extras.items() if n != "attn_mask"}
-        elif not attends_by_mask(self.attn):
-            return None
-        return super().fused_checked(x, extras)
-
-
-class Block(MaskedBlock):
-    """LayerScale and DropPath as children."""
-
-    fused_names = ("norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"))
-
-
-class EvaBlock(MaskedBlock):
-    """LayerScale as parameters of its own; RoPE."""
-
-    fused_names = (
-        "norm1", "attn", ("gamma_1", "drop_path1"), "norm2", "mlp", ("gamma_2", "drop_path2")
-    )  # fmt: skip
-    fused_extras = ("rope", "attn_mask")
-
-
-class BeitBlock(EvaBlock):
-    """A relative position bias that the layers share."""
-
-    fused_extras = ("shared_rel_pos_bias",)
-
-
-class RelPosBlock(Block):
-    fused_extras = ("shared_rel_pos",)
 
 
 class ResPostBlock(Unfused):

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from .attend import attend, attend_packed, unpack
-from .branch import PreNormBlock
-from .fused import NOTHING, Epilogue, Fused, example, hooked, inert, names, project, width_of
-from .structure.positions import with_decomposed
-from .windows import Windowed, Windows, windows_of
+from .block import Block, Step, pre_norm
+from .fused import (
+    NOTHING,
+    Entry,
+    Epilogue,
+    example,
+    hooked,
+    inert,
+    names,
+    project,
+    width_of,
+)
+from .grids import Windows, windows_of
+from .positions import with_decomposed
+from .windows import Windowed
 
 
 class SamAttention(Windowed):
@@ -64,10 +75,7 @@ class SamAttention(Windowed):
         return super().fused_branch(x, epilogue, windows=windows, grid=windows.size)
 
 
-class SamBlock(PreNormBlock):
-    fused_names = (
-        "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
-    )  # fmt: skip
+class SamBlock(Block):
     fused_axes = (4,)
     fused_first_rebuilds = fused_first_skips = False
 
@@ -86,15 +94,25 @@ class SamBlock(PreNormBlock):
         grid = (size + 1, 2 * size) if size else SamAttention.fused_grid(self.attn) or (3, 4)
         yield (example(generator, 1, *grid, width_of(self)),), {}
 
-    def fused_context(self: Any, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
-        return {"windows": windows_of(x, self.window_size)}
+    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
+        return {"windows": windows_of(x, self.window_size)} if step.body == "attn" else {}
 
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        windows = extras["windows"]
-        return windows.joined(self.attn(windows.cut(y).unflatten(1, windows.size)).flatten(1, 2))
+    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
+        if step.body != "attn":
+            return super().fused_call(step, context)
+        windows = context["windows"]
+
+        def call(y: Tensor) -> Tensor:
+            y = windows.cut(y).unflatten(1, windows.size)
+            return windows.joined(self.attn(y).flatten(1, 2))
+
+        return call
 
 
-TIMM: dict[str, type[Fused]] = {
+TIMM: dict[str, Entry] = {
     "timm.models.vision_transformer_sam.Attention": SamAttention,
-    "timm.models.vision_transformer_sam.Block": SamBlock,
-}
+    "timm.models.vision_transformer_sam.Block": pre_norm(
+        "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
+        mixin=SamBlock,
+    ),
+}  # fmt: skip

@@ -10,34 +10,25 @@ from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear.functions import linear
-from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_plain, is_raw
+from ...runtime.plain import is_raw
 from .. import hosts
 from ..activations import activation_name
 from .attend import attend_packed, attend_weights
+from .block import Block, BlockRoles, Step, pre_norm
 from .fused import (
     NOTHING,
-    Child,
+    Entry,
     Epilogue,
     Fused,
     Given,
     LayerNorm,
     bypassed,
-    inert,
     inputs,
     is_dense,
-    left_dropouts,
-    left_linears,
     names,
 )
-from .parts import (
-    Mlp,
-    PatchConv,
-    PatchConv3d,
-    PatchConv3dOfTokens,
-    PatchConvOfTokens,
-    SequentialMlp,
-)
+from .mlp import MlpRoles, SequentialMlp
+from .parts import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
 
 
 class MultiheadAttention(Fused):
@@ -102,26 +93,39 @@ class MultiheadAttention(Fused):
             yield (x, x, x), {"need_weights": False}
 
     def fused_forward(self: Any, x: Tensor) -> Any:
-        return self.fused_as_host(self.fused_branch(x)), None
+        return self.fused_alone(x), None
 
-    def fused_as_host(self: Any, y: Tensor) -> Tensor:
-        """y (B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
+    def fused_alone(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        """(B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
         evaluation without gradients, has others."""
+        y = self.fused_branch(x)
         slow = (self.training or y.requires_grad) and self.batch_first
         return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
 
 
-class TransformerEncoderLayer(Fused):
+# How a block calls an nn.MultiheadAttention.
+SELF: dict[str, Any] = {"arguments": (("x", "x", "x"), (("need_weights", False),)), "item": 0}
+_MLP = MlpRoles("linear1", "linear2", drop="dropout", after="dropout2", act="activation")
+_BEFORE: BlockRoles = pre_norm(
+    "norm1", "self_attn", ("dropout1",), "norm2", _MLP, (), **SELF
+).attributes["fused_roles"]
+_ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
+_BEHIND = BlockRoles(
+    (_ATTENDS, Step(2, 1, body="norm1"), _COMPUTES._replace(output=3, source=2, residual=2),
+     Step(4, 3, body="norm2"))
+)  # fmt: skip
+
+
+class TransformerEncoderLayer(Block):
     """nn.TransformerEncoderLayer, pre-norm or post-norm, without masks."""
 
-    fused_level = "block"
-    fused_children = names(
-        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
-    )
-    fused_pieces = ("self_attn", "norm1", "norm2")
-    fused_fc1, fused_act, fused_fc2 = "linear1", "activation", "linear2"
-    fused_between, fused_after = ("dropout", ""), "dropout2"
-    fused_get = Mlp.fused_get
+    @property
+    def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
+        return _BEFORE if self.norm_first else _BEHIND
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        return names("self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -138,32 +142,8 @@ class TransformerEncoderLayer(Fused):
                 return f"{name} keeps its own forward"
         return None if activation_name(self.activation) else "no kernel for its activation"
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "linear1", "linear2")
-        yield from left_dropouts(self, "dropout", "dropout1", "dropout2")
 
-    def fused_attend(self: Any, y: Tensor, x: Tensor) -> Tensor:
-        """x + dropout1(self_attn(y))"""
-        if inert(self.dropout1):
-            return self.self_attn.fused_branch(y, {"residual": x})
-        return x + self.dropout1(self.self_attn.fused_as_host(self.self_attn.fused_branch(y)))
-
-    def fused_feed_forward(self: Any, y: Tensor, x: Tensor) -> Tensor:
-        """x + dropout2(linear2(dropout(act(linear1(y)))))"""
-        return Mlp.fused_parts(self).branch(y, {"residual": x})
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        if not self.norm_first:
-            x = self.norm1(self.fused_attend(x, x))
-            return self.norm2(self.fused_feed_forward(x, x))
-        low = autocast_dtype(x)
-        y, x = self.norm1.fused_and_input(x, low)
-        x = self.fused_attend(y, x)
-        y, x = self.norm2.fused_and_input(x, low if is_plain(self.linear1) else None)
-        return self.fused_feed_forward(y, x)
-
-
-TABLE: dict[str, type[Fused]] = {
+TABLE: dict[str, Entry] = {
     "torch.nn.modules.normalization.LayerNorm": LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv3d,
@@ -172,7 +152,7 @@ TABLE: dict[str, type[Fused]] = {
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
 }
 
-OF_TOKENS: dict[str, type[Fused]] = {
+OF_TOKENS: dict[str, Entry] = {
     "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
     "torch.nn.modules.conv.Conv3d": PatchConv3dOfTokens,
 }

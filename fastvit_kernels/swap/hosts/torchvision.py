@@ -6,29 +6,18 @@ fused.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from .. import hosts
 from . import windows
-from .branch import PreNormBlock
-from .fused import Fused
-from .parts import SequentialMlp
+from .block import pre_norm
+from .fused import Entry
+from .mlp import SequentialMlp
+from .torch_nn import SELF
 
-
-class EncoderBlock(PreNormBlock):
-    """x = x + dropout(self_attention(ln_1(x)));  x = x + mlp(ln_2(x))"""
-
-    fused_names = ("ln_1", "self_attention", ("dropout",), "ln_2", "mlp", ())
-
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        return self.self_attention(y, y, y, need_weights=False)[0]
-
-
-TABLE: dict[str, type[Fused]] = {
+TABLE: dict[str, Entry] = {
     **windows.TORCHVISION,
-    "torchvision.models.vision_transformer.EncoderBlock": EncoderBlock,
+    "torchvision.models.vision_transformer.EncoderBlock": pre_norm(
+        "ln_1", "self_attention", ("dropout",), "ln_2", "mlp", (), **SELF
+    ),
     "torchvision.models.vision_transformer.MLPBlock": SequentialMlp,
     "torchvision.ops.misc.MLP": SequentialMlp,
 }

@@ -15,8 +15,9 @@ from . import transformers_packed as packed
 from . import transformers_padded as padded
 from . import transformers_towers as towers
 from . import windows
-from .fused import Fused
-from .transformers_layers import ATTENTION
+from .fused import KEEPS, Entry, RmsNorm, row
+from .mlp import plain_mlp
+from .transformers_layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
 
 
 def fastvit_attention(
@@ -61,33 +62,33 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def _family(module: str, prefix: str, *rows: tuple[str, type[Fused]]) -> dict[str, type[Fused]]:
+def _family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entry]:
     """Rows of the table for one model: its layer and its parts by the end of their names."""
     path = f"transformers.models.{module}.modeling_{module}.{prefix}"
     return {path + end: mixin for end, mixin in rows}
 
 
-_VIT = (("Layer", layers.ViTLayer), ("Attention", layers.Attention), ("MLP", layers.HfMlp))
+_VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
 _CLIP = (
-    ("EncoderLayer", layers.ClipLayer),
+    ("EncoderLayer", layers.CLIP),
     ("Attention", layers.ClipAttention),
-    ("MLP", layers.HfMlp),
+    ("MLP", MLP),
 )
 _SIGLIP = (
-    ("EncoderLayer", padded.ClipLayer),
+    ("EncoderLayer", padded.LAYER),
     ("Attention", padded.ClipAttention),
-    ("MLP", layers.HfMlp),
+    ("MLP", MLP),
 )
 _DINO = (
-    ("Layer", layers.Dinov2Layer),
+    ("Layer", layers.DINOV2),
     ("Attention", layers.Attention),
-    ("MLP", layers.HfMlp),
-    ("SwiGLUFFN", layers.HfSwiGLU),
-    ("LayerScale", layers.HfLayerScale),
-    ("DropPath", layers.HfDropPath),
+    ("MLP", MLP),
+    ("SwiGLUFFN", SWIGLU),
+    ("LayerScale", SCALE),
+    ("DropPath", DROP_PATH),
 )
 
-TABLE: dict[str, type[Fused]] = {
+TABLE: dict[str, Entry] = {
     **_family("vit", "ViT", *_VIT),
     **_family("deit", "DeiT", *_VIT),
     **_family(
@@ -99,36 +100,36 @@ TABLE: dict[str, type[Fused]] = {
     **_family("dinov2", "Dinov2", *_DINO),
     **_family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
     **_family(
-        "dinov3_vit", "DINOv3ViT", ("Layer", towers.Dinov3Layer),
-        ("Attention", towers.RopeAttention), ("MLP", layers.UpDownMlp),
-        ("GatedMLP", layers.HfSwiGLU), ("LayerScale", layers.HfLayerScale),
+        "dinov3_vit", "DINOv3ViT", ("Layer", towers.DINOV3),
+        ("Attention", towers.RopeAttention), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
+        ("GatedMLP", SWIGLU), ("LayerScale", SCALE),
     ),
-    "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": layers.HfDropPath,
+    "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": DROP_PATH,
     **_family("siglip", "Siglip", *_SIGLIP),
     **_family("siglip2", "Siglip2", *_SIGLIP),
     **_family("clip", "CLIP", *_CLIP),
     **_family(
-        "aimv2", "Aimv2", ("EncoderLayer", towers.Aimv2Layer), ("Attention", layers.ClipAttention),
-        ("MLP", layers.HfSwiGLU),
+        "aimv2", "Aimv2", ("EncoderLayer", towers.AIMV2), ("Attention", layers.ClipAttention),
+        ("MLP", SWIGLU),
     ),
     **_family(
-        "internvl", "InternVLVision", ("Layer", towers.InternLayer),
-        ("Attention", towers.InternAttention), ("MLP", layers.HfMlp),
+        "internvl", "InternVLVision", ("Layer", towers.INTERN),
+        ("Attention", towers.InternAttention), ("MLP", MLP),
     ),
     **_family(
-        "pixtral", "Pixtral", ("AttentionLayer", towers.PixtralLayer),
-        ("Attention", towers.PixtralAttention), ("MLP", layers.HfSwiGLU),
+        "pixtral", "Pixtral", ("AttentionLayer", towers.PIXTRAL),
+        ("Attention", towers.PixtralAttention), ("MLP", SWIGLU),
     ),
     **_family(
-        "vjepa2", "VJEPA2", ("Layer", towers.VJepaLayer), ("RopeAttention", towers.VJepaAttention),
-        ("MLP", towers.VJepaMlp), ("DropPath", layers.HfDropPath),
+        "vjepa2", "VJEPA2", ("Layer", towers.VJEPA), ("RopeAttention", towers.VJepaAttention),
+        ("MLP", plain_mlp("fc1", "activation", "fc2")), ("DropPath", DROP_PATH),
     ),
     **_family(
-        "gemma4", "Gemma4", ("VisionEncoderLayer", towers.GemmaLayer),
+        "gemma4", "Gemma4", ("VisionEncoderLayer", towers.GEMMA),
         ("VisionAttention", towers.GemmaAttention), ("VisionMLP", towers.GemmaMlp),
-        ("ClippableLinear", towers.Clippable), ("RMSNorm", towers.GemmaRmsNorm),
+        ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, **KEEPS)),
     ),
-    **_family("swin", "Swin", *windows.SWIN, ("DropPath", layers.HfDropPath)),
+    **_family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
     **biased.DATA2VEC,
     **_family("beit", "Beit", *biased.BEIT),
 }  # fmt: skip

@@ -8,23 +8,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .branch import PreNormBlock
+from .block import Block
 from .fused import (
     Child,
+    Entry,
     Fused,
     Given,
-    Inline,
     WithNone,
     example,
     hooked,
     left_dropouts,
     left_linears,
     names,
-    part,
     width_of,
 )
-from .parts import Mlp, SelfAttention
-from .transformers_layers import BeitAttention, HfDropPath, HfMlp, ViTLayer
+from .mlp import MlpRoles
+from .parts import SelfAttention
+from .transformers_layers import DROP_PATH, MLP, BeitAttention, layer
 
 
 class OwnBias(Fused):
@@ -114,74 +114,37 @@ class Data2VecAttention(OwnBias, WithNone, SelfAttention):
         return self.fused_attend(x, self.fused_mask(x, **extras))
 
 
-class _TwoHalves(Inline, Mlp):
-    """The MLP of a layer that has a module for each of its halves."""
-
-    fused_fc1, fused_act = "intermediate.dense", "intermediate.intermediate_act_fn"
-    fused_fc2, fused_after = "output.dense", "output.dropout"
-    fused_between = ("", "")
-
-    def __init__(self, layer: Any):
-        self.layer = layer
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.layer.output(self.layer.intermediate(x))
-
-    def fused_get(self, name: str) -> Any:
-        return part(self.layer, name)
+# The MLP of a layer that has a module for each of its halves.
+_HALVES = MlpRoles(
+    "intermediate.dense", "output.dense", after="output.dropout",
+    act="intermediate.intermediate_act_fn",
+)  # fmt: skip
+DATA2VEC_LAYER = layer(
+    "layernorm_before", "attention", "lambda_1 drop_path", "layernorm_after", _HALVES,
+    "lambda_2 drop_path", given=Data2VecAttention.fused_extras, through=("intermediate", "output"),
+    result=(2, 0), unread=frozenset(),
+)  # fmt: skip
 
 
-class Data2VecLayer(WithNone, PreNormBlock):
-    """LayerScale as parameters of its own; one DropPath module serves both branches."""
-
-    fused_children = names("output")
-    fused_names = (
-        "layernorm_before", "attention", ("lambda_1", "drop_path"),
-        "layernorm_after", "intermediate", ("lambda_2", "drop_path"),
-    )  # fmt: skip
-    fused_extras = Data2VecAttention.fused_extras
-
-    def fused_blocked(self: Any) -> str | None:
-        return hooked(self, "intermediate", "output")
-
-    def fused_products(self: Any) -> Iterator[nn.Module]:
-        yield from (self.intermediate.dense, self.output.dense)
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "intermediate.dense", "output.dense")
-        yield from left_dropouts(self, "output.dropout")
-
-    def fused_child(self: Any, name: str) -> Any:
-        return _TwoHalves(self) if name == "intermediate" else getattr(self, name)
-
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        return self.attention(y, **extras)[0]
-
-
-class BeitLayer(OwnBias, ViTLayer):
+class BeitLayer(OwnBias, Block):
     """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
 
-    fused_children = names("relative_position_bias")
-    fused_names = (
-        "layernorm_before", "attention", ("dropout", "lambda_1", "drop_path"),
-        "layernorm_after", "mlp", ("dropout", "lambda_2", "drop_path"),
-    )  # fmt: skip
-    fused_extras = ("attention_mask", "interpolate_pos_encoding", "resolution")
-
-    def fused_child(self: Any, name: str) -> Any:
-        child = getattr(self, name)
-        return None if isinstance(child, (int, float)) else child  # 1.0: no LayerScale
-
-    def fused_context(self, x: Tensor, **extras: Any) -> dict[str, Any]:
-        return {"attention_mask": self.fused_mask(x, **extras)}
+    def fused_context(self: Any, step: Any, x: Tensor, extras: Any) -> dict[str, Any]:
+        return {"attention_mask": self.fused_mask(x, **extras)} if step.output == 1 else {}
 
 
+BEIT_LAYER = layer(
+    "layernorm_before", "attention", "dropout lambda_1 drop_path", "layernorm_after", "mlp",
+    "dropout lambda_2 drop_path", mixin=BeitLayer,
+    extras=("attention_mask", "interpolate_pos_encoding", "resolution"),
+    children=names("relative_position_bias"),
+)  # fmt: skip
 _DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"
-DATA2VEC: dict[str, type[Fused]] = {
-    _DATA2VEC + "Layer": Data2VecLayer,
+DATA2VEC: dict[str, Entry] = {
+    _DATA2VEC + "Layer": DATA2VEC_LAYER,
     _DATA2VEC + "Attention": Data2VecAttention,
-    _DATA2VEC + "DropPath": HfDropPath,
+    _DATA2VEC + "DropPath": DROP_PATH,
 }
 BEIT = (
-    ("Layer", BeitLayer), ("Attention", BeitAttention), ("MLP", HfMlp), ("DropPath", HfDropPath)
+    ("Layer", BEIT_LAYER), ("Attention", BeitAttention), ("MLP", MLP), ("DropPath", DROP_PATH)
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The mixins of transformers' plain vision layers."""
+"""The rows of transformers' plain vision layers, and its attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...runtime.compat import attention_of
 from .attend import registered
-from .branch import PreNormBlock
-from .fused import DropPath, LayerScale, WithNone, names
-from .parts import Mlp, SelfAttention, SwiGLU, examples_with_bias
+from .block import pre_norm
+from .fused import DropPath, LayerScale, Row, WithNone, names, row
+from .mlp import plain_mlp
+from .parts import SelfAttention, examples_with_bias
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
 # Keyword arguments that a layer hands on and that attention does not read.
@@ -83,52 +84,29 @@ class BeitAttention(Attention):
         yield from examples_with_bias(self, generator, "attention_mask", heads)
 
 
-class HfMlp(Mlp):
-    fused_fc1, fused_act, fused_fc2 = "fc1", "activation_fn", "fc2"
-    fused_children = names("fc1 activation_fn fc2")
+SCALE = row(LayerScale, gamma="lambda1")
+DROP_PATH = row(DropPath, drawn="rand")
+MLP = plain_mlp("fc1", "activation_fn", "fc2")
+SWIGLU = plain_mlp("up_proj", "act_fn", "down_proj", gate="gate_proj")
 
 
-class UpDownMlp(Mlp):
-    fused_fc1, fused_act, fused_fc2 = "up_proj", "act_fn", "down_proj"
-    fused_children = names("up_proj act_fn down_proj")
-
-
-class HfSwiGLU(SwiGLU):
-    fused_gate, fused_fc1, fused_fc2, fused_act = "gate_proj", "up_proj", "down_proj", "act_fn"
-    fused_children = names("gate_proj up_proj down_proj act_fn")
-
-
-class HfLayerScale(LayerScale):
-    fused_gamma = "lambda1"
-
-
-class HfDropPath(DropPath):
-    def fused_way(self: Any) -> tuple[float, str, bool]:
-        return self.drop_prob, "rand", True
-
-
-class ViTLayer(PreNormBlock):
-    """x = x + dropout(attention(layernorm_before(x)));  x = x + dropout(mlp(layernorm_after(x)))"""
-
-    fused_names = (
-        "layernorm_before", "attention", ("dropout",), "layernorm_after", "mlp", ("dropout",)
-    )  # fmt: skip
-    fused_unread = UNREAD
-
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        return getattr(self, self.fused_names[1])(y, **extras)[0]
-
-
-class Dinov2Layer(ViTLayer):
-    """LayerScale and DropPath in each branch; one DropPath module serves both."""
-
-    fused_names = (
-        "norm1", "attention", ("layer_scale1", "drop_path"),
-        "norm2", "mlp", ("layer_scale2", "drop_path"),
+def layer(
+    norm1: str, attention: str, tail1: str, norm2: str, mlp: Any, tail2: str, **more: Any
+) -> Row:
+    """The row of a pre-norm layer whose attention gives (output, probabilities)."""
+    tails = tail1.split(), tail2.split()
+    return pre_norm(
+        norm1, attention, tuple(tails[0]), norm2, mlp, tuple(tails[1]),
+        **{"item": 0, "unread": UNREAD, **more},
     )  # fmt: skip
 
 
-class ClipLayer(ViTLayer):
-    """CLIP and SigLIP: the same with other names, and without dropout."""
-
-    fused_names = ("layer_norm1", "self_attn", (), "layer_norm2", "mlp", ())
+VIT_NAMES = ("layernorm_before", "attention", "dropout", "layernorm_after", "mlp", "dropout")
+VIT = layer(*VIT_NAMES)
+CLIP_NAMES = ("layer_norm1", "self_attn", "", "layer_norm2", "mlp", "")
+CLIP = layer(*CLIP_NAMES)
+# One DropPath module serves both branches.
+DINO_NAMES = (
+    "norm1", "attention", "layer_scale1 drop_path", "norm2", "mlp", "layer_scale2 drop_path"
+)  # fmt: skip
+DINOV2 = layer(*DINO_NAMES)

@@ -19,11 +19,11 @@ from ...ops.attention.varlen import varlen_attention
 from ...ops.rope import rope
 from ...runtime.plain import is_plain, is_raw
 from .attend import packable
-from .branch import PreNormBlock
-from .fused import Fused, Given, example, names, normed, project, width_of
+from .fused import Entry, Given, example, names, normed, project, width_of
+from .mlp import Mlp, plain_mlp
 from .read_once import is_readable, read_once
 from .rotary import turn_of
-from .transformers_layers import UNREAD, Attention, HfMlp, HfSwiGLU
+from .transformers_layers import SWIGLU, Attention, layer
 
 
 def _lengths(cu_seqlens: Tensor) -> tuple[int, int, int, int]:
@@ -108,29 +108,18 @@ class PackedAttention(Attention):
         return self.fused_branch(x, **extras)
 
 
-class PackedLayer(PreNormBlock):
-    fused_names = ("norm1", "attn", (), "norm2", "mlp", ())
-    fused_unread = UNREAD
-    fused_extras = PackedAttention.fused_extras
-    fused_axes = (2,)
-    fused_tolerance = 1e-5
+PACKED_LAYER = layer(
+    "norm1", "attn", "", "norm2", "mlp", "", given=PackedAttention.fused_extras, item=None,
+    axes=(2,), tolerance=1e-5,
+)  # fmt: skip
+QWEN3_MLP = plain_mlp("linear_fc1", "act_fn", "linear_fc2")
 
 
-class Qwen2Mlp(HfMlp):
-    fused_act = "act"
-    fused_children = names("fc1 act fc2")
-
-
-class Qwen3Mlp(HfMlp):
-    fused_fc1, fused_act, fused_fc2 = "linear_fc1", "act_fn", "linear_fc2"
-    fused_children = names("linear_fc1 act_fn linear_fc2")
-
-
-class Qwen3Merger(Qwen3Mlp):
+class Qwen3Merger(Mlp):
     """The tokens of a square side by side, normed before that or after it, through an MLP."""
 
-    fused_children = Qwen3Mlp.fused_children | names("norm")
-    fused_between = ("", "")
+    fused_roles = QWEN3_MLP.attributes["fused_roles"]
+    fused_children = names("norm")
     fused_axes = (2,)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
@@ -146,17 +135,17 @@ class Qwen3Merger(Qwen3Mlp):
 
 
 _QWEN3 = (
-    ("Block", PackedLayer), ("Attention", PackedAttention), ("MLP", Qwen3Mlp),
+    ("Block", PACKED_LAYER), ("Attention", PackedAttention), ("MLP", QWEN3_MLP),
     ("PatchMerger", Qwen3Merger),
 )  # fmt: skip
-_GLM = ("VisionBlock", PackedLayer), ("VisionAttention", PackedAttention)
+_GLM = ("VisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention)
 # model -> what the names of its classes begin with, and its rows of the table
-PACKED: dict[str, tuple[str, tuple[tuple[str, type[Fused]], ...]]] = {
+PACKED: dict[str, tuple[str, tuple[tuple[str, Entry], ...]]] = {
     "qwen2_vl": ("", (
-        ("Qwen2VLVisionBlock", PackedLayer), ("VisionAttention", PackedAttention),
-        ("VisionMlp", Qwen2Mlp),
+        ("Qwen2VLVisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention),
+        ("VisionMlp", plain_mlp("fc1", "act", "fc2")),
     )),
-    "qwen2_5_vl": ("Qwen2_5_VL", (*_GLM, ("MLP", HfSwiGLU))),
+    "qwen2_5_vl": ("Qwen2_5_VL", (*_GLM, ("MLP", SWIGLU))),
     "qwen3_vl": ("Qwen3VLVision", _QWEN3),
     "qwen3_vl_moe": ("Qwen3VLMoeVision", _QWEN3),
     "qwen3_5": ("Qwen3_5Vision", _QWEN3),

@@ -50,5 +50,4 @@ class ClipAttention(layers.ClipAttention):
         return self.fused_attend(x, by_keys(attention_mask))
 
 
-class ClipLayer(layers.ClipLayer):
-    fused_extras = ClipAttention.fused_extras
+LAYER = layers.layer(*layers.CLIP_NAMES, given=ClipAttention.fused_extras)

@@ -1,4 +1,4 @@
-"""The mixins of transformers' vision towers with RMSNorm, qk-norm, RoPE or gated MLPs."""
+"""transformers' vision towers with RMSNorm, qk-norm, RoPE or gated MLPs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from .fused import (
     Child,
     Epilogue,
     Given,
-    OwnDtype,
-    RmsNorm,
     Unfused,
-    WithNone,
     bypassed,
     example,
     inert,
@@ -32,8 +29,9 @@ from .fused import (
     project_out,
     width_of,
 )
+from .mlp import Mlp
 from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
-from .transformers_layers import Attention, Dinov2Layer, HfMlp, HfSwiGLU, ViTLayer
+from .transformers_layers import DINO_NAMES, SWIGLU, Attention, layer
 
 
 class RopeAttention(Attention):
@@ -145,11 +143,6 @@ class VJepaAttention(Attention):
         angles = axes.unsqueeze(-1) * (1.0 / 10000**omega)  # (..., T, 3, columns / 2)
         angles = angles.repeat(*[1] * (angles.ndim - 1), 2).flatten(-2)
         return self.fused_attend(x, turn=Turn(angles.cos(), angles.sin(), interleaved=True))
-
-
-class VJepaMlp(HfMlp):
-    fused_act = "activation"
-    fused_children = names("fc1 activation fc2")
 
 
 class Clippable(Unfused):
@@ -272,56 +265,36 @@ class GemmaAttention(Attention):
         )  # fmt: skip
 
 
-class GemmaRmsNorm(OwnDtype, RmsNorm):
-    """Gemma 4's: all in fp32, rounded once; that of v has no weight."""
+class GemmaMlp(Mlp):
+    """Its Linears lie inside modules of their own."""
 
+    fused_roles = SWIGLU.attributes["fused_roles"]
 
-class GemmaMlp(HfSwiGLU):
-    def fused_get(self: Any, name: str) -> Any:
-        return _linear_of(getattr(self, name, None))
+    def fused_part(self: Any, role: str) -> Any:
+        return _linear_of(super().fused_part(role))
 
     def fused_left(self: Any) -> Iterator[Child]:
         yield from _left_inside(self, "gate_proj", "up_proj", "down_proj")
 
 
-class GemmaLayer(ViTLayer):
-    """Norms before and behind each branch; the latter add the residual."""
-
-    fused_names = (
-        "input_layernorm", "self_attn", ("post_attention_layernorm",),
-        "pre_feedforward_layernorm", "mlp", ("post_feedforward_layernorm",),
-    )  # fmt: skip
-    fused_extras = GemmaAttention.fused_extras
-
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        behind = (self.post_attention_layernorm, self.post_feedforward_layernorm)
-        alone = sum(not bypassed(norm) for norm in behind)
-        if alone:
-            yield "sums behind a norm", 3 * alone * width_of(self)
-
-
-class Dinov3Layer(Dinov2Layer):
-    fused_extras = ("position_embeddings", "attention_mask")
-
-
-class PixtralLayer(Dinov3Layer):
-    fused_unread = PixtralAttention.fused_unread
-    fused_names = ("attention_norm", "attention", (), "ffn_norm", "feed_forward", ())
-
-
-class Aimv2Layer(ViTLayer):
-    fused_names = ("rms_norm1", "attention", (), "rms_norm2", "ffn", ())
-
-
-class InternLayer(ViTLayer):
-    """LayerScale as parameters of its own; a dropout before the second."""
-
-    fused_names = (
-        "layernorm_before", "attention", ("lambda_1",), "layernorm_after", "mlp",
-        ("dropout", "lambda_2"),
-    )  # fmt: skip
-
-
-class VJepaLayer(WithNone, ViTLayer):
-    fused_names = ("norm1", "attention", ("drop_path",), "norm2", "mlp", ("drop_path",))
-    fused_extras = ("position_mask",)
+_ROPE = RopeAttention.fused_extras
+UNREAD_PIXTRAL = PixtralAttention.fused_unread
+DINOV3 = layer(*DINO_NAMES, given=_ROPE)
+PIXTRAL = layer(
+    "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
+    unread=UNREAD_PIXTRAL,
+)  # fmt: skip
+AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "")
+# LayerScale as parameters of its own; a dropout before the second.
+INTERN = layer(
+    "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
+)  # fmt: skip
+VJEPA = layer(
+    "norm1", "attention", "drop_path", "norm2", "mlp", "drop_path", given=("position_mask",),
+    result=(2, 0),
+)  # fmt: skip
+# Norms before and behind each branch; the latter add the residual.
+GEMMA = layer(
+    "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
+    "post_feedforward_layernorm", given=GemmaAttention.fused_extras,
+)  # fmt: skip

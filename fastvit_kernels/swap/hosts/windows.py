@@ -10,91 +10,29 @@ computes nothing that was padded. Swin V2's cosine attention is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...runtime.compat import attend_in_windows, rel_pos_bias
 from ...runtime.plain import is_hooked, is_plain
-from .branch import PreNormBlock
+from .block import Block, Step, pre_norm
 from .fused import (
     NOTHING,
     DropPath,
+    Entry,
     Epilogue,
-    Fused,
     Given,
-    WithNone,
     example,
     inert,
     names,
     width_of,
 )
+from .grids import Windows
 from .parts import SelfAttention
-from .transformers_layers import Attention, HfMlp, ViTLayer
-
-
-class Windows(NamedTuple):
-    """Windows of a grid (height, width), after a cyclic shift."""
-
-    grid: tuple[int, int]
-    size: tuple[int, int]
-    shift: tuple[int, int]
-    pads_first: bool = True  # the host pads the grid, and shifts then
-
-    def padded(self) -> tuple[int, int]:
-        (height, width), (rows, columns) = self.grid, self.size
-        return height + -height % rows, width + -width % columns
-
-    def rolled(self, x: Tensor, sign: int) -> Tensor:
-        if not any(self.shift):
-            return x
-        return torch.roll(x, (sign * self.shift[0], sign * self.shift[1]), (1, 2))
-
-    def cut(self, x: Tensor) -> Tensor:
-        """(B, height, width, C) -> (B windows, N, C), zeros where it is padded."""
-        height, width = self.padded()
-        pad = (0, 0, 0, width - self.grid[1], 0, height - self.grid[0])
-        if not self.pads_first:
-            x = self.rolled(x, -1)
-        if any(pad):
-            x = F.pad(x, pad)
-        if self.pads_first:
-            x = self.rolled(x, -1)
-        x = x.unflatten(2, (-1, self.size[1])).unflatten(1, (-1, self.size[0]))
-        return x.transpose(2, 3).reshape(-1, self.size[0] * self.size[1], x.shape[-1])
-
-    def joined(self, x: Tensor) -> Tensor:
-        """The inverse, without what was padded."""
-        height, width = self.padded()
-        rows, columns = height // self.size[0], width // self.size[1]
-        x = x.unflatten(1, self.size).unflatten(0, (-1, rows, columns)).transpose(2, 3)
-        x = x.reshape(-1, height, width, x.shape[-1])
-        if self.pads_first:
-            x = self.rolled(x, 1)
-        if (height, width) != self.grid:
-            x = x[:, : self.grid[0], : self.grid[1]]
-        return x if self.pads_first else self.rolled(x, 1)
-
-    def mask(self, like: Tensor) -> Tensor | None:
-        """(windows, N, N): -100 between tokens that the shift alone made neighbours."""
-        if not any(self.shift):
-            return None
-        regions = []
-        for length, size, shift in zip(self.padded(), self.size, self.shift, strict=True):
-            place = torch.arange(length, device=like.device)
-            first = (place >= length - size).long()
-            regions.append(first + (place >= length - shift) if shift else first)
-        region = (regions[0][:, None] * 3 + regions[1])[None, :, :, None]
-        region = self._replace(grid=self.padded(), shift=(0, 0)).cut(region)[..., 0]
-        return (region[:, :, None] != region[:, None]).to(like.dtype) * -100.0
-
-
-def windows_of(x: Tensor, side: int) -> Windows:
-    """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
-    grid = (x.shape[1], x.shape[2])
-    return Windows(grid, (side, side) if side else grid, (0, 0))
+from .transformers_layers import MLP, Attention, layer
 
 
 def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -162,10 +100,9 @@ class WindowAttention(WindowedAttention):
         return self.fused_attend(x, with_shift(rel_pos_bias(self), mask))
 
 
-class SwinBlock(PreNormBlock):
+class SwinBlock(Block):
     """timm's: x is (B, height, width, C)."""
 
-    fused_names = ("norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",))
     fused_axes = (4,)
     fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_area)
@@ -185,11 +122,15 @@ class SwinBlock(PreNormBlock):
             grid = self.input_resolution
         yield (example(generator, 1, *grid, width),), {}
 
-    def fused_context(self: Any, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
+        if step.body != "attn":
+            return {}
         return {"windows": self.fused_cut(x), "mask": self.fused_mask(x)}
 
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        return attend_in_windows(self, y)
+    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
+        if step.body != "attn":
+            return super().fused_call(step, context)
+        return partial(attend_in_windows, self)
 
 
 class StochasticDepth(DropPath):
@@ -242,11 +183,6 @@ class ShiftedWindowAttention(Windowed):
         return super().fused_branch(x, epilogue, windows=windows, mask=mask)
 
 
-class TorchvisionSwinBlock(PreNormBlock):
-    fused_names = ("norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",))
-    fused_axes = (4,)
-
-
 class HfSwinAttention(WindowedAttention, Attention):
     """transformers', from 5.x on."""
 
@@ -261,21 +197,18 @@ class HfSwinAttention(WindowedAttention, Attention):
         return self.fused_attend(x, mask)
 
 
-class HfSwinLayer(WithNone, ViTLayer):
+class HfSwinLayer(Block):
     """transformers': x is (B, height width, C) of the grid that comes with it."""
 
-    fused_names = (
-        "layernorm_before", "attention", ("dropout", "drop_path"),
-        "layernorm_after", "mlp", ("dropout",),
-    )  # fmt: skip
-    fused_extras = ("input_dimensions", "always_partition")
     fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
         return None if inert(self.dropout) else "its dropout draws by window"
 
-    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
-        return super().fused_checked(x, extras) if "input_dimensions" in extras else None
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        if "input_dimensions" not in extras or is_hooked(self.attention):
+            return None
+        return x, extras
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         size, width = self.window_size, width_of(self)
@@ -283,29 +216,43 @@ class HfSwinLayer(WithNone, ViTLayer):
             x = example(generator, 1, grid[0] * grid[1], width)
             yield (x,), {"input_dimensions": grid}
 
-    def fused_context(  # type: ignore[override]
-        self: Any, x: Tensor, input_dimensions: tuple[int, int], always_partition: bool = False
-    ) -> dict[str, Any]:
-        if not always_partition:
-            self.set_shift_and_window_size(input_dimensions)
+    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
+        if step.body != "attention":
+            return {}
+        if not extras.get("always_partition", False):
+            self.set_shift_and_window_size(extras["input_dimensions"])
         size, shift = self.window_size, self.shift_size
-        height, width = input_dimensions
+        height, width = extras["input_dimensions"]
         windows = Windows((height, width), (size, size), (shift, shift))
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
-    def fused_call_attention(self: Any, y: Tensor, extras: dict[str, Any]) -> Tensor:
-        windows, mask = extras["windows"], extras["attention_mask"]
-        y = windows.cut(y.unflatten(1, windows.grid))
-        return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
+    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
+        if step.body != "attention":
+            return super().fused_call(step, context)
+        windows, mask = context["windows"], context["attention_mask"]
+
+        def call(y: Tensor) -> Tensor:
+            y = windows.cut(y.unflatten(1, windows.grid))
+            return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
+
+        return call
 
 
-TIMM: dict[str, type[Fused]] = {
-    "timm.models.swin_transformer.SwinTransformerBlock": SwinBlock,
+TIMM: dict[str, Entry] = {
+    "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
+        "norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",), mixin=SwinBlock
+    ),
     "timm.models.swin_transformer.WindowAttention": WindowAttention,
 }
-TORCHVISION: dict[str, type[Fused]] = {
+TORCHVISION: dict[str, Entry] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
-    "torchvision.models.swin_transformer.SwinTransformerBlock": TorchvisionSwinBlock,
+    "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
+        "norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",), axes=(4,)
+    ),
     "torchvision.ops.stochastic_depth.StochasticDepth": StochasticDepth,
 }
-SWIN = (("Layer", HfSwinLayer), ("Attention", HfSwinAttention), ("MLP", HfMlp))
+_LAYER = layer(
+    "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
+    mixin=HfSwinLayer, result=(2, 0), extras=("input_dimensions", "always_partition"),
+)  # fmt: skip
+SWIN = (("Layer", _LAYER), ("Attention", HfSwinAttention), ("MLP", MLP))

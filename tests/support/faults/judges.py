@@ -491,7 +491,7 @@ FAULTS = [
         "tokens - roles.prefix", "tokens", SEARCH,
     ),
     Fault(
-        "judge-rope-row", "swap/hosts/structure/attention.py", "ways_of_rope",
+        "judge-rope-row", "swap/hosts/attention.py", "ways_of_rope",
         "tables are never sine first", '("cos before sin", "sin before cos")',
         '("cos before sin", "cos before sin")', SEARCH,
     ),

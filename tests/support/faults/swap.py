@@ -150,7 +150,7 @@ FAULTS = [
         "    q, k = rope(q, k, **_arguments(None, norms, q, q.shape[1]))",
     ),
     Fault(
-        "rope-structure-sines", "swap/hosts/structure/attention.py", "turn_by",
+        "rope-structure-sines", "swap/hosts/attention.py", "turn_by",
         "sines taken for cosines", "(two, one) if", "(one, two) if",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
     ),
@@ -185,7 +185,7 @@ FAULTS = [
         only=("swap/test_bias_hosts.py::test_another_grid_is_the_hosts_to_interpolate",),
     ),
     Fault(
-        "rope-structure-axes", "swap/hosts/structure/attention.py", "turn_by",
+        "rope-structure-axes", "swap/hosts/attention.py", "turn_by",
         "tables by head taken by sample", "one.ndim != 2", "one.ndim < 2",
         only=("swap/test_rope_hosts.py::test_other_tables_are_the_hosts_to_read",),
     ),
@@ -627,7 +627,7 @@ FAULTS = [
         only=BACKEND,
     ),
     Fault(
-        "host-recognised-drop-path", "swap/hosts/structure/block.py", "Block.fused_blocked",
+        "host-recognised-drop-path", "swap/hosts/block.py", "Block.fused_blocked",
         "a hook on a DropPath is called in evaluation, where the host calls none",
         "*self.fused_roles.through, *paths)", "*self.fused_roles.through)",
         only=(ANY_HOOK + "[own dinov2]",),
@@ -682,7 +682,7 @@ FAULTS = [
         only=(BIASED + "test_parts_inside_are_reported_by_their_names",),
     ),
     Fault(
-        "host-attention-mode", "swap/hosts/structure/attention.py", "Attention.fused_apart",
+        "host-attention-mode", "swap/hosts/attention.py", "Attention.fused_apart",
         "a dropout of attention at rest drops", "drop.training != self.training", "False",
         only=(MODES_FILE + "test_a_dropout_of_attention_in_another_mode",),
     ),
@@ -704,13 +704,13 @@ FAULTS = [
         only=(MODES_FILE + "test_a_block_keeps_its_dtypes_under_autocast[rope gemma4-fp32]",),
     ),
     Fault(
-        "host-sampled-memory", "swap/hosts/structure/block.py", "Block.fused_on_some",
+        "host-sampled-memory", "swap/hosts/block.py", "Block.fused_on_some",
         "low memory is ignored where samples are left out",
         'rebuild=self.fused_memory == "low", **context', "rebuild=False, **context",
         only=("swap/test_swap_memory.py::test_low_memory_keeps_every_bit_and_no_norm",),
     ),
     Fault(
-        "host-windows-memory", "swap/hosts/structure/block.py", "Block.fused_rebuilt",
+        "host-windows-memory", "swap/hosts/block.py", "Block.fused_rebuilt",
         "the report has norms of windows, which are kept", "if fused and not step.window:",
         "if fused:", only=("swap/test_swap_memory.py::test_norms_of_windows_are_not_rebuilt",),
     ),
@@ -764,7 +764,7 @@ FAULTS = [
         only=("swap/test_timm_models.py::test_what_wants_every_patch_embeds_every_patch",),
     ),
     Fault(
-        "host-mask-dtype", "swap/hosts/structure/masks.py", "fits",
+        "host-mask-dtype", "swap/hosts/masks.py", "fits",
         "a mask of a dtype that nobody proved is taken",
         "and (mask.dtype == torch.bool or mask.dtype == x.dtype)", "",
         only=(BY_STRUCTURE + "test_a_mask_of_another_dtype_is_the_hosts",),

@@ -1,4 +1,4 @@
-"""What the mixins of recognised hosts share: parts by role, and when the host's forward runs."""
+"""What all mixins with roles share: parts by role, and when the host's forward runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ....ops.linear.functions import linear
-from ....runtime.arguments import autocast_dtype
-from ....runtime.plain import is_hooked, is_plain
-from ..fused import (
+from ...ops.linear.functions import linear
+from ...runtime.arguments import autocast_dtype
+from ...runtime.plain import is_hooked, is_plain
+from .fused import (
     Child,
     Epilogue,
     Fused,
@@ -25,24 +25,18 @@ from ..fused import (
 
 
 class Roles(Fused):
-    """A module with roles. It runs its host's forward while anybody watches what is inside: its
-    parts are bypassed in more ways than a table could list."""
+    """A module whose parts are named by `fused_roles`. One that was found by structure runs its
+    host's forward while anybody watches what is inside: nobody has read how that calls its parts.
+    """
 
     fused_roles: ClassVar[Any]
 
     def fused_part(self, role: str) -> Any:
-        return part(self, getattr(self.fused_roles, role))
-
-    def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unread = getattr(self.fused_roles, "unread", ())
-        if unread:
-            names = self.fused_arguments.names
-            kwargs = {**dict(zip(names[1:], args[1:])), **kwargs}  # noqa: B905
-            kwargs = {n: v for n, v in kwargs.items() if n not in unread}
-            args = args[:1] + args[len(names) :]
-        return super().fused_given(args, kwargs)
+        return part(self, getattr(self.fused_roles, role), None)
 
     def fused_blocked(self: Any) -> str | None:
+        if not self.fused_searched:
+            return None
         for name, module in self.named_modules():
             if name and is_hooked(module):
                 return f"{name} is hooked"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fused import DropPath, Fused, LayerNorm, LayerScale, RmsNorm, example
+from .fused import DropPath, Fused, LayerNorm, LayerScale, RmsNorm, example
 from .roles import Roles
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....runtime.plain import is_raw
+from ...runtime.plain import is_raw
 
 
 def kind_of(mask: Tensor, x: Tensor) -> str:

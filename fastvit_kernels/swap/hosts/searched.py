@@ -12,11 +12,12 @@ import json
 import sys
 from typing import Any
 
-from ... import hosts
-from ...prove import TOLERANCE
-from ..fused import part
-from .attention import Attention, AttentionRoles, ways_of_rope
+from .. import hosts
+from ..prove import TOLERANCE
+from . import block
+from .attention import Attention, AttentionRoles, attention_facts, ways_of_rope
 from .block import Block, BlockRoles, Step
+from .fused import part
 from .leaves import Norm, NormRoles, Path, PathRoles, Rms, RmsRoles, Scale, ScaleRoles
 from .masks import example_of_mask
 from .mlp import Mlp, MlpRoles
@@ -29,6 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Rms, Scale, Path, Block)
+OF_BLOCKS: dict[str, Any] = {"fused_axes": (3, 4), "fused_facts": attention_facts}
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
 _made: dict[tuple[type, type, Any], type] = {}
@@ -44,7 +46,7 @@ def _dropouts(roles: Any) -> frozenset[str]:
 def extras(roles: Any) -> tuple[str, ...]:
     """The arguments besides the first that the fused forward takes."""
     if isinstance(roles, BlockRoles):
-        return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
+        return block.extras(roles)
     return tuple(n for n in (getattr(roles, "rope", ""), getattr(roles, "mask", "")) if n)
 
 
@@ -57,11 +59,13 @@ def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
             _made[key] = hosts.make(
                 sys.modules[__name__], mixin, host, f"{mixin.__name__}_{spelled}",
                 {
+                    "fused_searched": True,
                     "fused_roles": roles,
                     "fused_extras": extras(roles),
                     "fused_attention_dropout": _dropouts(roles),
                     "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
-                },
+                }
+                | (OF_BLOCKS if mixin is Block else {}),
             )  # fmt: skip
         return _made[key]
 

@@ -8,15 +8,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops.attention.functions import attention
-from ....ops.attention.sdpa import scaled_dot_product_attention
-from ....ops.linear.functions import linear
-from ....runtime.compat import attention_of
-from ....runtime.plain import add_branch, is_plain
-from ...prove import ROOTS
-from .. import rotary
-from ..attend import as_one, packable, registered, together
-from ..fused import (
+from ...ops.attention.functions import attention
+from ...ops.attention.sdpa import scaled_dot_product_attention
+from ...ops.linear.functions import linear
+from ...runtime.compat import attention_of
+from ...runtime.plain import add_branch, is_plain
+from ..prove import ROOTS
+from . import rotary
+from .attend import as_one, packable, registered, together
+from .fused import (
     NOTHING,
     Epilogue,
     Given,
@@ -28,12 +28,12 @@ from ..fused import (
     project_out,
     width_of,
 )
-from ..parts import resolved_attention
-from ..rotary import Turn, attend_turned, turn_of
-from ..windows import windows_of
+from .grids import windows_of
 from .masks import READINGS, example_of_mask, fits, reading_of
+from .parts import resolved_attention
 from .positions import bias_of, turned, with_decomposed
 from .roles import Roles, as_result, entered, is_ours, resolved_entry, weight_and_bias
+from .rotary import Turn, attend_turned, turn_of
 
 
 class AttentionRoles(NamedTuple):
@@ -315,13 +315,15 @@ class Attention(Roles):
         return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        roles = self.fused_roles
-        if roles.weights and self not in ROOTS:
+        if self.fused_roles.weights and self not in ROOTS:
             return None  # only a block that drops the probabilities may ask for less
-        given = super().fused_given(args, kwargs)
-        if given is None or (roles.needs_rope and roles.rope not in given[1]):
+        return super().fused_given(args, kwargs)
+
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        roles = self.fused_roles
+        if roles.needs_rope and roles.rope not in extras:
             return None
-        return given if fits(roles, given[1].get(roles.mask), given[0]) else None
+        return (x, extras) if fits(roles, extras.get(roles.mask), x) else None
 
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result

@@ -1,4 +1,8 @@
-"""Residual blocks of hosts that no table knows, step by step."""
+"""Residual blocks, step by step: branches with their norms, LayerScale, DropPath and residuals.
+
+What a block does is data, `BlockRoles`: a table's row says it of a host class, or a search finds
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,30 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops.common.samples import DropPathMode, keep_samples, num_kept
-from ...plans import Run
-from ..branch import Branch, apply, fold, pre_norm_branch, resolved_branch, skips, takes_samples
-from ..fused import (
+from ...ops.common.samples import DropPathMode, keep_samples, num_kept
+from ...runtime.plain import is_hooked
+from ..plans import Run
+from .attention import Attention, AttentionRoles, takes, tokens_of
+from .branch import (
+    Branch,
+    apply,
+    fold,
+    kept_of,
+    pre_norm_branch,
+    resolved_branch,
+    skips,
+    takes_samples,
+)
+from .fused import (
     Child,
     DropPath,
+    Fused,
+    Given,
     Inline,
+    Norm,
     Place,
     Resolved,
+    Row,
     bypassed,
     example,
     hooked,
@@ -27,11 +46,10 @@ from ..fused import (
     left_dropouts,
     normed,
     part,
+    row,
     width_of,
 )
-from ..windows import windows_of
-from .attention import Attention, AttentionRoles, attention_facts, takes, tokens_of
-from .masks import fits
+from .grids import windows_of
 from .mlp import Mlp, MlpRoles
 from .roles import Roles, as_result
 
@@ -65,6 +83,38 @@ class BlockRoles(NamedTuple):
     channels: bool = False  # x is (B, C, height, width)
     sampled: str = ""  # the setting with the share of samples that a branch leaves out in training
     unread: tuple[str, ...] = ()  # arguments that nothing reads
+
+
+def extras(roles: BlockRoles) -> tuple[str, ...]:
+    """The arguments besides the first that a block takes."""
+    return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
+
+
+ALONE: Any = (("x",), ())
+
+
+def pre_norm(
+    norm1: str, attention: str, tail1: tuple[str, ...], norm2: str, mlp: str | MlpRoles,
+    tail2: tuple[str, ...], *, mixin: type[Fused] | None = None, given: tuple[str, ...] = (),
+    arguments: Any = ALONE, item: int | None = None, result: tuple[int, int] | None = None,
+    through: tuple[str, ...] = (), **attributes: Any,
+) -> Row:  # fmt: skip
+    """The row of x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x)))
+
+    Args:
+        mlp: the child, or its roles where it is no module of its own.
+        given: the block's arguments that it hands on to its attention.
+        arguments, item: how the block calls its attention.
+        result: of a block that gives a tuple: its length, and the place of the tensor.
+        through: children that are neither, and hold parts of them.
+    """
+    inline = None if isinstance(mlp, str) else mlp
+    context = tuple((name, name) for name in given)
+    first = Step(1, 0, 0, norm1, attention, tail1, arguments, item, context=context)
+    second = Step(2, 1, 1, norm2, "" if inline else str(mlp), tail2, inline=inline)
+    roles = BlockRoles((first, second), through, result)
+    attributes = {"roles": roles, "extras": given, **attributes}
+    return row(mixin or Block, **attributes)
 
 
 class Unread:
@@ -112,16 +162,31 @@ def inline(owner: nn.Module, roles: Any) -> Any:
 
 
 class Block(Roles):
-    """Branches with their norms, LayerScale, DropPath and residuals, in the host's order."""
+    """A block by its roles, in the host's order."""
 
     fused_level = "block"
-    fused_axes = (3, 4)
     fused_memory: str = "default"  # "low": the backward rebuilds what the norms gave
     fused_drop_path: DropPathMode = "mask"  # "skip": branches leave out what they drop
     fused_roles: ClassVar[BlockRoles]
+    # Whether the first branch does both, too; where it sees windows it may not.
+    fused_first_rebuilds: ClassVar[bool] = True
+    fused_first_skips: ClassVar[bool] = True
+    fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        if cls.fused_searched:
+            return frozenset()
+        names = [n for s in cls.fused_roles.steps for n in (s.norm, s.body, *s.tail)]
+        inside = [*cls.fused_roles.through, *names]
+        return cls.fused_children | {n.partition(".")[0] for n in inside if n}
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
+
+    def fused_tail(self: Any, step: Step) -> tuple[Any, ...]:
+        items = (part(self, n) for n in step.tail)
+        return tuple(None if type(m) is float and m == 1 else m for m in items)
 
     def fused_inlined(self: Any) -> list[Any]:
         return [inline(self, s.inline) for s in self.fused_roles.steps if s.inline is not None]
@@ -151,26 +216,31 @@ class Block(Roles):
         return tuple(s.body for s in self.fused_roles.steps if s.residual >= 0 and s.body)
 
     def fused_blocked(self: Any) -> str | None:
-        if self.training and self.fused_roles.evaluation:
+        roles = self.fused_roles
+        if self.training and roles.evaluation:
             return "in training its forward does something else"
         for body in self.fused_inlined():
             if isinstance(body, InlineAttention) and (apart := body.fused_apart()):
                 return apart
-        # In evaluation the host may not call a DropPath.
-        tails = [n for step in self.fused_roles.steps for n in step.tail]
-        paths = [n for n in tails if isinstance(part(self, n), DropPath)]
-        return hooked(self, *self.fused_roles.through, *paths)
-
-    def fused_facts(self: Any) -> Any:
-        return attention_facts(self)
+        paths = []
+        if self.fused_searched:  # in evaluation such a host may not call a DropPath
+            tails = [n for step in roles.steps for n in step.tail]
+            paths = [n for n in tails if isinstance(part(self, n), DropPath)]
+        return hooked(self, *roles.through, *paths)
 
     def fused_left(self: Any) -> Iterator[Child]:
         if self.fused_inlined():
             yield from super().fused_left()
         for step in self.fused_roles.steps:
-            for name in step.tail:
-                if isinstance(part(self, name), nn.Module) and "." not in name:
-                    yield from left_dropouts(self, name)
+            if step.inline is not None and not self.fused_searched:
+                yield from left_dropouts(self, step.inline.after)
+            yield from left_dropouts(self, *(n for n in step.tail if "." not in n))
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        ends = [self.fused_tail(s)[-1] for s in self.fused_roles.steps if s.tail]
+        alone = sum(isinstance(end, Norm) and not bypassed(end) for end in ends)
+        if alone:
+            yield "sums behind a norm", 3 * alone * width_of(self)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for (x, *rest), given in self.fused_calls(generator):
@@ -188,13 +258,13 @@ class Block(Roles):
                 for shape in ((2, size + 1, 2 * size - 1), (1, size, size + 1)):
                     yield (example(generator, *shape, width),), {}
                 return
-            if isinstance(getattr(body, "fused_roles", None), AttentionRoles):
+            if getattr(body, "fused_level", "") == "attention":
                 given = dict(step.context)
                 # One kind of mask shows that the block hands it on.
-                most = 2 if tokens_of(body) else None
+                most = 2 if isinstance(body, Attention) and tokens_of(body) else None
                 calls = [
-                    (args, {given[n]: v for n, v in kwargs.items() if n in given})
-                    for args, kwargs in islice(body.fused_examples(generator), most)
+                    ((x,), {given[n]: v for n, v in kwargs.items() if n in given})
+                    for (x, *_), kwargs in islice(body.fused_examples(generator), most)
                 ]
                 if roles.sampled:  # batches of which a share is no whole number of samples
                     for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
@@ -209,37 +279,43 @@ class Block(Roles):
         for x in inputs(self, generator):
             yield (x,), {}
 
-    def fused_fits(self: Any, given: Any) -> bool:
-        """Whether the masks of a call are of kinds that the attentions have a proof for, and the
-        angles there that they need."""
-        x, extras = given
-        x = x.movedim(1, -1) if self.fused_roles.channels else x
-        if self.fused_roles.sampled and self.training:  # what a sample has of its own stays whole
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        """None where an attention inside does not take what the call gives it."""
+        roles = self.fused_roles
+        seen = x.movedim(1, -1) if roles.channels else x
+        if roles.sampled and self.training:  # what a sample has of its own stays whole
             for value in extras.values():
                 tensors = value if isinstance(value, (tuple, list)) else (value,)
                 if any(isinstance(t, Tensor) and t.ndim > 2 for t in tensors):
-                    return False
-        for step in self.fused_roles.steps:
+                    return None
+        for step in roles.steps:
             body = self.fused_body(step)
-            roles = getattr(body, "fused_roles", None)
-            if not isinstance(roles, AttentionRoles):
+            if step is roles.steps[0] and not self.fused_searched and is_hooked(body):
+                return None  # it wants the host's own call, whose arguments differ by version
+            if getattr(body, "fused_level", "") != "attention":
                 continue
-            if not (step.window or takes(body, x)):
-                return False
+            if not (self.fused_searched or bypassed(body)):
+                continue  # it is called, with what the caller gave
+            given = {n: extras[own] for n, own in step.context if extras.get(own) is not None}
+            if not given.keys() <= set(body.fused_extras):
+                return None
+            if isinstance(body, Attention) and not (step.window or takes(body, seen)):
+                return None
+            checked = body.fused_checked(seen, given)
+            if checked is None:
+                return None
             own = dict(step.context)
-            if roles.needs_rope and extras.get(own.get(roles.rope)) is None:
-                return False
-            if not fits(roles, extras.get(own.get(roles.mask)), x):
-                return False
-        return True
+            extras = {n: v for n, v in extras.items() if n not in own.values()}
+            extras |= {own[n]: v for n, v in checked[1].items()}
+        return x, extras
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = self.fused_given_all(args, kwargs)
-        if given is None or isinstance(given[0], list):
-            return given
-        return given if self.fused_fits(given) else None
-
-    def fused_given_all(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unread = self.fused_roles.unread
+        if unread:
+            names = self.fused_arguments.names
+            kwargs = {**dict(zip(names[1:], args[1:])), **kwargs}  # noqa: B905
+            kwargs = {n: v for n, v in kwargs.items() if n not in unread}
+            args = args[:1] + args[len(names) :]
         if not (self.fused_roles.lists and args and isinstance(args[0], list)):
             return super().fused_given(args, kwargs)
         every = {**dict(zip(self.fused_arguments.names[1:], args[1:])), **kwargs}  # noqa: B905
@@ -251,17 +327,20 @@ class Block(Roles):
             Roles.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
             for i, x in enumerate(args[0])
         ]
-        if not calls or None in calls or not all(map(self.fused_fits, calls)):
-            return None
-        return calls, {}
+        return (calls, {}) if calls and None not in calls else None
+
+    def fused_context(self: Any, step: Step, x: Tensor, extras: dict[str, Any]) -> dict[str, Any]:
+        """What the body of a step gets besides its input, of the arguments of a call on x."""
+        context = {n: extras[given] for n, given in step.context if given in extras}
+        return context | {"window": part(self, step.window)} if step.window else context
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
         """The body as the host calls it."""
         body = part(self, step.body)
         if bypassed(body) and hasattr(body, "fused_branch"):
-            return partial(body.fused_branch, **context)
+            return partial(body.fused_alone, **context)
         size = context.pop("window", 0)
-        if step.arguments == (("x",), ()) and step.item is None and not (context or size):
+        if step.arguments == ALONE and step.item is None and not (context or size):
             return body
 
         def call(y: Tensor) -> Tensor:
@@ -293,14 +372,13 @@ class Block(Roles):
         roles = self.fused_roles
         if roles.channels or (roles.sampled and self.training) or self.fused_memory == "low":
             return None
-        if self.fused_drop_path == "skip":
+        if self.fused_drop_path == "skip" or type(self).fused_context is not Block.fused_context:
             return None
         branches: list[tuple[Branch, tuple[tuple[str, str], ...]]] = []
         for before, step in zip((Step(0, 0), *roles.steps), roles.steps):  # noqa: B905
             if not (step.source == step.residual == before.output) or step.window:
                 return None
-            tail = tuple(part(self, n) for n in step.tail)
-            norm, body = part(self, step.norm), self.fused_body(step)
+            tail, norm, body = self.fused_tail(step), part(self, step.norm), self.fused_body(step)
             branch = resolved_branch(self, place, norm, body, tail)
             if branch is None:
                 return None
@@ -310,47 +388,55 @@ class Block(Roles):
             if isinstance(x, list):
                 return modules[0].fused_forward(x, **extras)
             for branch, context in branches:
-                given = {n: extras[name] for n, name in context if name in extras}
+                given = {n: extras[name] for n, name in context if name in extras} if extras else {}
                 x = branch(modules, x, given)
-            return as_result(x, roles.result)
+            return x if roles.result is None else as_result(x, roles.result)
 
         return run
 
     def fused_step(self: Any, step: Step, values: dict[int, Tensor], extras: Any) -> Tensor:
-        context = {n: extras[given] for n, given in step.context if given in extras}
-        if step.window:
-            context["window"] = part(self, step.window)
         source, norm = values[step.source], part(self, step.norm)
+        context = self.fused_context(step, source, extras)
         if step.residual < 0:
             return self.fused_call(step, context)(source)
-        residual, tail = values[step.residual], [part(self, n) for n in step.tail]
+        residual, tail = values[step.residual], self.fused_tail(step)
         body = self.fused_body(step)
         call = None if step.inline is not None else self.fused_call(step, dict(context))
         if self.fused_roles.sampled and self.training:
             ratio = part(self, self.fused_roles.sampled)
             return self.fused_on_some(ratio, source, residual, norm, body, tail, call, context)
+        samples = None
+        if self.fused_may_skip(step):
+            samples = kept_of(source, norm, body, tail, {} if self.fused_alike else context)
         return pre_norm_branch(
             source, norm, body, *tail, call=call, residual=residual,
-            rebuild=self.fused_memory == "low" and not step.window,
-            drop_path=self.fused_drop_path, **context,
+            rebuild=self.fused_rebuilds(step), samples=samples, **context,
         )  # fmt: skip
+
+    def fused_rebuilds(self: Any, step: Step) -> bool:
+        """Whether the backward of this step may rebuild what its norm gave."""
+        first = step is self.fused_roles.steps[0] and not self.fused_first_rebuilds
+        return self.fused_memory == "low" and not (step.window or first)
+
+    def fused_may_skip(self: Any, step: Step) -> bool:
+        """Whether this step may leave out the samples that its DropPath drops."""
+        first = step is self.fused_roles.steps[0] and not self.fused_first_skips
+        return self.fused_drop_path == "skip" and not first
 
     def fused_rebuilt(self: Any) -> Iterator[str]:
         """The norms whose output no fused branch keeps for its backward."""
-        for step in self.fused_roles.steps if self.fused_memory == "low" else ():
-            fused = is_fused_norm(part(self, step.norm)) and bypassed(self.fused_body(step))
-            if fused and not step.window:
+        for step in filter(self.fused_rebuilds, self.fused_roles.steps):
+            if is_fused_norm(part(self, step.norm)) and bypassed(self.fused_body(step)):
                 yield step.norm
 
     def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
         """The norms of branches that leave out what their DropPath drops, with that DropPath; None
         where the host itself leaves samples out."""
         for step in self.fused_roles.steps:
-            norm, body = part(self, step.norm), self.fused_body(step)
-            tail = [part(self, n) for n in step.tail]
+            norm, body, tail = part(self, step.norm), self.fused_body(step), self.fused_tail(step)
             if step.residual < 0 or not takes_samples(norm, body, tail):
                 continue
-            path = skips(norm, body, tail) if self.fused_drop_path == "skip" else None
+            path = skips(norm, body, tail) if self.fused_may_skip(step) else None
             if path is not None or self.fused_roles.sampled:
                 yield step.norm, path
 
@@ -371,7 +457,7 @@ class Block(Roles):
         some = source[index]
         bypass = bypassed(body)
         y, _ = normed(norm, some, bypass and body.fused_reads_low())
-        folded = fold(tuple(tail), some) if bypass and not body.fused_draws() else None
+        folded = fold(tail, some) if bypass and not body.fused_draws() else None
         if folded is None or folded[1] is not None:
             y = (body if call is None else call)(y)
             for item in tail:

@@ -1,0 +1,248 @@
+"""MLPs, with a gate or without: fc1 -> activation -> dropout -> norm -> fc2 -> dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from ...ops.common.activation import ACTIVATIONS
+from ...ops.gated_mlp.functions import gated_mlp
+from ...ops.linear.functions import linear
+from ...ops.mlp.functions import mlp
+from ...runtime.plain import is_hooked, is_plain
+from ..activations import activation_name
+from .fused import (
+    NOTHING,
+    Child,
+    Epilogue,
+    LayerNorm,
+    Place,
+    Resolved,
+    Row,
+    bypassed,
+    inert,
+    left_dropouts,
+    norm_in_pytorch,
+    owned,
+    part,
+    project,
+    project_out,
+    row,
+)
+from .roles import Roles, as_result, entered, resolved_entry
+
+
+class MlpRoles(NamedTuple):
+    """The parts of an MLP by name; "" for none."""
+
+    fc1: str
+    fc2: str
+    activation: str = ""  # by the name that our ops give it; "": that of `act`
+    norm: str = ""  # before fc1
+    drop: str = ""  # before inner_norm
+    inner_norm: str = ""
+    after: str = ""
+    gate: str = ""  # gated: the Linear of the gate, beside fc1; "first" or "second" half of fc1's
+    # output; or the setting that says whether it is the second
+    result: tuple[int, int] | None = None
+    act: str = ""
+
+
+class MlpParts(NamedTuple):
+    """fc1 -> act -> drop -> norm -> fc2 -> after; with a gate, act(gate(x)) * fc1(x) -> drop."""
+
+    fc1: Any
+    act: Any
+    activation: str | None  # by the name that our ops give it
+    fc2: Any
+    drop: Any
+    norm: Any
+    after: Any
+    gated: bool = False
+    gate: Any = None  # the Linear of the gate, None where fc1 has both
+    gate_last: bool = False  # the gate is the second half of fc1's output
+
+    def norm_inside(self) -> tuple[Tensor | None, Tensor | None, float] | None:
+        """weight, bias and eps of the LayerNorm inside a gated MLP, weight None where there is
+        none; None where the norm must be called."""
+        if inert(self.norm):
+            return None, None, 1e-6
+        if not (isinstance(self.norm, LayerNorm) and bypassed(self.norm)):
+            return None
+        parameters = self.norm.fused_parameters()
+        return None if parameters[0] is None else parameters
+
+    def is_one_op(self) -> bool:
+        """Whether all around a known activation is one op as things are."""
+        linears = [m for m in (self.fc1, self.gate, self.fc2) if m is not None]
+        if not (all(map(is_plain, linears)) and inert(self.drop) and inert(self.after)):
+            return False
+        return self.norm_inside() is not None if self.gated else inert(self.norm)
+
+    def in_pytorch(self) -> Iterator[tuple[str, float]]:
+        """What PyTorch computes of a gated MLP that is not one op."""
+        width = self.fc2.in_features
+        yield "gate of the MLP", 5 * width
+        yield from norm_in_pytorch("norm of the MLP", self.norm, width)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What drop reads."""
+        fc1, act, name = self.fc1, self.act, self.activation
+        if not self.gated:
+            if is_plain(fc1) and name is not None:
+                return linear(x, fc1.weight, fc1.bias, activation=name)
+            return act(project(fc1, x))
+        if self.gate is not None:
+            return act(project(self.gate, x)) * project(fc1, x)
+        first, second = project(fc1, x).chunk(2, dim=-1)
+        return act(second) * first if self.gate_last else act(first) * second
+
+    def branch(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """All of it and the epilogue."""
+        fc1, fc2, gate, name = self.fc1, self.fc2, self.gate, self.activation
+        if name is None or not self.is_one_op():
+            hidden = self.hidden(x)
+            for m in (self.drop, self.norm):
+                hidden = hidden if m is None else m(hidden)
+            return project_out(fc2, self.after, hidden, epilogue)
+        weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
+        if not self.gated:
+            return mlp(x, *weights, activation=name, **epilogue)
+        norm_weight, norm_bias, norm_eps = self.norm_inside()  # type: ignore[misc]
+        return gated_mlp(
+            x, *weights, gate_weight=None if gate is None else gate.weight,
+            gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
+            norm_bias=norm_bias, norm_eps=norm_eps, gate_last=self.gate_last, activation=name,
+            **epilogue,
+        )  # fmt: skip
+
+
+def resolved_mlp(parts: MlpParts, place: Place) -> Resolved | None:
+    """`MlpParts.branch` with all decided; None where it is no single op without a gate."""
+    name, linears = parts.activation, (parts.fc1, parts.fc2)
+    if parts.gated or name is None or not parts.is_one_op():
+        return None
+    if not all(owned(m, "weight", "bias") for m in linears):
+        return None
+    at1, at2 = map(place, linears)
+
+    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
+        fc1, fc2 = modules[at1]._parameters, modules[at2]._parameters
+        weights = fc1["weight"], fc1["bias"], fc2["weight"], fc2["bias"]
+        return mlp(x, *weights, activation=name, **epilogue)
+
+    return run
+
+
+class Mlp(Roles):
+    """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout, or with a gate."""
+
+    fused_level = "mlp"
+    fused_axes = (2, 3, 4)
+    fused_roles: ClassVar[MlpRoles]
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        """A host that is read in a table has no other child."""
+        if cls.fused_searched:
+            return frozenset()
+        named = (n for n in cls.fused_roles if isinstance(n, str) and n)
+        return cls.fused_children | {n.partition(".")[0] for n in named}
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        is_conv = type(part(module, cls.fused_roles.fc1)) is nn.Conv2d
+        return "its layers are convolutions" if is_conv else None
+
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        parts = self.fused_parts()
+        yield from (m for m in (parts.fc1, parts.gate, parts.fc2) if m is not None)
+
+    def fused_parts(self) -> MlpParts:
+        roles, get = self.fused_roles, self.fused_part
+        halves = roles.gate in ("first", "second")
+        gate = None if halves else get("gate")
+        last = gate if isinstance(gate, bool) else roles.gate == "second"
+        act, name = get("act"), roles.activation
+        return MlpParts(
+            get("fc1"), ACTIVATIONS[name] if name else act, name or activation_name(act),
+            get("fc2"), get("drop"), get("inner_norm"), get("after"), gated=bool(roles.gate),
+            gate=None if isinstance(gate, bool) else gate, gate_last=last,
+        )  # fmt: skip
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from super().fused_left()
+        if self.fused_searched:
+            return
+        roles, parts = self.fused_roles, self.fused_parts()
+        if not parts.gated and parts.activation is None:
+            hooked = isinstance(parts.act, nn.Module) and is_hooked(parts.act)
+            why = "it is hooked" if hooked else "no kernel for this activation"
+            yield roles.act, parts.act, why
+        yield from left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        parts = self.fused_parts()
+        drops = any(getattr(drop, "p", 0) for drop in (parts.drop, parts.after))
+        one = parts.activation is not None and parts.is_one_op()
+        if parts.gated and (drops or not one):  # one at rest may wake
+            yield from parts.in_pytorch()
+
+    def fused_reads_low(self) -> bool:
+        parts = self.fused_parts()
+        entry = is_plain(parts.fc1) and (parts.gate is None or is_plain(parts.gate))
+        return entry and not self.fused_roles.norm
+
+    def fused_draws(self) -> bool:
+        return not (inert(self.fused_part("drop")) and inert(self.fused_part("after")))
+
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
+        parts = self.fused_parts()
+        y, epilogue = entered(self.fused_part("norm"), x, epilogue, parts.fc1)
+        return parts.branch(y, epilogue)
+
+    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
+        parts = self.fused_parts()
+        inner = resolved_mlp(parts, place)
+        if inner is None:
+            return self.fused_undecided(place)
+        return resolved_entry(self, place, self.fused_part("norm"), parts.fc1, inner)
+
+    def fused_forward(self, x: Tensor) -> Any:
+        return as_result(self.fused_branch(x), self.fused_roles.result)
+
+
+def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> Row:
+    """The row of fc1 -> act -> fc2; `more` are other roles."""
+    return row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
+
+
+class SequentialMlp(Mlp):
+    """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]); torchvision's MLPBlock."""
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        return frozenset()
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        kinds = [type(m) for m in module]
+        linears = [i for i, kind in enumerate(kinds) if kind is nn.Linear]
+        rest = [kind for i, kind in enumerate(kinds) if i not in linears and i != 1]
+        if linears not in ([0, 2], [0, 3]) or any(kind is not nn.Dropout for kind in rest):
+            return ""  # some other Sequential
+        if activation_name(module[1]) is None:
+            return f"no kernel for {kinds[1].__name__}"
+        return None
+
+    def fused_blocked(self) -> str | None:
+        return self.fused_reject(self)  # it may be edited like a list
+
+    @property
+    def fused_roles(self: Any) -> MlpRoles:  # type: ignore[override]
+        """The children's names are their places."""
+        fc1, act, *drop, fc2 = list(self._modules)[: len(self) - isinstance(self[-1], nn.Dropout)]
+        after = list(self._modules)[-1] if isinstance(self[-1], nn.Dropout) else ""
+        return MlpRoles(fc1, fc2, drop=drop[0] if drop else "", after=after, act=act)
