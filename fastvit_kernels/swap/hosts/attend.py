@@ -66,13 +66,15 @@ def _hides_keys(mask: Tensor) -> bool:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | None = None, is_causal: bool = False,
 ) -> Tensor:  # fmt: skip
     """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
     for its first axis, a divisor of B."""
     if mask is not None and mask.ndim == 4 and mask.shape[0] not in (1, q.shape[0]):
         mask = mask.repeat(len(q) // len(mask), 1, 1, 1)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )
     return out.transpose(1, 2)
 
 

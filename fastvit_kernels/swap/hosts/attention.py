@@ -1,46 +1,52 @@
-"""Attentions of hosts that no table knows."""
+"""Attentions by their roles, which a table's row says or a search finds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.attention.functions import attention
-from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import add_branch, is_plain
 from ..prove import ROOTS
 from . import rotary
-from .attend import as_one, packable, registered, together
+from .attend import as_one, attend, attend_weights, packable, registered, together
 from .fused import (
     NOTHING,
+    Child,
     Epilogue,
     Given,
+    Inline,
     Place,
     Resolved,
     example,
     inert,
+    inputs,
+    left_dropouts,
+    norm_in_pytorch,
+    normed,
+    owned,
     part,
+    project,
     project_out,
     width_of,
 )
 from .grids import windows_of
 from .masks import READINGS, example_of_mask, fits, reading_of
-from .parts import resolved_attention
 from .positions import bias_of, turned, with_decomposed
 from .roles import Roles, as_result, entered, is_ours, resolved_entry, weight_and_bias
-from .rotary import Turn, attend_turned, turn_of
+from .rotary import NO_NORMS, HeadNorms, Turn, attend_qkv, attend_turned, turn_of
 
 
 class AttentionRoles(NamedTuple):
     """The parts of an attention by name; "" for none."""
 
     projections: tuple[str, ...]  # one Linear for q, k and v, or three
-    heads: int
+    heads: int | str = ""  # a setting of the module, or a number
     out: str = ""
     layout: str = "3HD"  # of the columns of a packed projection
     scale: str | float | None = None  # a setting of the module, a number, or None for D**-0.5
@@ -72,6 +78,9 @@ class AttentionRoles(NamedTuple):
     turn: str = ""  # a child that turns q and k, all but `prefix` tokens
     tokens: int = 0  # as many as the child that turns them takes
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
+    head_dim: str = ""  # the setting with D, where `heads` says nothing
+    gate: str = ""  # a Linear of x: what attention gives is multiplied by its sigmoid
+    groups: str = ""  # the setting that says how many queries share a key
 
 
 def ways_of_rope() -> Iterator[str]:
@@ -94,7 +103,7 @@ def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
     if "this prefix" in roles.kernel and one.shape[0] != T - roles.prefix:
         return None
     cos, sin = (two, one) if "sin before cos" in roles.kernel else (one, two)
-    return turn_of(cos, sin, (B, roles.heads, T, D), "interleaved" in roles.kernel)
+    return turn_of(cos, sin, (B, 1, T, D), "interleaved" in roles.kernel)
 
 
 def attention_facts(module: Any) -> Any:
@@ -120,22 +129,76 @@ def takes(module: Any, x: Tensor) -> bool:
     return not tokens or tuple(x.shape[1:-1]) == tokens
 
 
+def resolved_attention(
+    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int,
+    heads: int = 0,
+) -> Resolved:  # fmt: skip
+    """Attention by plain Linears with all decided, for calls that give x alone.
+
+    Args:
+        drops: its dropout has a rate.
+        D: of a head.
+    """
+    every = [*projections, out]
+    plain = all(map(is_plain, every)) and all(owned(m, "weight", "bias") for m in every)
+    undecided = module.fused_undecided(place)
+    if not plain or not packable(D, 0.0) or isinstance(module, Inline):
+        return undecided
+    at, *reads, writes = map(place, (module, *every))
+    drops, scale = drops and module.training, module.fused_scale()
+
+    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
+        if context:  # a mask or angles
+            return undecided(modules, x, epilogue, context)
+        dropout_p = modules[at].fused_dropout_p() if drops else 0.0
+        if len(reads) == 1:
+            own = modules[reads[0]]._parameters
+            packed = own["weight"], own["bias"]
+        else:
+            apart = [modules[i]._parameters for i in reads]
+            packed = as_one([p["weight"] for p in apart], [p["bias"] for p in apart])  # type: ignore
+            if packed is None:  # frozen apart, or of several dtypes
+                return undecided(modules, x, epilogue, {})
+        weight: Any = packed[0]
+        H = weight.shape[0] // (3 * D)  # whatever the Linears say
+        y = attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
+        own = modules[writes]._parameters
+        return linear(y.flatten(-2), own["weight"], own["bias"], **epilogue)
+
+    return run
+
+
 class Attention(Roles):
-    """norm -> projections -> q_norm, k_norm -> attention -> inner_norm -> out -> dropout."""
+    """norm -> projections -> q_norm, k_norm -> attention -> inner_norm, gate -> out -> dropout."""
 
     fused_level = "attention"
     fused_roles: ClassVar[AttentionRoles]
+    fused_simple: ClassVar[bool] = True  # of a call that gives x alone, the roles say all
+
+    def fused_linears(self: Any) -> tuple[str, ...]:
+        """Of the projections, one for q, k and v, or three."""
+        return self.fused_roles.projections
+
+    def fused_projections(self: Any) -> tuple[Any, ...]:
+        return tuple(part(self, name) for name in self.fused_linears())
+
+    def fused_out(self: Any) -> Any:
+        return self.fused_part("out")
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
-        for name in (*self.fused_roles.projections, self.fused_roles.out):
-            if name:
-                yield part(self, name)
+        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_out())
+        yield from (m for m in every if m is not None)
+
+    def fused_left(self: Any) -> Iterator[Child]:
+        yield from super().fused_left()
+        if not self.fused_searched:
+            yield from left_dropouts(self, self.fused_roles.after)
 
     def fused_blocked(self: Any) -> str | None:
-        roles = self.fused_roles
-        if roles.raw and not all(is_plain(part(self, n)) for n in roles.projections):
+        if self.fused_roles.raw and not all(map(is_plain, self.fused_projections())):
             return "it reads the weights of Linears that are no plain ones, and calls none"
-        return self.fused_apart() or super().fused_blocked()
+        apart = self.fused_apart() if self.fused_searched else None
+        return apart or super().fused_blocked()
 
     def fused_apart(self: Any) -> str | None:
         """A host that calls its dropout follows the dropout's mode, one that reads its p its own
@@ -145,22 +208,28 @@ class Attention(Roles):
         return "its dropout of attention is in another mode" if differ else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim == 3 + self.fused_roles.grid and takes(self, x)
-
-    def fused_facts(self: Any) -> Any:
-        return attention_facts(self)
+        axes = (4,) if self.fused_roles.grid else self.fused_axes
+        return x.ndim in axes and takes(self, x)
 
     def fused_width(self: Any) -> int:
         """H D"""
-        names = self.fused_roles.projections
+        names = self.fused_linears()
         return part(self, names[0]).out_features // (3 if len(names) == 1 else 1)
+
+    def fused_head_dim(self: Any) -> int:
+        roles = self.fused_roles
+        if roles.head_dim:
+            return part(self, roles.head_dim)
+        H = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
+        return self.fused_width() // H
 
     def fused_draws(self) -> bool:
         return not inert(self.fused_part("after"))
 
     def fused_reads_low(self: Any) -> bool:
-        inside = self.fused_roles.norm  # which reads the dtype that comes
-        return not inside and all(is_ours(part(self, n)) for n in self.fused_roles.projections)
+        if self.fused_roles.norm or self.fused_part("gate") is not None:
+            return False  # a norm reads the dtype that comes
+        return all(map(is_ours, self.fused_projections()))
 
     def fused_dropout_p(self: Any) -> float:
         drop = self.fused_part("dropout")
@@ -173,8 +242,7 @@ class Attention(Roles):
 
     def fused_weights(self: Any, place: int) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of a projection; None where it has to be called."""
-        roles = self.fused_roles
-        module = part(self, roles.projections[place])
+        roles, module = self.fused_roles, self.fused_projections()[place]
         if not roles.raw:
             return weight_and_bias(module)
         names = roles.biases[place] if roles.biases else ()
@@ -186,75 +254,88 @@ class Attention(Roles):
 
     def fused_project(self: Any, place: int, x: Tensor) -> Tensor:
         weights = self.fused_weights(place)
-        if weights is None:
-            return part(self, self.fused_roles.projections[place])(x)
-        return linear(x, *weights)
+        return self.fused_projections()[place](x) if weights is None else linear(x, *weights)
 
     def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of one projection to q, k and v; None where they must stay apart, or be
         called."""
-        roles = self.fused_roles
-        if len(roles.projections) == 1:
+        modules = self.fused_projections()
+        if len(modules) == 1:
             return self.fused_weights(0)
-        modules = [part(self, n) for n in roles.projections]
-        if not roles.raw:
+        if not self.fused_roles.raw:
             return together(modules)
-        biases = [self.fused_weights(place)[1] for place in range(3)]
-        return as_one([m.weight for m in modules], biases)
+        return as_one([m.weight for m in modules], [self.fused_weights(i)[1] for i in range(3)])
 
-    def fused_heads(self: Any, x: Tensor, angles: Any = None, mask: Tensor | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, H, D)"""
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        """What is added to the scores of x (B, T, C), or says which keys are hidden."""
         roles = self.fused_roles
-        H, scale, p = roles.heads, self.fused_scale(), self.fused_dropout_p()
-        if mask is not None:
+        mask = extras.get(roles.mask)
+        if mask is not None and roles.masks:
             reading = reading_of(roles, mask, x)
             assert reading is not None  # fits
             mask = READINGS[reading](mask)
         if roles.table:
             own = bias_of(self.fused_part("table"), self.fused_part("index"))
             mask = own if mask is None else own + mask
-        turn = turn_by(roles, angles, x, self.fused_width() // H)
-        apart = roles.wide_norms or roles.causal or roles.along or roles.turn
-        norms = None if apart else self.fused_norms()
-        if angles is not None and turn is None:
-            norms = None  # the host's function turns q and k
-        packed = None if norms is None or roles.layout != "3HD" else self.fused_packed()
+        return mask
+
+    def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
+        """The tables for x (B, T, C); None where the host's function turns q and k."""
+        return turn_by(self.fused_roles, angles, x, self.fused_head_dim())
+
+    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        """(B, T, C) -> (B, T, H, D)"""
+        angles = extras.get(self.fused_roles.rope)
+        turn = None if angles is None else self.fused_turn(x, angles)
+        return self.fused_attend(x, self.fused_mask(x, extras), turn, angles)
+
+    def fused_attend(
+        self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
+        angles: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """(B, T, C) -> (B, T, H, D); angles without a turn are for the host's own function."""
+        roles, D = self.fused_roles, self.fused_head_dim()
+        given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
+        norms, by_host = self.fused_norms(), angles is not None and turn is None
+        usual = not (by_host or roles.causal or roles.along or roles.turn) and norms is not None
+        packed = self.fused_packed() if usual and roles.layout == "3HD" else None
         if norms is not None and packed is not None:
-            return attend_turned(x, packed, H, turn, norms, mask=mask, dropout_p=p, scale=scale)
-        if len(roles.projections) == 1:
+            return attend_turned(x, packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
+        if len(self.fused_linears()) == 1:
             qkv = self.fused_project(0, x)
-            axes = {"3HD": (3, H, -1), "H3D": (H, 3, -1), "HD3": (H, qkv.shape[-1] // (3 * H), 3)}
-            qkv = qkv.unflatten(-1, axes[roles.layout])
-            qkv = qkv.movedim(roles.layout.index("3") - 3, -3)  # (B, T, 3, H, D)
-            plain = turn is None and norms is not None and norms.norm is None
-            if plain and packable(qkv.shape[-1], p) and qkv.stride(-1) == 1:
-                return attention(qkv, attn_mask=mask, scale=scale, dropout_p=p)
+            H = qkv.shape[-1] // (3 * D)
+            if norms is not None and usual and roles.layout == "3HD":
+                return attend_qkv(qkv, H, turn, norms, **given)
+            axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
+            qkv = qkv.unflatten(-1, axes).movedim(
+                roles.layout.index("3") - 3, -3
+            )  # (B, T, 3, H, D)
+            plain = usual and norms is NO_NORMS and turn is None and qkv.stride(-1) == 1
+            if plain and packable(D, given["dropout_p"]):
+                return attention(qkv, attn_mask=given.pop("mask"), **given)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         else:
             q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k)
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
-        if not roles.wide_norms:
+            q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
+        groups = getattr(self, roles.groups, 1) if roles.groups else 1
+        if groups > 1:
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        if norms is None and not roles.wide_norms:
             q, k = self.fused_normed(q, k)
-        if turn is not None:
-            q, k = rotary.turned(q, k, turn, rotary.NO_NORMS)
-        elif angles is not None:
-            q, k = self.fused_rotated(q, k, angles)
+        q, k = rotary.turned(q, k, turn, norms or NO_NORMS)
+        if by_host:
+            q, k = (t.type_as(v) for t in self.fused_rotated(q, k, angles))
         if roles.turn:
             rotate = self.fused_part("turn")
             q, k = (turned(rotate, t, roles.prefix, v) for t in (q, k))
-        D = v.shape[-1]
         if roles.along:
             along: Any = tuple(part(self, n) for n in roles.along)
-            q, k, v = with_decomposed(
-                q, k, v, D**-0.5 if scale is None else scale, along, tokens_of(self)
-            )
-            scale = 1.0
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=p, is_causal=roles.causal, scale=scale
-        )
-        return out.transpose(1, 2)[..., :D]
+            scale = D**-0.5 if given["scale"] is None else given["scale"]
+            q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
+            given["scale"] = 1.0
+        return attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -270,47 +351,56 @@ class Attention(Roles):
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
 
-    def fused_norms(self: Any) -> rotary.HeadNorms | None:
+    def fused_norms(self: Any) -> HeadNorms | None:
+        """The norms of q and k by head, as `rope` takes them; None where they are called."""
+        if self.fused_roles.wide_norms:
+            return None
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return rotary.head_norms(q_norm, k_norm, self.fused_width() // self.fused_roles.heads)
+        return rotary.head_norms(q_norm, k_norm, self.fused_head_dim())
 
     def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+        return normed(q_norm, q, True)[0], normed(k_norm, k, True)[0]
+
+    def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
+        out = self.fused_out()
+        if out is None:
+            return add_branch(y, **epilogue)
+        return project_out(out, self.fused_part("after"), y, epilogue)
 
     def fused_branch(
         self: Any, x: Tensor, epilogue: Epilogue = NOTHING, window: int = 0, **extras: Any
     ) -> Tensor:
-        roles, grid = self.fused_roles, x.shape[1:3]
+        grid, gate = x.shape[1:3], self.fused_part("gate")
         windows = windows_of(x, window) if window else None
         x = x if windows is None else windows.cut(x)
-        first = part(self, roles.projections[0])
-        y, epilogue = entered(self.fused_part("norm"), x, epilogue, first)
+        y, epilogue = entered(self.fused_part("norm"), x, epilogue, self.fused_projections()[0])
         y = y.flatten(1, 2) if y.ndim == 4 else y
-        y = self.fused_heads(y, extras.get(roles.rope), extras.get(roles.mask)).flatten(2)
-        if roles.inner_norm:
-            y = self.fused_part("inner_norm")(y)
+        gate = None if gate is None else project(gate, y).sigmoid()
+        y = self.fused_heads(y, **extras).flatten(-2)
+        y, _ = normed(self.fused_part("inner_norm"), y, is_plain(self.fused_out()))
+        y = y if gate is None else y * gate
         if windows is not None:  # here, so that nobody projects what was only padded
             y = windows.joined(y)
-        elif roles.grid:
+        elif self.fused_roles.grid:
             y = y.unflatten(1, grid)
-        out, after = self.fused_part("out"), self.fused_part("after")
-        if out is None:
-            return add_branch(y, **epilogue)
-        return project_out(out, after, y, epilogue)
+        return self.fused_project_out(y, epilogue)
 
     def fused_branch_resolved(self: Any, place: Place) -> Resolved:
-        roles = self.fused_roles
+        roles, gate = self.fused_roles, self.fused_part("gate")
         more = (
-            roles.out == "" or roles.inner_norm or roles.grid or roles.wide_norms or roles.causal
-            or roles.raw or roles.table or roles.along or roles.turn or roles.layout != "3HD"
+            roles.out == "" or not inert(self.fused_part("inner_norm")) or roles.grid
+            or roles.causal or roles.raw or roles.table or roles.along or roles.turn
+            or roles.layout != "3HD" or gate is not None
         )  # fmt: skip
-        if more or self.fused_norms() is not rotary.NO_NORMS or self.fused_draws():
+        if more or not self.fused_simple or self.fused_norms() is not NO_NORMS:
             return self.fused_undecided(place)
-        projections, drop = [part(self, n) for n in roles.projections], self.fused_part("dropout")
+        if self.fused_draws():
+            return self.fused_undecided(place)
+        projections, drop = self.fused_projections(), self.fused_part("dropout")
         inner = resolved_attention(
-            self, place, projections, self.fused_part("out"), bool(getattr(drop, "p", drop)),
-            self.fused_width() // roles.heads, roles.heads,
+            self, place, projections, self.fused_out(), bool(getattr(drop, "p", drop)),
+            self.fused_head_dim(),
         )  # fmt: skip
         return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
 
@@ -323,7 +413,8 @@ class Attention(Roles):
         roles = self.fused_roles
         if roles.needs_rope and roles.rope not in extras:
             return None
-        return (x, extras) if fits(roles, extras.get(roles.mask), x) else None
+        known = not roles.masks or fits(roles, extras.get(roles.mask), x)
+        return (x, extras) if known else None
 
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
@@ -356,10 +447,31 @@ class Attention(Roles):
                 yield (x,), given | {roles.mask: mask}
 
     def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
-        D = self.fused_width() // self.fused_roles.heads
+        D = self.fused_head_dim()
         return tuple(example(generator, tokens, D).detach() for _ in range(2))  # type: ignore[return-value]
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         roles = self.fused_roles
-        if (roles.rope and not roles.kernel) or roles.turn:
+        if (self.fused_searched and roles.rope and not roles.kernel) or roles.turn:
             yield "RoPE", 2 * 9 * self.fused_width()
+        if self.fused_norms() is None:
+            for name in ("q_norm", "k_norm"):
+                yield from norm_in_pytorch(name, self.fused_part(name), self.fused_width())
+        yield from norm_in_pytorch("norm of attention", self.fused_part("inner_norm"))
+        if self.fused_part("gate") is not None:
+            yield "gate of attention", 5 * self.fused_width()  # sigmoid: 2, product: 3
+
+
+LONG = 256  # tokens
+
+
+def examples_with_bias(
+    module: Any, generator: torch.Generator, name: str, heads: int, own: Tensor | None = None
+) -> Iterator[tuple[tuple, dict]]:
+    """Calls with a bias of the scores and without; the module's own bias says the length."""
+    for x in inputs(module, generator, *(() if own is None else own.shape[-2:])):
+        B, T, _ = x.shape
+        if B == 3 and T > LONG:
+            continue  # one batch says it: in float64 1,025 tokens take seconds
+        yield (x,), {}
+        yield (x,), {name: example(generator, 1, heads, T, T)}

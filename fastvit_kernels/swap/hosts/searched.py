@@ -30,7 +30,6 @@ __all__ = [
 ]  # fmt: skip
 
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Rms, Scale, Path, Block)
-OF_BLOCKS: dict[str, Any] = {"fused_axes": (3, 4), "fused_facts": attention_facts}
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
 _made: dict[tuple[type, type, Any], type] = {}
@@ -65,7 +64,8 @@ def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
                     "fused_attention_dropout": _dropouts(roles),
                     "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
                 }
-                | (OF_BLOCKS if mixin is Block else {}),
+                | ({"fused_facts": attention_facts} if mixin in (Attention, Block) else {})
+                | ({"fused_axes": (3, 4)} if mixin is Block else {}),
             )  # fmt: skip
         return _made[key]
 

@@ -6,24 +6,20 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .attention import Attention, AttentionRoles
 from .block import Block
 from .fused import (
-    Child,
     Entry,
     Fused,
     Given,
-    WithNone,
     example,
     hooked,
-    left_dropouts,
-    left_linears,
     names,
     width_of,
 )
 from .mlp import MlpRoles
-from .parts import SelfAttention
 from .transformers_layers import DROP_PATH, MLP, BeitAttention, layer
 
 
@@ -55,7 +51,7 @@ class OwnBias(Fused):
             return None
         return super().fused_checked(x, extras)
 
-    def fused_mask(self, x: Tensor, **extras: Any) -> Tensor | None:
+    def fused_mask(self, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         (table, patch), shared = self.fused_table(), extras.get(self.fused_extras[0])
         if table is None:
             return shared
@@ -65,11 +61,14 @@ class OwnBias(Fused):
         return own if shared is None else own + shared
 
 
-class Data2VecAttention(OwnBias, WithNone, SelfAttention):
+class Data2VecAttention(OwnBias, Attention):
     """A module of projections and attention, and one of the output projection."""
 
-    fused_linears = ("query", "key", "value")
-    fused_out, fused_after = "output.dense", "output.dropout"
+    fused_roles = AttentionRoles(
+        ("attention.query", "attention.key", "attention.value"), out="output.dense",
+        after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
+    )  # fmt: skip
+    fused_simple = False
     fused_children = names("attention output")
     fused_extras = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
@@ -89,29 +88,8 @@ class Data2VecAttention(OwnBias, WithNone, SelfAttention):
         table = inner.relative_position_bias if inner.has_relative_position_bias else None
         return table, inner.config.patch_size
 
-    def fused_width(self: Any) -> int:
-        """H D"""
-        return self.attention.all_head_size
-
-    def fused_head_dim(self: Any) -> int:
-        return self.attention.attention_head_size
-
     def fused_dropout_p(self: Any) -> float:
         return self.attention.config.attention_probs_dropout_prob if self.training else 0.0
-
-    def fused_projections(self: Any) -> tuple[nn.Module, ...]:
-        return tuple(getattr(self.attention, name) for name in self.fused_linears)
-
-    def fused_products(self: Any) -> Iterator[nn.Module]:
-        yield from (*self.fused_projections(), self.output.dense)
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        inside = (f"attention.{name}" for name in self.fused_linears)
-        yield from left_linears(self, *inside, self.fused_out)
-        yield from left_dropouts(self, self.fused_after)
-
-    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        return self.fused_attend(x, self.fused_mask(x, **extras))
 
 
 # The MLP of a layer that has a module for each of its halves.
@@ -130,7 +108,7 @@ class BeitLayer(OwnBias, Block):
     """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
 
     def fused_context(self: Any, step: Any, x: Tensor, extras: Any) -> dict[str, Any]:
-        return {"attention_mask": self.fused_mask(x, **extras)} if step.output == 1 else {}
+        return {"attention_mask": self.fused_mask(x, extras)} if step.output == 1 else {}
 
 
 BEIT_LAYER = layer(

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...runtime.compat import attention_of
+from . import attention
 from .attend import registered
+from .attention import AttentionRoles, examples_with_bias
 from .block import pre_norm
-from .fused import DropPath, LayerScale, Row, WithNone, names, row
+from .fused import DropPath, LayerScale, Row, names, row
 from .mlp import plain_mlp
-from .parts import SelfAttention, examples_with_bias
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
 # Keyword arguments that a layer hands on and that attention does not read.
@@ -31,14 +31,15 @@ def _is_sdpa(function: Any) -> bool:
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
 
 
-class Attention(WithNone, SelfAttention):
+class Attention(attention.Attention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
-    fused_linears = ("q_proj", "k_proj", "v_proj")
+    fused_roles = AttentionRoles(
+        ("q_proj", "k_proj", "v_proj"), out="o_proj", scale="scaling", head_dim="head_dim",
+        dropout="attention_dropout", result=(2, 0),
+    )  # fmt: skip
     fused_children = names("q_proj k_proj v_proj o_proj")
     fused_unread = UNREAD
-    fused_scaling, fused_dropout, fused_out = "scaling", "attention_dropout", "o_proj"
-    fused_after = ""
     fused_attention_dropout = names("attention_dropout dropout dropout_prob")
 
     def fused_facts(self: Any) -> Any:
@@ -57,27 +58,19 @@ class Attention(WithNone, SelfAttention):
             return f"another function is registered as {chosen!r}"
         return None
 
-    def fused_scale(self: Any) -> float:
-        return getattr(self, self.fused_scaling)
-
-    def fused_head_dim(self: Any) -> int:
-        return self.head_dim
-
 
 class ClipAttention(Attention):
     """CLIP's and SigLIP's names for the same."""
 
+    fused_roles = Attention.fused_roles._replace(out="out_proj", scale="scale", dropout="dropout")
     fused_children = names("q_proj k_proj v_proj out_proj")
-    fused_scaling, fused_dropout, fused_out = "scale", "dropout", "out_proj"
 
 
 class BeitAttention(Attention):
     """The mask that BEiT passes is its relative position bias."""
 
+    fused_roles = Attention.fused_roles._replace(mask="attention_mask")
     fused_extras = ("attention_mask",)
-
-    def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.fused_attend(x, attention_mask)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         heads = self.q_proj.out_features // self.head_dim

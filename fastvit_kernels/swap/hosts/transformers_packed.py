@@ -46,7 +46,10 @@ class PackedAttention(Attention):
     """qkv -> q and k turn -> attention within each sequence -> proj; x is (total, C)."""
 
     fused_children = names("qkv proj")
-    fused_linears, fused_out = ("qkv",), "proj"
+    fused_roles = Attention.fused_roles._replace(
+        projections=("qkv",), heads="num_heads", head_dim="", out="proj", result=None
+    )
+    fused_simple = False
     fused_extras = ("cu_seqlens", "position_embeddings", "max_seqlen")
     fused_axes = (2,)
     fused_tolerance = 1e-5  # the host turns in fp32
@@ -103,9 +106,6 @@ class PackedAttention(Attention):
         return varlen_attention(
             qkv, cu_seqlens, max_seqlen, scale=self.scaling, dropout_p=dropout_p
         )
-
-    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Tensor:  # type: ignore[override]
-        return self.fused_branch(x, **extras)
 
 
 PACKED_LAYER = layer(

@@ -44,10 +44,8 @@ class ClipAttention(layers.ClipAttention):
         same = fits and mask.dtype in (torch.bool, x.dtype) and mask.device == x.device
         return (x, extras) if same and not mask.requires_grad else None
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        return self.fused_attend(x, by_keys(attention_mask))
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return by_keys(extras.get("attention_mask"))
 
 
 LAYER = layers.layer(*layers.CLIP_NAMES, given=ClipAttention.fused_extras)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,35 +15,34 @@ from ...runtime.plain import is_plain
 from .attend import attend, by_keys
 from .fused import (
     Child,
-    Epilogue,
     Given,
     Unfused,
     bypassed,
     example,
-    inert,
     inputs,
     names,
     norm_in_pytorch,
     normed,
     project,
-    project_out,
     width_of,
 )
 from .mlp import Mlp
-from .rotary import HeadNorms, Turn, head_norms, turn_of, turned
+from .rotary import HeadNorms, Turn, turn_of, turned
 from .transformers_layers import DINO_NAMES, SWIGLU, Attention, layer
 
 
 class RopeAttention(Attention):
     """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix."""
 
-    fused_dropout = "dropout"
+    fused_roles = Attention.fused_roles._replace(
+        dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
+        rotate="apply_rotary_pos_emb", spread="*",
+    )  # fmt: skip
     fused_extras = ("position_embeddings", "attention_mask")
-    fused_rotation: ClassVar[dict[str, Any]] = {}  # keywords of the host's function
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for batch, patches in ((3, 4), (2, 6)):
-            tokens = patches + (not self.fused_rotation)
+            tokens = patches + self.fused_roles.prefix
             x = example(generator, batch, tokens, width_of(self))
             for learnt in (False, True):
                 tables = [example(generator, patches, self.head_dim) for _ in "cs"]
@@ -56,60 +55,39 @@ class RopeAttention(Attention):
         tables = extras.get("position_embeddings")
         return (x, extras) if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        cos, sin = position_embeddings
-        (B, T, _), projection = x.shape, self.fused_projections()[0]
-        shape = (B, projection.out_features // self.head_dim, T, self.head_dim)
-        turn = turn_of(cos, sin, shape) if cos.ndim == 2 else None
-        if turn is not None:
-            return self.fused_attend(x, attention_mask, turn)
-        q, k, v = self.fused_qkv(x)
-        rotate = sys.modules[self.fused_host.__module__].apply_rotary_pos_emb
-        q, k = rotate(q, k, cos, sin, **self.fused_rotation)
-        scale, dropout_p = self.fused_scale(), self.fused_dropout_p()
-        return attend(q, k, v, mask=attention_mask, dropout_p=dropout_p, scale=scale)
+    def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
+        (cos, sin), (B, T, _), D = angles, x.shape, self.head_dim
+        return turn_of(cos, sin, (B, self.fused_width() // D, T, D)) if cos.ndim == 2 else None
 
 
 class PixtralAttention(RopeAttention):
     """Images one after the other in a sample, apart by a mask; tables for all tokens."""
 
-    fused_rotation: ClassVar[dict[str, Any]] = {"unsqueeze_dim": 0}
+    fused_roles = RopeAttention.fused_roles._replace(prefix=0, spread="*0")
     fused_unread = Attention.fused_unread | {"position_ids"}  # for flash attention alone
 
 
 class InternAttention(Attention):
     """InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection."""
 
+    fused_roles = Attention.fused_roles._replace(
+        scale="scale", out="projection_layer", after="projection_dropout", q_norm="q_norm",
+        k_norm="k_norm", wide_norms=True,
+    )  # fmt: skip
     fused_children = names("q_proj k_proj v_proj projection_layer projection_dropout q_norm k_norm")
-    fused_scaling, fused_out, fused_after = "scale", "projection_layer", "projection_dropout"
-
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        for name in ("q_norm", "k_norm"):
-            yield from norm_in_pytorch(name, getattr(self, name))
-
-    def fused_heads(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        if inert(self.q_norm) and inert(self.k_norm):
-            return self.fused_attend(x)
-        q, k, v = self.fused_projected(x)
-        q, k = (normed(norm, t, True)[0] for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
-        return attend(q, k, v, dropout_p=self.fused_dropout_p(), scale=self.scale)
 
 
 class VJepaAttention(Attention):
     """V-JEPA 2: three thirds of a head turn by frame, row and column of their token."""
 
     fused_children = names("query key value proj dropout")
-    fused_linears, fused_dropout = ("query", "key", "value"), "dropout_prob"
-    fused_out = "proj"
+    fused_roles = Attention.fused_roles._replace(
+        projections=("query", "key", "value"), out="proj", dropout="dropout_prob",
+        head_dim="attention_head_size",
+    )  # fmt: skip
+    fused_simple = False  # it turns q and k without being told
     fused_attention_dropout = names("dropout_prob")
     fused_extras = ("position_mask",)
-
-    @property
-    def head_dim(self: Any) -> int:
-        return self.attention_head_size
 
     @staticmethod
     def fused_derived(copy: Any) -> dict[str, int]:
@@ -181,6 +159,8 @@ def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
 class GemmaAttention(Attention):
     """Gemma 4's: RMSNorm of q, k and v by head; a half of each head turns by x, the other by y."""
 
+    fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
+    fused_simple = False
     fused_children = names("q_proj k_proj v_proj o_proj q_norm k_norm v_norm")
     fused_extras = ("position_embeddings", "attention_mask", "position_ids")
 
@@ -191,18 +171,15 @@ class GemmaAttention(Attention):
     def fused_projections(self) -> tuple[Any, ...]:
         return tuple(map(_linear_of, super().fused_projections()))
 
-    def fused_project_out(self: Any, out: Tensor, epilogue: Epilogue) -> Tensor:
-        return project_out(_linear_of(self.o_proj), None, out, epilogue)
+    def fused_out(self: Any) -> Any:
+        return _linear_of(super().fused_out())
 
     def fused_left(self: Any) -> Iterator[Child]:
-        yield from _left_inside(self, *self.fused_linears, self.fused_out)
+        yield from _left_inside(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def fused_width(self: Any) -> int:
         """H D"""
         return getattr(self.q_proj, "linear", self.q_proj).out_features
-
-    def fused_norms(self: Any) -> HeadNorms | None:
-        return head_norms(self.q_norm, self.k_norm, self.head_dim)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         if self.fused_norms() is None or not self.fused_reads_low():

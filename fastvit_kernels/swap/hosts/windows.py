@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...runtime.compat import attend_in_windows, rel_pos_bias
 from ...runtime.plain import is_hooked, is_plain
+from .attention import Attention, AttentionRoles
 from .block import Block, Step, pre_norm
 from .fused import (
     NOTHING,
@@ -31,8 +32,8 @@ from .fused import (
     width_of,
 )
 from .grids import Windows
-from .parts import SelfAttention
-from .transformers_layers import MLP, Attention, layer
+from .transformers_layers import MLP, layer
+from .transformers_layers import Attention as HfAttention
 
 
 def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -45,8 +46,13 @@ def _area(copy: Any) -> dict[str, int]:
     return {"window_area": copy.window_size[0] * copy.window_size[1]}
 
 
-class Windowed(SelfAttention):
+class Windowed(Attention):
     """Attention on windows (B windows, N, C), or on x and the windows that it is cut into."""
+
+    fused_simple = False
+    fused_roles = AttentionRoles(
+        ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop"
+    )
 
     def fused_branch(
         self: Any, x: Tensor, epilogue: Epilogue = NOTHING, windows: Windows | None = None,
@@ -96,8 +102,8 @@ class WindowAttention(WindowedAttention):
     def fused_scale(self: Any) -> float | None:
         return None if self.fused_attn else self.scale
 
-    def fused_heads(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return self.fused_attend(x, with_shift(rel_pos_bias(self), mask))
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return with_shift(rel_pos_bias(self), extras.get("mask"))
 
 
 class SwinBlock(Block):
@@ -147,7 +153,7 @@ class StochasticDepth(DropPath):
 class ShiftedWindowAttention(Windowed):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_after, fused_dropout = "", "attention_dropout"
+    fused_roles = Windowed.fused_roles._replace(after="", dropout="attention_dropout")
     fused_children = names("relative_position_bias_table qkv proj")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
@@ -174,8 +180,8 @@ class ShiftedWindowAttention(Windowed):
         shift = [0 if n >= length else step for step, n, length in bounds]
         return windows._replace(shift=tuple(shift))
 
-    def fused_heads(self: Any, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
-        return self.fused_attend(x, with_shift(self.get_relative_position_bias(), mask))
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return with_shift(self.get_relative_position_bias(), extras.get("mask"))
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:  # type: ignore[override]
         windows = self.fused_cut(x)
@@ -183,18 +189,18 @@ class ShiftedWindowAttention(Windowed):
         return super().fused_branch(x, epilogue, windows=windows, mask=mask)
 
 
-class HfSwinAttention(WindowedAttention, Attention):
+class HfSwinAttention(WindowedAttention, HfAttention):
     """transformers', from 5.x on."""
 
+    fused_roles = HfAttention.fused_roles
     fused_children = names("q_proj k_proj v_proj o_proj relative_position_bias")
     fused_extras = ("attention_mask",)
 
     def fused_area(self: Any) -> int:
         return self.relative_position_bias.window_area
 
-    def fused_heads(self: Any, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        mask = with_shift(self.relative_position_bias(), attention_mask)
-        return self.fused_attend(x, mask)
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return with_shift(self.relative_position_bias(), extras.get("attention_mask"))
 
 
 class HfSwinLayer(Block):
