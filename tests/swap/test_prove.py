@@ -25,7 +25,7 @@ from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchv
 from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
 from fastvit_kernels.swap import apply, copies, facts, plans, prove, rates, recognise
-from fastvit_kernels.swap.hosts import branch, fused, mlp, parts, torch_nn
+from fastvit_kernels.swap.hosts import attention, branch, fused, mlp, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
 
@@ -97,7 +97,7 @@ ERRORS = {
     "a little": (mlp, "mlp", lambda f: lambda *a, **k: f(*a, **k) * (1 + 1e-8), "mlp"),
     "gradient of the argument": (branch, "add_body", _unlearnt, ""),
     "mlp": (mlp, "mlp", _bent, "mlp"),
-    "attention": (parts, "attend_turned", _bent, "attn"),
+    "attention": (attention, "attend_turned", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
     "drop_path": (
         fused.DropPath, "fused_row_scale",
@@ -106,8 +106,8 @@ ERRORS = {
     "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
     "gradient": (mlp, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
     "called": (
-        parts, "project",
-        lambda f: lambda m, x: f(m, x) * (1 if is_plain(m) else 1.0001), "attn",
+        attention, "project_out",
+        lambda f: lambda m, *rest: f(m, *rest) * (1 if is_plain(m) else 1.0001), "attn",
     ),
     "draws": (mlp, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (branch, "add_body", lambda f: lambda x, y, *rest: f(y, y, *rest), ""),

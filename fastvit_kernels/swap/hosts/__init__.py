@@ -30,7 +30,7 @@ HOST_FILES = {
     "transformers": f"{__name__}.transformers",
 }
 
-_swapped: dict[tuple[type, type], type] = {}  # (host class, mixin) -> swapped class
+_swapped: dict[Any, type] = {}  # (host class, its row) -> swapped class
 making = threading.RLock()  # two classes of one name could not be pickled
 
 
@@ -79,12 +79,12 @@ def swapped_class(cls: type, parent: type | None = None) -> type | None:
 
 def _made(host: type, row: Row) -> type:
     mixin, more = row
+    key = host, mixin, tuple(more.items())
     with making:
-        if (host, mixin) not in _swapped:
+        if key not in _swapped:
             file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
-            name = _qualname(mixin, host_path(host))
-            _swapped[host, mixin] = make(file, mixin, host, name, more)
-        return _swapped[host, mixin]
+            _swapped[key] = make(file, mixin, host, _qualname(mixin, host_path(host)), more)
+        return _swapped[key]
 
 
 def host_class(cls: type) -> type | None:

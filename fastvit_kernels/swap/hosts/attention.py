@@ -175,6 +175,10 @@ class Attention(Roles):
     fused_roles: ClassVar[AttentionRoles]
     fused_simple: ClassVar[bool] = True  # of a call that gives x alone, the roles say all
 
+    @classmethod
+    def fused_named(cls) -> Iterator[str]:
+        yield from (*super().fused_named(), *cls.fused_roles.projections)
+
     def fused_linears(self: Any) -> tuple[str, ...]:
         """Of the projections, one for q, k and v, or three."""
         return self.fused_roles.projections
@@ -315,7 +319,11 @@ class Attention(Roles):
                 return attention(qkv, attn_mask=given.pop("mask"), **given)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            q, k, v = (self.fused_project(place, x) for place in range(3))
+            packed = self.fused_packed()
+            if packed is not None:
+                q, k, v = linear(x, *packed).chunk(3, dim=-1)
+            else:
+                q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))

@@ -174,12 +174,10 @@ class Block(Roles):
     fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
 
     @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        if cls.fused_searched:
-            return frozenset()
-        names = [n for s in cls.fused_roles.steps for n in (s.norm, s.body, *s.tail)]
-        inside = [*cls.fused_roles.through, *names]
-        return cls.fused_children | {n.partition(".")[0] for n in inside if n}
+    def fused_named(cls) -> Iterator[str]:
+        yield from cls.fused_roles.through
+        for step in cls.fused_roles.steps:
+            yield from (step.norm, step.body, *step.tail)
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)

@@ -144,14 +144,6 @@ class Mlp(Roles):
     fused_roles: ClassVar[MlpRoles]
 
     @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        """A host that is read in a table has no other child."""
-        if cls.fused_searched:
-            return frozenset()
-        named = (n for n in cls.fused_roles if isinstance(n, str) and n)
-        return cls.fused_children | {n.partition(".")[0] for n in named}
-
-    @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         is_conv = type(part(module, cls.fused_roles.fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None

@@ -31,6 +31,18 @@ class Roles(Fused):
 
     fused_roles: ClassVar[Any]
 
+    @classmethod
+    def fused_named(cls) -> Iterator[str]:
+        """The parts that the roles name."""
+        yield from (n for n in cls.fused_roles if isinstance(n, str))
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        """A host that a table's row describes has no other child."""
+        if cls.fused_searched:
+            return frozenset()
+        return cls.fused_children | {n.partition(".")[0] for n in cls.fused_named() if n}
+
     def fused_part(self, role: str) -> Any:
         return part(self, getattr(self.fused_roles, role), None)
 

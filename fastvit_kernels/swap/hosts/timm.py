@@ -45,7 +45,6 @@ class Attention(attention.Attention):
         ("qkv",), "num_heads", "proj", dropout="attn_drop", q_norm="q_norm", k_norm="k_norm",
         inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask",
     )  # fmt: skip
-    fused_children = names("qkv q_norm k_norm attn_drop norm gate proj proj_drop")
     fused_attention_dropout = names("attn_drop")
     fused_extras = ("attn_mask",)
 
@@ -97,7 +96,7 @@ class RopeAttention(WithBiases):
     """EvaAttention and AttentionRope. Where frequencies are learnt the tables have a gradient."""
 
     fused_roles = Attention.fused_roles._replace(rope="rope", groups="num_kv_groups")
-    fused_children = Attention.fused_children | names("q_proj k_proj v_proj q_bias v_bias")
+    fused_children = names("q_proj k_proj v_proj q_bias v_bias")
     fused_extras = ("rope", "attn_mask")
 
     def fused_linears(self: Any) -> tuple[str, ...]:
@@ -166,9 +165,7 @@ class Biased(Attention):
 
 
 class BeitAttention(Biased, WithBiases):
-    fused_children = names(
-        "qkv q_bias v_bias relative_position_bias_table attn_drop proj proj_drop"
-    )
+    fused_children = names("q_bias v_bias relative_position_bias_table")
     fused_extras = ("shared_rel_pos_bias",)
 
     def fused_bias(self: Any) -> Tensor | None:
@@ -178,7 +175,7 @@ class BeitAttention(Biased, WithBiases):
 class RelPosAttention(Biased):
     """The bias comes from a child."""
 
-    fused_children = names("qkv q_norm k_norm rel_pos attn_drop proj proj_drop")
+    fused_children = names("rel_pos")
     fused_extras = ("shared_rel_pos",)
 
     def fused_bias(self: Any) -> Tensor | None:

@@ -30,7 +30,7 @@ from .windows import Windowed
 
 
 class SamAttention(Windowed):
-    fused_children = names("qkv q_norm k_norm attn_drop proj proj_drop rope rel_pos_h rel_pos_w")
+    fused_children = names("q_norm k_norm rope rel_pos_h rel_pos_w")
     fused_attention_dropout = names("attn_drop")
     fused_axes = (4,)
 

@@ -62,7 +62,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def _family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entry]:
+def family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entry]:
     """Rows of the table for one model: its layer and its parts by the end of their names."""
     path = f"transformers.models.{module}.modeling_{module}.{prefix}"
     return {path + end: mixin for end, mixin in rows}
@@ -71,12 +71,12 @@ def _family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Ent
 _VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
 _CLIP = (
     ("EncoderLayer", layers.CLIP),
-    ("Attention", layers.ClipAttention),
+    ("Attention", layers.CLIP_ATTENTION),
     ("MLP", MLP),
 )
 _SIGLIP = (
     ("EncoderLayer", padded.LAYER),
-    ("Attention", padded.ClipAttention),
+    ("Attention", padded.PaddedAttention),
     ("MLP", MLP),
 )
 _DINO = (
@@ -89,52 +89,52 @@ _DINO = (
 )
 
 TABLE: dict[str, Entry] = {
-    **_family("vit", "ViT", *_VIT),
-    **_family("deit", "DeiT", *_VIT),
-    **_family(
+    **family("vit", "ViT", *_VIT),
+    **family("deit", "DeiT", *_VIT),
+    **family(
         "vit_mae", "ViTMAE", *_VIT, ("Embeddings", mae.MaeEmbeddings),
         ("PatchEmbeddings", mae.MaePatches),
     ),
-    **_family("vit_msn", "ViTMSN", *_VIT),
-    **_family("ijepa", "IJepa", *_VIT),
-    **_family("dinov2", "Dinov2", *_DINO),
-    **_family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
-    **_family(
+    **family("vit_msn", "ViTMSN", *_VIT),
+    **family("ijepa", "IJepa", *_VIT),
+    **family("dinov2", "Dinov2", *_DINO),
+    **family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
+    **family(
         "dinov3_vit", "DINOv3ViT", ("Layer", towers.DINOV3),
         ("Attention", towers.RopeAttention), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
         ("GatedMLP", SWIGLU), ("LayerScale", SCALE),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": DROP_PATH,
-    **_family("siglip", "Siglip", *_SIGLIP),
-    **_family("siglip2", "Siglip2", *_SIGLIP),
-    **_family("clip", "CLIP", *_CLIP),
-    **_family(
-        "aimv2", "Aimv2", ("EncoderLayer", towers.AIMV2), ("Attention", layers.ClipAttention),
+    **family("siglip", "Siglip", *_SIGLIP),
+    **family("siglip2", "Siglip2", *_SIGLIP),
+    **family("clip", "CLIP", *_CLIP),
+    **family(
+        "aimv2", "Aimv2", ("EncoderLayer", towers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
         ("MLP", SWIGLU),
     ),
-    **_family(
+    **family(
         "internvl", "InternVLVision", ("Layer", towers.INTERN),
-        ("Attention", towers.InternAttention), ("MLP", MLP),
+        ("Attention", towers.INTERN_ATTENTION), ("MLP", MLP),
     ),
-    **_family(
+    **family(
         "pixtral", "Pixtral", ("AttentionLayer", towers.PIXTRAL),
         ("Attention", towers.PixtralAttention), ("MLP", SWIGLU),
     ),
-    **_family(
+    **family(
         "vjepa2", "VJEPA2", ("Layer", towers.VJEPA), ("RopeAttention", towers.VJepaAttention),
         ("MLP", plain_mlp("fc1", "activation", "fc2")), ("DropPath", DROP_PATH),
     ),
-    **_family(
+    **family(
         "gemma4", "Gemma4", ("VisionEncoderLayer", towers.GEMMA),
         ("VisionAttention", towers.GemmaAttention), ("VisionMLP", towers.GemmaMlp),
         ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, **KEEPS)),
     ),
-    **_family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
+    **family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
     **biased.DATA2VEC,
-    **_family("beit", "Beit", *biased.BEIT),
+    **family("beit", "Beit", *biased.BEIT),
 }  # fmt: skip
 for _model, (_prefix, _rows) in packed.PACKED.items():
-    TABLE |= _family(_model, _prefix, *_rows)
+    TABLE |= family(_model, _prefix, *_rows)
 
 
 def __getattr__(name: str) -> type:

@@ -69,7 +69,6 @@ class Data2VecAttention(OwnBias, Attention):
         after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
     )  # fmt: skip
     fused_simple = False
-    fused_children = names("attention output")
     fused_extras = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
     @classmethod

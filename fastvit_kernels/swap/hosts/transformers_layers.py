@@ -38,7 +38,6 @@ class Attention(attention.Attention):
         ("q_proj", "k_proj", "v_proj"), out="o_proj", scale="scaling", head_dim="head_dim",
         dropout="attention_dropout", result=(2, 0),
     )  # fmt: skip
-    fused_children = names("q_proj k_proj v_proj o_proj")
     fused_unread = UNREAD
     fused_attention_dropout = names("attention_dropout dropout dropout_prob")
 
@@ -59,11 +58,15 @@ class Attention(attention.Attention):
         return None
 
 
-class ClipAttention(Attention):
-    """CLIP's and SigLIP's names for the same."""
+def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles: Any) -> Row:
+    """The row of an attention with these Linears; `roles` are its others."""
+    split = tuple(projections.split())
+    known = mixin.fused_roles._replace(projections=split, out=out, **roles)
+    return row(mixin, roles=known)
 
-    fused_roles = Attention.fused_roles._replace(out="out_proj", scale="scale", dropout="dropout")
-    fused_children = names("q_proj k_proj v_proj out_proj")
+
+# CLIP's and SigLIP's names for the same.
+CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout")
 
 
 class BeitAttention(Attention):

@@ -45,7 +45,6 @@ def longest(cu_seqlens: Tensor, total: int) -> int | None:
 class PackedAttention(Attention):
     """qkv -> q and k turn -> attention within each sequence -> proj; x is (total, C)."""
 
-    fused_children = names("qkv proj")
     fused_roles = Attention.fused_roles._replace(
         projections=("qkv",), heads="num_heads", head_dim="", out="proj", result=None
     )

@@ -1,7 +1,4 @@
-"""The mixins of transformers' layers that get a padding mask: SigLIP's.
-
-They have the names of those without, by which pickles know them.
-"""
+"""The mixins of transformers' layers that get a padding mask: SigLIP's."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from .attend import LEAST, by_keys, is_mask
 from .fused import Given, example, width_of
 
 
-class ClipAttention(layers.ClipAttention):
+class PaddedAttention(layers.Attention):
     """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
     alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
 
+    fused_roles = layers.CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
     fused_extras = ("attention_mask",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
@@ -48,4 +46,4 @@ class ClipAttention(layers.ClipAttention):
         return by_keys(extras.get("attention_mask"))
 
 
-LAYER = layers.layer(*layers.CLIP_NAMES, given=ClipAttention.fused_extras)
+LAYER = layers.layer(*layers.CLIP_NAMES, given=PaddedAttention.fused_extras)

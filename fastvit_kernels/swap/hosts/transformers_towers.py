@@ -28,7 +28,7 @@ from .fused import (
 )
 from .mlp import Mlp
 from .rotary import HeadNorms, Turn, turn_of, turned
-from .transformers_layers import DINO_NAMES, SWIGLU, Attention, layer
+from .transformers_layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
 
 
 class RopeAttention(Attention):
@@ -67,20 +67,17 @@ class PixtralAttention(RopeAttention):
     fused_unread = Attention.fused_unread | {"position_ids"}  # for flash attention alone
 
 
-class InternAttention(Attention):
-    """InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection."""
-
-    fused_roles = Attention.fused_roles._replace(
-        scale="scale", out="projection_layer", after="projection_dropout", q_norm="q_norm",
-        k_norm="k_norm", wide_norms=True,
-    )  # fmt: skip
-    fused_children = names("q_proj k_proj v_proj projection_layer projection_dropout q_norm k_norm")
+# InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
+INTERN_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",
+    q_norm="q_norm", k_norm="k_norm", wide_norms=True,
+)  # fmt: skip
 
 
 class VJepaAttention(Attention):
     """V-JEPA 2: three thirds of a head turn by frame, row and column of their token."""
 
-    fused_children = names("query key value proj dropout")
+    fused_children = names("dropout")
     fused_roles = Attention.fused_roles._replace(
         projections=("query", "key", "value"), out="proj", dropout="dropout_prob",
         head_dim="attention_head_size",
@@ -161,7 +158,7 @@ class GemmaAttention(Attention):
 
     fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
     fused_simple = False
-    fused_children = names("q_proj k_proj v_proj o_proj q_norm k_norm v_norm")
+    fused_children = names("v_norm")
     fused_extras = ("position_embeddings", "attention_mask", "position_ids")
 
     @classmethod

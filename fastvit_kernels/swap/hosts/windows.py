@@ -89,7 +89,7 @@ class WindowedAttention(Windowed):
 class WindowAttention(WindowedAttention):
     """timm's: it forms the scores by default, so `fused_attn` says nothing here."""
 
-    fused_children = names("relative_position_bias_table qkv attn_drop softmax proj proj_drop")
+    fused_children = names("relative_position_bias_table softmax")
     fused_attention_dropout = names("attn_drop")
     fused_extras = ("mask",)
     fused_derived = staticmethod(_area)
@@ -154,7 +154,7 @@ class ShiftedWindowAttention(Windowed):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
     fused_roles = Windowed.fused_roles._replace(after="", dropout="attention_dropout")
-    fused_children = names("relative_position_bias_table qkv proj")
+    fused_children = names("relative_position_bias_table")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
 
@@ -193,7 +193,7 @@ class HfSwinAttention(WindowedAttention, HfAttention):
     """transformers', from 5.x on."""
 
     fused_roles = HfAttention.fused_roles
-    fused_children = names("q_proj k_proj v_proj o_proj relative_position_bias")
+    fused_children = names("relative_position_bias")
     fused_extras = ("attention_mask",)
 
     def fused_area(self: Any) -> int:
