@@ -13,7 +13,7 @@ from packed_towers import TOWERS, inputs, tower
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
-from fastvit_kernels.swap.hosts import transformers_packed as packed
+from fastvit_kernels.swap.hosts.special import packed
 
 transformers = pytest.importorskip("transformers")
 STARTS = [0, 24, 32, 40]

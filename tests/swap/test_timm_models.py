@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fastvit_kernels.swap.hosts.timm_masks as masks
-import fastvit_kernels.swap.hosts.timm_models as models
+import fastvit_kernels.swap.hosts.special.models as models
+import fastvit_kernels.swap.hosts.special.timm_masks as masks
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.swap.hosts.fused import Fused

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...runtime.compat import constant_when_traced, rel_pos_bias
 from ...runtime.plain import is_plain
 from .. import hosts
-from . import attention, timm_sam, windows
+from . import attention
 from .attention import AttentionRoles, examples_with_bias
 from .block import pre_norm
 from .fused import (
@@ -33,9 +33,10 @@ from .fused import (
 from .mlp import Mlp, MlpRoles
 from .positions import turned
 from .rotary import Turn, turn_of
-from .timm_blocks import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
-from .timm_masks import as_read, examples_of_masks, takes_mask
-from .timm_models import NaFlexVit, VisionTransformer
+from .special import sam, windows
+from .special.models import NaFlexVit, VisionTransformer
+from .special.parallel import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
+from .special.timm_masks import as_read, examples_of_masks, takes_mask
 
 
 class Attention(attention.Attention):
@@ -208,7 +209,7 @@ def _block(gamma: str, *given: str) -> Row:
 
 TABLE: dict[str, Entry] = {
     **windows.TIMM,
-    **timm_sam.TIMM,
+    **sam.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
     "timm.layers.drop.DropPath": DropPath,

@@ -7,10 +7,10 @@ fused.
 from __future__ import annotations
 
 from .. import hosts
-from . import windows
 from .block import pre_norm
 from .fused import Entry
 from .mlp import SequentialMlp
+from .special import windows
 from .torch_nn import SELF
 
 TABLE: dict[str, Entry] = {

@@ -8,16 +8,11 @@ from torch import Tensor, nn
 
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from .. import hosts
-from . import transformers_bias as biased
-from . import transformers_layers as layers
-from . import transformers_mae as mae
-from . import transformers_packed as packed
-from . import transformers_padded as padded
-from . import transformers_towers as towers
-from . import windows
+from . import layers
 from .fused import KEEPS, Entry, RmsNorm, row
+from .layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
 from .mlp import plain_mlp
-from .transformers_layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
+from .special import bias, mae, packed, padded, towers, windows
 
 
 def fastvit_attention(
@@ -130,8 +125,8 @@ TABLE: dict[str, Entry] = {
         ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, **KEEPS)),
     ),
     **family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
-    **biased.DATA2VEC,
-    **family("beit", "Beit", *biased.BEIT),
+    **bias.DATA2VEC,
+    **family("beit", "Beit", *bias.BEIT),
 }  # fmt: skip
 for _model, (_prefix, _rows) in packed.PACKED.items():
     TABLE |= family(_model, _prefix, *_rows)

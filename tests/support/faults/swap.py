@@ -23,7 +23,7 @@ PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
 OTHER_MASKS = (PADDED + "test_other_masks_are_taken_as_they_are",)
 RESAMPLED = (PADDED + "test_mae_resamples_positions_as_the_host",)
 TOLD = (PADDED + "test_mae_keeps_what_it_is_told",)
-PACKED_FILE = "swap/hosts/transformers_packed.py"
+PACKED_FILE = "swap/hosts/special/packed.py"
 BY_STRUCTURE = "swap/test_recognise.py::"
 CONFIGURED = (BY_STRUCTURE + "test_a_change_of_what_configures_it_is_seen",)
 POSITIONS = "swap/test_recognise_positions.py::"
@@ -68,7 +68,7 @@ FAULTS = [
         only=(PACKED + "test_lengths_are_read_once_and_anew_when_they_change",),
     ),
     Fault(
-        "padded-mask-dropped", "swap/hosts/transformers_padded.py", "PaddedAttention.fused_mask",
+        "padded-mask-dropped", "swap/hosts/special/padded.py", "PaddedAttention.fused_mask",
         "the mask is dropped", 'by_keys(extras.get("attention_mask"))', "None", only=OTHER_MASKS,
     ),
     Fault(
@@ -86,28 +86,28 @@ FAULTS = [
         only=OTHER_MASKS,
     ),
     Fault(
-        "mae-order", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_forward",
+        "mae-order", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_forward",
         "kept patches in the order of the image",
         "keep=keep.squeeze(-1)", "keep=keep.squeeze(-1).sort(1).values", only=TOLD,
     ),
     Fault(
-        "mae-noise", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_forward",
+        "mae-noise", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_forward",
         "the given noise is not used", "(places, noise)", "(places, None)", only=TOLD,
     ),
     Fault(
-        "mae-none-kept", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_checked",
+        "mae-none-kept", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
         "a list of no patches is taken", "self.config.mask_ratio)) > 0",
         "self.config.mask_ratio)) >= 0",
         only=(PADDED + "test_mae_otherwise_is_the_hosts",),
     ),
     Fault(
-        "mae-resampled", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_checked",
+        "mae-resampled", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
         "positions that the host resamples are taken as they are",
         'if extras.pop("interpolate_pos_encoding", False):',
         'if extras.pop("interpolate_pos_encoding", False) is None:', only=RESAMPLED,
     ),
     Fault(
-        "mae-turned", "swap/hosts/transformers_mae.py", "MaeEmbeddings.fused_checked",
+        "mae-turned", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
         "an image turned to its side is taken",
         "tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)",
         "sorted(x.shape[1:]) == sorted((patches.num_channels, *patches.image_size))",
@@ -155,16 +155,16 @@ FAULTS = [
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
     ),
     Fault(
-        "naflex-mask", "swap/hosts/timm_models.py", "_forward_embeds",
+        "naflex-mask", "swap/hosts/special/models.py", "_forward_embeds",
         "the mask of keys shows padding", '.bool()', '.bool() | True',
     ),
     Fault(
-        "naflex-hooks", "swap/hosts/timm_models.py", "NaFlexVit.fused_blocked",
+        "naflex-hooks", "swap/hosts/special/models.py", "NaFlexVit.fused_blocked",
         "a hook sees other rows of padding than the host's", "if is_watched_inside(*readers)",
         "if False",
     ),
     Fault(
-        "patch-drop-kept", "swap/hosts/timm_models.py", "fused_tokens",
+        "patch-drop-kept", "swap/hosts/special/models.py", "fused_tokens",
         "each image keeps the patches of another", "keep=keep", "keep=keep.roll(1, 0)",
     ),
     Fault(
@@ -172,13 +172,13 @@ FAULTS = [
         "the patches to keep drawn as no host draws them", "torch.randn(", "torch.rand(",
     ),
     Fault(
-        "swin-skip-windows", "swap/hosts/windows.py", "",
+        "swin-skip-windows", "swap/hosts/special/windows.py", "",
         "the attention of a shifted window computes what DropPath drops",
         "fused_alike = False, True", "fused_alike = False, False",
         only=("swap/test_swap_skip.py::test_windows_of_dropped_samples_are_not_computed",),
     ),
     Fault(
-        "sam-windows", "swap/hosts/timm_sam.py", "SamBlock.fused_takes",
+        "sam-windows", "swap/hosts/special/sam.py", "SamBlock.fused_takes",
         "a grid that the tables are not for is taken",
         "return self.attn.fused_grid() in (None, windows_of(x, self.window_size).size)",
         "return True",
@@ -207,11 +207,11 @@ FAULTS = [
         "x, weight, eps, out_dtype=dtype", "x, weight, out_dtype=dtype", only=ROPE_HOSTS,
     ),
     Fault(
-        "gemma-quarters", "swap/hosts/transformers_towers.py", "_by_pairs",
+        "gemma-quarters", "swap/hosts/special/towers.py", "_by_pairs",
         "the quarters of a head stay where they are", ".movedim(axis + 1, axis + 2)", "",
     ),
     Fault(
-        "v-jepa-places", "swap/hosts/transformers_towers.py", "VJepaAttention.fused_heads",
+        "v-jepa-places", "swap/hosts/special/towers.py", "VJepaAttention.fused_heads",
         "rows taken for columns",
         "(frame, place // self.grid_size, place % self.grid_size)",
         "(frame, place % self.grid_size, place // self.grid_size)",
@@ -633,35 +633,37 @@ FAULTS = [
         only=(ANY_HOOK + "[own dinov2]",),
     ),
     Fault(
-        "host-parallel-hooks", "swap/hosts/timm_blocks.py", "ParallelThingsBlock.fused_checked",
+        "host-parallel-hooks", "swap/hosts/special/parallel.py",
+        "ParallelThingsBlock.fused_checked",
         "a hook on a branch is missed",
         "None if any(map(is_hooked, (*self.attns, *self.ffns))) else (x, extras)", "(x, extras)",
         only=(ANY_HOOK + "[timm things]",),
     ),
     Fault(
-        "host-softmax-hooks", "swap/hosts/windows.py", "WindowAttention.fused_blocked",
+        "host-softmax-hooks", "swap/hosts/special/windows.py", "WindowAttention.fused_blocked",
         "a hook on Swin's softmax is missed",
         "is_hooked(self.attn_drop) or is_hooked(self.softmax)", "is_hooked(self.attn_drop)",
         only=(ANY_HOOK + "[biased swin_timm]",),
     ),
     Fault(
-        "host-sam-norm-hooks", "swap/hosts/timm_sam.py", "SamAttention.fused_blocked",
+        "host-sam-norm-hooks", "swap/hosts/special/sam.py", "SamAttention.fused_blocked",
         "a hook on a norm of queries is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "attn_drop", "k_norm")', only=(ANY_HOOK + "[biased sam_timm]",),
     ),
     Fault(
-        "host-sam-scores", "swap/hosts/timm_sam.py", "SamAttention.fused_blocked",
+        "host-sam-scores", "swap/hosts/special/sam.py", "SamAttention.fused_blocked",
         "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
     ),
     Fault(
-        "host-windows-drop", "swap/hosts/windows.py", "ShiftedWindowAttention.fused_blocked",
+        "host-windows-drop", "swap/hosts/special/windows.py",
+        "ShiftedWindowAttention.fused_blocked",
         "a dropout by window has fused forwards fail in evaluation, too",
         "if self.training and self.dropout > 0:", "if False:",
         only=(IN_MODES + "[biased swin_torchvision]",),
     ),
     Fault(
-        "host-windows-drop-hf", "swap/hosts/windows.py", "HfSwinLayer.fused_blocked",
+        "host-windows-drop-hf", "swap/hosts/special/windows.py", "HfSwinLayer.fused_blocked",
         "a dropout by window has fused forwards fail in evaluation, too",
         'return None if inert(self.dropout) else "its dropout draws by window"', "return None",
         only=(IN_MODES + "[biased swin_transformers]",),
@@ -768,30 +770,30 @@ FAULTS = [
         "first", only=("swap/test_swap_memory.py::test_norms_of_windows_are_not_rebuilt",),
     ),
     Fault(
-        "host-partition", "swap/hosts/windows.py", "HfSwinLayer.fused_context",
+        "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_context",
         "always_partition is ignored", 'if not extras.get("always_partition", False):',
         "if True:",
         only=(BIASED + "test_a_grid_as_large_as_a_window",),
     ),
     Fault(
-        "host-dynamic-mask", "swap/hosts/windows.py", "SwinBlock.fused_mask",
+        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_mask",
         "a mask of the grid that comes is not made", 'if getattr(self, "dynamic_mask", False):',
         "if False:", only=(BIASED + "test_a_mask_of_the_grid_that_comes",),
     ),
     Fault(
-        "host-data2vec-scores", "swap/hosts/transformers_bias.py", "Data2VecAttention.fused_reject",
+        "host-data2vec-scores", "swap/hosts/special/bias.py", "Data2VecAttention.fused_reject",
         "attention that gives its probabilities is swapped",
         'if "Sdpa" not in type(module.attention).__name__:', "if False:",
         only=(BIASED + "test_data2vec_that_forms_its_scores",),
     ),
     Fault(
-        "host-thirds", "swap/hosts/transformers_towers.py", "VJepaAttention.fused_reject",
+        "host-thirds", "swap/hosts/special/towers.py", "VJepaAttention.fused_reject",
         "thirds of a head of other widths are taken", "return None if same else",
         "return None if same or module else",
         only=("swap/test_rope_hosts.py::test_thirds_of_a_head_of_other_widths",),
     ),
     Fault(
-        "host-grouped-keys", "swap/hosts/transformers_towers.py", "GemmaAttention.fused_reject",
+        "host-grouped-keys", "swap/hosts/special/towers.py", "GemmaAttention.fused_reject",
         "the report has no reason for fewer heads of keys", "module.num_key_value_groups > 1",
         "False", only=("swap/test_rope_hosts.py::test_fewer_heads_of_keys_are_reported",),
     ),
@@ -812,7 +814,7 @@ FAULTS = [
         only=("swap/test_recognise.py::test_a_block_of_another_repository_runs_fused[unscaled]",),
     ),
     Fault(
-        "host-prefix-dropped", "swap/hosts/timm_models.py", "VisionTransformer.fused_blocked",
+        "host-prefix-dropped", "swap/hosts/special/models.py", "VisionTransformer.fused_blocked",
         "tokens before the patches are dropped with them",
         "if self.patch_drop.num_prefix_tokens != self.num_prefix_tokens:", "if False:",
         only=("swap/test_timm_models.py::test_what_wants_every_patch_embeds_every_patch",),

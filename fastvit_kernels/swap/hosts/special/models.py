@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.patch_dropout import draw_kept
-from ...ops.patch_embed.functions import patch_embed
-from ...runtime.plain import is_hooked
-from .fused import Fused, Given, bypassed, example, inert, is_dense
+from ....models.patch_dropout import draw_kept
+from ....ops.patch_embed.functions import patch_embed
+from ....runtime.plain import is_hooked
+from ..fused import Fused, Given, bypassed, example, inert, is_dense
 from .timm_masks import attends_by_mask
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours

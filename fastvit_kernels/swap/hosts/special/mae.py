@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.patch_embed.functions import patch_embed
-from ...runtime.plain import is_raw
-from .fused import Fused, Given, Unfused, bypassed, example, names
-from .parts import PatchConv
+from ....ops.patch_embed.functions import patch_embed
+from ....runtime.plain import is_raw
+from ..fused import Fused, Given, Unfused, bypassed, example, names
+from ..parts import PatchConv
 
 
 class MaePatches(Unfused):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attend import attend, attend_packed, unpack
-from .block import Block, Step, pre_norm
-from .fused import (
+from ..attend import attend, attend_packed, unpack
+from ..block import Block, Step, pre_norm
+from ..fused import (
     NOTHING,
     Entry,
     Epilogue,
@@ -24,8 +24,8 @@ from .fused import (
     project,
     width_of,
 )
-from .grids import Windows, windows_of
-from .positions import with_decomposed
+from ..grids import Windows, windows_of
+from ..positions import with_decomposed
 from .windows import Windowed
 
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .attention import Attention, AttentionRoles
-from .block import Block
-from .fused import (
+from ..attention import Attention, AttentionRoles
+from ..block import Block
+from ..fused import (
     Entry,
     Fused,
     Given,
@@ -19,8 +19,8 @@ from .fused import (
     names,
     width_of,
 )
-from .mlp import MlpRoles
-from .transformers_layers import DROP_PATH, MLP, BeitAttention, layer
+from ..layers import DROP_PATH, MLP, BeitAttention, layer
+from ..mlp import MlpRoles
 
 
 class OwnBias(Fused):

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.attention.rotary import rope_attention
-from ...ops.attention.varlen import varlen_attention
-from ...ops.rope import rope
-from ...runtime.plain import is_plain, is_raw
-from .attend import packable
-from .fused import Entry, Given, example, names, normed, project, width_of
-from .mlp import Mlp, plain_mlp
-from .read_once import is_readable, read_once
-from .rotary import turn_of
-from .transformers_layers import SWIGLU, Attention, layer
+from ....ops.attention.rotary import rope_attention
+from ....ops.attention.varlen import varlen_attention
+from ....ops.rope import rope
+from ....runtime.plain import is_plain, is_raw
+from ..attend import packable
+from ..fused import Entry, Given, example, names, normed, project, width_of
+from ..layers import SWIGLU, Attention, layer
+from ..mlp import Mlp, plain_mlp
+from ..read_once import is_readable, read_once
+from ..rotary import turn_of
 
 
 def _lengths(cu_seqlens: Tensor) -> tuple[int, int, int, int]:

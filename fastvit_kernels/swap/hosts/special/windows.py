@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.compat import attend_in_windows, rel_pos_bias
-from ...runtime.plain import is_hooked, is_plain
-from .attention import Attention, AttentionRoles
-from .block import Block, Step, pre_norm
-from .fused import (
+from ....runtime.compat import attend_in_windows, rel_pos_bias
+from ....runtime.plain import is_hooked, is_plain
+from ..attention import Attention, AttentionRoles
+from ..block import Block, Step, pre_norm
+from ..fused import (
     NOTHING,
     DropPath,
     Entry,
@@ -31,9 +31,9 @@ from .fused import (
     names,
     width_of,
 )
-from .grids import Windows
-from .transformers_layers import MLP, layer
-from .transformers_layers import Attention as HfAttention
+from ..grids import Windows
+from ..layers import MLP, layer
+from ..layers import Attention as HfAttention
 
 
 def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:

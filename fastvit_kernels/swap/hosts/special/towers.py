@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.linear.functions import linear
-from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_plain
-from .attend import attend, by_keys
-from .fused import (
+from ....ops.linear.functions import linear
+from ....runtime.arguments import autocast_dtype
+from ....runtime.plain import is_plain
+from ..attend import attend, by_keys
+from ..fused import (
     Child,
     Given,
     Unfused,
@@ -26,9 +26,9 @@ from .fused import (
     project,
     width_of,
 )
-from .mlp import Mlp
-from .rotary import HeadNorms, Turn, turn_of, turned
-from .transformers_layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from ..layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from ..mlp import Mlp
+from ..rotary import HeadNorms, Turn, turn_of, turned
 
 
 class RopeAttention(Attention):

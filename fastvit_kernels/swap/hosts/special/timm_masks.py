@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import autocast_dtype
-from ..facts import is_recognised
-from .attend import is_mask
-from .fused import example, inputs
+from ....runtime.arguments import autocast_dtype
+from ...facts import is_recognised
+from ..attend import is_mask
+from ..fused import example, inputs
 
 
 def takes_mask(mask: Any, x: Tensor, heads: int) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.plain import is_hooked, is_plain
-from .attend import attend, attend_packed, unpack
-from .branch import add_body, fold
-from .fused import (
+from ....runtime.plain import is_hooked, is_plain
+from ..attend import attend, attend_packed, unpack
+from ..branch import add_body, fold
+from ..fused import (
     Child,
     Fused,
     Given,

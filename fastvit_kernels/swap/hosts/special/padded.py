@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import transformers_layers as layers
-from .attend import LEAST, by_keys, is_mask
-from .fused import Given, example, width_of
+from .. import layers
+from ..attend import LEAST, by_keys, is_mask
+from ..fused import Given, example, width_of
 
 
 class PaddedAttention(layers.Attention):
