@@ -100,6 +100,28 @@ def test_a_learnt_bias_trains_in_fused_blocks(name):
         assert difference(model, inputs) == ""
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bias_is_added_by_a_plan_as_well(name):
+    model, inputs = _built(name)
+    swap_in(model.eval())
+    given = inputs if isinstance(inputs, dict) else {}
+    with backend("torch"), torch.no_grad():
+        calls = [model(**given) if given else model(inputs) for _ in range(3)]
+    first, *others = [getattr(y, "last_hidden_state", y) for y in calls]
+    for y in others:
+        assert torch.equal(y, first)
+
+
+def test_a_layer_scale_of_one_keeps_its_block():
+    model = _tower("Beit", layer_scale_init_value=0.0)()
+    assert model.layers[0].lambda_1 == 1.0
+    with backend("torch"):
+        assert "BeitLayer\n  block, by the table of its library: proven" in str(
+            swap_in(copy.deepcopy(model), explain=True)
+        )
+        assert difference(model, {"pixel_values": torch.randn(2, 3, 32, 32)}) == ""
+
+
 @pytest.mark.parametrize(
     "name", ["swin_timm", "swin_torchvision", "data2vec", "beit_timm", "sam_timm"]
 )

@@ -432,6 +432,26 @@ def test_a_plan_and_what_decides_anew_are_one_to_a_checkpoint():
         set_backend("auto")
 
 
+class Doubles(Mix):
+    """An attention that reads its mask as nobody would guess."""
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = None if attn_mask is None else 2 * attn_mask
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_mask_is_not_handed_to_an_attention_that_has_no_proof_for_it():
+    host = timm_block()
+    host.attn = Doubles()
+    module = copy.deepcopy(host)
+    assert swap_in(module).level == "block"
+    x, mask = torch.randn(2, 5, 16), torch.randn(1, 1, 5, 5)
+    for given in ({}, {"attn_mask": mask}):
+        torch.testing.assert_close(module(x, **given), host(x, **given), rtol=1e-4, atol=1e-4)
+
+
 def profiled(module: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     """Calls of this package's Python in a forward, and the frames between it and attention."""
     calls, frames = 0, []

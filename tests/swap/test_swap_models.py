@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from importlib import metadata
 
 import pytest
 import torch
@@ -76,6 +77,40 @@ def test_models_through_pytorch(name):
     with backend("torch"):
         report = assert_swapped_is_accurate(name)
     assert report.level == STRUCTURES.get(name, "block")
+
+
+@pytest.mark.parametrize("name", [*STRUCTURES, "torchvision", *HF_MODELS])
+def test_each_row_is_proven(name):
+    """Where a row computes something else the search may find the same level."""
+    described = {"timm": "1.0.31", "torchvision": "0.28.0", "transformers": "5.23.0"}
+    host = (dict.fromkeys(STRUCTURES, "timm") | {"torchvision": name}).get(name, "transformers")
+    if metadata.version(host).partition("+")[0] != described[host]:
+        pytest.skip(f"rows may be refused at another version than {host} {described[host]}")
+    model, _ = small(name)
+    told = swap_in(model, explain=True).explanation
+    tried = [line for line in told if ", by the table of" in line]
+    refused = [line for line in tried if not line.endswith(": proven")]
+    assert tried and (not refused or STRUCTURES.get(name) == "parts"), refused
+
+
+@pytest.mark.parametrize("gate_last", [True, False])
+def test_a_gate_in_either_half_is_fused(gate_last):
+    from timm.layers import GluMlp
+
+    model = randomize(GluMlp(16, 32, gate_last=gate_last))
+    host, x = copy.deepcopy(model), torch.randn(2, 5, 16)
+    assert "mlp, by the table of its library: proven" in str(swap_in(model, explain=True))
+    torch.testing.assert_close(model(x), host(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gate_of_attention_is_fused():
+    from timm.layers import Attention
+
+    model = randomize(Attention(32, num_heads=2, gated=True, qkv_bias=True))
+    host, x = copy.deepcopy(model), torch.randn(2, 5, 32)
+    report = str(swap_in(model, explain=True))
+    assert "by the table of its library: proven" in report and "gate of attention" in report
+    torch.testing.assert_close(model(x), host(x), rtol=1e-4, atol=1e-4)
 
 
 KERNEL_RUNS = (

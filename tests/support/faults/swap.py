@@ -698,7 +698,7 @@ FAULTS = [
         "block-mask-unread", "swap/hosts/block.py", "Block.fused_checked",
         "a block hands a mask to an attention that takes none",
         "if not given.keys() <= set(body.fused_extras):", "if False:",
-        only=("swap/test_plans.py", "swap/test_recognise.py"),
+        only=(PLANS + "test_a_mask_is_not_handed_to_an_attention_that_has_no_proof_for_it",),
     ),
     Fault(
         "block-mask-checked", "swap/hosts/block.py", "Block.fused_checked",
@@ -739,7 +739,8 @@ FAULTS = [
     Fault(
         "mlp-gate-last", "swap/hosts/mlp.py", "Mlp.fused_parts",
         "a setting of the gate's half is not asked", "gate if isinstance(gate, bool)",
-        "False if isinstance(gate, bool)", only=("swap/test_swap_models.py", *ROPE_HOSTS),
+        "False if isinstance(gate, bool)",
+        only=("swap/test_swap_models.py::test_a_gate_in_either_half_is_fused",),
     ),
     Fault(
         "plan-looked-through", "swap/plans.py", "learn",
