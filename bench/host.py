@@ -1,4 +1,5 @@
-"""Host cost: microseconds of Python and dispatch a call of each op, ours beside torch's.
+"""Host cost: microseconds of Python and dispatch a call of each op, ours beside torch's; and of
+swapped models, beside their hosts.
 
 The tensors are so small that computing takes next to nothing. With a GPU, calls are enqueued and
 not waited for. Without one everything but the launch itself still runs: checks, autograd.Function,
@@ -10,11 +11,13 @@ them several times over, so they count as zeros.
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ import fastvit_kernels as fk
 from bench.providers import BASELINE, replaced
 from bench.rows import Row
 from bench.timer import median_p20_p80
+from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON
 from fastvit_kernels.verify.cases import OPS
@@ -43,6 +47,7 @@ class Case:
     inputs: dict[str, Tensor]
     ours: Callable[..., Any]
     torch: Callable[..., Any]
+    calls: int = CALLS  # a round
 
 
 def _first(op: Op, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -71,6 +76,37 @@ def cases(device: torch.device) -> dict[str, Case]:
             _first(op, op.eager or op.specification, options),
         )
     return found
+
+
+def models() -> tuple[str, ...]:
+    """Names of swapped models of timm, where that is installed: a block, twelve layers."""
+    names = "swapped block, C = 64", "swapped 12 layers, C = 64", "swapped 12 layers, C = 192"
+    return names if find_spec("timm") is not None else ()
+
+
+def swapped_cases(device: torch.device) -> dict[str, Case]:
+    """By name of a model: one image, or its tokens."""
+    return {name: _swapped(name, device) for name in models()}
+
+
+def _swapped(name: str, device: torch.device) -> Case:
+    define_torchvision_operators()
+    from timm.models.vision_transformer import Block, VisionTransformer
+
+    C = int(name.rpartition(" ")[2])
+    if "block" in name:
+        host, x = Block(C, C // 32, init_values=1e-5), torch.randn(SIZES.B, SIZES.T, C)
+    else:
+        host = VisionTransformer(
+            img_size=32, patch_size=16, embed_dim=C, num_heads=C // 32, class_token=False,
+            global_pool="avg", num_classes=10,
+        )  # fmt: skip
+        x = torch.randn(SIZES.B, 3, 32, 32)  # four patches
+    swapped = copy.deepcopy(host.to(device))
+    fk.swap_in(swapped)
+    given = {"x": x.to(device).requires_grad_()}
+    calls = CALLS if "block" in name else max(CALLS // 5, 1)
+    return Case(given, lambda x: swapped(x), lambda x: host(x), calls)
 
 
 @contextmanager
@@ -117,21 +153,28 @@ def microseconds(call: Callable[[], Any], device: torch.device, calls: int) -> f
 
 
 def measure_host(device: torch.device) -> Iterator[Row]:
-    """A row for each op, provider and mode; its ms are the host's."""
-    for name, case in cases(device).items():
+    """A row for each op or model, provider and mode; its ms are the host's."""
+    for name, case in (swapped_cases(device) | cases(device)).items():
         for mode in MODES:
             calls = {p: call_of(case, p, mode) for p in ways(device)}
             times: dict[str, list[float]] = {p: [] for p in calls}
             for turn in range(ROUNDS + 1):
                 for provider, context in ways(device).items():
                     with context():
-                        us = microseconds(calls[provider], device, CALLS)
+                        us = microseconds(calls[provider], device, case.calls)
                     if turn:  # the first one warms up
                         times[provider].append(us)
             eager = median_p20_p80(times[BASELINE])[0]
             for provider, us in times.items():
                 ms, p20, p80 = (x / 1e3 for x in median_p20_p80(us))
                 row = Row(
-                    OP, provider, name, "fp32", mode, B=SIZES.B, T=SIZES.T, samples=ROUNDS * CALLS
+                    OP,
+                    provider,
+                    name,
+                    "fp32",
+                    mode,
+                    B=SIZES.B,
+                    T=SIZES.T,
+                    samples=ROUNDS * case.calls,
                 )
                 yield replace(row, ms=ms, ms_p20=p20, ms_p80=p80, speedup=eager / ms / 1e3)

@@ -243,7 +243,7 @@ def _profile_runner(case: Case, name: str) -> Any:
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
     providers, modes = host.ways(device), host.MODES
-    ops = REGISTRY
+    ops = (*host.models(), *REGISTRY)
     keys = tuple((host.OP, p, op, "fp32", m) for op in ops for m in modes for p in providers)
     yield Task(1, 10.0, "host cost", keys, lambda bench, names: host.measure_host(bench.device))
 

@@ -47,7 +47,8 @@ def test_rows_are_of_the_turns_after_the_first(monkeypatch):
 
     taken = {}
     monkeypatch.setattr(host, "ROUNDS", 3)
-    monkeypatch.setattr(host, "cases", lambda device: {"mlp": None})
+    monkeypatch.setattr(host, "swapped_cases", lambda device: {})
+    monkeypatch.setattr(host, "cases", lambda device: {"mlp": host.Case({}, print, print)})
     monkeypatch.setattr(host, "call_of", lambda case, provider, mode: (provider, mode))
     monkeypatch.setattr(host, "microseconds", microseconds)
     monkeypatch.setattr(
@@ -61,6 +62,20 @@ def test_rows_are_of_the_turns_after_the_first(monkeypatch):
         assert (row.ms, row.speedup) == (pytest.approx(ms), pytest.approx(speedup))
         assert row.ms_p20 <= row.ms <= row.ms_p80
         assert row.samples == 3 * host.CALLS and row.op == "host" and row.shape == "mlp"
+
+
+def test_a_swapped_model_is_beside_its_host(monkeypatch):
+    """The same weights; all that can run fused does, on one side alone."""
+    pytest.importorskip("timm")
+    reports, own = [], fk.swap_in
+    monkeypatch.setattr(fk, "swap_in", lambda model: reports.append(own(model)))
+    cases = host.swapped_cases(CPU)
+    assert [r.level for r in reports] == 3 * ["block"] and tuple(cases) == host.models()
+    for name, case in cases.items():
+        with fk.backend("torch"):
+            ours, torch_ = case.ours(**case.inputs), case.torch(**case.inputs)
+        torch.testing.assert_close(ours, torch_, rtol=1e-4, atol=1e-4)
+        assert case.calls == (host.CALLS if "block" in name else host.CALLS // 5)
 
 
 @pytest.mark.parametrize("name", list(OPS))
