@@ -257,13 +257,6 @@ class Fused:
             return self.fused_forward(given[0], **given[1])
 
 
-class WithNone(Fused):
-    """A module of transformers whose result has a place for the probabilities."""
-
-    def fused_forward(self, x: Any, **extras: Any) -> Any:
-        return super().fused_forward(x, **extras), None
-
-
 class Unfused(Fused):
     """Mixin of a class whose forward stays the host's, so that there is nothing to prove: others
     take its parts, or it calls parts that are fused."""

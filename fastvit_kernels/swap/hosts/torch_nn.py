@@ -28,7 +28,7 @@ from .fused import (
     names,
 )
 from .mlp import MlpRoles, SequentialMlp
-from .parts import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
+from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
 
 
 class MultiheadAttention(Fused):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....ops.patch_embed.functions import patch_embed
 from ....runtime.plain import is_raw
 from ..fused import Fused, Given, Unfused, bypassed, example, names
-from ..parts import PatchConv
+from ..patch_conv import PatchConv
 
 
 class MaePatches(Unfused):

@@ -1,4 +1,4 @@
-"""The parts that several hosts share: patch embedding and attention."""
+"""Patch embedding: convolutions whose kernel is their stride."""
 
 from __future__ import annotations
 
