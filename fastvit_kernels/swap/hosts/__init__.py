@@ -1,14 +1,15 @@
 """The host libraries: for each class that is understood, what gives it a fused forward.
 
-What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and one
-class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale, DropPath in
-fused.py and leaves.py). A host file (timm.py, torch_nn.py, torchvision.py, transformers.py) has a
-table, host class path -> such a class, or a row: the class with the roles. A search by structure finds
-roles of hosts that no table has (searched.py). special/ has what is more than its roles.
+What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
+one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
+DropPath in fused.py and leaves.py). A host file (timm.py, torch_nn.py, torchvision.py,
+transformers.py) has a table, host class path -> such a class, or a row: the class with the roles. A
+search by structure finds roles of hosts that no table has (searched.py). special/ has what is more
+than its roles.
 
-The swapped class is `(mixin, host class)`, built when the first module of that class is met and kept
-as an attribute of the host file, where pickle finds it; it keeps the host class's `__name__`, because
-wrap policies go by that name. A host library is imported by its own models, never by us.
+The swapped class is `(mixin, host class)`, built when the first module of that class is met and
+kept as an attribute of the host file, where pickle finds it; it keeps the host class's `__name__`,
+because wrap policies go by that name. A host library is imported by its own models, never by us.
 
 What a class has a row for, where the search by structure would find it too: a hook on one part of
 an attention or MLP calls that part alone, while a recognised one runs its host's forward; and
