@@ -695,6 +695,17 @@ FAULTS = [
         only=(MODES_FILE + "test_attention_drops_in_training_alone[packed qwen3_vl]",),
     ),
     Fault(
+        "row-edited", "swap/hosts/__init__.py", "_made",
+        "another row of a class is not taken", "tuple(more.items())", "0",
+        only=("swap/test_family.py",),
+    ),
+    Fault(
+        "row-unknown-part", "swap/hosts/roles.py", "Roles.fused_known",
+        "a child that no role names is passed over",
+        'cls.fused_children | {n.partition(".")[0] for n in cls.fused_named() if n}',
+        "frozenset()", only=("swap/test_family.py",),
+    ),
+    Fault(
         "block-mask-unread", "swap/hosts/block.py", "Block.fused_checked",
         "a block hands a mask to an attention that takes none",
         "if not given.keys() <= set(body.fused_extras):", "if False:",
