@@ -103,6 +103,17 @@ def test_a_gate_in_either_half_is_fused(gate_last):
     torch.testing.assert_close(model(x), host(x), rtol=1e-4, atol=1e-4)
 
 
+def test_each_dropout_that_is_called_is_reported():
+    from timm.layers import GluMlp
+
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True)
+    for module, wanted in (
+        (layer, ["dropout", "dropout1", "dropout2"]), (GluMlp(16, 32, drop=0.1), ["drop1", "drop2"]),
+    ):  # fmt: skip
+        report = swap_in(module)
+        assert sorted(r.name for r in report.left if "a kernel of its own" in r.reason) == wanted
+
+
 def test_a_gate_of_attention_is_fused():
     from timm.layers import Attention
 

@@ -130,8 +130,7 @@ def takes(module: Any, x: Tensor) -> bool:
 
 
 def resolved_attention(
-    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int,
-    heads: int = 0,
+    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int
 ) -> Resolved:  # fmt: skip
     """Attention by plain Linears with all decided, for calls that give x alone.
 
@@ -302,6 +301,7 @@ class Attention(Roles):
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
         norms, by_host = self.fused_norms(), angles is not None and turn is None
         usual = not (by_host or roles.causal or roles.along or roles.turn) and norms is not None
+        low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
         packed = self.fused_packed() if usual and roles.layout == "3HD" else None
         if norms is not None and packed is not None:
             return attend_turned(x, packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
@@ -311,9 +311,8 @@ class Attention(Roles):
             if norms is not None and usual and roles.layout == "3HD":
                 return attend_qkv(qkv, H, turn, norms, **given)
             axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
-            qkv = qkv.unflatten(-1, axes).movedim(
-                roles.layout.index("3") - 3, -3
-            )  # (B, T, 3, H, D)
+            three = roles.layout.index("3") - 3
+            qkv = qkv.unflatten(-1, axes).movedim(three, -3)  # (B, T, 3, H, D)
             plain = usual and norms is NO_NORMS and turn is None and qkv.stride(-1) == 1
             if plain and packable(D, given["dropout_p"]):
                 return attention(qkv, attn_mask=given.pop("mask"), **given)
@@ -325,13 +324,13 @@ class Attention(Roles):
             else:
                 q, k, v = (self.fused_project(place, x) for place in range(3))
             if roles.wide_norms:
-                q, k = self.fused_normed(q, k)
+                q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
         groups = getattr(self, roles.groups, 1) if roles.groups else 1
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
-            q, k = self.fused_normed(q, k)
+            q, k = self.fused_normed(q, k, low)
         q, k = rotary.turned(q, k, turn, norms or NO_NORMS)
         if by_host:
             q, k = (t.type_as(v) for t in self.fused_rotated(q, k, angles))
@@ -366,9 +365,9 @@ class Attention(Roles):
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
         return rotary.head_norms(q_norm, k_norm, self.fused_head_dim())
 
-    def fused_normed(self: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return normed(q_norm, q, True)[0], normed(k_norm, k, True)[0]
+        return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
 
     def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
         out = self.fused_out()

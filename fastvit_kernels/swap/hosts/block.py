@@ -231,7 +231,8 @@ class Block(Roles):
             yield from super().fused_left()
         for step in self.fused_roles.steps:
             if step.inline is not None and not self.fused_searched:
-                yield from left_dropouts(self, step.inline.after)
+                dropouts = getattr(step.inline, "drop", ""), step.inline.after
+                yield from left_dropouts(self, *filter(None, dropouts))
             yield from left_dropouts(self, *(n for n in step.tail if "." not in n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
