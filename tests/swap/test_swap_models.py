@@ -107,9 +107,8 @@ def test_each_dropout_that_is_called_is_reported():
     from timm.layers import GluMlp
 
     layer = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True)
-    for module, wanted in (
-        (layer, ["dropout", "dropout1", "dropout2"]), (GluMlp(16, 32, drop=0.1), ["drop1", "drop2"]),
-    ):  # fmt: skip
+    mlp = GluMlp(16, 32, drop=0.1)
+    for module, wanted in (layer, ["dropout", "dropout1", "dropout2"]), (mlp, ["drop1", "drop2"]):
         report = swap_in(module)
         assert sorted(r.name for r in report.left if "a kernel of its own" in r.reason) == wanted
 
