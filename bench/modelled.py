@@ -1,4 +1,4 @@
-"""Attention by the model of fastvit_kernels/tools/loop_model.py, beside Triton kernels of others.
+"""Attention by the model of tests/machine/loop_model.py, beside Triton kernels of others.
 
     python -m bench.modelled --arch sm_90 --tokens 197 257 577 1025 \\
         --tutorial 06-fused-attention.py --flash-attn flash_attn_triton.py
@@ -27,12 +27,13 @@ import torch
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.commands.options import add_batch, positive
-from fastvit_kernels.tools.aot import CompileError, Trace, tracing
-from fastvit_kernels.tools.examine import timed
-from fastvit_kernels.tools.faults import faults
-from fastvit_kernels.tools.loop_model import ROOFS
-from fastvit_kernels.tools.rank import trace_time
+from fastvit_kernels.tools.aot import CompileError
 from fastvit_kernels.tools.resources import TARGETS
+from tests.machine.examine import timed
+from tests.machine.faults import faults
+from tests.machine.launches import Trace, tracing
+from tests.machine.loop_model import ROOFS
+from tests.machine.ranking import trace_time
 
 # (B, T, H, D) -> the output of a forward, and what its backward takes
 Run = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]

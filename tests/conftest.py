@@ -88,8 +88,8 @@ def pytest_addoption(parser):
 
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
-ON_THE_CPU = ("commands", "swap", "tools", "test_bench*.py", "test_contact.py", "test_targets.py")
-ON_THE_CPU += ("test_traffic.py",)
+ON_THE_CPU = ("commands", "hub", "machine", "model_coverage", "swap", "tools", "test_bench*.py")
+ON_THE_CPU += ("test_contact.py", "test_targets.py", "test_traffic.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -35,9 +35,7 @@ COMMANDS = {
     "check": Command("check", "compare every kernel with float64 on this machine", True),
     "compile": Command("compile", "compile the kernels for GPUs that are not here", False),
     "tune": Command("tune", "choose launch configs by measuring them on this GPU", False),
-    "coverage": Command("coverage", "list the models that swap_in understands", True),
     "probe": Command("probe", "k-NN and a linear probe on a model's frozen features", False),
-    "hub-layout": Command("hub_layout", "write a repository for the Hub's kernels library", False),
     "attention-maps": Command("attention_maps", "draw where each head of a ViT looks", False),
 }
 

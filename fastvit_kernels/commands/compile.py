@@ -1,30 +1,31 @@
 """`fastvit-kernels compile`: the kernels of a step, compiled for named GPUs, in a table.
 
-They stay in Triton's cache, so a GPU of that kind finds them there. `--gate` and `--rank` are for
-those who change a kernel: docs/compile.md.
+They stay in Triton's cache, where a GPU of that kind finds them: docs/compile.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from ..models.gated_mlp import GluMlp, SwiGLU
+from ..models.modules import Mlp
+from ..models.presets import create_vit
 from ..runtime.backend import gpu
-from ..tools.aot import CompileError, Share, compile_step, trace_step
+from ..tools.aot import CompileError, Share, compile_step
 from ..tools.resources import TARGETS, Kernel
-from . import options, rank
+from . import options
 from .console import CommandError, aligned
-from .gate import broken_rules, run_gate
-from .models import fused_model
-from .resources import HEADER, cells
-from .steps import model_step
+from .models import fused_model, input_shape, run_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,17 +41,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser, default="bf16")
     options.add_json(parser)
     parser.add_argument(
-        "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N",
-        help="processes that compile (default 1; one for each processor with --gate)",
+        "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N", default=1,
+        help="processes that compile (default 1)",
     )  # fmt: skip
-    # For CI and for those who change a kernel: docs/compile.md explains them.
-    parser.add_argument("--gate", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--table", type=Path, default=Path("docs/resources.md"), help=argparse.SUPPRESS
-    )
-    parser.add_argument("--update", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--changed", action="store_true", help=argparse.SUPPRESS)
-    rank.add_arguments(parser)
+
+
+def model_step(
+    model: str | nn.Module,
+    batch: int,
+    dtype: str,
+    *,
+    train: bool,
+    overrides: dict[str, Any] | None = None,
+    recompute: bool = True,
+) -> Callable[[], None]:
+    """A step of a model: forward, and where `train` cross-entropy and backward.
+
+    Args:
+        model: a name of create_vit, or a module on the meta device.
+    """
+
+    def step() -> None:
+        vit = model
+        if isinstance(vit, str):
+            with torch.device("meta"):  # where torch's initialisers do nothing
+                vit = create_vit(vit, **(overrides or {}))
+        vit.train(train)
+        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in vit.named_buffers()}
+        for name, p in vit.named_parameters():
+            empty = torch.empty(p.shape, dtype=p.dtype)
+            state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        for module in vit.modules():
+            if isinstance(module, (Mlp, GluMlp, SwiGLU)):
+                module.recompute = recompute
+        images = torch.empty(batch, *input_shape(vit))
+        forward = functools.partial(torch.func.functional_call, vit, state)
+        run_step(forward, images, dtype, train=train)
+
+    return step
 
 
 def _step(args: argparse.Namespace) -> Callable[[], None]:
@@ -69,31 +97,37 @@ def _arch_here() -> str:
 
 
 def _fill_cache(args: argparse.Namespace, arch: str, share: Share) -> None:
-    trace_step(_step(args), TARGETS[arch], share)
+    compile_step(_step(args), TARGETS[arch], share)
 
 
 def _compile(args: argparse.Namespace) -> dict[str, list[Kernel]]:
     """The kernels of each target; with several processes each first compiles its share."""
     archs = args.arch or [_arch_here()]
     step = _step(args)  # a mistake is found before processes start
-    if (jobs := args.jobs or 1) > 1:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            shares = [(arch, Share(i, jobs)) for arch in archs for i in range(jobs)]
+    if args.jobs > 1:
+        with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+            shares = [(arch, Share(i, args.jobs)) for arch in archs for i in range(args.jobs)]
             for done in [pool.submit(_fill_cache, args, *share) for share in shares]:
                 done.result()
     return {arch: compile_step(step, TARGETS[arch]) for arch in archs}
 
 
+HEADER = (
+    "kernel", "config", "pointers", "registers", "spills", "shared", "warps/SM", "tensor cores",
+    "async copies", "compile s",
+)  # fmt: skip
+
+
+def _cells(k: Kernel) -> tuple[str, ...]:
+    warps = "-" if k.warps_per_sm is None else str(k.warps_per_sm)
+    figures = (str(k.registers), str(k.spills), str(k.shared), warps)
+    names = (k.tensor_cores or "-", k.copies or "-")
+    return (k.kernel, k.config, k.dtypes, *figures, *names, f"{k.seconds:.2f}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Compile and print; the exit status."""
     try:
-        if args.rank is not None:
-            return rank.run_rank(args)
-        if args.gate:
-            if args.update and (args.arch or args.changed):
-                raise CommandError("--update writes every row: leave out --arch and --changed")
-            archs = args.arch or list(TARGETS)
-            return run_gate(archs, args.table, args.update, args.changed, args.jobs)
         compiled = _compile(args)
     except CompileError as error:
         print(f"fastvit-kernels compile: {error}", file=sys.stderr)
@@ -104,11 +138,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([k.as_dict() for kernels in compiled.values() for k in kernels], indent=1))
         return 0
     for arch, kernels in compiled.items():
-        rows = [(*cells(k), f"{k.seconds:.2f}") for k in kernels]
         what = "training" if args.train else "inference"
         print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}; a block may have")
         print(f"{TARGETS[arch].shared_limit} bytes of shared memory\n")
-        print(aligned([(*HEADER, "compile s"), *rows]), end="\n\n")
-    problems = broken_rules(k for kernels in compiled.values() for k in kernels)
+        print(aligned([HEADER, *map(_cells, kernels)]), end="\n\n")
+    problems = [text for kernels in compiled.values() for k in kernels for text in k.problems()]
     print(*problems, sep="\n", end="\n" if problems else "")
     return 0

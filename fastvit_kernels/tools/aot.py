@@ -9,11 +9,9 @@ the target. What the tensors' device does change, and how the cache keys compare
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,9 +21,7 @@ from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from ..runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
-from .machine_code import Code
 from .resources import TARGETS, Kernel, Target, inspect
-from .specialisation import digest_of, specialisation
 
 
 class CompileError(RuntimeError):
@@ -36,36 +32,68 @@ class Launch(NamedTuple):
     """One launch of a step: the kernel, its grid, and what it was given."""
 
     kernel: Kernel
-    code: Code | None  # None on AMD
+    compiled: Any  # Triton's CompiledKernel
     grid: tuple[int, ...]
-    arguments: dict[str, Any]  # by name, constexprs too; tensors as (shape, dtype)
-    integers: tuple[int | None, ...]  # the compiled kernel's arguments in order
-    tensor_bytes: int  # of its tensors, each element once
+    arguments: dict[str, Any]  # by name, constexprs too; tensors are fake
 
 
-class LibraryCall(NamedTuple):
-    """One call of PyTorch's own operators in a step: what it multiplies, reads and writes."""
+class Share(NamedTuple):
+    """One of several processes' part of a step: each `of`-th of its specialisations."""
 
-    name: str
-    M: int
-    N: int
-    K: int  # 0 where it is no product
-    tensor_bytes: int
+    number: int
+    of: int
 
 
-@dataclass
+WHOLE = Share(0, 1)
+
+
+def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], str] = repr) -> str:
+    """In words, what a launch compiles: equal where Triton compiles once.
+
+    Args:
+        name: of a Triton function among the constants.
+    """
+
+    def word(x: Any, is_constexpr: bool) -> str:
+        if isinstance(x, Tensor):
+            return f"{x.dtype} {int(x.storage_offset()) * x.element_size() % 16 == 0}"
+        if isinstance(x, int) and not is_constexpr:
+            return f"{x == 1} {x % 16 == 0} {x >> 31 != 0}"
+        if type(x) is tuple:
+            return f"({', '.join(word(each, is_constexpr) for each in x)})"
+        return name(x) if hasattr(x, "src") else repr(x)
+
+    words = [word(given[p.name], p.is_constexpr) for p in function.params]
+    return "|".join([function.__qualname__, *words])
+
+
 class Trace:
-    """What a step would launch, in order."""
+    """What a step would launch, in order. A subclass may leave out some of it, or see more."""
 
-    launches: list[Launch] = field(default_factory=list)
-    torch_calls: list[LibraryCall] = field(default_factory=list)
-    digests: set[str] = field(default_factory=set)  # of what was compiled: `digest_of`
-    known: set[str] = field(default_factory=set)  # of what was not, since `tracing` was told so
+    def __init__(self, share: Share = WHOLE):
+        self.share = share
+        self.launches: list[Any] = []  # Launch, or what a subclass makes of it
+        self._order: dict[str, int] = {}
 
     @property
     def kernels(self) -> list[Kernel]:
         """Each specialisation once."""
         return list({launch.kernel.key: launch.kernel for launch in self.launches}.values())
+
+    def wants(self, function: Any, given: dict[str, Any], options: dict[str, Any]) -> bool:
+        """Whether this launch is compiled and listed."""
+        words = f"{specialisation(function, given)}|{options}"
+        return self._order.setdefault(words, len(self._order)) % self.share.of == self.share.number
+
+    def compile(self, run: Callable[[], Any]) -> Any:
+        """Triton's compiled kernel of a launch."""
+        return run()
+
+    def launched(self, launch: Launch) -> None:
+        self.launches.append(launch)
+
+    def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """One of PyTorch's own operators ran."""
 
 
 def tensor_bytes(x: Tensor) -> int:
@@ -110,53 +138,17 @@ class _RunLaunchers(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastvit_kernels":
             result = func(*args, **(kwargs or {}))
-            if (call := _library_call(func, args, result)) is not None:
-                self.trace.torch_calls.append(call)
+            self.trace.called(func, args, result)
             return result
         with self:  # launchers may call operators
             return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
 
 
-_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand
-
-
-def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | None:
-    """What a call of torch's operators costs; None for one that moves nothing: views, empty."""
-    name = func.overloadpacket.__name__
-    if (
-        func.namespace != "aten"
-        or func.is_view
-        or name.startswith(("empty", "new_empty", "_unsafe_view", "detach"))
-    ):
-        return None
-    tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
-    moved = sum(tensor_bytes(x) for x in tensors)
-    if not moved:
-        return None
-    M = N = K = 0
-    if (place := _PRODUCTS.get(name)) is not None:
-        *batch, M, K = args[place].shape
-        M, N = M * math.prod(batch), args[place + 1].shape[-1]
-    return LibraryCall(name, M, N, K, moved)
-
-
-class Share(NamedTuple):
-    """One of several processes' part of a step: each `of`-th of its specialisations."""
-
-    number: int
-    of: int
-
-
-WHOLE = Share(0, 1)
-
-
 @contextmanager
-def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) -> Iterator[Trace]:
-    """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace.
+def tracing(target: Target, trace: Trace) -> Iterator[None]:
+    """Inside, tensors are fake, and what would be launched on `target` joins the trace.
 
-    Args:
-        share: compile and list this part alone.
-        known: digests of specialisations to leave out; the trace names those it met.
+    Raises: CompileError; RuntimeError where there is no triton or it interprets.
     """
     if not HAS_TRITON:
         raise RuntimeError("triton is not installed")
@@ -165,9 +157,7 @@ def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    trace = Trace()
-    seen: dict[str, tuple[Kernel, Code | None]] = {}
-    order: dict[str, int] = {}
+    seen: dict[str, Kernel] = {}
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -175,29 +165,24 @@ def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
         given = self.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in names})
         given.apply_defaults()
         options = {k: x for k, x in kwargs.items() if k not in names}
-        same = f"{specialisation(self, given.arguments)}|{options}"
-        if order.setdefault(same, len(order)) % share.of != share.number:
+        if not trace.wants(self, given.arguments, options):
             return
-        digest = digest_of(self, same, target.name)
-        if digest in known:
-            trace.known.add(digest)
-            return
-        kwargs = {k: _pointers(x) for k, x in kwargs.items()}
+        pointers = tuple(map(_pointers, args)), {k: _pointers(x) for k, x in kwargs.items()}
         timings: list[float] = []
         triton.knobs.compilation.listener = lambda *, times, cache_hit, **_: timings.append(
             0.0 if cache_hit else times.total / 1e6
         )
         try:
-            with redirect_stdout(io.StringIO()) as remarks:  # where Triton prints them
-                compiled: Any = run(self, *map(_pointers, args), grid=grid, warmup=True, **kwargs)
+            compiled: Any = trace.compile(
+                lambda: run(self, *pointers[0], grid=grid, warmup=True, **pointers[1])
+            )
         except Exception as error:
             name = self.fn.__name__
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
-            seen[compiled.hash] = inspect(compiled, target, sum(timings), remarks.getvalue())
-        trace.digests.add(digest)
-        grid = grid(given.arguments) if callable(grid) else grid
-        trace.launches.append(_launch(*seen[compiled.hash], compiled, grid, given.arguments))
+            seen[compiled.hash] = inspect(compiled, target, sum(timings))
+        grid = tuple(grid(given.arguments) if callable(grid) else grid)
+        trace.launched(Launch(seen[compiled.hash], compiled, grid, dict(given.arguments)))
 
     former_driver = active_driver(driver)
     driver.set_active(_absent_driver(target))
@@ -205,39 +190,30 @@ def tracing(target: Target, share: Share = WHOLE, known: Container[str] = ()) ->
     try:
         with (
             triton.knobs.compilation.scope(),
-            triton.knobs.nvidia.scope(),
             on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
             FakeTensorMode(),
             _RunLaunchers(trace),
             backend("triton"),
         ):
-            triton.knobs.nvidia.dump_ptxas_log = True
-            yield trace
+            yield
     finally:
         JITFunction.run = run
         driver.set_active(former_driver)  # pyright: ignore[reportArgumentType]
 
 
-def trace_step(
-    step: Callable[[], Any], target: Target, share: Share = WHOLE, known: Container[str] = ()
-) -> Trace:
-    """Compile the kernels that `step()` would launch on `target`.
+def compile_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) -> list[Kernel]:
+    """The kernels that `step()` would launch on `target`, each specialisation once, in order.
 
     Args:
         step: makes its own tensors, on the CPU; they are fake, so any size is free.
         target: one of TARGETS.
         share: this part of the kernels alone.
-        known: digests of specialisations to leave out.
     Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
     """
-    with tracing(target, share, known) as trace:
+    trace = Trace(share)
+    with tracing(target, trace):
         step()
-    return trace
-
-
-def compile_step(step: Callable[[], Any], target: Target) -> list[Kernel]:
-    """The kernels of `trace_step`: each specialisation once, in launch order."""
-    return trace_step(step, target).kernels
+    return trace.kernels
 
 
 def _pointers(x: Any) -> Any:
@@ -245,27 +221,3 @@ def _pointers(x: Any) -> Any:
     if isinstance(x, Tensor):
         return _Pointer(x)
     return tuple(map(_pointers, x)) if type(x) is tuple else x
-
-
-def _launch(
-    kernel: Kernel, code: Code | None, compiled: Any, grid: Sequence[int], given: dict[str, Any]
-) -> Launch:
-    integers: list[int | None] = []
-    tensors: list[Tensor] = []
-
-    def add(kind: Any, value: Any) -> None:
-        if isinstance(kind, tuple):
-            for inner, each in zip(kind, value, strict=True):
-                add(inner, each)
-        elif kind != "constexpr":
-            integers.append(value if isinstance(value, int) else None)
-        if isinstance(value, Tensor):
-            tensors.append(value)
-
-    for name, kind in compiled.src.signature.items():
-        add(kind, given[name])
-    arguments = {
-        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()
-    }
-    moved = sum(map(tensor_bytes, tensors))
-    return Launch(kernel, code, tuple(grid), arguments, tuple(integers), moved)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .machine_code import Code, keep_remarks, printed_by
+from ..runtime.triton import triton
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ TARGETS = {
         Target("gfx942", 304, 64 * KB),  # MI300X
     )
 }
+GATED = ("sm_80", "sm_90")  # where no kernel may spill
 REGISTERS_PER_SM = 65536
 SHARED_RESERVED = 1 * KB  # a block, by the CUDA runtime
 
@@ -67,24 +71,24 @@ class Kernel:
     copies: str  # "cp.async", "TMA", joined by "+"
     seconds: float  # to compile, 0 from the cache
     key: str  # Triton's cache key
-    # What `examine` adds, of a launch on one of loop_model.ROOFS; a model, no measurement.
-    hot_loop: str = ""  # the unit that bounds it, and its cycles for one warp's iteration
-    products: str = ""  # waits and HGMMA of the hot loop, "2/8"
-    useful: float | None = None  # multiply-adds that the shape asks for over those done
-    faults: tuple[str, ...] = ()  # faults.py
-
-    def row_key(self) -> tuple[str, str, str, str]:
-        return self.arch, self.kernel, self.config, self.dtypes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def problems(self) -> Iterator[str]:
+        """What no kernel of this package may do, each in one sentence with the kernel's name."""
+        name = f"{self.arch} {self.kernel} [{self.config}; {self.dtypes}]"
+        if self.shared > self.shared_limit:
+            yield f"{name}: {self.shared} bytes of shared memory, a block has {self.shared_limit}"
+        if self.arch in GATED and self.spills:
+            yield f"{name}: spills {self.spills} bytes a thread"
+        if self.arch == "sm_90" and self.needs_tensor_cores and "wgmma" not in self.tensor_cores:
+            yield f"{name}: multiplies 16-bit tiles without wgmma"
 
-def inspect(
-    compiled: Any, target: Target, seconds: float, remarks: str
-) -> tuple[Kernel, Code | None]:
-    metadata, num_warps = compiled.metadata, _num_warps(compiled)
-    code = None
+
+def inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
+    """What a kernel that Triton compiled for this target takes."""
+    metadata, warps = compiled.metadata, num_warps(compiled)
     if target.is_amd:
         registers, spills = _amd_usage(compiled.asm["amdgcn"])
         kinds = {"mfma": "v_mfma"}
@@ -95,10 +99,8 @@ def inspect(
         kinds = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
         text = compiled.asm["ptx"]
         copy_kinds = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
-        keep_remarks(compiled, remarks)
-        code = Code(compiled, num_warps)
     config, dtypes = _label(compiled)
-    kernel = Kernel(
+    return Kernel(
         kernel=metadata.name.removeprefix("_").removesuffix("_kernel"),
         config=config,
         dtypes=dtypes,
@@ -107,17 +109,16 @@ def inspect(
         spills=spills,
         shared=metadata.shared,
         shared_limit=target.shared_limit,
-        warps_per_sm=_warps_per_sm(target, registers, metadata.shared, num_warps),
+        warps_per_sm=_warps_per_sm(target, registers, metadata.shared, warps),
         tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
         needs_tensor_cores=_multiplies_16_bit(compiled.asm["ttir"]),
         copies="+".join(kind for kind, sign in copy_kinds.items() if sign in text),
         seconds=seconds,
         key=compiled.hash,
     )
-    return kernel, code
 
 
-def _num_warps(compiled: Any) -> int:
+def num_warps(compiled: Any) -> int:
     """Warps of a block, those that warp specialisation adds included."""
     match = re.search(r'"ttg.total-num-warps" = (\d+)', compiled.asm["ttgir"])
     return int(match[1]) if match else compiled.metadata.num_warps
@@ -139,6 +140,15 @@ def _label(compiled: Any) -> tuple[str, str]:
 
 def _multiplies_16_bit(ttir: str) -> bool:
     return any(re.search(r"x(b?f16)[,>]", line) for line in ttir.splitlines() if "tt.dot" in line)
+
+
+def printed_by(tool: str, cubin: bytes, *options: str) -> str:
+    """What nvdisasm or cuobjdump, as Triton brings them, print of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [getattr(triton.knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:

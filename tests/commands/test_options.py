@@ -66,13 +66,6 @@ def test_a_flag_takes_the_same_kind_of_value_everywhere():
     assert all(len(kind) == 1 for flag, kind in kinds.items() if flag not in ("--train", "--infer"))
 
 
-def test_what_serves_ci_alone_is_not_in_the_help(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["compile", "--help"])
-    assert "--update" not in capsys.readouterr().out
-    assert cli.build_parser(["compile"]).parse_args(["compile", "--gate"]).gate is True
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -144,8 +137,7 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
     command = command.removeprefix("bench ")
 
     def read(value):
-        place = {"hub-layout": ["folder"], "attention-maps": ["image", "--weights", "file"],
-                 "compare": ["a", "b"]}  # fmt: skip
+        place = {"attention-maps": ["image", "--weights", "file"], "compare": ["a", "b"]}
         words = [command, *place.get(command, []), flag, value]
         parser = bench_parser() if program.endswith("bench") else cli.build_parser(words)
         return vars(parser.parse_args(words))

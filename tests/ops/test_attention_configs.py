@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,13 @@ from fastvit_kernels.ops.attention.tiling import query_parts
 from fastvit_kernels.runtime.backend import Gpu, gpu
 from fastvit_kernels.runtime.configs import ConfigTable, forced
 from fastvit_kernels.runtime.triton import VERSION
+from tests.machine.gate import TABLE
+from tests.machine.table import read_table
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 TABLES = (FWD_TABLE, ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE)
 H100 = Gpu("sm_90", 132, 227 * 1024)
 A100 = Gpu("sm_80", 108, 163 * 1024)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "resources.md"
 
 
 def _problem(B: int, T: int, H: int, D: int, dtype: torch.dtype, on: Gpu | None = None) -> Problem:
@@ -84,23 +84,20 @@ def test_attention_under_every_config(table, config):
 
 
 def _compiled(table: ConfigTable[Any]) -> dict[tuple[Gpu, str, int, str], set[tuple[int, ...]]]:
-    """The configs on the page of the compile gate by GPU, dtype, head dim and mask: the rows that a
-    program owns, those that it loops over, warps, stages."""
+    """The configs in the gate's table by GPU, dtype, head dim and mask: the rows that a program
+    owns, those that it loops over, warps, stages."""
     found: dict[tuple[Gpu, str, int, str], set[tuple[int, ...]]] = {}
-    on: Gpu | None = None
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            on = next((g for g in (A100, H100) if g.arch in line), None)
-        if not (on and line.startswith(f"| {table.name} | D=")) or " VARLEN " in line:
+    gpus = {g.arch: g for g in (A100, H100)}
+    for arch, kernel, config, pointers in read_table(TABLE):
+        if arch not in gpus or kernel != table.name or " VARLEN " in config:
             continue
-        _, _, config, pointers, *_ = line.split("|")
         *words, warps, stages = config.split()
         sizes = dict(word.split("=") for word in words if "=" in word)
         mask = "causal" if "IS_CAUSAL" in words else sizes["MASK"]
         mask += "+dropout" * ("HAS_DROPOUT" in words)
         tile = (int(sizes["BLOCK_Q"]), int(sizes["BLOCK_KV"]))[:: -1 if table is DKDV_TABLE else 1]
-        dtype = "bf16" if {"bf16", "fp16"} & {*pointers.strip().split(",")} else "fp32"
-        known = found.setdefault((on, dtype, int(sizes["D"]), mask), set())
+        dtype = "bf16" if {"bf16", "fp16"} & {*pointers.split(",")} else "fp32"
+        known = found.setdefault((gpus[arch], dtype, int(sizes["D"]), mask), set())
         known.add((*tile, int(warps[1:]), int(stages[1:])))
     return found
 

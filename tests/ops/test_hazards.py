@@ -266,7 +266,7 @@ def keep(compiled, *_):
             (out / f"{name}.{kind}").write_text(compiled.asm[kind])
         config, dtypes = resources._label(compiled)
         (out / f"{name}.label").write_text(f"{config}; {dtypes}\\n{compiled.metadata.shared}")
-        kept[compiled.hash] = SimpleNamespace(key=compiled.hash), None
+        kept[compiled.hash] = SimpleNamespace(key=compiled.hash)
     return kept[compiled.hash]
 
 aot.inspect = keep

@@ -25,7 +25,7 @@ def build() -> Any:
     import timm
 
     from fastvit_kernels import swap_in
-    from fastvit_kernels.commands.coverage import randomize
+    from tests.model_coverage.compare import randomize
 
     torch.manual_seed(0)
     model = timm.create_model(

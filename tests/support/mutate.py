@@ -83,7 +83,7 @@ def plant(fault: Fault, source: str) -> str:
 
 
 def package_file(fault: Fault, root: Path = ROOT) -> Path:
-    home = root if fault.file.startswith("bench/") else root / "fastvit_kernels"
+    home = root if fault.file.startswith(("bench/", "tests/")) else root / "fastvit_kernels"
     return home / fault.file
 
 

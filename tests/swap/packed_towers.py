@@ -9,7 +9,7 @@ import torch
 from private import set_attention
 from torch import Tensor, nn
 
-from fastvit_kernels.commands.beside import randomize
+from tests.model_coverage.compare import randomize
 
 PATCH = dict(depth=2, patch_size=4, num_heads=2, out_hidden_size=48)
 WIDE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, **PATCH)

@@ -8,8 +8,8 @@ from numerics import DEVICE
 from torch import nn
 
 from fastvit_kernels import swap_in
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small, torchvision_small
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small, torchvision_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

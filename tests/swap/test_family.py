@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fastvit_kernels import swap_in
-from fastvit_kernels.commands.beside import randomize
 from fastvit_kernels.swap import prove
 from fastvit_kernels.swap.hosts import transformers as table
+from tests.model_coverage.compare import randomize
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 SIZES = dict(

@@ -18,9 +18,9 @@ from test_rope_hosts import small as rope_small
 from torch import nn
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands.beside import randomize
-from fastvit_kernels.commands.zoo import hf_small, timm_small, torchvision_small
 from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small, timm_small, torchvision_small
 
 PATHS = dict(drop_path_rate=0.3)
 OWN = {

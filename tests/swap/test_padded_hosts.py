@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.beside import difference, model_errors, randomize
-from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.swap.hosts import attend
 from fastvit_kernels.swap.hosts.special import mae
+from tests.model_coverage.compare import difference, model_errors, randomize
+from tests.model_coverage.model_zoo import hf_small
 
 transformers = pytest.importorskip("transformers")
 

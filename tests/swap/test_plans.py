@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels
 from fastvit_kernels import backend, set_backend, swap_in
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.runtime import recompute
 from fastvit_kernels.runtime.compat import QuietMode
 from fastvit_kernels.swap import plans, prove
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small
 
 timm = pytest.importorskip("timm")
 HOME = str(Path(fastvit_kernels.__file__).parent)

@@ -20,14 +20,14 @@ from private import is_in_torch_dispatch_mode, set_attention
 from torch import nn
 
 from fastvit_kernels import backend, get_backend, set_backend, swap_in, watch
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 from fastvit_kernels.runtime.compat import has_global_hook
 from fastvit_kernels.runtime.plain import is_plain
 from fastvit_kernels.swap import apply, copies, facts, plans, prove, rates, recognise
 from fastvit_kernels.swap.hosts import attention, branch, fused, mlp, torch_nn
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.recognise import Found
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import HF_MODELS, hf_small, timm_small, torchvision_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

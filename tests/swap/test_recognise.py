@@ -21,11 +21,11 @@ from outside import by_hand, dino, dinov3, look_alikes, others
 from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out, watch
-from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
 from fastvit_kernels.swap.hosts import mlp, searched
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
+from tests.model_coverage.compare import randomize
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ from test_recognise import assert_block_level, assert_same, ran  # noqa: F401
 from torch import nn
 
 from fastvit_kernels import backend, status, swap_in
-from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import plans
 from fastvit_kernels.swap.hosts.block import Block
 from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage.compare import randomize
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from outside import others
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.coverage import randomize
+from tests.model_coverage.compare import randomize
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.runtime import dispatch, recompute
 from fastvit_kernels.runtime.compat import TorchDispatchMode, collector_of
 from fastvit_kernels.runtime.plain import is_hooked
+from tests.model_coverage.compare import randomize
 
 
 class Counter(TorchDispatchMode):

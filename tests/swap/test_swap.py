@@ -29,11 +29,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import SwapReport, backend, swap_in, swap_out
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small, timm_small
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.swap import report
 from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small, timm_small
 
 timm = pytest.importorskip("timm")
 

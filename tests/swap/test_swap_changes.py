@@ -14,9 +14,9 @@ from private import PADDING_OF_MODE, SELF_ATTENTION, NoFunction
 from torch import nn
 
 from fastvit_kernels import backend, register_attention, swap_in
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small, timm_small
 from fastvit_kernels.runtime.plain import is_plain
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small, timm_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

@@ -21,10 +21,10 @@ from fastvit_kernels import (
     swap_in,
     varlen_attention,
 )
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import LAUNCHERS
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import HF_MODELS, hf_small, timm_small
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")

@@ -12,10 +12,10 @@ from torch import nn
 
 import fastvit_kernels
 from fastvit_kernels import backend, swap_in, swap_out
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.runtime.compat import attention_of
 from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

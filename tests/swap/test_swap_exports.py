@@ -14,13 +14,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_kernels import backend, create_vit, swap_in, swap_out
-from fastvit_kernels.commands import zoo
-from fastvit_kernels.commands.coverage import randomize
+from fastvit_kernels.commands.zoo import define_torchvision_operators
+from tests.model_coverage import model_zoo
+from tests.model_coverage.compare import randomize
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 pytest.importorskip("transformers")
-zoo.define_torchvision_operators()
+define_torchvision_operators()
 
 
 class Logits(torch.nn.Module):
@@ -37,11 +38,11 @@ class Logits(torch.nn.Module):
 def _of(host, name=None):
     torch.manual_seed(0)
     if host == "timm":
-        model, images = zoo.timm_small(name or "vit_tiny_patch16_224")
+        model, images = model_zoo.timm_small(name or "vit_tiny_patch16_224")
     elif host == "torchvision":
-        model, images = zoo.torchvision_small()
+        model, images = model_zoo.torchvision_small()
     else:
-        model, inputs = zoo.hf_small(name or "dinov2")
+        model, inputs = model_zoo.hf_small(name or "dinov2")
         model, images = Logits(model), inputs["pixel_values"]
     randomize(model).eval()
     swapped = copy.deepcopy(model)

@@ -10,9 +10,9 @@ from outside import dino, positions
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import backend, swap_in, swap_out
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import hf_small, timm_small, torchvision_small
 from fastvit_kernels.ops import rebuilt_norm
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small, timm_small, torchvision_small
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")

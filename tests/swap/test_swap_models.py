@@ -11,8 +11,11 @@ import torch
 from private import cast_operator
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.coverage import model_errors, randomize
-from fastvit_kernels.commands.zoo import (
+from fastvit_kernels.runtime.compat import TorchDispatchMode
+from fastvit_kernels.runtime.operator import OPERATORS
+from fastvit_kernels.swap.hosts import fused
+from tests.model_coverage.compare import model_errors, randomize
+from tests.model_coverage.model_zoo import (
     HF_MODELS,
     hf_small,
     on_meta,
@@ -20,9 +23,6 @@ from fastvit_kernels.commands.zoo import (
     timm_small,
     torchvision_small,
 )
-from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.runtime.operator import OPERATORS
-from fastvit_kernels.swap.hosts import fused
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")

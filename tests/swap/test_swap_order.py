@@ -11,8 +11,8 @@ from outside import dino
 from torch import nn
 
 from fastvit_kernels import swap_in
-from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.swap import plans, prove, recognise
+from tests.model_coverage.compare import randomize
 
 timm = pytest.importorskip("timm")
 

@@ -10,10 +10,10 @@ from outside import dino
 from torch import nn
 
 from fastvit_kernels import backend, keep_samples, swap_in, swap_out
-from fastvit_kernels.commands.coverage import randomize
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input
 from fastvit_kernels.swap.hosts import branch, fused
+from tests.model_coverage.compare import randomize
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.coverage import randomize
-from fastvit_kernels.commands.zoo import timm_small, torchvision_small
 from fastvit_kernels.runtime.compat import TorchDispatchMode
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import timm_small, torchvision_small
 
 pytest.importorskip("timm")
 pytest.importorskip("torchvision")

@@ -3,9 +3,9 @@
     python tests/swap/versions.py [--dir DIR] [NAME ...]
 
 For each set of packages: install it without dependencies under DIR, where it is not there yet, and
-run `coverage --verify` of one model for each structure: a training step in float64, swapped beside
-the host's. No model may crash, none may differ. One set runs on each core, and its lines are
-printed together when it is done.
+run `python -m tests.model_coverage --verify` of one model for each structure: a training step in
+float64, swapped beside the host's. No model may crash, none may differ. One set runs on each core,
+and its lines are printed together when it is done.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def run(name: str, folder: Path) -> bool:
     if HOSTS[name]:
         path.insert(0, str(installed(name, folder)))
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "fastvit_kernels", "coverage", "--verify", "--backends"]
-        command += ["--out", f"{out}/coverage.md", "--hosts", *libraries, "--models", *models]
+        command = [sys.executable, "-m", "tests.model_coverage", "--verify", "--backends"]
+        command += ["--out", f"{out}/coverage.csv", "--hosts", *libraries, "--models", *models]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         ran = subprocess.run(

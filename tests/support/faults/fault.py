@@ -75,7 +75,7 @@ TESTS = {  # by file of the package
 @dataclass(frozen=True)
 class Fault:
     id: str
-    file: str  # in fastvit_kernels/; bench/... in bench
+    file: str  # in fastvit_kernels/, where it does not begin with bench/ or tests/
     within: str
     what: str
     old: str

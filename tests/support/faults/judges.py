@@ -7,11 +7,12 @@ MODEL = "test_bench_model.py::test_"
 COUNTS = ("test_bench_counts.py",)
 ACCURACY = ("support/test_accuracy.py",)
 RUNNER = ("verify/test_runner.py",)
-BESIDE = ("commands/test_beside.py",)
+BESIDE = ("model_coverage/test_compare.py",)
 BY_LAYER = (
-    "commands/test_coverage.py::test_a_gradient_of_rounding_alone_is_measured_by_its_layer",
+    "model_coverage/test_sweep.py::test_a_gradient_of_rounding_alone_is_measured_by_its_layer",
 )
-GATE = ("commands/test_gate.py",)
+GATE = ("machine/test_gate.py",)
+COMPARE, GATE_FILE = "tests/model_coverage/compare.py", "tests/machine/gate.py"
 SEARCH = ("swap/test_search_arguments.py",)
 CHECK = ("commands/test_check.py",)
 
@@ -411,70 +412,70 @@ FAULTS = [
     ),
     # swapped models beside their hosts
     Fault(
-        "judge-both-raise", "commands/beside.py", "difference",
+        "judge-both-raise", COMPARE, "difference",
         "what passes because both sides raise",
-        'raise cut.NotCut(f"the host raises {type(wanted).__name__}: {wanted}"[:100])',
+        'raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])',
         'return ""', BESIDE,
     ),
     Fault(
-        "judge-beside-gradients", "commands/beside.py", "_run", "gradients of images alone",
+        "judge-beside-gradients", COMPARE, "_run", "gradients of images alone",
         "for n, p in model.named_parameters()", "for n, p in ()", BESIDE,
     ),
     Fault(
-        "judge-beside-missing", "commands/beside.py", "difference",
+        "judge-beside-missing", COMPARE, "difference",
         "a missing gradient is passed over", "actual.keys() != wanted.keys()",
         "actual.keys() > wanted.keys()", BESIDE,
     ),
     Fault(
-        "judge-beside-exact", "commands/beside.py", "", "a thousandth is rounding",
+        "judge-beside-exact", COMPARE, "", "a thousandth is rounding",
         "ROUNDING = 1e-13", "ROUNDING = 1e-3", BESIDE,
     ),
     Fault(
-        "judge-beside-rounding", "commands/beside.py", "", "every host may round to fp32",
+        "judge-beside-rounding", COMPARE, "", "every host may round to fp32",
         "EXACT = 1e-9", "EXACT = 1e-10", BY_LAYER,
     ),
     Fault(
-        "judge-beside-fp32", "commands/beside.py", "", "no host may round to fp32",
+        "judge-beside-fp32", COMPARE, "", "no host may round to fp32",
         "EXACT = 1e-9", "EXACT = 1e-3", BY_LAYER,
     ),
     Fault(
-        "judge-beside-random", "commands/beside.py", "_training_step",
+        "judge-beside-random", COMPARE, "_training_step",
         "other random numbers are the same", "torch.get_rng_state().double()", "torch.zeros(1)",
         BESIDE,
     ),
     # the compile gate
     Fault(
-        "judge-record-names", "commands/gate.py", "run_gate", "names left out of the gate's record",
+        "judge-record-names", GATE_FILE, "run_gate", "names left out of the gate's record",
         "sorted(compiled.digests)", "sorted(compiled.digests)[1:]", GATE,
     ),
     Fault(
-        "judge-record-broken", "commands/gate.py", "run_gate", "what broke a rule is recorded",
+        "judge-record-broken", GATE_FILE, "run_gate", "what broke a rule is recorded",
         "[] if problems else sorted", "[] if not problems else sorted", GATE,
     ),
     Fault(
-        "judge-record-trusted", "commands/gate.py", "passed_before", "the record is never tried",
+        "judge-record-trusted", GATE_FILE, "Record.passed", "the record is never tried",
         'if d[0] not in "01"', "", GATE,
     ),
     Fault(
-        "judge-gate-digests", "commands/gate.py", "compile_cases",
+        "judge-gate-digests", GATE_FILE, "compile_cases",
         "digests of one process alone", "*(found.digests for found in results)",
         "results[0].digests", GATE,
     ),
     Fault(
-        "judge-gate-spills", "commands/gate.py", "_problems", "spills on sm_90 alone",
-        "if k.spills:", 'if k.spills and k.arch == "sm_90":', GATE,
+        "judge-gate-spills", "tools/resources.py", "Kernel.problems", "spills on sm_90 alone",
+        "self.arch in GATED and", 'self.arch == "sm_90" and', GATE,
     ),
     Fault(
-        "judge-gate-faults", "commands/gate.py", "_problems", "known miscompiles pass",
-        "    yield from k.faults\n", "", GATE,
+        "judge-gate-faults", GATE_FILE, "broken_rules", "known miscompiles pass",
+        "for fault in k.faults if", "for fault in () if", GATE,
     ),
     Fault(
-        "judge-name-constants", "tools/specialisation.py", "specialisation",
+        "judge-name-constants", "tools/aot.py", "specialisation",
         "a kernel's name leaves out its constants", "word(given[p.name], p.is_constexpr)",
         "word(given[p.name], False)", GATE,
     ),
     Fault(
-        "judge-name-kernel", "tools/specialisation.py", "specialisation",
+        "judge-name-kernel", "tools/aot.py", "specialisation",
         "a launch's name leaves out its kernel", "[function.__qualname__, *words]", "words", GATE,
     ),
     # the search for unknown hosts
@@ -516,9 +517,9 @@ FAULTS += [  # what the judges are asked, and with which numbers
         ),
     ),
     Fault(
-        "judge-unreached", "tools/ptx.py", "Ptx.successors",
+        "judge-unreached", "tests/machine/ptx.py", "Ptx.successors",
         "code behind a jump is reached", "following if last.guard else []", "[*following]",
-        only=("tools/test_loop_model.py::test_copies_are_fenced_before_a_product_reads_them",),
+        only=("machine/test_loop_model.py::test_copies_are_fenced_before_a_product_reads_them",),
     ),
     Fault(
         "judge-roof-tiles", "bench/roofs.py", "", "a roof of tiles that are not full",

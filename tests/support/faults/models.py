@@ -648,13 +648,13 @@ FAULTS = [
         "layers-eps", "layers.py", "LayerNorm.forward",
         "the eps of the host's LayerNorm ignored",
         "self.bias, self.eps)", "self.bias, 1e-5)",
-        only=("tools/test_hub.py::test_kernelize[<lambda>-LayerNorm]",),
+        only=("hub/test_hub.py::test_kernelize[<lambda>-LayerNorm]",),
     ),
     Fault(
         "layers-rms-eps", "layers.py", "RMSNorm.forward",
         "the eps of the host's RMSNorm ignored",
         "self.variance_epsilon", "1e-6",
-        only=("tools/test_hub.py::test_kernelize[RMS-RMSNorm]",),
+        only=("hub/test_hub.py::test_kernelize[RMS-RMSNorm]",),
     ),
     Fault(
         "layers-hooked-fc2", "layers.py", "ViTMLP.forward", "a hook on fc2 is not called",

@@ -8,18 +8,18 @@ RECOMPUTE = "runtime/recompute.py"
 DISPATCH = "runtime/dispatch.py"
 STATUS = "swap/status.py"
 REPORT = "swap/report.py"
-CHECK, BESIDE = "commands/check.py", "commands/beside.py"
-COVERAGE, CUT = "commands/coverage.py", "commands/cut.py"
-GATE, RESOURCES = "commands/gate.py", "commands/resources.py"
-RANK, COMPILE = "commands/rank.py", "commands/compile.py"
-TUNE, STEPS = "commands/tune.py", "commands/steps.py"
-ATTENTION_STEPS, MODELS = "commands/attention_steps.py", "commands/models.py"
+CHECK, COMPILE = "commands/check.py", "commands/compile.py"
+TUNE, MODELS = "commands/tune.py", "commands/models.py"
+SWEPT, MACHINE = "tests/model_coverage/", "tests/machine/"
+BESIDE, COVERAGE, CUT = f"{SWEPT}compare.py", f"{SWEPT}sweep.py", f"{SWEPT}shrink.py"
+GATE, RESOURCES, RANK = f"{MACHINE}gate.py", f"{MACHINE}table.py", f"{MACHINE}rank.py"
+STEPS, ATTENTION_STEPS = f"{MACHINE}steps.py", f"{MACHINE}attention_steps.py"
 OPTIONS, CLI = "commands/options.py", "commands/cli.py"
 ATTENTION_MAPS = "commands/attention_maps.py"
-_CHECK, _BESIDE = "commands/test_check.py::", "commands/test_beside.py::"
-_COVERAGE, _GATE = "commands/test_coverage.py::", "commands/test_gate.py::"
+_CHECK, _BESIDE = "commands/test_check.py::", "model_coverage/test_compare.py::"
+_COVERAGE, _GATE = "model_coverage/test_sweep.py::", "machine/test_gate.py::"
 _CLI, _OPTIONS = "commands/test_cli.py::", "commands/test_options.py::"
-_STEPS = "commands/test_steps.py::"
+_STEPS = "machine/test_steps.py::"
 
 
 def _way(watcher: str, reentrant: bool) -> tuple[str]:
@@ -258,7 +258,7 @@ FAULTS: list[Fault] = [
         only=(_CLI + "test_a_table_has_columns_of_words_then_of_figures",),
     ),
     Fault(
-        "report-names", "commands/zoo.py", "hf_names", "classes without a forward are models",
+        "report-names", f"{SWEPT}model_zoo.py", "hf_names", "classes without a forward are models",
         'and "pixel_values" in inspect.signature(value.forward).parameters', "",
         only=(_COVERAGE + "test_models_of_images_are_found_in_the_sources",),
     ),
@@ -368,10 +368,9 @@ FAULTS: list[Fault] = [
         only=(_COVERAGE + "test_parts_that_failed_are_run_again",),
     ),
     Fault(
-        "report-cov-blocks", COVERAGE, "", "parts count as blocks",
-        'blocks = sum(r.level == "block" for r in vits)',
-        'blocks = sum(r.level != "none" for r in vits)',
-        only=(_COVERAGE + "test_the_table_counts_what_it_says",),
+        "report-cov-blocks", COVERAGE, "", "levels of one host are those of all",
+        "for row in found if row.host == host)", "for row in found)",
+        only=(_COVERAGE + "test_the_table_has_a_row_for_each_model",),
     ),
     Fault(
         "report-cov-eval", COVERAGE, "", "initial values hide an error",
@@ -382,7 +381,7 @@ FAULTS: list[Fault] = [
     Fault(
         "report-cov-runs", COVERAGE, "", "as another is counted by name",
         '"as another" if word.startswith("as ") else word', "word",
-        only=(_COVERAGE + "test_the_table_counts_what_it_says",),
+        only=(_COVERAGE + "test_the_table_has_a_row_for_each_model",),
     ),
     Fault(
         "report-cut-drop", CUT, "", "cut models drop no path",
@@ -398,28 +397,28 @@ FAULTS: list[Fault] = [
         "report-res-new", RESOURCES, "", "fewer registers excuse more memory",
         "if any(new > old for _, old, new in changes)",
         "if all(new > old for _, old, new in changes)",
-        only=("tools/test_aot.py::test_more_of_one_and_less_of_another_is_more",),
+        only=("machine/test_table.py::test_what_is_more_than_the_table_says",),
     ),
     Fault(
         "report-res-worst", RESOURCES, "", "spills of one specialisation alone",
         "spills=max(row.spills, kernel.spills)", "spills=row.spills",
-        only=("tools/test_aot.py::test_table_row_is_the_worst_of_its_specialisations",),
+        only=("machine/test_table.py::test_a_row_is_the_worst_of_its_specialisations",),
     ),
     Fault(
         "report-rank-kernel-us", RANK, "", "one kernel of a call is timed",
         "round(sum(one.modelled.us for one in row.launches), 1)",
         "round(max(one.modelled.us for one in row.launches), 1)",
-        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+        only=("machine/test_rank.py::test_a_row_of_a_ranking_sums_its_kernels",),
     ),
     Fault(
         "report-rank-regs", RANK, "", "the fewest registers are shown",
         '"registers": max(', '"registers": min(',
-        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+        only=("machine/test_rank.py::test_a_row_of_a_ranking_sums_its_kernels",),
     ),
     Fault(
         "report-rank-warps", RANK, "", "the most warps are shown",
         '"warps_per_sm": min(', '"warps_per_sm": max(',
-        only=(_CLI + "test_a_row_of_a_ranking_sums_its_kernels",),
+        only=("machine/test_rank.py::test_a_row_of_a_ranking_sums_its_kernels",),
     ),
     Fault(
         "report-compile-problems", COMPILE, "", "broken rules are not printed",
@@ -515,8 +514,9 @@ FAULTS: list[Fault] = [
     ),
 ]  # fmt: skip
 
-TUNING, RANK, TOOL_FAULTS = "tools/tuning.py", "tools/rank.py", "tools/faults.py"
-LOOPS, USEFUL = "tools/loop_model.py", "tools/useful.py"
+TUNING = "tools/tuning.py"
+RANKING, CODE_FAULTS = f"{MACHINE}ranking.py", f"{MACHINE}faults.py"
+LOOPS, USEFUL = f"{MACHINE}loop_model.py", f"{MACHINE}useful.py"
 
 
 def _tuning(name: str) -> tuple[str]:
@@ -524,7 +524,7 @@ def _tuning(name: str) -> tuple[str]:
 
 
 def _model(name: str) -> tuple[str]:
-    return (f"tools/test_loop_model.py::test_{name}",)
+    return (f"machine/test_loop_model.py::test_{name}",)
 
 
 FAULTS += [  # what tools say of kernels
@@ -571,7 +571,7 @@ FAULTS += [  # what tools say of kernels
         "run.copied", only=_model("the_work_of_a_launch_is_that_of_its_programs"),
     ),
     Fault(
-        "model-library", RANK, "trace_time", "the library's products cost nothing",
+        "model-library", RANKING, "trace_time", "the library's products cost nothing",
         "return library + sum(", "return sum(",
         only=_model("the_time_of_a_trace_is_of_kernels_and_library"),
     ),
@@ -581,7 +581,7 @@ FAULTS += [  # what tools say of kernels
         only=_model("useful_products_are_those_of_the_mathematics"),
     ),
     Fault(
-        "gate-all-waited", TOOL_FAULTS, "_reads_before_fence", "wait_group 0 leaves copies",
+        "gate-all-waited", CODE_FAULTS, "_reads_before_fence", "wait_group 0 leaves copies",
         '((), ("0",))', "((),)", only=_model("copies_are_fenced_before_a_product_reads_them"),
     ),
     Fault(
@@ -590,13 +590,13 @@ FAULTS += [  # what tools say of kernels
         only=_model("limits_are_the_programming_guides"),
     ),
     Fault(
-        "sass-uniform", "tools/sass.py", "_with_target", "a uniform branch always jumps",
+        "sass-uniform", f"{MACHINE}sass.py", "_with_target", "a uniform branch always jumps",
         "one.operands.replace(target[0], hex(places[target[1]]))", "hex(places[target[1]])",
-        only=("tools/test_machine_code.py::test_a_branch_under_a_predicate_may_fall_through",),
+        only=("machine/test_machine_code.py::test_a_branch_under_a_predicate_may_fall_through",),
     ),
     Fault(
-        "hub-identity", "tools/hub.py", "write_layout", "two builds have one identity",
+        "hub-identity", "tests/hub/layout.py", "write_layout", "two builds have one identity",
         "p.encode() + _digest(c)", "p.encode()",
-        only=("tools/test_hub.py::test_another_content_is_another_build",),
+        only=("hub/test_hub.py::test_another_content_is_another_build",),
     ),
 ]  # fmt: skip

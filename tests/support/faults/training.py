@@ -280,11 +280,6 @@ FAULTS: list[Fault] = [
         only=(_RESUME + "test_an_error_of_the_system_is_one_line",),
     ),
     Fault(
-        "train-full-disk-coverage", "commands/coverage.py", "write_table",
-        "a full disk loses the former table", "write_text(out, ", "out.write_text(",
-        only=(_RESUME + "test_a_disk_that_is_full_elsewhere",),
-    ),
-    Fault(
         "train-full-disk-shards", SHARDED, "save", "a full disk of shards: torch's own error",
         "except (OSError, dcp.CheckpointException) as error:", "except OSError as error:",
         only=(_RESUME + "test_a_disk_that_fills_in_a_sharded_checkpoint",),

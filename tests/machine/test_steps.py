@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastvit_kernels.commands import attention_steps, steps
+from tests.machine import attention_steps, steps
 
 TOKENS, HEAD_DIMS = (50, 197, 257, 577, 1025), (32, 64, 72, 80, 96, 128)
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -4,16 +4,20 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fastvit_kernels.commands import gate
-from fastvit_kernels.tools.resources import Kernel
-from fastvit_kernels.tools.specialisation import specialisation
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools.aot import specialisation
+from fastvit_kernels.tools.resources import TARGETS
+from tests.machine import __main__ as command
+from tests.machine import gate
+from tests.machine.examine import Examined
 
-KERNEL = Kernel(
+KERNEL = Examined(
     kernel="layer_norm_fwd", config="BLOCK_C=1024 w4 s3", dtypes="bf16,fp32", arch="sm_80",
     registers=64, spills=0, shared=16, shared_limit=1024, warps_per_sm=16, tensor_cores="",
     needs_tensor_cores=False, copies="", seconds=0.0, key="k",
@@ -32,7 +36,7 @@ def run(monkeypatch, tmp_path):
             return gate.Compiled([kernel], [], set(DIGESTS), set(known))
 
         monkeypatch.setattr(gate, "compile_cases", compile_cases)
-        status = gate.run_gate(["sm_80"], tmp_path / "table.md", update, changed, 1)
+        status = gate.run_gate(["sm_80"], tmp_path / "table.csv", update, changed, 1)
         return status, asked[-1]
 
     return go
@@ -46,13 +50,13 @@ def test_what_passed_is_left_out_but_for_one_in_eight(run):
 
 def test_the_record_names_all_that_passed(run, tmp_path):
     run(update=True)
-    record = gate.record_of(tmp_path / "table.md")
-    assert record == tmp_path / "table.sha256"
-    assert record.read_text().split("\n") == [gate.rules_digest(), *sorted(DIGESTS), ""]
-    assert gate.passed_before(tmp_path / "table.md") == {"2a", "fa"}
+    table, record = tmp_path / "table.csv", tmp_path / "table.sha256"
+    head = [triton.__version__, gate.rules_digest()]
+    assert record.read_text().split("\n") == [*head, *sorted(DIGESTS), ""]
+    assert gate.Record.read(table).passed() == {"2a", "fa"}
     run(update=True, kernel=replace(KERNEL, spills=8))
-    assert record.read_text().split() == [gate.rules_digest()]
-    assert gate.passed_before(tmp_path / "absent.md") == set()
+    assert record.read_text().split() == head
+    assert gate.Record.read(tmp_path / "absent.csv").passed() == set()
 
 
 def test_each_rule_is_said_with_the_kernels_name():
@@ -66,6 +70,7 @@ def test_each_rule_is_said_with_the_kernels_name():
     assert told(arch="gfx942", shared=1025, spills=8) == [name.format("gfx942", big)]
     assert told(spills=8) == [name.format("sm_80", "spills 8 bytes a thread")]
     assert told(faults=("a", "b")) == [name.format("sm_80", each) for each in "ab"]
+    assert told(arch="sm_120", faults=("a", "b"), spills=8) == []
     slow = name.format("sm_90", "multiplies 16-bit tiles without wgmma")
     sm_90 = dict(arch="sm_90", needs_tensor_cores=True)
     assert told(**sm_90, tensor_cores="mma") == [slow]
@@ -140,11 +145,11 @@ def test_other_rules_are_asked_of_every_kernel(run, monkeypatch):
 def test_what_does_not_compile_is_a_problem(monkeypatch, tmp_path, capsys):
     answer = gate.Compiled([KERNEL], ["a case: it does not compile"], set(DIGESTS), set())
     monkeypatch.setattr(gate, "compile_cases", lambda *_: answer)
-    table = tmp_path / "table.md"
+    table = tmp_path / "table.csv"
     assert gate.run_gate(["sm_80"], table, False, False, 1) == 1, "there is no table"
     assert f"there is no table {table}" in capsys.readouterr().out
     assert gate.run_gate(["sm_80"], table, True, False, 1) == 1
-    assert gate.passed_before(table) == set()
+    assert gate.Record.read(table).passed() == set()
     assert gate.run_gate(["sm_80"], table, False, False, 1) == 1
     out = capsys.readouterr().out
     assert "a case: it does not compile\n" in out and "compile gate: 1 problems" in out
@@ -166,10 +171,39 @@ def test_rows_that_were_left_out_are_not_gone(run, capsys):
     assert "no longer compiled" in capsys.readouterr().out
 
 
+def test_a_table_of_another_triton_is_not_compared(run, tmp_path, capsys):
+    run(update=True)
+    record = tmp_path / "table.sha256"
+    record.write_text(record.read_text().replace(triton.__version__, "3.0.0", 1))
+    assert run(kernel=replace(KERNEL, registers=65))[0] == 0
+    assert "is of triton 3.0.0" in capsys.readouterr().out
+    (tmp_path / "table.csv").write_text("arch,kernel\n")
+    record.write_text(record.read_text().replace("3.0.0", triton.__version__, 1))
+    assert run()[0] == 1
+    assert "cannot be read: it has the columns arch, kernel" in capsys.readouterr().out
+
+
+def test_what_the_command_is_told_reaches_the_gate(monkeypatch, tmp_path, capsys):
+    asked = []
+    monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
+    assert command.main(["gate", "--arch", "sm_80", "--changed", "--jobs", "3"]) == 1
+    assert command.main(["gate", "--update", "--table", "t.csv"]) == 1
+    assert asked == [
+        (["sm_80"], gate.TABLE, False, True, 3),
+        (list(TARGETS), Path("t.csv"), True, False, None),
+    ]
+    for words in (["--arch", "sm_80"], ["--changed"]):
+        with pytest.raises(SystemExit):
+            command.main(["gate", "--update", *words])
+        assert "--update writes every row" in capsys.readouterr().err
+    assert len(asked) == 2
+
+
 DIGEST_OF = """
 import triton, triton.language as tl
 from torch import empty, float16
-from fastvit_kernels.tools.specialisation import digest_of, specialisation
+from fastvit_kernels.tools.aot import specialisation
+from tests.machine.launches import digest_of, sources
 
 TWO: tl.constexpr = 2
 
@@ -190,7 +224,7 @@ def store(x, n, f: tl.constexpr, B: tl.constexpr):
     tl.store(x + tl.arange(0, B), f(n))
 
 def digest(x, n, f, B, target="sm_90"):
-    return digest_of(store, specialisation(store, dict(x=x, n=n, f=f, B=B)), target)
+    return digest_of(store, specialisation(store, dict(x=x, n=n, f=f, B=B), sources), target)
 
 x = empty(64)
 same = [digest(x, 3, double, 16), digest(empty(9), 5, double, 16)]

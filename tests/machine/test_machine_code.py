@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastvit_kernels.tools import ptx, sass, scalar
-from fastvit_kernels.tools.flow import natural_loops
-from fastvit_kernels.tools.useful import longest_walk
+from tests.machine import ptx, sass, scalar
+from tests.machine.flow import natural_loops
+from tests.machine.useful import longest_walk
 
 # Two nested loops, a padding loop behind the end, and what a warp does in the inner one.
 SASS = """

@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..runtime.triton import triton
+from fastvit_kernels.tools.resources import printed_by
+
 from . import sass
 from .ptx import Ptx
 
@@ -76,15 +77,6 @@ def _kept(compiled: Any, kind: str, make: Callable[[], str]) -> str:
     text = make()
     cache.put(text, name, binary=False)
     return text
-
-
-def printed_by(tool: str, cubin: bytes, *options: str) -> str:
-    """What nvdisasm or cuobjdump, those that Triton brings, print of a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [getattr(triton.knobs.nvidia, tool).path, *options, file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _assemble(compiled: Any) -> str:

@@ -1,8 +1,7 @@
-"""The gate of `fastvit-kernels compile`: compiles CASES for every target and applies the rules.
+"""The gate: compiles the CASES of steps.py for every target and applies the rules.
 
 It fails where a kernel does not compile, spills, asks for more shared memory than a block may have,
-misses wgmma on sm_90, has one of the faults of tools/faults.py, or takes more than
-docs/resources.md says.
+misses wgmma on sm_90, has one of the faults of faults.py, or takes more than resources.csv says.
 """
 
 from __future__ import annotations
@@ -11,45 +10,40 @@ import hashlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import tools
-from ..tools.aot import CompileError, trace_step
-from ..tools.examine import examine
-from ..tools.resources import TARGETS, Kernel
-from .resources import compare, resources_page
-from .steps import CASES, LISTED, LISTED_ONLY
-from .training.checkpoint import write_text
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools import aot, resources
+from fastvit_kernels.tools.aot import CompileError
+from fastvit_kernels.tools.resources import GATED, TARGETS
+
+from .examine import Examined, examine
+from .launches import trace_step
+from .steps import CASES, LISTED_ONLY
+from .table import compare, read_table, write_table
+
+HERE = Path(__file__).parent
+TABLE = HERE / "resources.csv"
+# What decides whether a kernel passes: where it changes, every kernel is compiled again.
+RULES = ("gate", "examine", "faults", "flow", "launches", "machine_code", "ptx", "sass", "scalar")
 
 
-def _problems(k: Kernel) -> Iterator[str]:
-    if k.shared > k.shared_limit:
-        yield f"{k.shared} bytes of shared memory, a block has {k.shared_limit}"
-    if k.arch not in LISTED:
-        return
-    if k.spills:
-        yield f"spills {k.spills} bytes a thread"
-    if k.arch == "sm_90" and k.needs_tensor_cores and "wgmma" not in k.tensor_cores:
-        yield "multiplies 16-bit tiles without wgmma"
-    yield from k.faults
-
-
-def broken_rules(kernels: Iterable[Kernel]) -> list[str]:
+def broken_rules(kernels: Iterable[Examined]) -> list[str]:
     """What the gate forbids whatever the table says: one sentence for each kernel and rule."""
-    return [
-        f"{k.arch} {k.kernel} [{k.config}; {k.dtypes}]: {problem}"
-        for k in kernels
-        for problem in _problems(k)
-    ]
+    found = []
+    for k in kernels:
+        name = f"{k.arch} {k.kernel} [{k.config}; {k.dtypes}]"
+        found += [*k.problems(), *(f"{name}: {fault}" for fault in k.faults if k.arch in GATED)]
+    return found
 
 
 class Compiled(NamedTuple):
     """What compiling the cases gave."""
 
-    kernels: list[Kernel]
+    kernels: list[Examined]
     errors: list[str]  # what does not compile
     digests: set[str]  # of what was compiled
     known: set[str]  # of what was left out
@@ -61,9 +55,9 @@ _DONE: set[str] = set()  # digests of what this process has compiled for an earl
 def _compile_case(task: tuple[str, str, frozenset[str]]) -> Compiled:
     """One of CASES for one target, but for specialisations of these digests."""
     arch, case, known = task
-    kernels: dict[str, Kernel] = {}
+    kernels: dict[str, Examined] = {}
     try:
-        trace = trace_step(CASES[case], TARGETS[arch], known=known | _DONE)
+        trace = trace_step(CASES[case], TARGETS[arch], skip=known | _DONE)
         for launch in trace.launches:
             if launch.kernel.key not in kernels:
                 kernels[launch.kernel.key] = examine(launch)
@@ -80,7 +74,7 @@ def compile_cases(archs: Sequence[str], jobs: int, known: Iterable[str] = ()) ->
         (arch, case, known)
         for arch in archs
         for case in CASES
-        if arch in LISTED or case not in LISTED_ONLY
+        if arch in GATED or case not in LISTED_ONLY
     ]
     # spawned: a fork would carry the state of torch's and LLVM's threads
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -93,22 +87,34 @@ def compile_cases(archs: Sequence[str], jobs: int, known: Iterable[str] = ()) ->
 
 
 def rules_digest() -> str:
-    """Of the gate's own code: rules that change are asked of every kernel again."""
-    files = [Path(__file__), *sorted(Path(tools.__path__[0]).glob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    """Of the gate's own code and the triton that compiles."""
+    files = [*(HERE / f"{name}.py" for name in RULES), Path(aot.__file__), Path(resources.__file__)]
+    code = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(code).hexdigest()[:16]
 
 
-def record_of(table: Path) -> Path:
-    """Where --update writes the digests of what passed, beside the table."""
-    return table.with_suffix(".sha256")
+class Record(NamedTuple):
+    """Beside the table: the triton that it is of, and the digests of what passed which rules."""
 
+    triton: str
+    rules: str
+    digests: list[str]
 
-def passed_before(table: Path) -> set[str]:
-    """Digests of what passed these rules when the table was written; some are compiled all the
-    same, one in eight, so that a record that lies is found."""
-    record = record_of(table)
-    rules, *digests = record.read_text().split() if record.is_file() else [""]
-    return {d for d in digests if d[0] not in "01"} if rules == rules_digest() else set()
+    @classmethod
+    def read(cls, table: Path) -> Record:
+        path = table.with_suffix(".sha256")
+        version, rules, *digests = path.read_text().split() if path.is_file() else ("", "")
+        return cls(version, rules, digests)
+
+    def write(self, table: Path) -> None:
+        lines = (self.triton, self.rules, *sorted(self.digests), "")
+        table.with_suffix(".sha256").write_text("\n".join(lines))
+
+    def passed(self) -> set[str]:
+        """Digests of what need not be compiled again. One in eight is compiled all the same, so
+        that a record that lies is found."""
+        current = self.rules == rules_digest()
+        return {d for d in self.digests if d[0] not in "01"} if current else set()
 
 
 def run_gate(
@@ -122,21 +128,23 @@ def run_gate(
         jobs: processes; one for each processor by default.
     """
     started = time.perf_counter()
-    known = passed_before(table) if changed else set()
+    record = Record.read(table)
+    known = record.passed() if changed else set()
     compiled = compile_cases(archs, jobs or os.cpu_count() or 1, known)
     kernels = compiled.kernels
     problems = compiled.errors + broken_rules(kernels)
     if update:
-        table.parent.mkdir(parents=True, exist_ok=True)
-        write_text(table, resources_page(kernels))
-        passed = [rules_digest(), *([] if problems else sorted(compiled.digests))]
-        write_text(record_of(table), "\n".join([*passed, ""]))
+        write_table(kernels, table)
+        passed = [] if problems else sorted(compiled.digests)
+        Record(triton.__version__, rules_digest(), passed).write(table)
         print(f"wrote {table}")
     elif not table.is_file():
-        problems.append(f"there is no table {table}; write it with --gate --update")
+        problems.append(f"there is no table {table}; write it with gate --update")
+    elif record.triton != triton.__version__:
+        print(f"{table} is of triton {record.triton}, this is {triton.__version__}: not compared")
     else:
         try:
-            regressions, remarks = compare(kernels, table.read_text(), whole=not known)
+            regressions, remarks = compare(kernels, read_table(table), whole=not known)
         except ValueError as error:
             regressions, remarks = [f"{table} cannot be read: {error}"], []
         print(*remarks, sep="\n", end="\n" if remarks else "")
@@ -146,7 +154,7 @@ def run_gate(
         count = sum(k.arch == arch for k in kernels)
         print(f"{arch}: {count} specialisations", end="; ")
     if changed:
-        print(f"{len(compiled.known)} not compiled, as {record_of(table)} has them", end="; ")
+        print(f"{len(compiled.known)} not compiled, since they passed before", end="; ")
     print(f"{time.perf_counter() - started:.0f} s")
     print("compile gate: " + (f"{len(problems)} problems" if problems else "every rule holds"))
     return 1 if problems else 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fastvit_kernels.tools.resources import Kernel
+
 from . import sass
-from .aot import Launch
 from .faults import faults
+from .launches import Launch
 from .loop_model import (
     ROOFS,
     Modelled,
@@ -22,7 +24,6 @@ from .loop_model import (
     work,
 )
 from .machine_code import Code
-from .resources import Kernel
 from .useful import longest_walk, useful_products
 
 
@@ -77,11 +78,21 @@ def timed(launch: Launch) -> Timed:
     return Timed(launch, modelled, useful / done if useful and done else None)
 
 
-def examine(launch: Launch) -> Kernel:
-    """The launch's kernel with what its code says; unchanged where ROOFS lists no such GPU."""
+@dataclass(frozen=True)
+class Examined(Kernel):
+    """A kernel with what its code says: a fault is one, the rest is a model of one launch."""
+
+    hot_loop: str = ""  # the unit that bounds it, and its cycles for one warp's iteration
+    products: str = ""  # waits and HGMMA of the hot loop, "2/8"
+    useful: float | None = None  # multiply-adds that the shape asks for over those done
+    faults: tuple[str, ...] = ()  # faults.py
+
+
+def examine(launch: Launch) -> Examined:
+    """The launch's kernel with what its code says; the kernel alone where ROOFS has no such GPU."""
     kernel, code, roof = launch.kernel, launch.code, ROOFS.get(launch.kernel.arch)
     if code is None or roof is None:
-        return kernel
+        return Examined(**vars(kernel))
     hot = products = ""
     if (loop := hot_loop(code.loops)) is not None:
         own = sass.count(loop.own)
@@ -89,6 +100,5 @@ def examine(launch: Launch) -> Kernel:
         unit = bound(cycles)
         hot = f"{unit} {cycles[unit]:.0f}"
         products = f"{own.waits}/{own.hgmma}" if own.hgmma else ""
-    return replace(
-        kernel, hot_loop=hot, products=products, useful=timed(launch).useful, faults=faults(code)
-    )
+    return Examined(**vars(kernel), hot_loop=hot, products=products, useful=timed(launch).useful,
+                    faults=faults(code))  # fmt: skip

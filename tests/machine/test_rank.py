@@ -1,19 +1,22 @@
-"""`compile --rank` reads a kernel once for all shapes, and only those that a table is about."""
+"""`rank` reads a kernel once for all shapes, and only those that a table is about."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from fastvit_kernels.runtime.backend import HAS_TRITON
+from tests.machine import rank, ranking
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton to compile")
 
 PROGRAM = """
 import json
-from fastvit_kernels.commands.rank import Job, _rank
+from tests.machine.rank import Job, _rank
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.tools import resources
 
@@ -52,3 +55,33 @@ def test_rows_are_in_the_order_of_time_and_longer_where_there_is_more_to_do(rank
     assert list(short.values()) == sorted(short.values())
     assert all(2.5 * us < long[config] < 3.5 * us for config, us in short.items())
     assert [c["default"] for r in ranked[1] for c in r["configs"]].count(True) == 2
+
+
+def test_a_row_of_a_ranking_sums_its_kernels():
+    """Registers, spills and warps are the worst of them; the bound is the longest one's."""
+
+    def launch(us, registers, spills, warps, bound, useful):
+        kernel = SimpleNamespace(registers=registers, spills=spills, warps_per_sm=warps)
+        modelled = SimpleNamespace(us=us, bound=bound, parts={"ALU": us})
+        found = SimpleNamespace(kernel=kernel, code=None)
+        return SimpleNamespace(launch=found, modelled=modelled, useful=useful)
+
+    launches = [launch(3.0, 64, 8, 16, "ALU", 0.5), launch(4.5, 128, 0, 32, "HBM", 0.25)]
+    found = rank._row(ranking.Row((1, 2), 9.0, launches), True)
+    assert found == {
+        "config": [1, 2], "default": True, "error": "", "call_us": 9.0, "kernel_us": 7.5,
+        "bound": "HBM", "parts_us": {"ALU": 4.5}, "useful": 0.25, "registers": 128, "spills": 8,
+        "warps_per_sm": 16, "faults": [],
+    }  # fmt: skip
+    cells = ("default", "9", "8", "HBM", "25%", "128", "8", "16", "0", "1,2")
+    assert rank._cells(found) == cells and len(cells) == len(rank.HEADER)
+    failed = rank._row(ranking.Row((3,), math.inf, [], "no"), False)
+    assert rank._cells(failed) == ("", "-", *"-------", "3  no")
+
+
+def test_the_default_of_a_ranking_is_told():
+    rows = [ranking.Row(config, 1.0, [], "no") for config in ((1,), (2,))]
+    choice = SimpleNamespace(table="linear_fwd", key=("fp32",))
+    ranked = SimpleNamespace(case="linear", choice=choice, rows=rows, default=(2,))
+    found = rank._as_dict(rank.Job("sm_90", "linear", (197,), ("B",), (), 8), "B", 197, ranked)
+    assert [row["default"] for row in found["configs"]] == [False, True]

@@ -1,4 +1,4 @@
-"""`fastvit-kernels compile --rank`: the shipped configs of each table by modelled time."""
+"""`python -m tests.machine rank`: the shipped configs of each table by modelled time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-from ..runtime.configs import TABLES, Choice
-from ..tools.aot import tracing
-from ..tools.faults import faults
-from ..tools.loop_model import ROOFS
-from ..tools.rank import SIZES, Ranking, Row, Step, decisions, rank, steps
-from ..tools.resources import TARGETS
-from . import options
-from .console import CommandError, aligned
+from fastvit_kernels.commands.console import aligned
+from fastvit_kernels.runtime.configs import Choice
+from fastvit_kernels.tools.resources import TARGETS
+
+from .faults import faults
+from .launches import tracing
+from .loop_model import ROOFS
+from .ranking import Ranking, Row, Step, decisions, rank, steps
 
 TOKENS = (197, 257, 577, 1025)
 HEADER = (
@@ -104,13 +104,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def run_rank(args: argparse.Namespace) -> int:
     """Rank and print; 0."""
     archs = args.arch or ["sm_90"]
-    unknown = [name for name in args.rank if name not in TABLES]
-    if unknown:
-        raise CommandError(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
-    if missing := [arch for arch in archs if arch not in ROOFS]:
-        raise CommandError(f"the model has no rates of {missing[0]}; it has {', '.join(ROOFS)}")
     jobs = [
-        Job(arch, case, tuple(args.tokens), tuple(args.sizes), tuple(args.rank), args.batch)
+        Job(arch, case, tuple(args.tokens), tuple(args.sizes), tuple(args.tables), args.batch)
         for arch in archs
         for case in steps("Ti", 197, 1)
     ]
@@ -119,7 +114,7 @@ def run_rank(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps([ranking for found in results for ranking in found], indent=1))
             return 0
-        print("A model, not measured: what it counts and leaves out is in docs/compile.md.")
+        print("A model, not measured: what it counts and leaves out is in tests/machine/README.md.")
         for found in results:
             for ranking in found:
                 key = " ".join(map(str, ranking["key"]))
@@ -131,13 +126,3 @@ def run_rank(args: argparse.Namespace) -> int:
                         print(*(f"  the default: {fault}" for fault in row["faults"]), sep="\n")
                 sys.stdout.flush()
     return 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of --rank, for those who change a kernel: docs/compile.md explains them."""
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--rank", nargs="*", metavar="TABLE", help=hidden)
-    parser.add_argument("--sizes", nargs="+", default=["S", "B", "L"], choices=SIZES, help=hidden)
-    parser.add_argument(
-        "--tokens", nargs="+", type=options.positive(int), default=list(TOKENS), help=hidden
-    )

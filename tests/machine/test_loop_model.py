@@ -10,8 +10,10 @@ from test_machine_code import PTX, SASS
 
 from fastvit_kernels.runtime.backend import HAS_TRITON, Gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
-from fastvit_kernels.tools import faults, resources, sass
-from fastvit_kernels.tools.loop_model import (
+from fastvit_kernels.tools import resources
+from fastvit_kernels.tools.resources import REGISTERS_PER_SM, TARGETS
+from tests.machine import faults, sass
+from tests.machine.loop_model import (
     BARRIER,
     LATENCY,
     LAUNCH,
@@ -28,9 +30,8 @@ from fastvit_kernels.tools.loop_model import (
     unit_cycles,
     work,
 )
-from fastvit_kernels.tools.ptx import Ptx
-from fastvit_kernels.tools.resources import REGISTERS_PER_SM, TARGETS
-from fastvit_kernels.tools.useful import USEFUL, useful_products
+from tests.machine.ptx import Ptx
+from tests.machine.useful import USEFUL, useful_products
 
 A100, H200 = ROOFS["sm_80"], ROOFS["sm_90"]
 
@@ -333,10 +334,20 @@ def test_every_rule_is_asked():
     assert "8 columns" in found[2] and "1 buffers" in found[3] and "more than once" in found[4]
 
 
+def test_useful_products_need_a_launch_that_says_how_many_keys_there_are():
+    a = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
+    count = 2 * (2 * 3 * 5) * 7 * 4
+    assert useful_products("attention_fwd", a) == count
+    assert useful_products("attention_fwd", {**a, "IS_CAUSAL": True}) == count * (1 + 1 / 7) / 2
+    assert useful_products("attention_fwd", {**a, "VARLEN": True}) is None
+    assert useful_products("attention_fwd", {**a, "MASK": "keys"}) is None
+    assert useful_products("layer_norm_fwd", a) is None
+
+
 # --- ranking
 
-rank = pytest.importorskip("fastvit_kernels.tools.rank")
-from fastvit_kernels.tools.rank import LibraryCall, library_time  # noqa: E402
+rank = pytest.importorskip("tests.machine.ranking")
+from tests.machine.ranking import LibraryCall, library_time  # noqa: E402
 
 
 def test_a_choice_is_made_for_its_key_alone_and_taken_back():
@@ -396,21 +407,24 @@ def test_the_time_of_a_trace_is_of_kernels_and_library(monkeypatch):
 
 def test_bytes_and_sizes_of_a_step():
     from fastvit_kernels.tools import aot
+    from tests.machine import launches
 
     x = torch.empty(6, 1, 5, dtype=torch.bfloat16)
     assert aot.tensor_bytes(x) == 60 == aot.tensor_bytes(x.expand(6, 7, 5))
     mm, bmm, view = torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.view
     a, b = torch.empty(3, 5), torch.empty(5, 7)
-    found = aot._library_call(mm, (a, b), torch.mm(a, b))
+    found = launches._library_call(mm, (a, b), torch.mm(a, b))
     assert found == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
     a, b = torch.empty(2, 3, 5), torch.empty(2, 5, 7)
-    assert aot._library_call(bmm, (a, b), torch.bmm(a, b))[:4] == ("bmm", 6, 7, 5)
-    assert aot._library_call(view.default, (a, [30]), a.view(30)) is None
-    assert aot._library_call(torch.ops.aten.empty_like.default, (a,), torch.empty_like(a)) is None
+    assert launches._library_call(bmm, (a, b), torch.bmm(a, b))[:4] == ("bmm", 6, 7, 5)
+    assert launches._library_call(view.default, (a, [30]), a.view(30)) is None
+    assert (
+        launches._library_call(torch.ops.aten.empty_like.default, (a,), torch.empty_like(a)) is None
+    )
     c = torch.empty(3)
     add = torch.ops.aten.addmm.default
     a, b = torch.empty(2, 5), torch.empty(5, 3)
-    assert aot._library_call(add, (c, a, b), torch.addmm(c, a, b))[:4] == ("addmm", 2, 3, 5)
+    assert launches._library_call(add, (c, a, b), torch.addmm(c, a, b))[:4] == ("addmm", 2, 3, 5)
     pointer, (inner, number) = aot._pointers(a[:, 1:]), aot._pointers((a, 3))
     assert pointer.data_ptr() == 4 and pointer.dtype is torch.float32 and number == 3
     assert inner.data_ptr() == 0 and inner.ptr_range() == 40
@@ -418,8 +432,9 @@ def test_bytes_and_sizes_of_a_step():
 
 def test_library_calls_of_a_step_are_listed():
     from fastvit_kernels.tools import aot
+    from tests.machine.launches import Trace
 
-    trace = aot.Trace()
+    trace = Trace(TARGETS["sm_90"])
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     with aot._RunLaunchers(trace):
         torch.mm(a, b).t().relu()
@@ -428,7 +443,7 @@ def test_library_calls_of_a_step_are_listed():
 
 
 def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
-    from fastvit_kernels.tools import machine_code
+    from tests.machine import machine_code
 
     knobs = SimpleNamespace(nvidia=SimpleNamespace(nvdisasm=SimpleNamespace(path="cat")))
     monkeypatch.setattr(machine_code, "triton", SimpleNamespace(knobs=knobs))
@@ -436,7 +451,7 @@ def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
 
 
 def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
-    from fastvit_kernels.tools import machine_code
+    from tests.machine import machine_code
 
     monkeypatch.setattr(machine_code, "printed_by", lambda tool, cubin, *_: cubin)
     monkeypatch.setattr(machine_code, "_kept", lambda compiled, kind, make: make())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops.attention.configs import (
+from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
     DQ_TABLE,
@@ -17,12 +17,12 @@ from ..ops.attention.configs import (
     ONE_PASS_TABLE,
     BwdForm,
 )
-from ..ops.attention.functions import attention
-from ..ops.attention.launch import Problem
-from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.attention.varlen import varlen_attention
-from ..runtime.backend import gpu
-from ..runtime.configs import forced
+from fastvit_kernels.ops.attention.functions import attention
+from fastvit_kernels.ops.attention.launch import Problem
+from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention
+from fastvit_kernels.ops.attention.varlen import varlen_attention
+from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.configs import forced
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 TOKENS = (50, 197, 257, 577, 1025)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..swap.apply import swap_in
-from ..swap.hosts import host_path
-from ..swap.hosts.fused import Fused
-from ..verify.accuracy import Error, measure_all
-from . import cut
+from fastvit_kernels.swap.apply import swap_in
+from fastvit_kernels.swap.hosts import host_path
+from fastvit_kernels.swap.hosts.fused import Fused
+from fastvit_kernels.verify.accuracy import Error, measure_all
+
+from .shrink import NotShrunk
 
 EXACT = 1e-9  # of the largest value, in float64
 ROUNDING = 1e-13  # of the largest value of a layer, in float64
@@ -147,7 +148,7 @@ def difference(model: nn.Module, inputs: Any) -> str:
     DropPath and dropout as the model has them and the same seed; "" where it is the same to 1e-9,
     and to 1e-5 where the host itself rounds to fp32.
 
-    Raises: NotCut where the host refuses this training step, or does not repeat it.
+    Raises: NotShrunk where the host refuses this training step, or does not repeat it.
     """
     host = copy.deepcopy(model).double().train()
     swapped = copy.deepcopy(host)
@@ -158,7 +159,7 @@ def difference(model: nn.Module, inputs: Any) -> str:
     wanted, actual = _training_step(host, inputs), _training_step(swapped, inputs)
     if isinstance(wanted, Exception):
         if isinstance(actual, Exception):
-            raise cut.NotCut(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
+            raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
         return f"the host raises {wanted}"
     if isinstance(actual, Exception):
         return f"raises {type(actual).__name__}: {actual}"
@@ -180,6 +181,6 @@ def difference(model: nn.Module, inputs: Any) -> str:
             if isinstance(again, Exception) or not torch.equal(
                 a.nan_to_num(), again[name].nan_to_num()
             ):
-                raise cut.NotCut("the host does not repeat a training step with the same seed")
+                raise NotShrunk("the host does not repeat a training step with the same seed")
             return f"{name} differs by {(a - b).masked_fill(same, 0).abs().max():.1e} in float64"
     return ""

@@ -31,7 +31,7 @@ PROGRAM = """
 import json, sys, torch
 from pathlib import Path
 from bench.modelled import _load, best_of_autotuned
-from fastvit_kernels.tools.aot import tracing
+from tests.machine.launches import tracing
 from fastvit_kernels.tools.resources import TARGETS
 
 kernel = _load(Path(sys.argv[1])).chain_kernel

@@ -1,4 +1,4 @@
-"""The coverage command: which models of the installed host libraries swap_in understands, and how.
+"""Which models of the installed host libraries swap_in understands, and how: coverage.csv.
 
 Each model is built at its own size without memory, swapped, and given a row: its level and, where
 that is not the block level, why. `--verify` also makes each small and compares the swapped model
@@ -9,6 +9,7 @@ the kernels and through PyTorch. `--forms` takes one model of those that differ 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import importlib.metadata
 import os
@@ -24,17 +25,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.backend import Backend, backend
-from ..swap.apply import swap_in
-from ..swap.facts import CONTAINERS, host_of, is_rate
-from ..swap.hosts import host_path
-from ..swap.hosts.fused import Fused
-from ..swap.report import SwapReport, ancestors
-from . import cut, options, zoo
-from .beside import difference, fingerprint, model_errors, randomize
-from .console import CommandError, require
-from .training.checkpoint import write_text
+from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.runtime.backend import Backend, backend
+from fastvit_kernels.swap.apply import swap_in
+from fastvit_kernels.swap.facts import CONTAINERS, host_of, is_rate
+from fastvit_kernels.swap.hosts import host_path
+from fastvit_kernels.swap.hosts.fused import Fused
+from fastvit_kernels.swap.report import SwapReport, ancestors
 
+from . import model_zoo, shrink
+from .compare import difference, fingerprint, model_errors, randomize
+from .model_zoo import HOSTS
+
+TABLE = Path(__file__).with_name("coverage.csv")
 TRIED = 5  # cut models of a name of which the host refuses a training step
 
 
@@ -127,7 +130,7 @@ class Verifier:
 
     def _narrow(self, host: str, name: str) -> str | None:
         try:
-            found = zoo.small(host, name)
+            found = model_zoo.small(host, name)
         except Exception:  # a host's name that does not get narrow
             return None
         if found is None:
@@ -139,16 +142,16 @@ class Verifier:
         return self.known[key]
 
     def _cut(self, host: str, name: str) -> str:
-        candidates, reason = cut.candidates(host, name), ""
+        candidates, reason = shrink.candidates(host, name), ""
         for _ in range(TRIED):
             try:
                 model, inputs = next(candidates)
-            except cut.NotCut as error:
+            except shrink.NotShrunk as error:
                 reason = reason or str(error)
                 break
             try:
                 found = difference(randomize(model), inputs)
-            except cut.NotCut as error:
+            except shrink.NotShrunk as error:
                 reason = str(error)
                 continue
             return f"WRONG: {found}" if found else "float64"
@@ -191,9 +194,9 @@ def _reason(report: SwapReport) -> str:
 
 
 def _row(host: str, name: str, verify: Verifier | None, forms: dict[Any, Row] | None) -> Row:
-    _, build = zoo.FULL[host]
+    _, build = model_zoo.FULL[host]
     try:
-        with zoo.on_meta():
+        with model_zoo.on_meta():
             model = build(name)
     except Exception as error:  # a host's model that does not build is the host's business
         model, first = None, (str(error) or type(error).__name__).splitlines()[0]
@@ -217,7 +220,7 @@ def _row(host: str, name: str, verify: Verifier | None, forms: dict[Any, Row] | 
 
 
 def rows(
-    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = zoo.HOSTS,
+    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = HOSTS,
     one_of_each: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each model of these hosts whose name begins with one of the prefixes.
@@ -227,53 +230,38 @@ def rows(
     """
     forms: dict[Any, Row] | None = {} if one_of_each else None
     for host in hosts:
-        names, _ = zoo.FULL[host]
+        names, _ = model_zoo.FULL[host]
         for name in names():
             if name.startswith(prefixes):
                 yield _row(host, name, verify, forms)
 
 
+COLUMNS = ("host", "version", "model", "level", "run", "why not block")
+
+
 def write_table(found: Sequence[Row], out: Path) -> None:
-    hosts = list(dict.fromkeys(r.host for r in found))
-    versions = ", ".join(f"{host} {importlib.metadata.version(host)}" for host in hosts)
-    vits = [r for r in found if r.host == "timm" and r.model.startswith("vit_")]
-    blocks = sum(r.level == "block" for r in vits)
-    verified = any(r.verified for r in found)
-    lines = [
-        "# Coverage",
-        "",
-        f"Which models `swap_in` understands: {versions}. Written by `fastvit-kernels coverage`.",
-        "",
-        "Level `block`: whole blocks run fused, with residual, LayerScale, DropPath and LayerNorm.",
-        "`parts`: attention, MLPs, LayerNorms, patch embedding, as the row says. `none`: nothing.",
-        "",
-        f"timm's `vit_*`: {len(vits)} names, {blocks} at block level.",
-    ]
-    if verified:
-        lines += [
-            "",
-            "Column run (`coverage --verify`): the model swapped beside the host's, small.",
-            "`float64`: layers that repeat cut to two; output, all gradients and the numbers drawn",
-            "in a training step in float64, with DropPath.",
-            "`yes`: narrow besides, and output and gradients in fp32 by the 2x rule, through",
-            "Triton kernels and through PyTorch.",
-            "`same parts`: its swapped modules, their settings and their places are in models",
-            "here that ran. `as` another: from that one it differs in sizes alone. A name without",
-            "a word was not run: the host refuses the step, or has no small version.",
-            f"{_runs(found)}.",
-        ]
-    for host in hosts:
-        mine = [r for r in found if r.host == host]
-        levels = ", ".join(f"{n} {level}" for level, n in Counter(r.level for r in mine).items())
-        lines += ["", f"## {host} ({levels})", "", "| model | level | run | why not block |"]
-        lines += ["|---|---|---|---|"]
-        lines += [f"| {r.model} | {r.level} | {r.verified} | {r.reason} |" for r in mine]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, "\n".join(lines) + "\n")
+    versions = {host: importlib.metadata.version(host) for host in {row.host for row in found}}
+    with out.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        rows.writerows(
+            (r.host, versions[r.host], r.model, r.level, r.verified, r.reason) for r in found
+        )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_out(parser, "file to write", Path("docs/coverage.md"), "FILE")
+def counts(found: Sequence[Row]) -> Iterator[str]:
+    """How many models are at each level, by host."""
+    for host in dict.fromkeys(row.host for row in found):
+        levels = Counter(row.level for row in found if row.host == host)
+        yield f"{host}: " + ", ".join(f"{n} {level}" for level, n in levels.items())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.model_coverage", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=TABLE, metavar="FILE", help="file to write")
     parser.add_argument(
         "--verify", action="store_true", help="run small models beside the host's (slow)"
     )
@@ -281,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", nargs="*", default=[""], metavar="PREFIX", help="only names that begin so"
     )
     parser.add_argument(
-        "--hosts", nargs="*", choices=zoo.HOSTS, default=zoo.HOSTS, help="only models of these"
+        "--hosts", nargs="*", choices=HOSTS, default=HOSTS, help="only models of these"
     )
     parser.add_argument(
         "--forms", action="store_true", help="run one of the models that differ in sizes alone"
@@ -290,13 +278,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends", nargs="*", choices=("auto", "torch"), default=["auto", "torch"],
         help="what --verify runs the 2x rule through; none: float64 alone",
     )  # fmt: skip
-
-
-def run(arguments: argparse.Namespace) -> int:
+    arguments = parser.parse_args(words)
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model that wants weights of another one is not built
-    zoo.define_torchvision_operators()
-    for package in arguments.hosts:
-        require(package, package)
+    define_torchvision_operators()
     warnings.filterwarnings("ignore")
     verify = Verifier(arguments.backends) if arguments.verify else None
     found, start = [], time.monotonic()
@@ -309,13 +293,14 @@ def run(arguments: argparse.Namespace) -> int:
         for row in found:
             row.verified = row.verified or verify.again(row.model)
     if not found:
-        raise CommandError(f"no model's name begins with {' or '.join(arguments.models)}")
+        parser.error(f"no model's name begins with {' or '.join(arguments.models)}")
     if verify is not None and not any(row.verified for row in found):
-        raise CommandError("no model of these could be verified")
+        parser.error("no model of these could be verified")
     write_table(found, arguments.out)
     wrong = [r for r in found if r.verified.startswith("WRONG")]
     for row in wrong:
         print(f"{row.model}: {row.verified}", file=sys.stderr)
+    print(*counts(found), sep="\n")
     runs = f"; {_runs(found)}" if verify else ""
     print(f"wrote {arguments.out}: {len(found)} models, {len(wrong)} wrong{runs}")
     return 1 if wrong else 0

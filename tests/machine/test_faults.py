@@ -1,4 +1,4 @@
-"""The rules of tools/faults.py and the model, on small kernels compiled for GPUs not there.
+"""The rules of faults.py and the model, on small kernels compiled for GPUs not there.
 
 Each rule is broken by a kernel that is about it; another kernel, beside it, keeps them all.
 """
@@ -71,9 +71,9 @@ PROGRAM = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
 import small_kernels
-from fastvit_kernels.tools.aot import tracing
+from tests.machine.launches import tracing
 from fastvit_kernels.tools.resources import TARGETS
-from fastvit_kernels.tools.examine import examine, timed
+from tests.machine.examine import examine, timed
 
 found = {}
 for name, (kernel, arch, M, N, D, warps, stages, runs) in json.loads(sys.argv[2]).items():

@@ -17,22 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.attention.functions import attention
-from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.attention.varlen import varlen_attention
-from ..ops.gated_mlp.functions import gated_mlp
-from ..ops.linear.functions import linear
-from ..ops.mlp.functions import mlp
-from ..ops.mlp.narrow import is_narrow
-from ..ops.norm.functions import layer_norm_and_input, rms_norm_and_input
-from ..ops.patch_embed.functions import patch_embed
-from ..ops.rope import Norm, rope
-from ..runtime.configs import TABLES, Choice, ConfigTable, forced, recording
-from ..verify.op import run_backward
-from .aot import CompileError, Launch, LibraryCall, Trace, trace_step
+from fastvit_kernels.ops.attention.functions import attention
+from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention
+from fastvit_kernels.ops.attention.varlen import varlen_attention
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
+from fastvit_kernels.ops.linear.functions import linear
+from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.mlp.narrow import is_narrow
+from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
+from fastvit_kernels.ops.patch_embed.functions import patch_embed
+from fastvit_kernels.ops.rope import Norm, rope
+from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, recording
+from fastvit_kernels.tools.aot import CompileError
+from fastvit_kernels.tools.resources import Target
+from fastvit_kernels.verify.op import run_backward
+
 from .examine import Timed, is_modelled, timed
+from .launches import Launch, LibraryCall, Trace, trace_step
 from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
-from .resources import Target
 
 Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
@@ -198,7 +200,7 @@ class _Everything:
 def decisions(step: Step, target: Target, tables: Sequence[str] = ()) -> list[Choice]:
     """What the step asks these config tables, or all, in the order of first use."""
     with recording() as choices:
-        trace_step(step, target, known=_Everything())
+        trace_step(step, target, skip=_Everything())
     return [choice for choice in choices if choice.table in (tables or TABLES)]
 
 

@@ -1,4 +1,4 @@
-"""The coverage command: how models are made small, and what it takes for a difference."""
+"""The sweep over all models: how they are made small, and what it takes for a difference."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.commands import beside, coverage, cut
 from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage import compare, model_zoo, shrink, sweep
 
-pytest.importorskip("timm")
+timm = pytest.importorskip("timm")
 
 
 class Noise(nn.Module):
@@ -45,8 +45,8 @@ def _raises(model):
     ],
 )
 def test_a_difference_is_found(swap, found, monkeypatch):
-    monkeypatch.setattr(beside, "swap_in", swap)
-    said = beside.difference(Noise(1.0), torch.randn(2, 8))
+    monkeypatch.setattr(compare, "swap_in", swap)
+    said = compare.difference(Noise(1.0), torch.randn(2, 8))
     assert said.startswith(found)
     assert bool(said) == bool(found)
 
@@ -61,9 +61,9 @@ def test_a_host_that_rounds_to_fp32_is_held_to_that(rounding, gain, monkeypatch)
     def swap(model):
         model.__class__, model.gain = SwappedNoise, gain
 
-    monkeypatch.setattr(beside, "swap_in", swap)
+    monkeypatch.setattr(compare, "swap_in", swap)
     monkeypatch.setattr(SwappedNoise, "fused_tolerance", rounding)
-    found = beside.difference(Noise(1.0), torch.randn(2, 8))
+    found = compare.difference(Noise(1.0), torch.randn(2, 8))
     assert bool(found) == (gain - 1 > rounding)
 
 
@@ -76,8 +76,8 @@ class Hidden(Noise):
 
 @pytest.mark.parametrize("gain", [1.0, 1.01])
 def test_infinities_are_compared_and_hide_nothing(gain, monkeypatch):
-    monkeypatch.setattr(beside, "swap_in", lambda model: setattr(model, "gain", gain))
-    assert bool(beside.difference(Hidden(1.0), torch.randn(2, 8))) == (gain != 1)
+    monkeypatch.setattr(compare, "swap_in", lambda model: setattr(model, "gain", gain))
+    assert bool(compare.difference(Hidden(1.0), torch.randn(2, 8))) == (gain != 1)
 
 
 class Centred(Noise):
@@ -104,33 +104,33 @@ def test_a_gradient_of_rounding_alone_is_measured_by_its_layer(rounding, error, 
         model.__class__ = SwappedCentred
         model.fc.bias.register_hook(lambda grad: grad + error)
 
-    monkeypatch.setattr(beside, "swap_in", swap)
+    monkeypatch.setattr(compare, "swap_in", swap)
     monkeypatch.setattr(SwappedCentred, "fused_tolerance", rounding)
-    found = beside.difference(Centred(1e6), torch.randn(64, 8))
+    found = compare.difference(Centred(1e6), torch.randn(64, 8))
     assert bool(found) == told
 
 
 def test_a_host_that_refuses_is_no_evidence():
-    with pytest.raises(cut.NotCut, match="the host raises"):
-        beside.difference(Noise(None), torch.randn(2, 8))
+    with pytest.raises(shrink.NotShrunk, match="the host raises"):
+        compare.difference(Noise(None), torch.randn(2, 8))
 
 
 def test_layers_that_repeat_are_cut():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 2), nn.GELU())
-    cut.cut_repeats(model)
+    shrink.shrink_repeats(model)
     assert [str(m) for m in model[:2]] == [str(nn.Linear(4, 4))] * 2
     assert len(model) == 4
 
 
 def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
-    verify = coverage.Verifier([])
-    rows = [r.verified for r in coverage.rows(("pit_ti_",), verify, ["timm"])]
+    verify = sweep.Verifier([])
+    rows = [r.verified for r in sweep.rows(("pit_ti_",), verify, ["timm"])]
     assert rows == ["float64", "same parts"]
     verify.parts_of["pit_large"] = frozenset(verify.parts)
     verify.parts_of["pit_other"] = frozenset([*verify.parts, "another"])
     assert [verify.again(f"pit_{n}") for n in ("large", "other", "b")] == ["same parts", "", ""]
-    monkeypatch.setattr(coverage, "difference", lambda model, inputs: "something")
-    (row, *_) = coverage.rows(("pit_ti_",), coverage.Verifier([]), ["timm"])
+    monkeypatch.setattr(sweep, "difference", lambda model, inputs: "something")
+    (row, *_) = sweep.rows(("pit_ti_",), sweep.Verifier([]), ["timm"])
     assert row.verified == "WRONG: something"
 
 
@@ -139,18 +139,18 @@ def test_models_that_differ_in_sizes_alone_have_one_form():
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, **flags)
         return nn.Sequential(*(copy.deepcopy(layer) for _ in range(heads)))
 
-    form = coverage.form_of(block(32, 2))
-    assert form == coverage.form_of(block(64, 4))
-    assert form != coverage.form_of(block(32, 2, norm_first=True))
-    assert form != coverage.form_of(block(32, 2, bias=False))
-    assert form != coverage.form_of(block(32, 1))  # one head is another case
+    form = sweep.form_of(block(32, 2))
+    assert form == sweep.form_of(block(64, 4))
+    assert form != sweep.form_of(block(32, 2, norm_first=True))
+    assert form != sweep.form_of(block(32, 2, bias=False))
+    assert form != sweep.form_of(block(32, 1))  # one head is another case
     names = ("deit_small_patch", "deit_tiny_patch")
-    words = [r.verified for r in coverage.rows(names, None, ["timm"], one_of_each=True)]
+    words = [r.verified for r in sweep.rows(names, None, ["timm"], one_of_each=True)]
     assert words == ["", "as deit_small_patch16_224"]
 
 
 def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
-    monkeypatch.setattr(cut, "LARGEST", 100)
+    monkeypatch.setattr(shrink, "LARGEST", 100)
     built, images = [], {"input": torch.randn(2, 8)}
 
     def build(kind):
@@ -165,7 +165,7 @@ def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
             yield width, builder, {"images": images}  # an argument that it has not
             yield width, builder, images
 
-    ((model, inputs),) = itertools.islice(cut._built(candidates()), 1)
+    ((model, inputs),) = itertools.islice(shrink._built(candidates()), 1)
     assert model.out_features == 4 and inputs is images
     assert built == ["large", "refuses", "fits", "fits"]  # on meta, and to be run
 
@@ -175,10 +175,10 @@ def test_a_configuration_without_defaults_is_not_run(monkeypatch):
         raise ValueError("it wants an encoder")
         yield
 
-    monkeypatch.setattr(cut, "_hf_candidates", refuses)
+    monkeypatch.setattr(shrink, "_hf_candidates", refuses)
     pytest.importorskip("transformers")
-    with pytest.raises(cut.NotCut, match="it wants an encoder"):
-        next(cut.candidates("transformers", "ViTModel"))
+    with pytest.raises(shrink.NotShrunk, match="it wants an encoder"):
+        next(shrink.candidates("transformers", "ViTModel"))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_configuration_without_defaults_is_not_run(monkeypatch):
 )
 def test_models_with_inputs_or_settings_of_their_own_are_cut(name, shapes):
     pytest.importorskip("transformers")
-    _, inputs = next(cut.candidates("transformers", name))
+    _, inputs = next(shrink.candidates("transformers", name))
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
 
 
@@ -205,7 +205,7 @@ def test_models_of_images_are_found_in_the_sources(tmp_path, monkeypatch):
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / f"modeling_{name}.py").write_text('"pixel_values"')
     monkeypatch.setattr(transformers, "__file__", str(tmp_path / "__init__.py"))
-    first, *others = coverage.zoo.hf_names()
+    first, *others = model_zoo.hf_names()
     assert first == "ViTModel" and "ViTForImageClassification" in others
     assert all(name.startswith("ViTFor") for name in others)
 
@@ -214,56 +214,58 @@ def test_models_of_images_are_found_in_the_sources(tmp_path, monkeypatch):
 def test_images_of_cut_models_are_small(name):
     """Also where the model's own are large, or of no one size."""
     transformers = pytest.importorskip("transformers")
-    found = cut._hf_candidates(getattr(transformers, name))
+    found = shrink._hf_candidates(getattr(transformers, name))
     sizes = [build.args[1] for _, build, _ in found]
-    assert sizes and max(sizes) <= cut.LARGEST_IMAGE
+    assert sizes and max(sizes) <= shrink.LARGEST_IMAGE
 
 
 def _row(model, level="block", verified="", reason=""):
-    return coverage.Row("timm", model, level, reason, verified)
+    return sweep.Row("timm", model, level, reason, verified)
 
 
-def test_the_table_counts_what_it_says(tmp_path):
+def test_the_table_has_a_row_for_each_model(tmp_path):
     rows = [
         _row("vit_a", verified="yes"), _row("vit_b", "parts", "as vit_a", "why"),
         _row("vit_c", "none"), _row("swin", verified="float64"), _row("pit", verified="same parts"),
         _row("deit", verified="as pit"), _row("cait", verified="WRONG (torch): dx: 3"),
     ]  # fmt: skip
-    coverage.write_table(rows, tmp_path / "coverage.md")
-    text = (tmp_path / "coverage.md").read_text()
-    assert "timm's `vit_*`: 3 names, 1 at block level." in text
-    assert "## timm (5 block, 1 parts, 1 none)" in text
-    assert "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG." in text
-    assert "| vit_b | parts | as vit_a | why |" in text
-    plain = [_row("vit_a")]
-    coverage.write_table(plain, tmp_path / "coverage.md")
-    assert "Column run" not in (tmp_path / "coverage.md").read_text()
+    sweep.write_table(rows, tmp_path / "coverage.csv")
+    lines = (tmp_path / "coverage.csv").read_text().splitlines()
+    assert len(lines) == 8
+    assert lines[2] == f"timm,{timm.__version__},vit_b,parts,as vit_a,why"
+    assert list(sweep.counts(rows)) == ["timm: 5 block, 1 parts, 1 none"]
+    told = "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG"
+    assert sweep._runs(rows) == told
 
 
 @pytest.mark.parametrize("word", ["yes", "", "WRONG: out0"])
 def test_the_command_ends_with_1_where_a_model_is_wrong(tmp_path, monkeypatch, capsys, word):
-    from fastvit_kernels.commands import cli
-
-    monkeypatch.setattr(coverage, "rows", lambda *_: iter([_row("a", verified="yes"), _row("b")]))
-    monkeypatch.setattr(coverage.Verifier, "again", lambda self, name: word)
+    monkeypatch.setattr(sweep, "rows", lambda *_: iter([_row("a", verified="yes"), _row("b")]))
+    monkeypatch.setattr(sweep.Verifier, "again", lambda self, name: word)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["coverage", "--hosts", "timm", "--verify", "--out", str(tmp_path / "t.md")]
-    assert cli.main(words) == word.startswith("WRONG")
+    words = ["--hosts", "timm", "--verify", "--out", str(tmp_path / "t.csv")]
+    assert sweep.main(words) == word.startswith("WRONG")
     said = capsys.readouterr()
     assert f"2 models, {int(word.startswith('WRONG'))} wrong" in said.out
     assert ("b: WRONG: out0" in said.err) == word.startswith("WRONG")
 
 
+def test_the_command_refuses_what_names_no_model(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--hosts", "timm", "--models", "resnet50_of_nobody"])
+    assert "no model's name begins with resnet50_of_nobody" in capsys.readouterr().err
+
+
 def test_parts_that_failed_are_run_again(monkeypatch):
     """Only what passed stands for another model; each small model is run once for equal ones."""
-    monkeypatch.setattr(coverage, "swapped_parts", lambda model: frozenset([model]))
+    monkeypatch.setattr(sweep, "swapped_parts", lambda model: frozenset([model]))
     answers = {"wrong": "WRONG: x", "right": "float64"}
     ran = []
-    monkeypatch.setattr(coverage.Verifier, "_narrow", lambda *_: None)
+    monkeypatch.setattr(sweep.Verifier, "_narrow", lambda *_: None)
     monkeypatch.setattr(
-        coverage.Verifier, "_cut", lambda self, host, name: ran.append(name) or answers[name]
+        sweep.Verifier, "_cut", lambda self, host, name: ran.append(name) or answers[name]
     )
-    verify = coverage.Verifier([])
+    verify = sweep.Verifier([])
     part = nn.Identity()
     assert [verify("timm", n, part) for n in ("wrong", "wrong", "right", "wrong")] == [
         "WRONG: x", "WRONG: x", "float64", "same parts"
@@ -286,10 +288,10 @@ def test_narrow_models_run_through_each_backend_off_their_first_weights(monkeypa
         nn.init.zeros_(model[0].bias)
         return model, torch.randn(2, 4)
 
-    monkeypatch.setattr(coverage.zoo, "small", small)
-    monkeypatch.setattr(coverage, "difference", lambda model, inputs: "")
-    monkeypatch.setattr(coverage, "model_errors", errors)
-    share, verify = 0.5, coverage.Verifier(["auto", "torch"])
+    monkeypatch.setattr(sweep.zoo, "small", small)
+    monkeypatch.setattr(sweep, "difference", lambda model, inputs: "")
+    monkeypatch.setattr(sweep, "model_errors", errors)
+    share, verify = 0.5, sweep.Verifier(["auto", "torch"])
     assert [verify("timm", n, None) for n in ("aa", "bb", "ccc")] == ["yes"] * 3
     assert seen == [("auto", False, True), ("torch", False, True)] * 2, "equal ones once"
     share = 2.0
@@ -300,15 +302,15 @@ def test_cut_models_drop_paths():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for module in model:
         module.drop_prob = 0.0
-    cut.set_drop_path(model)
-    assert all(module.drop_prob == cut.DROP_PATH for module in model)
-    assert 0.1 < cut.DROP_PATH < 0.9, "some samples of two are dropped"
+    shrink.set_drop_path(model)
+    assert all(module.drop_prob == shrink.DROP_PATH for module in model)
+    assert 0.1 < shrink.DROP_PATH < 0.9, "some samples of two are dropped"
 
 
 def test_a_configuration_gets_images_of_a_size_in_its_own_form():
     tower = SimpleNamespace(image_size=[224, 448], patch_size=16, to_dict=None, model_type="inner")
     config = SimpleNamespace(image_size=(224, 224, 8), tower=tower, patch_size=16)
-    cut._resize(config, 64)
+    shrink._resize(config, 64)
     assert (config.image_size, tower.image_size) == ((64, 64, 64), [64, 64])
 
 
@@ -321,11 +323,11 @@ def test_what_is_cut_of_a_configuration(narrow, shallow):
         num_hidden_layers=12, depths=(3, 1, 9), image_size=224, num_labels=1000, drop_path_rate=0.0,
         inner=inner,
     )  # fmt: skip
-    cut._shrink(config, narrow, shallow)
+    shrink._shrink(config, narrow, shallow)
     assert (config.hidden_size, config.intermediate_size) == (768 // narrow, 3072 // narrow)
     assert (config.small_dim, inner.d_model) == (64, 256 // narrow)
     assert config.num_attention_heads == (1 if narrow == 4 else 2)
     assert (config.num_hidden_layers, inner.num_layers) == ((2, 2) if shallow else (12, 6))
     assert config.depths == ((2, 1, 2) if shallow else (3, 1, 9))
     assert (config.image_size, config.num_labels) == (224, 1000)
-    assert config.drop_path_rate == cut.DROP_PATH
+    assert config.drop_path_rate == shrink.DROP_PATH

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .zoo import on_meta
+from .model_zoo import on_meta
 
 LARGEST = 40e6  # parameters of a cut model
 LARGEST_IMAGE = 384  # of a cut model: attention in float64 over all its patches
@@ -24,11 +24,11 @@ DROP_PATH = 0.3
 Built = tuple[nn.Module, dict[str, Tensor]]  # a model and its keyword arguments
 
 
-class NotCut(Exception):
+class NotShrunk(Exception):
     """No small version of a model runs; says why."""
 
 
-class TooLarge(NotCut):
+class TooLarge(NotShrunk):
     """A cut model has more than LARGEST parameters."""
 
 
@@ -47,7 +47,7 @@ def _form(module: nn.Module) -> str:
     return re.sub(r"drop_(prob|path)=[\d.]+", "", repr(module))
 
 
-def cut_repeats(model: nn.Module, most: int = 2) -> None:
+def shrink_repeats(model: nn.Module, most: int = 2) -> None:
     """Of layers in a row that are the same, keep the first `most`."""
     for parent in list(model.modules()):
         if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
@@ -105,7 +105,7 @@ def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
     """Of candidates, those that are small enough and run on `meta`. Candidates of one builder come
     one after the other.
 
-    Raises: NotCut at the end, with the reason against the last.
+    Raises: NotShrunk at the end, with the reason against the last.
     """
     reason = "it has no candidate"
     large: set[int] = set()
@@ -129,7 +129,7 @@ def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
                 large.add(width)
             continue
         yield made, inputs
-    raise NotCut(reason)
+    raise NotShrunk(reason)
 
 
 # timm
@@ -144,7 +144,7 @@ def _timm_candidates(name: str) -> Iterator[Candidate]:
 
     def build(settings: dict[str, Any]) -> nn.Module:
         model = timm.create_model(name, pretrained=False, num_classes=7, **settings)
-        cut_repeats(model)
+        shrink_repeats(model)
         set_drop_path(model)
         return model
 
@@ -285,7 +285,7 @@ def _hf_candidates(cls: Any) -> Iterator[Candidate]:
 
 
 def candidates(host: str, name: str) -> Iterator[Built]:
-    """Cut models for a row of the coverage table. Raises: NotCut after the last."""
+    """Cut models for a row of the coverage table. Raises: NotShrunk after the last."""
     try:
         if host == "timm":
             yield from _built(_timm_candidates(name))
@@ -294,8 +294,8 @@ def candidates(host: str, name: str) -> Iterator[Built]:
 
             yield from _built(_hf_candidates(getattr(transformers, name)))
         else:
-            raise NotCut(f"no cut models of {host}")
-    except NotCut:
+            raise NotShrunk(f"no cut models of {host}")
+    except NotShrunk:
         raise
     except Exception as error:  # a configuration without defaults
-        raise NotCut(_first_line(error)) from error
+        raise NotShrunk(_first_line(error)) from error

@@ -1,4 +1,6 @@
-"""The repository that the Hub's `kernels` library loads: build/torch-BACKEND with metadata.json.
+"""Writes the repository that the Hub's `kernels` library loads: build/torch-BACKEND, metadata.json.
+
+python -m tests.hub.layout DIR [--version N]
 
 https://huggingface.co/docs/kernels/kernel-requirements, read in kernels 0.17: one variant a
 backend without compiled code ("noarch"), imports inside relative, an id that names module and
@@ -7,22 +9,27 @@ operators and differs from every other build's.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import base64
 import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.version import __version__
+import fastvit_kernels
+from fastvit_kernels.commands.options import positive
+from fastvit_kernels.runtime.version import __version__
 
 NAME = "fastvit-kernels"
 MODULE = "fastvit_kernels"
 BACKENDS = ("cuda", "rocm", "cpu")
 ROOMS = ("models", "ops", "runtime", "swap", "verify", "weights")
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(fastvit_kernels.__file__).parent
 _SUFFIXES = {".py", ".json"}
 
 _CARD = """---
@@ -138,3 +145,24 @@ def write_layout(out: Path, version: int) -> list[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / "build" / f"torch-{backend}" for backend in BACKENDS]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.hub.layout")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="an empty folder, or a new one")
+    parser.add_argument(
+        "--version", type=positive(int), default=1, metavar="N",
+        help="of the interface: the Hub's branch is vN (default 1)",
+    )  # fmt: skip
+    arguments = parser.parse_args(words)
+    try:
+        variants = write_layout(arguments.dir, arguments.version)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(*variants, sep="\n")
+    print(f"Load it with kernels.get_local_kernel(Path({str(arguments.dir)!r}))")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The steps that `fastvit-kernels compile` traces: a model's, and the cases of its gate."""
+"""The steps that the gate compiles."""
 
 from __future__ import annotations
 
@@ -9,58 +9,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..models.gated_mlp import GluMlp, SwiGLU
-from ..models.modules import Mlp
-from ..models.presets import create_vit
-from ..ops.attention.rotary import rope_attention
-from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
-from ..ops.common.samples import keep_samples
-from ..ops.gated_mlp.functions import gated_mlp
-from ..ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
-from ..ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
-from ..ops.linear.functions import linear
-from ..ops.mlp.functions import mlp
-from ..ops.mlp.narrow import FWD_TABLE as NARROW_TABLE
-from ..ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
-from ..ops.patch_embed.functions import patch_embed
-from ..ops.rope import rope
-from ..runtime.backend import gpu
-from ..runtime.configs import forced
+from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.ops.attention.rotary import rope_attention
+from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
+from fastvit_kernels.ops.common.samples import keep_samples
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
+from fastvit_kernels.ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
+from fastvit_kernels.ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
+from fastvit_kernels.ops.linear.functions import linear
+from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.mlp.narrow import FWD_TABLE as NARROW_TABLE
+from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
+from fastvit_kernels.ops.patch_embed.functions import patch_embed
+from fastvit_kernels.ops.rope import rope
+from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.configs import forced
+
 from . import attention_steps
 from .attention_steps import HEAD_DIMS, backward
-from .models import input_shape, run_step
-
-
-def model_step(
-    model: str | nn.Module, batch: int, dtype: str, *, train: bool,
-    overrides: dict[str, Any] | None = None, recompute: bool = True,
-) -> Callable[[], None]:  # fmt: skip
-    """A step of a model: forward, and where `train` cross-entropy and backward.
-
-    Args:
-        model: a name of create_vit, or a module on the meta device.
-    """
-
-    def step() -> None:
-        vit = model
-        if isinstance(vit, str):
-            with torch.device("meta"):  # where torch's initialisers do nothing
-                vit = create_vit(vit, **(overrides or {}))
-        vit.train(train)
-        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in vit.named_buffers()}
-        for name, p in vit.named_parameters():
-            empty = torch.empty(p.shape, dtype=p.dtype)
-            state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
-        for module in vit.modules():
-            if isinstance(module, (Mlp, GluMlp, SwiGLU)):
-                module.recompute = recompute
-        images = torch.empty(batch, *input_shape(vit))
-        forward = functools.partial(torch.func.functional_call, vit, state)
-        run_step(forward, images, dtype, train=train)
-
-    return step
 
 
 def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
@@ -293,7 +261,6 @@ CASES: dict[str, Callable[[], None]] = {
         for D in HEAD_DIMS
     },
 }  # fmt: skip
-LISTED = ("sm_80", "sm_90")  # rows for every kernel and config; the others by kernel
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "masks in fp32", "learnt bias",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.commands import beside, cut
-from fastvit_kernels.commands.beside import difference, model_errors, randomize
+from tests.model_coverage import compare, shrink
+from tests.model_coverage.compare import difference, model_errors, randomize
 
 
 def model():
@@ -22,7 +22,7 @@ def _spoiled(monkeypatch, spoil):
     def swap(model):
         spoil(model)
 
-    monkeypatch.setattr(beside, "swap_in", swap)
+    monkeypatch.setattr(compare, "swap_in", swap)
     return difference(model(), X.double())
 
 
@@ -78,7 +78,7 @@ def test_one_of_both_that_raises_is_told(monkeypatch):
     def swap(model):
         model.linear1 = nn.Linear(16, 32).double()
 
-    monkeypatch.setattr(beside, "swap_in", swap)
+    monkeypatch.setattr(compare, "swap_in", swap)
     host = model()
     host.linear1 = Refusing(16, 32)
     assert difference(host, X.double()) == "the host raises not this one"
@@ -87,19 +87,19 @@ def test_one_of_both_that_raises_is_told(monkeypatch):
 def test_where_both_raise_nothing_was_judged():
     host = model()
     host.linear1 = Refusing(16, 32)
-    with pytest.raises(cut.NotCut, match="the host raises ValueError: not this one"):
+    with pytest.raises(shrink.NotShrunk, match="the host raises ValueError: not this one"):
         difference(host, X.double())
 
 
 def test_a_host_that_does_not_repeat_itself_is_not_judged():
     host = model()
     host.linear1 = Restless(16, 32)
-    with pytest.raises(cut.NotCut, match="does not repeat a training step"):
+    with pytest.raises(shrink.NotShrunk, match="does not repeat a training step"):
         difference(host, X.double())
 
 
 def test_a_swap_that_raises_is_told(monkeypatch):
-    monkeypatch.setattr(beside, "swap_in", refuse)
+    monkeypatch.setattr(compare, "swap_in", refuse)
     assert difference(model(), X.double()) == "swap_in raises ValueError: not this one"
 
 
@@ -119,7 +119,7 @@ def test_a_wrong_gradient_of_the_images_is_told(monkeypatch):
     def spoil(model):
         model.register_forward_pre_hook(lambda m, args: (_scaled(args[0], 1.001),))
 
-    monkeypatch.setattr(beside, "swap_in", spoil)
+    monkeypatch.setattr(compare, "swap_in", spoil)
     for host in (model(), nn.LayerNorm(16)):
         assert difference(host, X.double()).startswith("dimages differs by")
 
@@ -140,7 +140,7 @@ def _scaled(x, factor):
 
 
 def test_dropout_is_compared(monkeypatch):
-    monkeypatch.setattr(beside, "swap_in", lambda model: model.eval())
+    monkeypatch.setattr(compare, "swap_in", lambda model: model.eval())
     host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
     assert difference(host.eval(), X.double()) != ""
 
@@ -160,7 +160,7 @@ def test_a_layer_is_a_block_or_a_module():
         "dstages.1.blocks.0.mlp.fc1.weight": "dstages.1.blocks.0", "dfc.0.weight": "dfc.0",
         "dstem.2.1.bias": "dstem.2",
     }  # fmt: skip
-    assert {name: beside._layer(name) for name in wanted} == wanted
+    assert {name: compare._layer(name) for name in wanted} == wanted
 
 
 def test_errors_are_against_float64_and_the_limit_is_near():
@@ -187,7 +187,7 @@ def test_a_copy_is_swapped_and_the_model_stays():
 
 def test_small_models_of_other_shapes_are_not_the_same():
     prints = [
-        beside.fingerprint(m, x)
+        compare.fingerprint(m, x)
         for m, x in (
             (nn.Linear(4, 4), X), (nn.Linear(4, 4), X[:1]), (nn.Linear(4, 5), X),
             (nn.Linear(4, 4, bias=False), X), (nn.Linear(4, 4).eval(), X),
@@ -195,4 +195,4 @@ def test_small_models_of_other_shapes_are_not_the_same():
         )
     ]  # fmt: skip
     assert len(set(prints)) == len(prints)
-    assert beside.fingerprint(nn.Linear(4, 4), X) == prints[0]
+    assert compare.fingerprint(nn.Linear(4, 4), X) == prints[0]

@@ -1,4 +1,4 @@
-"""`hub-layout`, loaded by the Hub's own library from the disk."""
+"""What layout.py writes, loaded by the Hub's own library from the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from fastvit_kernels import layer_norm
-from fastvit_kernels.commands import cli
-from fastvit_kernels.tools import hub
-from fastvit_kernels.tools.hub import BACKENDS, layer_names, sources
+from tests.hub import layout
+from tests.hub.layout import BACKENDS, layer_names, main, sources
 
 kernels = pytest.importorskip("kernels")
 
@@ -24,7 +23,7 @@ kernels = pytest.importorskip("kernels")
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "fastvit-kernels"
-    assert cli.main(["hub-layout", str(folder), "--version", "3"]) == 0
+    assert main([str(folder), "--version", "3"]) == 0
     return folder
 
 
@@ -76,8 +75,8 @@ def test_another_content_is_another_build(tmp_path, monkeypatch):
     """Two builds in one process must not share module and operators."""
     found = []
     for i, content in enumerate((b"x = 1\n", b"x = 2\n", b"x = 2\n")):
-        monkeypatch.setattr(hub, "sources", lambda content=content: {"one.py": content})
-        variant, *_ = hub.write_layout(tmp_path / str(i), 3)
+        monkeypatch.setattr(layout, "sources", lambda content=content: {"one.py": content})
+        variant, *_ = layout.write_layout(tmp_path / str(i), 3)
         found.append(json.loads((variant / "metadata.json").read_text())["id"])
     assert found[0] != found[1] == found[2]
 
@@ -86,9 +85,9 @@ def test_a_layout_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(hub.os, "replace", fail)
+    monkeypatch.setattr(layout.os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        hub.write_layout(tmp_path / "out", 3)
+        layout.write_layout(tmp_path / "out", 3)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -182,6 +181,15 @@ def test_layers_are_taken_for_training_and_for_the_compiler(name):
 
 def test_a_folder_that_holds_something_stays_as_it_is(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
-    assert cli.main(["hub-layout", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path)])
+    assert stop.value.code == 2
     assert "must be an empty folder" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_command_says_what_it_wrote(monkeypatch, capsys):
+    monkeypatch.setattr(layout, "write_layout", lambda *words: ["a", "b"])
+    assert main(["folder"]) == 0
+    *paths, how = capsys.readouterr().out.splitlines()
+    assert paths == ["a", "b"] and "get_local_kernel(Path('folder'))" in how

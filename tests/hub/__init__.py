@@ -1,0 +1,1 @@
+"""The repository that the Hub's `kernels` library loads: docs/hub.md."""

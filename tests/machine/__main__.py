@@ -1,0 +1,56 @@
+"""python -m tests.machine gate | rank: what kernels take from GPUs that are not here.
+
+README.md has the rules, the columns and the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastvit_kernels.commands import options
+from fastvit_kernels.runtime.configs import TABLES
+from fastvit_kernels.tools.resources import TARGETS
+
+from .gate import TABLE, run_gate
+from .loop_model import ROOFS
+from .rank import TOKENS, run_rank
+from .ranking import SIZES
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.machine", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    gate = commands.add_parser("gate", help="compile every kernel and apply the rules")
+    rank = commands.add_parser("rank", help="order the configs that ship by modelled time")
+    count = options.positive(int, options.MOST_PROCESSES)
+    for command, archs in ((gate, TARGETS), (rank, ROOFS)):
+        command.add_argument("--arch", nargs="+", choices=archs, metavar="ARCH")
+        command.add_argument("--jobs", type=count, metavar="N", help="processes")
+    gate.add_argument("--changed", action="store_true", help="leave out what passed before")
+    gate.add_argument("--update", action="store_true", help="write the table")
+    gate.add_argument("--table", type=Path, default=TABLE, metavar="FILE")
+    rank.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(sorted(TABLES))}")
+    rank.add_argument("--sizes", nargs="+", choices=SIZES, default=["S", "B", "L"])
+    rank.add_argument("--tokens", nargs="+", type=options.positive(int), default=list(TOKENS))
+    options.add_batch(rank, 256)
+    options.add_json(rank)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(words)
+    if args.command == "rank":
+        if unknown := [name for name in args.tables if name not in TABLES]:
+            parser.error(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
+        return run_rank(args)
+    if args.update and (args.arch or args.changed):
+        parser.error("--update writes every row: leave out --arch and --changed")
+    return run_gate(args.arch or list(TARGETS), args.table, args.update, args.changed, args.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

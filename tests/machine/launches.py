@@ -1,0 +1,174 @@
+"""The launches of a step with all that the gate and the model ask of them.
+
+`tracing` is that of aot.py, which compiles without launching; here a trace has besides the code of
+each kernel, what PyTorch's own operators do between the launches, and the digests of what was
+compiled, so that the gate can leave out what passed before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools import aot
+from fastvit_kernels.tools.aot import specialisation, tensor_bytes
+from fastvit_kernels.tools.resources import Kernel, Target, num_warps
+
+from .machine_code import Code, keep_remarks
+
+
+class Launch(NamedTuple):
+    """One launch of a step: the kernel, its grid, and what it was given."""
+
+    kernel: Kernel
+    code: Code | None  # None on AMD
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]  # by name, constexprs too; tensors as (shape, dtype)
+    integers: tuple[int | None, ...]  # the compiled kernel's arguments in order
+    tensor_bytes: int  # of its tensors, each element once
+
+
+class LibraryCall(NamedTuple):
+    """One call of PyTorch's own operators in a step: what it multiplies, reads and writes."""
+
+    name: str
+    M: int
+    N: int
+    K: int  # 0 where it is no product
+    tensor_bytes: int
+
+
+class Trace(aot.Trace):
+    """What a step would launch on a target, in order.
+
+    Args:
+        skip: digests of specialisations to leave out; `known` has those that were met.
+    """
+
+    def __init__(self, target: Target, skip: Container[str] = ()):
+        super().__init__()
+        self.target, self.skip = target, skip
+        self.torch_calls: list[LibraryCall] = []
+        self.digests: set[str] = set()  # of what was compiled
+        self.known: set[str] = set()
+        self._codes: dict[str, Code] = {}
+
+    def wants(self, function: Any, given: dict[str, Any], options: dict[str, Any]) -> bool:
+        words = f"{specialisation(function, given, sources)}|{options}"
+        digest = digest_of(function, words, self.target.name)
+        skipped = digest in self.skip
+        (self.known if skipped else self.digests).add(digest)
+        return not skipped
+
+    def compile(self, run: Callable[[], Any]) -> Any:
+        with redirect_stdout(io.StringIO()) as remarks:  # where Triton prints them
+            compiled = run()
+        keep_remarks(compiled, remarks.getvalue())
+        return compiled
+
+    def launched(self, launch: aot.Launch) -> None:
+        code = None
+        if not self.target.is_amd:
+            made = Code(launch.compiled, num_warps(launch.compiled))
+            code = self._codes.setdefault(launch.kernel.key, made)
+        self.launches.append(_launch(launch, code))
+
+    def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        if (call := _library_call(func, args, result)) is not None:
+            self.torch_calls.append(call)
+
+
+@contextmanager
+def tracing(target: Target, skip: Container[str] = ()) -> Iterator[Trace]:
+    """Inside, tensors are fake, and what would be launched on `target` joins the yielded trace."""
+    trace = Trace(target, skip)
+    with triton.knobs.nvidia.scope(), aot.tracing(target, trace):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield trace
+
+
+def trace_step(step: Callable[[], Any], target: Target, skip: Container[str] = ()) -> Trace:
+    """The trace of `step()`, which makes its own tensors. Raises: CompileError."""
+    with tracing(target, skip) as trace:
+        step()
+    return trace
+
+
+def _launch(launch: aot.Launch, code: Code | None) -> Launch:
+    given = launch.arguments
+    integers: list[int | None] = []
+    tensors: list[Tensor] = []
+
+    def add(kind: Any, value: Any) -> None:
+        if isinstance(kind, tuple):
+            for inner, each in zip(kind, value, strict=True):
+                add(inner, each)
+        elif kind != "constexpr":
+            integers.append(value if isinstance(value, int) else None)
+        if isinstance(value, Tensor):
+            tensors.append(value)
+
+    for name, kind in launch.compiled.src.signature.items():
+        add(kind, given[name])
+    arguments = {
+        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()
+    }
+    moved = sum(map(tensor_bytes, tensors))
+    return Launch(launch.kernel, code, launch.grid, arguments, tuple(integers), moved)
+
+
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand
+
+
+def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | None:
+    """What a call of torch's operators costs; None for one that moves nothing: views, empty."""
+    name = func.overloadpacket.__name__
+    if (
+        func.namespace != "aten"
+        or func.is_view
+        or name.startswith(("empty", "new_empty", "_unsafe_view", "detach"))
+    ):
+        return None
+    tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+    moved = sum(tensor_bytes(x) for x in tensors)
+    if not moved:
+        return None
+    M = N = K = 0
+    if (place := _PRODUCTS.get(name)) is not None:
+        *batch, M, K = args[place].shape
+        M, N = M * math.prod(batch), args[place + 1].shape[-1]
+    return LibraryCall(name, M, N, K, moved)
+
+
+@cache
+def sources(function: Any) -> str:
+    """The texts of a Triton function and of all that it calls, with the values that they read.
+
+    Its `cache_key` has its line in the file besides, which moves with every edit above it.
+    """
+    constant, found = triton.language.constexpr, {function: function.src}
+    for caller in (waiting := [function]):  # grows as we go
+        known = caller.fn.__globals__
+        for name in filter(known.__contains__, caller.fn.__code__.co_names):
+            value = known[name]
+            if hasattr(value, "src") and value not in found:
+                found[value] = value.src
+                waiting.append(value)
+            elif isinstance(value, constant) or not (callable(value) or type(value) is ModuleType):
+                found[name] = f"{name}={value!r}"
+    return "\n".join(map(str, found.values()))
+
+
+def digest_of(function: Any, words: str, target: str) -> str:
+    """Of all that decides a kernel's machine code: sources, constants, options, target, triton."""
+    all_words = "|".join((sources(function), words, target, triton.__version__))
+    return hashlib.sha256(all_words.encode()).hexdigest()[:16]

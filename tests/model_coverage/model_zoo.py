@@ -1,0 +1,260 @@
+"""Models of the host libraries by name: as they are on the meta device, and cut down to be run.
+
+A small model keeps the structure of its name: two blocks, two heads, a narrow width, few tokens.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
+TIMM_FILES = (
+    "beit", "cait", "coat", "convit", "crossvit", "davit", "deepseek_vit", "deit", "edgenext",
+    "efficientformer", "efficientformer_v2", "efficientvit_mit", "efficientvit_msra", "eva",
+    "fastvit", "focalnet", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "iformer", "levit",
+    "lowformer", "maxxvit", "metaformer", "mlp_mixer", "mobilevit", "mvitv2", "naflexvit", "nest",
+    "nextvit", "pit", "pvt_v2", "qwen3_vit", "sequencer", "shvit", "swiftformer",
+    "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt",
+    "twins", "visformer", "vision_transformer", "vision_transformer_hybrid",
+    "vision_transformer_relpos", "vision_transformer_sam", "vitamin", "volo", "xcit",
+)  # fmt: skip
+
+
+class _RatesOnCpu(TorchFunctionMode):
+    """Constructors of older versions ask torch.linspace for the values of their rates."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.linspace:
+            kwargs.setdefault("device", "cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules that are made inside have no memory."""
+    with torch.device("meta"), _RatesOnCpu():
+        yield
+
+
+def timm_names() -> list[str]:
+    """The names of timm's transformers, in timm's order."""
+    import timm
+
+    files = set(timm.list_modules())
+    names = [n for file in TIMM_FILES if file in files for n in timm.list_models(module=file)]
+    return sorted(set(names), key=timm.list_models().index)
+
+
+def _patch(name: str) -> int:
+    found = re.search(r"patch(\d+)|_p(\d+)_", name)
+    return int(found.group(1) or found.group(2)) if found else 16
+
+
+def _swin_overrides(name: str) -> dict[str, Any]:
+    small = dict(embed_dim=32, depths=(2, 2), num_heads=(2, 2), img_size=32, window_size=4)
+    return small | (dict(patch_size=4) if "_cr_" in name or "s3" in name else {})
+
+
+NARROW = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that timm_small takes
+
+
+def _timm_overrides(name: str) -> dict[str, Any]:
+    if name.startswith("swin"):
+        return _swin_overrides(name)
+    size = 3 * _patch(name)
+    if re.search(r"_r\d+|_r_|resnet", name):
+        size = 64  # a ResNet stem
+    small: dict[str, Any] = dict(embed_dim=64, depth=2, num_heads=2, img_size=size)
+    if "mci" in name:
+        small |= dict(embed_dim=768, num_heads=12)  # the stem's own width
+    if "sapiens2" in name:
+        small["num_kv_heads"] = (2, 1)  # a block with all heads, a block with grouped ones
+    if "giant" in name and name.startswith("vit"):
+        small["mlp_ratio"] = 4.0  # a gated MLP needs an even width
+    if name.startswith("vit_little") or "wee" in name:
+        small["mlp_ratio"] = 4.0
+    return small
+
+
+def timm_small(name: str, **settings: Any) -> tuple[nn.Module, Tensor]:
+    """A small model of this timm name, with a batch of two images."""
+    import timm
+
+    overrides = _timm_overrides(name) | settings
+    model = timm.create_model(name, pretrained=False, num_classes=7, **overrides)
+    size, generator = overrides["img_size"], torch.Generator().manual_seed(0)
+    return model, torch.randn(2, 3, size, size, generator=generator)
+
+
+def _timm_full(name: str) -> nn.Module:
+    import timm
+
+    return timm.create_model(name, pretrained=False)
+
+
+def torchvision_names() -> list[str]:
+    from torchvision import models
+
+    return [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit"))]
+
+
+def _torchvision_full(name: str) -> nn.Module:
+    from torchvision import models
+
+    return models.get_model(name)
+
+
+def torchvision_small() -> tuple[nn.Module, Tensor]:
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7)
+    return model, torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+
+
+_HF_SMALL = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=16,
+)  # fmt: skip
+_HF_WIDE = dict(intermediate_size=128, **_HF_SMALL)
+
+# name -> (model class, config class, settings of the small model)
+HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTModel", "ViTConfig", _HF_WIDE),
+    "deit": ("DeiTModel", "DeiTConfig", _HF_WIDE),
+    "vit_mae": ("ViTMAEModel", "ViTMAEConfig", dict(mask_ratio=0.0, **_HF_WIDE)),
+    "vit_msn": ("ViTMSNModel", "ViTMSNConfig", _HF_WIDE),
+    "ijepa": ("IJepaModel", "IJepaConfig", _HF_WIDE),
+    "dinov2": ("Dinov2Model", "Dinov2Config", _HF_SMALL),
+    "dinov2_swiglu": ("Dinov2Model", "Dinov2Config", dict(use_swiglu_ffn=True, **_HF_SMALL)),
+    "dinov2_with_registers": (
+        "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig",
+        dict(num_register_tokens=4, **_HF_SMALL),
+    ),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", _HF_WIDE),
+    "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", dict(num_patches=9, **_HF_WIDE)),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", _HF_WIDE),
+    "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTConfig", _HF_WIDE),
+    "dinov3_vit_gated": (
+        "DINOv3ViTModel", "DINOv3ViTConfig", dict(use_gated_mlp=True, **_HF_WIDE)
+    ),
+    "beit": ("BeitModel", "BeitConfig", dict(use_relative_position_bias=True, **_HF_WIDE)),
+    "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", _HF_WIDE),
+    "internvl": (
+        "InternVLVisionModel", "InternVLVisionConfig",
+        _HF_WIDE | dict(image_size=(48, 48), patch_size=(16, 16)),
+    ),
+    "internvl_6b": (
+        "InternVLVisionModel", "InternVLVisionConfig",
+        _HF_WIDE | dict(
+            image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"
+        ),
+    ),
+    "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
+    "gemma4": (
+        "Gemma4VisionModel", "Gemma4VisionConfig",
+        dict(
+            num_key_value_heads=2, head_dim=32, patch_size=16, position_embedding_size=8,
+            **{k: v for k, v in _HF_WIDE.items() if k not in ("image_size", "patch_size")},
+        ),
+    ),
+    "vjepa2": (
+        "VJEPA2Model", "VJEPA2Config",
+        dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0,
+            crop_size=48, patch_size=16, frames_per_clip=4, pred_hidden_size=64,
+            pred_num_hidden_layers=1, pred_num_attention_heads=2,
+        ),
+    ),
+}  # fmt: skip
+
+
+def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model of transformers, with its inputs."""
+    import transformers
+
+    model_class, config_class, small = HF_MODELS[name]
+    config = getattr(transformers, config_class)(**{**small, **settings})
+    model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(0)
+    if name == "siglip2":  # patches, with a mask that hides none
+        return model, {
+            "pixel_values": torch.randn(2, 9, 16 * 16 * 3, generator=generator),
+            "pixel_attention_mask": torch.ones(2, 9, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[3, 3], [3, 3]]),
+        }
+    if name == "gemma4":
+        grid = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        return model, {
+            "pixel_values": torch.rand(2, 9, 16 * 16 * 3, generator=generator),
+            "pixel_position_ids": grid.expand(2, -1, -1),
+        }
+    if name == "vjepa2":
+        return model, {"pixel_values_videos": torch.randn(2, 4, 3, 48, 48, generator=generator)}
+    return model, {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}
+
+
+def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
+    """A small model with DropPath for a row of the coverage table, None where there is none."""
+    if host == "timm":
+        if not name.startswith(NARROW):
+            return None
+        rates = {} if name.startswith("swin") else {"drop_path_rate": 0.3}
+        try:
+            return timm_small(name, **rates)
+        except TypeError:  # a family without DropPath
+            return timm_small(name)
+    if host == "torchvision":
+        return torchvision_small() if name.startswith("vit_") else None
+    for key, (model_class, _, _) in HF_MODELS.items():
+        if model_class == name:
+            rates = {"drop_path_rate": 0.3} if key.startswith(("dinov", "beit", "vjepa2")) else {}
+            return hf_small(key, **rates)
+    return None
+
+
+def hf_names() -> list[str]:
+    """Classes of transformers whose main input is images, base models first."""
+    import transformers
+
+    found = set()
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if file.name.startswith(("modeling_tf_", "modeling_flax_")):
+            continue
+        if "pixel_values" not in file.read_text():
+            continue
+        module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+        found |= {
+            name for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
+            and value.__module__ == module.__name__ and hasattr(transformers, name)
+            and value.main_input_name == "pixel_values"
+            and "pixel_values" in inspect.signature(value.forward).parameters
+        }  # fmt: skip
+    return sorted(found, key=lambda name: ("For" in name, name))
+
+
+def _hf_full(name: str) -> nn.Module:
+    import transformers
+
+    cls = getattr(transformers, name)
+    return cls(cls.config_class())
+
+
+# host -> its names that get a row, and the builder of a name at its own size
+FULL: dict[str, tuple[Callable[[], list[str]], Callable[[str], nn.Module]]] = {
+    "timm": (timm_names, _timm_full),
+    "torchvision": (torchvision_names, _torchvision_full),
+    "transformers": (hf_names, _hf_full),
+}
+HOSTS = tuple(FULL)
