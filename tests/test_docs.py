@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import csv
 import fnmatch
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from bench.__main__ import build_parser as bench_parser
-from fastvit_kernels.commands.cli import COMMANDS, build_parser
+from fastvit_kernels.commands.cli import build_parser
+from tests.hub.layout import build_parser as layout_parser
+from tests.machine.__main__ import build_parser as machine_parser
+from tests.model_coverage.sweep import TABLE
+from tests.model_coverage.sweep import build_parser as sweep_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-WRITTEN = [p for p in PAGES if p.name not in ("resources.md", "coverage.md")]  # by hand
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*/*.md")])
 FOLDERS = ("fastvit_kernels", "tests", "bench", "docs", ".ci")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+PARSERS = {  # of a program, for its words
+    "fastvit-kernels": build_parser,
+    "python -m fastvit_kernels": build_parser,
+    "python -m bench": lambda words: bench_parser(),
+    "python -m tests.machine": lambda words: machine_parser(),
+    "python -m tests.model_coverage": lambda words: sweep_parser(),
+    "python -m tests.hub.layout": lambda words: layout_parser(),
+}
 
 
 def _anchors(text: str) -> set[str]:
@@ -48,7 +60,7 @@ def files():
     return [*found, *ROOT.glob("*")]
 
 
-@by_written_page
+@by_page
 def test_files_are_where_the_pages_say(page, files):
     """Of `ops/rope.py` the end must match: pages leave out the folders their reader knows."""
     there = {f"/{p.relative_to(ROOT).as_posix()}" for p in files}
@@ -57,7 +69,7 @@ def test_files_are_where_the_pages_say(page, files):
         assert any(p.endswith(f"/{path}") for p in there), f"{page.name} names {path}"
 
 
-@by_written_page
+@by_page
 def test_names_are_those_of_the_code(page, files):
     """Functions of autograd, kernels, tests and private names that stand in `code` exist."""
     code = "\n".join(p.read_text() for p in files if p.suffix == ".py")
@@ -75,32 +87,43 @@ def _command_lines(text: str) -> list[str]:
     """Lines of fences, and spans, that call one of our programs."""
     lines = [line for block in FENCE.findall(text) for line in block.splitlines()]
     lines += SPAN.findall(FENCE.sub("", text))
-    starts = ("fastvit-kernels ", "python -m fastvit_kernels ", "python -m bench ")
-    return [line for line in lines if line.startswith(starts)]
+    return [line for line in lines if line.startswith(tuple(f"{name} " for name in PARSERS))]
 
 
 @by_page
 def test_command_lines_parse(page, capsys):
     for line in _command_lines(page.read_text()):
-        words = shlex.split(line, comments=True)
-        words = words[1:] if words[0] == "fastvit-kernels" else words[3:]
+        program = next(name for name in PARSERS if line.startswith(f"{name} "))
+        words = shlex.split(line.removeprefix(program), comments=True)
         if words == ["COMMAND"]:
             continue
-        parser = build_parser(words) if words[0] in COMMANDS else bench_parser()
         try:
-            parser.parse_args(words)
+            PARSERS[program](words).parse_args(words)
         except SystemExit:
             pytest.fail(f"{page.name}: {line}\n{capsys.readouterr().err}")
 
 
-def test_readme_counts_the_models_of_the_coverage_page():
-    page = (ROOT / "docs" / "coverage.md").read_text()
-    levels = re.findall(r"^\| [^|]+ \| (block|parts|none) \|", page, re.MULTILINE)
-    blocks, parts = levels.count("block"), levels.count("parts")
+def test_pages_count_the_models_of_the_coverage_table():
+    with TABLE.open(newline="") as file:
+        left = list(csv.DictReader(file))
+    counted = Counter(row["level"] for row in left)
     wanted = (
-        f"{blocks} models of timm, torchvision and transformers swap whole blocks, {parts} more"
+        f"{counted['block']} models of timm, torchvision and transformers swap whole blocks,"
+        f" {counted['parts']} more"
     )
     assert wanted in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    for name, *numbers in re.findall(r"^\| (t[^|]+) " + r"\| (\d+) " * 4, page, re.MULTILINE):
+        host, patterns = name.partition(":")[0], SPAN.findall(name) or ["*"]
+        mine = [
+            row for row in left
+            if row["host"] == host and any(fnmatch.fnmatch(row["model"], p) for p in patterns)
+        ]  # fmt: skip
+        left = [row for row in left if row not in mine]
+        levels = Counter(row["level"] for row in mine)
+        found = [levels[level] for level in ("block", "parts", "none", "not built")]
+        assert found == list(map(int, numbers)), name
+    assert not left
 
 
 def test_each_promise_has_its_tests_and_faults():

@@ -147,13 +147,18 @@ def write_layout(out: Path, version: int) -> list[Path]:
     return [out / "build" / f"torch-{backend}" for backend in BACKENDS]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hub.layout")
     parser.add_argument("dir", type=Path, metavar="DIR", help="an empty folder, or a new one")
     parser.add_argument(
         "--version", type=positive(int), default=1, metavar="N",
         help="of the interface: the Hub's branch is vN (default 1)",
     )  # fmt: skip
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = build_parser()
     arguments = parser.parse_args(words)
     try:
         variants = write_layout(arguments.dir, arguments.version)

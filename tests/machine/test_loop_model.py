@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_machine_code import PTX, SASS
 
 from fastvit_kernels.runtime.backend import HAS_TRITON, Gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
@@ -31,6 +30,7 @@ from tests.machine.loop_model import (
     work,
 )
 from tests.machine.ptx import Ptx
+from tests.machine.test_machine_code import PTX, SASS
 from tests.machine.useful import USEFUL, useful_products
 
 A100, H200 = ROOFS["sm_80"], ROOFS["sm_90"]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.runtime.backend import Backend, backend
 from fastvit_kernels.swap.apply import swap_in
@@ -34,7 +35,7 @@ from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.swap.report import SwapReport, ancestors
 
 from . import model_zoo, shrink
-from .compare import difference, fingerprint, model_errors, randomize
+from .compare import difference, fingerprint, randomize
 from .model_zoo import HOSTS
 
 TABLE = Path(__file__).with_name("coverage.csv")
@@ -256,7 +257,7 @@ def counts(found: Sequence[Row]) -> Iterator[str]:
         yield f"{host}: " + ", ".join(f"{n} {level}" for level, n in levels.items())
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.model_coverage", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -278,6 +279,11 @@ def main(words: Sequence[str] | None = None) -> int:
         "--backends", nargs="*", choices=("auto", "torch"), default=["auto", "torch"],
         help="what --verify runs the 2x rule through; none: float64 alone",
     )  # fmt: skip
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = build_parser()
     arguments = parser.parse_args(words)
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model that wants weights of another one is not built
     define_torchvision_operators()

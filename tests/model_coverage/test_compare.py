@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fastvit_kernels.commands.beside import layer_of, model_errors
 from tests.model_coverage import compare, shrink
-from tests.model_coverage.compare import difference, model_errors, randomize
+from tests.model_coverage.compare import difference, randomize
 
 
 def model():
@@ -160,7 +161,7 @@ def test_a_layer_is_a_block_or_a_module():
         "dstages.1.blocks.0.mlp.fc1.weight": "dstages.1.blocks.0", "dfc.0.weight": "dfc.0",
         "dstem.2.1.bias": "dstem.2",
     }  # fmt: skip
-    assert {name: compare._layer(name) for name in wanted} == wanted
+    assert {name: layer_of(name) for name in wanted} == wanted
 
 
 def test_errors_are_against_float64_and_the_limit_is_near():

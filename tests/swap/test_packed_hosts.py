@@ -12,8 +12,9 @@ import torch
 from packed_towers import TOWERS, inputs, tower
 
 from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.swap.hosts.special import packed
-from tests.model_coverage.compare import difference, model_errors, randomize
+from tests.model_coverage.compare import difference, randomize
 
 transformers = pytest.importorskip("transformers")
 STARTS = [0, 24, 32, 40]

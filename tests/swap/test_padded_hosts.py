@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.swap.hosts import attend
 from fastvit_kernels.swap.hosts.special import mae
-from tests.model_coverage.compare import difference, model_errors, randomize
+from tests.model_coverage.compare import difference, randomize
 from tests.model_coverage.model_zoo import hf_small
 
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,11 @@ import torch
 from private import cast_operator
 
 from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import OPERATORS
 from fastvit_kernels.swap.hosts import fused
-from tests.model_coverage.compare import model_errors, randomize
+from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import (
     HF_MODELS,
     hf_small,

@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastvit_kernels.swap.hosts.special.models as models
 import fastvit_kernels.swap.hosts.special.timm_masks as masks
 from fastvit_kernels import backend, swap_in
+from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.swap.hosts.fused import Fused
-from tests.model_coverage.compare import difference, model_errors, randomize
+from tests.model_coverage.compare import difference, randomize
 
 timm = pytest.importorskip("timm")
 

@@ -418,7 +418,7 @@ FAULTS = [
         'return ""', BESIDE,
     ),
     Fault(
-        "judge-beside-gradients", COMPARE, "_run", "gradients of images alone",
+        "judge-beside-gradients", "commands/beside.py", "run_step", "gradients of images alone",
         "for n, p in model.named_parameters()", "for n, p in ()", BESIDE,
     ),
     Fault(

@@ -9,9 +9,10 @@ DISPATCH = "runtime/dispatch.py"
 STATUS = "swap/status.py"
 REPORT = "swap/report.py"
 CHECK, COMPILE = "commands/check.py", "commands/compile.py"
+BESIDE = "commands/beside.py"
 TUNE, MODELS = "commands/tune.py", "commands/models.py"
 SWEPT, MACHINE = "tests/model_coverage/", "tests/machine/"
-BESIDE, COVERAGE, CUT = f"{SWEPT}compare.py", f"{SWEPT}sweep.py", f"{SWEPT}shrink.py"
+COMPARE, COVERAGE, CUT = f"{SWEPT}compare.py", f"{SWEPT}sweep.py", f"{SWEPT}shrink.py"
 GATE, RESOURCES, RANK = f"{MACHINE}gate.py", f"{MACHINE}table.py", f"{MACHINE}rank.py"
 STEPS, ATTENTION_STEPS = f"{MACHINE}steps.py", f"{MACHINE}attention_steps.py"
 OPTIONS, CLI = "commands/options.py", "commands/cli.py"
@@ -308,8 +309,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-beside-oracle", BESIDE, "", "the oracle is in the model's dtype",
-        "oracle = _run(copy.deepcopy(model).double(), inputs, seed)",
-        "oracle = _run(copy.deepcopy(model), inputs, seed)",
+        "oracle = run_step(copy.deepcopy(model).double(), inputs, seed)",
+        "oracle = run_step(copy.deepcopy(model), inputs, seed)",
         only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
     ),
     Fault(
@@ -330,7 +331,7 @@ FAULTS: list[Fault] = [
         only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
     ),
     Fault(
-        "report-beside-train", BESIDE, "", "dropout is off in the comparison",
+        "report-beside-train", COMPARE, "", "dropout is off in the comparison",
         "host = copy.deepcopy(model).double().train()",
         "host = copy.deepcopy(model).double().eval()",
         only=(_BESIDE + "test_dropout_is_compared",),
@@ -343,7 +344,7 @@ FAULTS: list[Fault] = [
         only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
     ),
     Fault(
-        "report-beside-randomize", BESIDE, "", "parameters stay at their initial values",
+        "report-beside-randomize", COMPARE, "", "parameters stay at their initial values",
         "0.2 if p.ndim < 2 else 0.05", "0.0",
         only=(_BESIDE + "test_randomize_moves_every_parameter",),
     ),
