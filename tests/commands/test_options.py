@@ -84,12 +84,12 @@ def test_values_that_no_command_takes(words, message, capsys):
 # The least and the most that each number takes; everything between is its meaning, all else is a
 # mistake. Ints must be whole.
 INTS = {
-    "--version": (1, options.MOST), "--img-size": (1, options.MOST_PIXELS),
-    "--batch": (1, options.MOST), "--epochs": (1, options.MOST),
+    "--img-size": (1, options.MOST_PIXELS), "--batch": (1, options.MOST),
+    "--epochs": (1, options.MOST),
     "--warmup-epochs": (0, options.MOST), "--lora": (1, 4096), "--randaugment": (1, 30),
     "--threads": (1, options.MOST_PROCESSES), "--workers": (0, options.MOST_PROCESSES),
     "--seed": (0, 2**32 - 1),
-    "--neighbours": (1, options.MOST), "--tokens": (1, options.MOST),
+    "--neighbours": (1, options.MOST),
     "check --jobs": (0, options.MOST_PROCESSES), "compile --jobs": (1, options.MOST_PROCESSES),
     "warm --jobs": (1, options.MOST_PROCESSES),
 }  # fmt: skip

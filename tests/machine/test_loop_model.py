@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fastvit_kernels.runtime.backend import HAS_TRITON, Gpu
+from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
-from fastvit_kernels.tools import resources
-from fastvit_kernels.tools.resources import REGISTERS_PER_SM, TARGETS
+from fastvit_kernels.tools.resources import TARGETS
 from tests.machine import faults, sass
 from tests.machine.loop_model import (
     BARRIER,
@@ -147,96 +147,6 @@ def test_useful_products_are_those_of_the_mathematics():
     assert useful_products("linear_fwd", product) == 3 * 5 * 7
     assert useful_products("mlp_bwd_hidden", product) == 3 * 11 * 5
     assert {*USEFUL} == {*products, "linear_fwd", "mlp_bwd_hidden"}
-
-
-# --- what a block may take
-
-
-def test_limits_are_the_programming_guides():
-    """Shared memory of an SM in KB, warps, blocks; a block has all of it but 1 KB."""
-    guide = {
-        "sm_80": (164, 64, 32), "sm_86": (100, 48, 16), "sm_89": (100, 48, 24),
-        "sm_90": (228, 64, 32), "sm_100": (228, 64, 32), "sm_120": (100, 48, 24),
-    }  # fmt: skip
-    nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
-    assert guide == {
-        n: (t.shared_per_sm // 1024, t.max_warps, t.max_blocks) for n, t in nvidia.items()
-    }
-    assert all(t.shared_limit == t.shared_per_sm - 1024 for t in nvidia.values())
-    assert TARGETS["gfx942"].is_amd and TARGETS["gfx942"].shared_limit == 64 * 1024
-    assert REGISTERS_PER_SM == 64 * 1024
-    assert [TARGETS[r].num_sms for r in ROOFS] == [roof.num_sms for roof in ROOFS.values()]
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton names the targets")
-def test_targets_are_named_as_triton_does():
-    nvidia, amd = (TARGETS[name].triton_target() for name in ("sm_90", "gfx942"))
-    assert (nvidia.backend, nvidia.arch, nvidia.warp_size) == ("cuda", 90, 32)
-    assert (amd.backend, amd.arch, amd.warp_size) == ("hip", "gfx942", 64)
-
-
-def test_what_a_kernel_takes_is_read(monkeypatch):
-    printed = " Function k:\n  REG:96 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:920\n"
-    monkeypatch.setattr(resources, "printed_by", lambda *_: printed)
-    assert resources._nvidia_usage(b"") == (96, 24)
-    amd = "    .vgpr_count:     52\n    .vgpr_spill_count: 3\n"
-    assert resources._amd_usage(amd) == (52, 12)  # bytes of a thread
-    assert resources._warps_per_sm(TARGETS["gfx942"], 52, 0, 4) is None
-    compiled = SimpleNamespace(
-        asm={"ttgir": 'module {"ttg.total-num-warps" = 12 : i32}'},
-        metadata=SimpleNamespace(num_warps=8),
-    )
-    assert resources._num_warps(compiled) == 12
-    compiled.asm["ttgir"] = "module {}"
-    assert resources._num_warps(compiled) == 8
-
-
-def test_a_kernel_is_told_of_its_code(monkeypatch):
-    parameters = [
-        SimpleNamespace(num=i, name=name, is_constexpr=name.isupper())
-        for i, name in enumerate(["out_ptr", "x_ptr", "n", "BLOCK", "HAS_BIAS", "STAGES", "MASK"])
-    ]
-    constants = {(3,): 64, (4,): True, (5,): False, (6,): ""}
-    signature = {"out_ptr": "*bf16", "x_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
-    metadata = dict(name="_norm_fwd_kernel", num_warps=8, num_stages=3, shared=2048)
-    source = SimpleNamespace(
-        fn=SimpleNamespace(params=parameters), constants=constants, signature=signature
-    )
-    asm = {
-        "ttgir": "", "ttir": "%3 = tt.dot %1, %2 : tensor<64x32xf16>", "cubin": b"",
-        "ptx": "wgmma.mma_async.sync; mma.sync.aligned; cp.async.cg.shared;",
-        "amdgcn": ".vgpr_count: 40\n.vgpr_spill_count: 2\nv_mfma_f32 global_load_lds_dword",
-    }  # fmt: skip
-    compiled = SimpleNamespace(
-        asm=asm, metadata=SimpleNamespace(**metadata), src=source, hash="its key"
-    )
-    monkeypatch.setattr(resources, "_nvidia_usage", lambda cubin: (96, 8))
-    kept = []
-    monkeypatch.setattr(resources, "keep_remarks", lambda *what: kept.append(what))
-    kernel, code = resources.inspect(compiled, TARGETS["sm_90"], 1.5, "remarks")
-    assert kernel == resources.Kernel(
-        kernel="norm_fwd", config="BLOCK=64 HAS_BIAS w8 s3", dtypes="bf16,fp32", arch="sm_90",
-        registers=96, spills=8, shared=2048, shared_limit=227 * 1024, warps_per_sm=16,
-        tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async", seconds=1.5,
-        key="its key",
-    )  # fmt: skip
-    assert code.num_warps == 8 and kept == [(compiled, "remarks")]
-    kernel, code = resources.inspect(compiled, TARGETS["gfx942"], 0.0, "")
-    assert (kernel.registers, kernel.spills, kernel.tensor_cores) == (40, 8, "mfma")
-    assert kernel.copies == "direct to LDS" and kernel.warps_per_sm is None is code
-
-
-@pytest.mark.parametrize(
-    ("line", "needs"),
-    [
-        ("%3 = tt.dot %1, %2 : tensor<64x32xf16> * tensor<32x64xf16> -> tensor<64x64xf32>", True),
-        ("%3 = tt.dot %1, %2 : tensor<64x32xbf16, #a> * tensor<32x64xbf16, #b>", True),
-        ("%3 = tt.dot %1, %2 : tensor<64x32xf32> * tensor<32x64xf32> -> tensor<64x64xf32>", False),
-        ("%3 = arith.addf %1, %2 : tensor<64x32xf16>", False),
-    ],
-)
-def test_products_of_16_bits_need_tensor_cores(line, needs):
-    assert resources._multiplies_16_bit(f"module {{\n{line}\n}}") == needs
 
 
 # --- faults in code
@@ -442,12 +352,31 @@ def test_library_calls_of_a_step_are_listed():
     assert trace.torch_calls[0] == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
 
 
-def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
-    from tests.machine import machine_code
+def test_a_trace_has_the_code_of_each_kernel_once(monkeypatch):
+    from fastvit_kernels.tools import aot
+    from tests.machine import launches
 
-    knobs = SimpleNamespace(nvidia=SimpleNamespace(nvdisasm=SimpleNamespace(path="cat")))
-    monkeypatch.setattr(machine_code, "triton", SimpleNamespace(knobs=knobs))
-    assert machine_code.printed_by("nvdisasm", b"a kernel", "-u") == "a kernel"
+    kept = []
+    monkeypatch.setattr(launches, "keep_remarks", lambda *what: kept.append(what))
+    compiled = SimpleNamespace(
+        asm={"ttgir": ""}, metadata=SimpleNamespace(num_warps=8),
+        src=SimpleNamespace(signature={"x": "*fp32", "sizes": ("i32", "*fp32"), "B": "constexpr"}),
+    )  # fmt: skip
+    x = torch.empty(3, 5)
+    given = {"x": x, "sizes": (7, x[:1]), "B": 16}
+    launch = aot.Launch(SimpleNamespace(key="k"), compiled, (3,), given)
+    trace = launches.Trace(TARGETS["sm_90"])
+    assert trace.compile(lambda: print("remarks") or compiled) is compiled
+    assert kept == [(compiled, "remarks\n")]
+    for _ in range(2):
+        trace.launched(launch)
+    first, second = trace.launches
+    assert first.code is second.code and first.code.num_warps == 8
+    assert (first.grid, first.integers, first.tensor_bytes) == ((3,), (None, 7, None), 4 * (15 + 5))
+    assert first.arguments["x"] == ((3, 5), torch.float32) and first.arguments["B"] == 16
+    amd = launches.Trace(TARGETS["gfx942"])
+    amd.launched(launch)
+    assert amd.launches[0].code is None
 
 
 def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
@@ -461,10 +390,12 @@ def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
     assert len(code.loops) == 2
 
 
-def test_the_steps_that_are_ranked_are_what_their_names_say():
+def test_the_steps_that_are_ranked_are_what_their_names_say(monkeypatch):
     from fastvit_kernels import backend
     from fastvit_kernels.tools import replay
 
+    # Calls are noted in the package's own modules.
+    monkeypatch.setitem(sys.modules, "fastvit_kernels.ranking", rank)
     calls, steps = {}, rank.steps("Ti", 17, 1)
     assert steps.pop("attention, packed sequences")  # needs numbers: traced on fake tensors
     for name, step in steps.items():

@@ -288,7 +288,7 @@ def test_narrow_models_run_through_each_backend_off_their_first_weights(monkeypa
         nn.init.zeros_(model[0].bias)
         return model, torch.randn(2, 4)
 
-    monkeypatch.setattr(sweep.zoo, "small", small)
+    monkeypatch.setattr(model_zoo, "small", small)
     monkeypatch.setattr(sweep, "difference", lambda model, inputs: "")
     monkeypatch.setattr(sweep, "model_errors", errors)
     share, verify = 0.5, sweep.Verifier(["auto", "torch"])
