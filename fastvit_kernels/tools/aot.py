@@ -181,8 +181,9 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
             seen[compiled.hash] = inspect(compiled, target, sum(timings))
-        grid = tuple(grid(given.arguments) if callable(grid) else grid)
-        trace.launched(Launch(seen[compiled.hash], compiled, grid, dict(given.arguments)))
+        sizes: Any = grid(given.arguments) if callable(grid) else grid
+        launch = Launch(seen[compiled.hash], compiled, tuple(sizes), dict(given.arguments))
+        trace.launched(launch)
 
     former_driver = active_driver(driver)
     driver.set_active(_absent_driver(target))

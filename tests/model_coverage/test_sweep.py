@@ -233,7 +233,10 @@ def test_the_table_has_a_row_for_each_model(tmp_path):
     lines = (tmp_path / "coverage.csv").read_text().splitlines()
     assert len(lines) == 8
     assert lines[2] == f"timm,{timm.__version__},vit_b,parts,as vit_a,why"
-    assert list(sweep.counts(rows)) == ["timm: 5 block, 1 parts, 1 none"]
+    other = sweep.Row("torchvision", "vit_b_16", "parts", "")
+    assert list(sweep.counts([*rows, other])) == [
+        "timm: 5 block, 1 parts, 1 none", "torchvision: 1 parts"
+    ]  # fmt: skip
     told = "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG"
     assert sweep._runs(rows) == told
 
