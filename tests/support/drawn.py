@@ -23,7 +23,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
-from faults.fault import TESTS, Fault
+from faults.fault import TESTS, TOOLS, Fault, path_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
@@ -38,6 +38,9 @@ UNTOUCHED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
 ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
     "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
+    "tests/machine/": ("machine/test_gate.py", "machine/test_loop_model.py"),
+    "tests/model_coverage/": ("model_coverage/test_sweep.py", "model_coverage/test_compare.py"),
+    "tests/hub/": ("hub/test_hub.py",),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
@@ -190,8 +193,9 @@ def plant_drawn(fault: Drawn, source: str) -> str:
 
 
 def files_of(root: Path = ROOT) -> list[str]:
-    """As faults name them: in fastvit_kernels/, or bench/..."""
-    found = [p for p in (root / "bench").glob("*.py") if not p.name.startswith("test_")]
+    """As faults name them: in fastvit_kernels/, or bench/..., tests/machine/..."""
+    outside = [root / "bench", *(root / "tests" / name for name in TOOLS)]
+    found = [p for folder in outside for p in folder.glob("*.py") if p.name[:5] != "test_"]
     inside = (root / "fastvit_kernels").rglob("*.py")
     return sorted(
         [str(p.relative_to(root)) for p in found]
@@ -212,8 +216,7 @@ def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> l
     rooms: dict[str, list[list[Drawn]]] = {}
     for file in files_of():
         if fnmatch(file, pattern):
-            home = ROOT if file.startswith("bench/") else ROOT / "fastvit_kernels"
-            found = sorted(_mutants(file, (home / file).read_text()), key=order)
+            found = sorted(_mutants(file, (ROOT / path_of(file)).read_text()), key=order)
             if found:
                 rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
     drawn = _in_turn([
@@ -249,7 +252,7 @@ class Ran:
     def tests(self, file: str, first: int, last: int) -> tuple[str, ...]:
         """Those of the lines, MOST_RAN at most: by turns of test functions, first the file's own,
         then those that run least of it."""
-        path = file if file.startswith("bench/") else f"fastvit_kernels/{file}"
+        path = path_of(file)
         own, functions = tests_of(file), dict[str, list[str]]()
         nearness: dict[str, tuple[bool, int]] = {}
         ran = [

@@ -38,6 +38,7 @@ from unittest.mock import patch
 
 from drawn import Drawn, Ran, draw, plant_drawn
 from faults import FAULTS, Fault
+from faults.fault import path_of
 from faults.survivors import SURVIVORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -83,8 +84,7 @@ def plant(fault: Fault, source: str) -> str:
 
 
 def package_file(fault: Fault, root: Path = ROOT) -> Path:
-    home = root if fault.file.startswith(("bench/", "tests/")) else root / "fastvit_kernels"
-    return home / fault.file
+    return root / path_of(fault.file)
 
 
 @contextmanager

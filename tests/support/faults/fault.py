@@ -71,6 +71,14 @@ TESTS = {  # by file of the package
     "runtime/triton.py": ("ops/test_norm.py",),
 }
 
+# What only development runs, and faults are planted in too: folders of tests/.
+TOOLS = ("hub", "machine", "model_coverage")
+
+
+def path_of(file: str) -> str:
+    """A fault's file, from the root of the repository."""
+    return file if file.startswith(("bench/", "tests/")) else f"fastvit_kernels/{file}"
+
 
 @dataclass(frozen=True)
 class Fault:
