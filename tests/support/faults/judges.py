@@ -457,6 +457,17 @@ FAULTS = [
         'if d[0] not in "01"', "", GATE,
     ),
     Fault(
+        "judge-record-triton", GATE_FILE, "run_gate", "the same triton is not compared",
+        "elif record.triton != triton.__version__:", "elif record.triton == triton.__version__:",
+        GATE,
+    ),
+    Fault(
+        "judge-trace-code", "tests/machine/launches.py", "Trace.launched",
+        "a kernel's code is read at each launch",
+        "code = self._codes.setdefault(launch.kernel.key, made)", "code = made",
+        only=("machine/test_loop_model.py::test_a_trace_has_the_code_of_each_kernel_once",),
+    ),
+    Fault(
         "judge-gate-digests", GATE_FILE, "compile_cases",
         "digests of one process alone", "*(found.digests for found in results)",
         "results[0].digests", GATE,
