@@ -123,7 +123,7 @@ def in_forward_mode() -> bool:
     return _forward_ad._current_level >= 0
 
 
-def is_looked_at() -> bool:
+def wants_operators() -> bool:
     """Whether somebody wants to see operators: a transform, mode, trace or profiler."""
     return (
         num_modes() > 0
@@ -134,9 +134,9 @@ def is_looked_at() -> bool:
     )
 
 
-def is_watched() -> bool:
-    """`is_looked_at`, or a compiler traces."""
-    return is_dynamo_compiling() or is_looked_at()
+def needs_dispatcher() -> bool:
+    """`wants_operators`, or a compiler traces."""
+    return is_dynamo_compiling() or wants_operators()
 
 
 def foreign_modes() -> list[Any]:

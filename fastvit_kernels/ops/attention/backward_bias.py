@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.backend import Gpu, device_guard
+from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
 from .launch import Problem, dropout_arguments, mask_arguments, padded_rows, problem_of
@@ -238,10 +238,9 @@ def launch_bias_grad(
         partial = torch.empty((parts, dbias.numel()), dtype=torch.float32, device=dbias.device)
     _, strides = mask_arguments(bias)
     heads = (stride for x in (dout, q, k, v) for stride in x.stride()[:3])
-    with device_guard(q):
-        _attention_bwd_bias_kernel[grid](
-            partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads, *strides,
-            scale, *dropout_arguments(dropout_p), **options,
-        )  # fmt: skip
+    bind_launch(_attention_bwd_bias_kernel, grid, **options)(
+        partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads, *strides,
+        scale, *dropout_arguments(dropout_p),
+    )  # fmt: skip
     if parts > 1:
         column_sum(partial, dbias)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import empty, empty_strided, is_aligned
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
-from ...runtime.triton import on_grid, triton
+from ...runtime.triton import bind_launch, triton
 from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -106,7 +106,7 @@ class Launch(NamedTuple):
 
 
 def _launch(kernel: Any, programs: int, *sizes: int, **options: Any) -> Launch:
-    return Launch(on_grid(kernel, (programs,), **options), sizes, options)
+    return Launch(bind_launch(kernel, (programs,), **options), sizes, options)
 
 
 def _block(T: int, block: int) -> int:
@@ -308,11 +308,10 @@ def launch_fwd(
     mask, mask_strides = mask_arguments(mask)
     cu_seqlens, totals = _sequences(q, lse, packing)
     strides = (*_bth(q, packing), *_bth(k, packing), *_bth(v, packing))
-    with device_guard(q):
-        fwd.launch(
-            out, lse, q, k, v, mask, seed, cu_seqlens, *fwd.sizes, *totals, *strides,
-            *mask_strides, scale, *dropout_arguments(dropout_p),
-        )  # fmt: skip
+    fwd.launch(
+        out, lse, q, k, v, mask, seed, cu_seqlens, *fwd.sizes, *totals, *strides,
+        *mask_strides, scale, *dropout_arguments(dropout_p),
+    )  # fmt: skip
 
 
 def bias_partials(q: Tensor, has_dropout: bool) -> int:
@@ -348,25 +347,23 @@ def launch_bwd(
     cu_seqlens, totals = _sequences(q, lse, packing)
     scalars = (scale, *dropout_arguments(dropout_p))
     if one_pass is not None:
-        with device_guard(q):
-            one_pass.launch(
-                dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
-                *totals, dq.stride(1), dk.stride(1), *strides, *scalars,
-            )  # fmt: skip
+        one_pass.launch(
+            dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
+            *totals, dq.stride(1), dk.stride(1), *strides, *scalars,
+        )  # fmt: skip
         return None
     assert split is not None
     for_dq, for_dkdv = split
     mask, mask_strides = mask_arguments(mask)
     delta = empty_rows(q, packing)
-    with device_guard(q):
-        for_dq.launch(
-            dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
-            *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars,
-        )  # fmt: skip
-        for_dkdv.launch(
-            dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
-            *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars,
-        )  # fmt: skip
+    for_dq.launch(
+        dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
+        *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars,
+    )  # fmt: skip
+    for_dkdv.launch(
+        dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
+        *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars,
+    )  # fmt: skip
     return delta
 
 

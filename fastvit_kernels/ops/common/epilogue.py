@@ -29,9 +29,9 @@ from ...runtime.arguments import (
     layout,
     rows_and_stride,
 )
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
@@ -220,7 +220,7 @@ def _flags(
 
 @functools.lru_cache(maxsize=1024)
 def _fwd_launch(M: int, N: int, activation: str, has_bias: bool, *flags: bool) -> Any:
-    return on_grid(
+    return bind_launch(
         _epilogue_fwd_kernel, (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
         ACTIVATION=activation, HAS_BIAS=has_bias, **_flags(*flags), **_FWD_TILE,
     )  # fmt: skip
@@ -238,10 +238,9 @@ def apply_epilogue(
     N = z.shape[-1]
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(z):
-        _fwd_launch(M, N, activation, bias is not None, *flags.values())(
-            y, z, contiguous(bias), *pointers, M, N, *sizes
-        )
+    _fwd_launch(M, N, activation, bias is not None, *flags.values())(
+        y, z, contiguous(bias), *pointers, M, N, *sizes
+    )
     copy_dropped(y, pointers, sizes, flags)
     return y
 
@@ -274,7 +273,7 @@ def _bwd_plan(
     splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(M, splits)
     splits = triton.cdiv(M, rows_per_split)
-    launch = on_grid(
+    launch = bind_launch(
         _epilogue_bwd_kernel, (column_blocks, splits), ACTIVATION=activation,
         HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SOME=some,
         WRITE_ACT=write_act, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
@@ -315,11 +314,10 @@ def backward_epilogue(
     )  # fmt: skip
     dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    with device_guard(dy):
-        launch(
-            dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
-            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
-        )  # fmt: skip
+    launch(
+        dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
+        M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
+    )  # fmt: skip
     return dz, partial
 
 
@@ -367,6 +365,17 @@ def input_gradient_operands(
     return d, torch.mul(weight, layer_scale[:, None], out=scaled)
 
 
+@functools.lru_cache(maxsize=1024)
+def _weight_launch(
+    N: int, needs_dweight: bool, needs_dbias: bool, needs_dlayer_scale: bool, has_bias: bool
+) -> Any:
+    return bind_launch(
+        _weight_bwd_kernel, (triton.cdiv(N, WEIGHT_BLOCK_N),), NEEDS_DWEIGHT=needs_dweight,
+        NEEDS_DBIAS=needs_dbias, NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
+        BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
 def weight_gradients(
     d: Tensor, sums: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     layer_scale: Tensor | None, dweight: Tensor, dbias: Tensor, dlayer_scale: Tensor,
@@ -396,12 +405,8 @@ def weight_gradients(
     elif needs_dbias or (needs_dlayer_scale and has_bias):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     strides = (0, 0) if weight is None else weight.stride()
-    with device_guard(d):
-        _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
-            dweight, dbias, dlayer_scale, gram, g, weight,
-            None if bias is None else bias.contiguous(), layer_scale.contiguous(),
-            N, K, *strides,
-            NEEDS_DWEIGHT=needs_dweight, NEEDS_DBIAS=needs_dbias,
-            NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
-            BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launch = _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, has_bias)
+    launch(
+        dweight, dbias, dlayer_scale, gram, g, weight, contiguous(bias), contiguous(layer_scale),
+        N, K, *strides,
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import is_autocast_on
 from ...runtime.configs import launch_plan
-from ...runtime.triton import HAS_TRITON, VERSION, tl, triton
+from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
 from .gemm_configs import TMA_ARCHS, GemmConfig
 
 # row blocks that are walked together, so that L2 keeps their columns of b
@@ -170,13 +170,13 @@ def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> N
     the current context. Ours is set in a copy of that context: the user's own stays what it was,
     and a thread that has none, such as autograd's, is served.
     """
-    launch = kernel[(plan.programs,)]
+    launch = bind_launch(kernel, (plan.programs,), **flags, **plan.options)
     if plan.options["DESCRIPTORS"] and not INTERPRETED:
         context = contextvars.copy_context()
         context.run(triton.set_allocator, _scratch)
-        context.run(launch, *arguments, **flags, **plan.options)
+        context.run(launch, *arguments)
     else:
-        launch(*arguments, **flags, **plan.options)
+        launch(*arguments)
 
 
 @triton.jit

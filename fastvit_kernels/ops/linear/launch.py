@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import as_rows, contiguous, empty, empty_gradients
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ..common import gemm
 from ..common.epilogue import (
@@ -87,12 +87,11 @@ def linear_fwd(
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(x):
-        tile_launch(
-            plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
-            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
-            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
-        )  # fmt: skip
+    tile_launch(
+        plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
+        *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
+        ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
+    )  # fmt: skip
     copy_dropped(y, pointers, sizes, flags)
     return y, z
 

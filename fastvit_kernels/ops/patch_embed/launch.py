@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import contiguous, empty_gradients
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import gpu
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
-from ...runtime.triton import triton
+from ...runtime.triton import bind_launch, triton
 from ..common.gemm import input_precision, needs_fence
 from ..common.reduction import column_sum
 from .configs import (
@@ -132,20 +132,21 @@ def patch_embed_fwd(
     bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
     block_k = _depth(largest_k, K, bytes_per_step)
     precision = input_precision()
-    with device_guard(images):
-        _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
-            out, images, weight, bias, prefix, pos, contiguous(keep),
-            B * T, T, C, num_prefix,
-            0 if pos is None else num_prefix + num_patches - pos.shape[0], num_patches,
-            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
-            CHANNELS=channels, **_patch_constants(patch),
-            ALIGN=_alignment(images, patch[-1]), HAS_BIAS=bias is not None,
-            HAS_PREFIX=prefix is not None, HAS_POS=pos is not None, HAS_KEEP=keep is not None,
-            FENCE=images.dtype == weight.dtype
-            and needs_fence(gpu(images.device), weight.dtype, precision),
-            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=block_k, **config.options(),
-        )  # fmt: skip
+    launch = bind_launch(
+        _patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
+        *_pixel_constants(scales, offsets), CHANNELS=channels, **_patch_constants(patch),
+        ALIGN=_alignment(images, patch[-1]), HAS_BIAS=bias is not None,
+        HAS_PREFIX=prefix is not None, HAS_POS=pos is not None, HAS_KEEP=keep is not None,
+        FENCE=images.dtype == weight.dtype
+        and needs_fence(gpu(images.device), weight.dtype, precision),
+        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, **config.options(),
+    )  # fmt: skip
+    launch(
+        out, images, weight, bias, prefix, pos, contiguous(keep), B * T, T, C, num_prefix,
+        0 if pos is None else num_prefix + num_patches - pos.shape[0], num_patches,
+        *grid[-2:], *_strides(images),
+    )  # fmt: skip
     return out
 
 
@@ -189,20 +190,21 @@ def patch_embed_bwd_weight(
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
     precision = input_precision()
-    with device_guard(dout):
-        _patch_embed_bwd_weight_kernel[(tiles, splits)](
-            partial, dout, images, contiguous(keep),
-            num_rows, rows_per_split, C, T - rows_per_image, rows_per_image, num_patches,
-            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
-            CHANNELS=images.shape[1], **_patch_constants(patch),
-            ALIGN=_alignment(images, patch[-1]), HAS_KEEP=keep is not None,
-            PIXELS_LEFT=images.dtype == compute_dtype,
-            FENCE=images.dtype == dout.dtype == compute_dtype
-            and needs_fence(gpu(dout.device), compute_dtype, precision),
-            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            **config.options(),
-        )  # fmt: skip
+    launch = bind_launch(
+        _patch_embed_bwd_weight_kernel, (tiles, splits), *_pixel_constants(scales, offsets),
+        CHANNELS=images.shape[1], **_patch_constants(patch),
+        ALIGN=_alignment(images, patch[-1]), HAS_KEEP=keep is not None,
+        PIXELS_LEFT=images.dtype == compute_dtype,
+        FENCE=images.dtype == dout.dtype == compute_dtype
+        and needs_fence(gpu(dout.device), compute_dtype, precision),
+        COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **config.options(),
+    )  # fmt: skip
+    launch(
+        partial, dout, images, contiguous(keep), num_rows, rows_per_split, C, T - rows_per_image,
+        rows_per_image, num_patches, *grid[-2:], *_strides(images),
+    )  # fmt: skip
     if splits > 1:
         column_sum(partial, dweight.view(-1))
     return dweight
@@ -254,15 +256,12 @@ def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) 
     if num_prefix:
         column_sum(dout.view(B, T * C)[:, : num_prefix * C], dtoken[:num_prefix].view(-1))
     slots = torch.empty((num_patches, B), dtype=torch.int32, **empty)
-    with device_guard(dout):
-        blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
-        _patch_embed_slots_kernel[B, blocks](
-            slots, keep.contiguous(), B, keep.shape[1], num_patches, **SLOTS_TILE
-        )
-        blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
-        _patch_embed_bwd_kept_kernel[num_patches, blocks](
-            dtoken[num_prefix:], dout, slots, B, T, C, num_prefix, **KEPT_TILE
-        )
+    blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
+    launch = bind_launch(_patch_embed_slots_kernel, (B, blocks), **SLOTS_TILE)
+    launch(slots, keep.contiguous(), B, keep.shape[1], num_patches)
+    blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
+    launch = bind_launch(_patch_embed_bwd_kept_kernel, (num_patches, blocks), **KEPT_TILE)
+    launch(dtoken[num_prefix:], dout, slots, B, T, C, num_prefix)
     return dtoken
 
 
@@ -299,18 +298,18 @@ def patch_embed_bwd_images(
     block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     precision = input_precision()
-    with device_guard(dout):
-        _patch_embed_bwd_images_kernel[
-            (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),)
-        ](
-            dimages, dout, weight, contiguous(keep),
-            num_rows, rows_per_image, C, T - rows_per_image, num_patches, *grid[-2:],
-            *_strides(dimages)[:4],
-            CHANNELS=channels, **_patch_constants(patch),
-            ALIGN=_alignment(dimages, patch[-1]), HAS_KEEP=keep is not None,
-            FENCE=dout.dtype == weight.dtype
-            and needs_fence(gpu(dout.device), weight.dtype, precision),
-            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            **config.options(),
-        )  # fmt: skip
+    launch = bind_launch(
+        _patch_embed_bwd_images_kernel,
+        (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
+        CHANNELS=channels, **_patch_constants(patch),
+        ALIGN=_alignment(dimages, patch[-1]), HAS_KEEP=keep is not None,
+        FENCE=dout.dtype == weight.dtype
+        and needs_fence(gpu(dout.device), weight.dtype, precision),
+        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **config.options(),
+    )  # fmt: skip
+    launch(
+        dimages, dout, weight, contiguous(keep), num_rows, rows_per_image, C, T - rows_per_image,
+        num_patches, *grid[-2:], *_strides(dimages)[:4],
+    )  # fmt: skip
     return dimages
