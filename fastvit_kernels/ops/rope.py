@@ -113,10 +113,10 @@ def rope_fwd(
     """q and k (B, T, H, D), normed and turned; turned back where `transpose`. Contiguous."""
     out = q.new_empty(q.shape), q.new_empty(q.shape)
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
-    rotate(
-        out, _rows(q), _rows(k), tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)), transpose,
-    )  # fmt: skip
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    rotation = Rotation(interleaved, prefix_tokens, norm, eps)
+    rotate(out, q, k, tables_of(cos, sin), rotation, norms, transpose)
     return out
 
 

@@ -25,14 +25,16 @@ from .backend import GPUS, Backend, backend, bf16_reason, own_backend, reason_fo
 from .compat import (
     FakeTensor,
     FunctionalTensor,
+    forward_level,
     in_forward_mode,
     in_transform,
     is_autocast_on,
     is_dynamo_compiling,
     is_jit_tracing,
+    is_profiling,
     may_be_rerun,
     needs_dispatcher,
-    wants_operators,
+    num_modes,
 )  # fmt: skip
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
@@ -104,7 +106,10 @@ def cached_dispatch(
     def dispatch(*args: Any) -> Any:
         if is_dynamo_compiling():
             return decide(*args)
-        looked, chosen = wants_operators(), own_backend() or backends.process
+        # `needs_dispatcher`, of functions of C
+        looked = num_modes() > 0 or in_transform() or forward_level() >= 0
+        looked = looked or is_jit_tracing() or is_profiling()
+        chosen = own_backend() or backends.process
         if looked or recompute.noted or listeners or chosen == "torch":
             if may_be_rerun():
                 looked, then = _then(looked, decide, *args)

@@ -34,6 +34,7 @@ from .launch import (
     bwd_flops,
     empty_dqkv,
     empty_outputs,
+    empty_rows,
     fwd_flops,
     launch_bwd,
     launch_fwd,
@@ -76,7 +77,8 @@ def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
-    out, lse = empty_outputs(qkv)
+    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
+    lse = empty_rows(out)
     if qkv.numel():
         launch_fwd(out, lse, readable(qkv).unbind(2), None, seed, scale, dropout_p, False)
     return out, lse

@@ -28,6 +28,7 @@ from .launch import (
     bwd_flops,
     empty_dqkv,
     empty_outputs,
+    empty_rows,
     launch_bwd,
     launch_fwd,
     readable,
@@ -77,7 +78,8 @@ def qkv_attention_fwd(
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    out, lse = empty_outputs(qkv)
+    out = qkv.new_empty((B, T, num_heads, D))
+    lse = empty_rows(out)
     if qkv.numel():
         launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
     return qkv, out, lse

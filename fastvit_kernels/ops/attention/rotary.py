@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...runtime import values
 from ...runtime.arguments import compute_dtype, contiguous, needs_gradient
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
@@ -95,18 +96,19 @@ def rope_attention_fwd(
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     turned = qkv.new_empty((B, T, 2, num_heads, D) if apart else (0,))
     out = qkv.new_empty((B, T, num_heads, D))
-    packing = _packing(cu_seqlens, max_seqlen)
-    lse = empty_rows(out, packing)
+    packing = None
+    if cu_seqlens is not None:
+        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
         turned_q, turned_k = turned.unbind(2) if apart else (q, k)
-        rotate(
-            (turned_q, turned_k), q, k, tables_of(cos, sin),
-            Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
-        )  # fmt: skip
+        rotation = Rotation(interleaved, prefix_tokens, norm, eps)
+        rotate((turned_q, turned_k), q, k, tables_of(cos, sin), rotation, norms)
+        lse = empty_rows(out, packing)
         launch_fwd(out, lse, (turned_q, turned_k, v), None, seed, scale, dropout_p, False, packing)
-    return qkv, turned, out, lse
+        return qkv, turned, out, lse
+    return qkv, turned, out, empty_rows(out, packing)
 
 
 def _empty_bwd(
@@ -306,7 +308,7 @@ def rope_attention(
         return rope_attention_ref(
             x, weight, bias, cos, sin, num_heads, *rotation, *norms, eps, scale, dropout_p, *packing
         )
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and values.checked:
         check_lengths("rope_attention", cu_seqlens, x.shape[1], spec.max_seqlen)
     seed = draw_seed(x.device) if dropout_p > 0 else None
     if spec.needs_gradient:

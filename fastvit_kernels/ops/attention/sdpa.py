@@ -35,7 +35,7 @@ from .masked import as_four_axes, unsupported_mask
 def _tokens_first(x: Tensor) -> Tensor:
     """An uninitialised (B, T, H, D), contiguous, for x (B, H, T, D)."""
     B, H, T, D = x.shape
-    return x.new_empty_strided((B, T, H, D), (T * H * D, H * D, D, 1))
+    return x.new_empty((B, T, H, D))
 
 
 def _empty_fwd(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +53,12 @@ def sdpa_fwd(
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    out = _tokens_first(q)
+    B, H, T, D = q.shape
+    out = q.new_empty((B, T, H, D))
     lse = empty_rows(out)
     if out.numel():
-        heads = [readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v)]
+        q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         launch_fwd(out, lse, heads, mask, seed, scale, dropout_p, is_causal)
     return out.transpose(1, 2), lse
 

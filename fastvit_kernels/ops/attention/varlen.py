@@ -17,6 +17,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from ...runtime import values
 from ...runtime.arguments import (
     autocast_dtype,
     check_device,
@@ -28,7 +29,6 @@ from ...runtime.arguments import (
 from ...runtime.compat import FakeTensor
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import differentiable, operator
-from ...runtime.values import values_are_checked
 from .functions import (
     AttentionSpec,
     attention_ref,
@@ -99,7 +99,7 @@ def check_packing(
 
 def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """As `lengths_of`, inside `checked_values` alone: the host waits for the device."""
-    if values_are_checked() and not isinstance(cu_seqlens, FakeTensor):
+    if values.values_are_checked() and not isinstance(cu_seqlens, FakeTensor):
         lengths_of(op, cu_seqlens, total, max_seqlen)
 
 
@@ -120,9 +120,10 @@ def varlen_attention_fwd(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
-    out, lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)
+    packing = Packing(cu_seqlens.contiguous(), max_seqlen)
+    out = qkv.new_empty(qkv.shape[:1] + qkv.shape[2:])
+    lse = empty_rows(out.unsqueeze(0), packing)
     if out.numel() and len(cu_seqlens) > 1:
-        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
         launch_fwd(out.unsqueeze(0), lse, heads, None, seed, scale, dropout_p, False, packing)
     return out, lse
@@ -228,7 +229,8 @@ def varlen_attention(
     spec = _decide(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
     if spec.route is None:
         return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
-    check_lengths("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
+    if values.checked:
+        check_lengths("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
     if spec.casts:
         qkv = qkv.to(spec.dtype)
     seed = draw_seed(qkv.device) if dropout_p > 0 else None

@@ -27,7 +27,7 @@ from ...runtime.arguments import (
     contiguous,
     empty_strided,
     layout,
-    rows_and_stride,
+    row_stride,
 )
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
@@ -190,15 +190,20 @@ def epilogue_arguments(
     """What finish_tile wants of M rows of z: (pointers), (rows_per_sample, stride_residual_m,
     keep_scale), flags."""
     rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
-    if keeps_some(row_scale):
+    if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
         rows_per_sample, keep_scale, some = *_of_kept(row_scale, residual.shape[0], M), True
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     if residual is not None:
-        residual, stride_residual_m = rows_and_stride(residual)
+        stride = row_stride(residual.shape, residual.stride())
+        if stride is None:
+            residual, stride = residual.contiguous(), residual.shape[-1]
+        stride_residual_m = stride
     flags = _flags(layer_scale is not None, row_scale is not None, residual is not None, some)
-    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    layer_scale = layer_scale if layer_scale is None else layer_scale.contiguous()
+    row_scale = row_scale if row_scale is None else row_scale.contiguous()
+    pointers = layer_scale, row_scale, residual
     return pointers, (rows_per_sample, stride_residual_m, keep_scale), flags
 
 
@@ -239,7 +244,7 @@ def apply_epilogue(
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
     _fwd_launch(M, N, activation, bias is not None, *flags.values())(
-        y, z, contiguous(bias), *pointers, M, N, *sizes
+        y, z, bias if bias is None else bias.contiguous(), *pointers, M, N, *sizes
     )
     copy_dropped(y, pointers, sizes, flags)
     return y

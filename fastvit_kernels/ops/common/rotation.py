@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.arguments import contiguous
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import bind_launch, tl, triton
@@ -395,10 +396,12 @@ def rotate(
     Args:
         out: of equal strides; may be q and k themselves.
         q, k: any strides but of the last axis.
-        norms: weight and bias of q, of k; contiguous.
+        norms: weight and bias of q, of k.
     """
     if q.numel() == 0:
         return
+    if rotation.norm:
+        norms = tuple(map(contiguous, norms))
     R = tables.cos.shape[-1]
     launch, sizes = _fwd_plan(gpu(q.device), q.shape, R, rotation, transpose)
     launch(

@@ -119,10 +119,11 @@ class GatedMlpFunction(torch.autograd.Function):
             x, fc1_weight, fc2_weight, gate_weight = _cast(
                 spec.dtype, x, fc1_weight, fc2_weight, gate_weight
             )
-        y, hidden, z, value, stats = _forward(
-            spec, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
-            norm_weight, norm_bias, residual, layer_scale, row_scale,
+        hidden, z, value, stats = gated_hidden_fwd[spec.route](
+            x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
+            spec.activation, spec.gate_last, spec.norm_eps,
         )  # fmt: skip
+        y = _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)
         saves_z = spec.saves_z
         ctx.save_for_backward(
             x if spec.saves_x else None,
@@ -159,27 +160,17 @@ def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
     return [None if t is None else t.to(dtype) for t in operands]
 
 
-def _forward(
-    spec: GatedMlpSpec, x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, gate_weight: Tensor | None,
-    gate_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, hidden, z, value and stats from operands in the compute dtype."""
-    route = spec.route
-    assert route is not None
-    hidden, z, value, stats = gated_hidden_fwd[route](
-        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
-        spec.activation, spec.gate_last, spec.norm_eps,
-    )  # fmt: skip
-    if spec.fc2_by_library and route is EAGER:
-        y = by_library(hidden, fc2_weight, fc2_bias, residual)
-    else:
-        y, _ = linear_fwd[route](
-            hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "",
-            spec.out_dtype, False,
-        )  # fmt: skip
-    return y, hidden, z, value, stats
+def _second(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, spec: GatedMlpSpec,
+) -> Tensor:  # fmt: skip
+    """y from the hidden layer: fc2 with the epilogue."""
+    if spec.fc2_by_library and spec.route is EAGER:
+        return by_library(hidden, weight, bias, residual)
+    assert spec.route is not None
+    return linear_fwd[spec.route](
+        hidden, weight, bias, residual, layer_scale, row_scale, "", spec.out_dtype, False
+    )[0]
 
 
 def _check_gate(
@@ -347,7 +338,8 @@ def gated_mlp(
         x, fc1_weight, fc2_weight, gate_weight = _cast(
             spec.dtype, x, fc1_weight, fc2_weight, gate_weight
         )
-    return _forward(
-        spec, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
-        *inputs[7:],
-    )[0]  # fmt: skip
+    hidden, _, _, _ = gated_hidden_fwd[spec.route](
+        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias, activation,
+        gate_last, norm_eps,
+    )  # fmt: skip
+    return _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)

@@ -41,7 +41,7 @@ from ...runtime.compat import FakeTensor, needs_dispatcher
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.gemm_configs import FWD_TABLE, gemm_key
+from ..common.gemm_configs import fwd_config
 from ..common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
 from ..common.samples import add_kept
 from .launch import linear_bwd, linear_by_library_bwd, linear_fwd
@@ -184,7 +184,7 @@ def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) ->
     if residual is None:
         return True
     N, K = weight.shape
-    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
     return config.route == "library" and residual.dtype == x.dtype
 
 

@@ -96,6 +96,9 @@ class PatchEmbedSpec(NamedTuple):
     out_dtype: torch.dtype
     scales: list[float] | None  # of each channel of uint8 images: scale * byte + offset
     offsets: list[float] | None
+    images_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    dtypes: tuple[torch.dtype | None, ...]  # of bias, prefix_tokens, pos_embed
 
 
 class PatchEmbedFunction(torch.autograd.Function):
@@ -106,11 +109,13 @@ class PatchEmbedFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad
         saved = images if needs[1] else None, weight if needs[0] else None
         ctx.save_for_backward(*saved, *(() if keep is None else (keep,)))
-        params = (bias, prefix_tokens, pos_embed)
-        ctx.shapes = [None if x is None else x.shape for x in params]
-        ctx.dtypes = [x.dtype if need else None for x, need in zip(params, needs[2:5], strict=True)]
-        ctx.images_shape, ctx.images_dtype = images.shape, images.dtype
-        ctx.patch, ctx.weight_dtype = weight.shape[2:], weight.dtype
+        ctx.shapes = (
+            images.shape,
+            weight.shape[2:],
+            None if bias is None else bias.shape,
+            None if prefix_tokens is None else prefix_tokens.shape,
+            None if pos_embed is None else pos_embed.shape,
+        )
         ctx.spec = spec
         return patch_embed_fwd[spec.route](
             images, as_dtype(weight, spec.dtype), bias, prefix_tokens, pos_embed, keep,
@@ -122,26 +127,26 @@ class PatchEmbedFunction(torch.autograd.Function):
     def backward(ctx, dout):
         images, weight, *keep = ctx.saved_tensors
         keep = keep[0] if keep else None
-        spec = ctx.spec
-        needs, dtype = ctx.needs_input_grad, spec.dtype
+        spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)
+        images_shape, patch, bias_shape, prefix_shape, pos_shape = ctx.shapes
         dimages = dweight = dbias = dprefix = dpos = None
         if needs[0]:
             dimages = patch_embed_bwd_images[route](
-                dout, as_dtype(weight, dtype), ctx.images_shape, keep, ctx.images_dtype
+                dout, as_dtype(weight, spec.dtype), images_shape, keep, spec.images_dtype
             )
         if needs[1]:
             dweight = patch_embed_bwd_weight[route](
-                dout, images, ctx.patch, keep, spec.scales, spec.offsets, dtype,
-                ctx.weight_dtype,
+                dout, images, patch, keep, spec.scales, spec.offsets, spec.dtype,
+                spec.weight_dtype,
             )  # fmt: skip
         if needs[2] or needs[3] or needs[4]:
-            bias_shape, prefix_shape, pos_shape = ctx.shapes
+            dtypes = (t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True))
             num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
             num_pos = 0 if pos_shape is None else pos_shape[-2]
-            num_patches = math.prod(grid_of(ctx.images_shape, ctx.patch))
+            num_patches = math.prod(grid_of(images_shape, patch))
             dbias, dprefix, dpos = patch_embed_bwd_tokens[route](
-                dout, num_prefix, num_patches, num_pos, keep, *ctx.dtypes
+                dout, num_prefix, num_patches, num_pos, keep, *dtypes
             )
             dbias = dbias.view(bias_shape) if needs[2] else None
             dprefix = dprefix.view(prefix_shape) if needs[3] else None
@@ -180,6 +185,9 @@ def _decide(
         out_dtype=out_dtype,
         scales=scales,
         offsets=offsets,
+        images_dtype=images.dtype,
+        weight_dtype=weight.dtype,
+        dtypes=tuple(None if x is None else x.dtype for x in inputs[2:]),
     )
 
 
