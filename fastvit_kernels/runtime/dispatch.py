@@ -110,7 +110,8 @@ def cached_dispatch(
         looked = num_modes() > 0 or in_transform() or forward_level() >= 0
         looked = looked or is_jit_tracing() or is_profiling()
         chosen = own_backend() or backends.process
-        if looked or recompute.noted or listeners or chosen == "torch":
+        by_torch = chosen == "torch"  # whose functions take any memory
+        if looked or recompute.noted or listeners or by_torch:
             if may_be_rerun():
                 looked, then = _then(looked, decide, *args)
                 if then != chosen:
@@ -126,7 +127,9 @@ def cached_dispatch(
                 if x is None:
                     facts.append(None)
                 elif x.__class__ in _PLAIN:
-                    if x.is_neg() or not (x.data_ptr() or x.numel() == 0):
+                    if by_torch:
+                        facts.append(x.layout)
+                    elif x.is_neg() or not (x.data_ptr() or x.numel() == 0):
                         raise _Indirect  # a negated view, a zero without memory
                     # An index stands for its device: a process has one kind of accelerator.
                     facts += x.shape, x.dtype, x.get_device(), x.requires_grad
