@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ from .compat import (
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
 
-CallSpec = TypeVar("CallSpec", bound=Any)  # a NamedTuple with a field `route`
-Arguments = ParamSpec("Arguments")
+# (*args) -> the call's spec, a NamedTuple with a field `route`
+Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -87,9 +87,7 @@ class _Indirect(Exception):
     """A tensor whose memory does not hold its values as they are: for the dispatcher to resolve."""
 
 
-def cached_dispatch(
-    decide: Callable[Arguments, CallSpec],
-) -> Callable[Arguments, CallSpec]:
+def cached_dispatch(decide: Decide) -> Decide:
     """Run `decide` at the first call of each kind only.
 
     Args:
@@ -150,7 +148,7 @@ def cached_dispatch(
             known[kind] = spec
         return spec
 
-    return dispatch
+    return cast(Decide, dispatch)
 
 
 # No memory (sparse, or left over from a transform), not hashable.

@@ -109,4 +109,5 @@ def differentiable(function: type[torch.autograd.Function]) -> Operator:
 
     The eager one leaves out the Python prologue of torch's, which serves torch.func alone.
     """
-    return Operator(super(torch.autograd.Function, function).apply, function.apply)
+    base: Any = super(torch.autograd.Function, function)
+    return Operator(base.apply, function.apply)

@@ -157,7 +157,8 @@ FAULTS: list[Fault] = [
         "if x is not listener", "", only=_test("test_watch_changes_nothing_and_ends"),
     ),
     Fault(
-        "status-compiles-anew", DISPATCH, "choose_route", "watching a compiled module compiles it anew",
+        "status-compiles-anew", DISPATCH, "choose_route",
+        "watching a compiled module compiles it anew",
         "not is_dynamo_compiling() and listeners",
         "listeners and not is_dynamo_compiling()",
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
