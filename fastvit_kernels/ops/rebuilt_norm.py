@@ -63,6 +63,7 @@ def rebuilt_norm(
     inputs = tuple(None if t is None else t.detach() for t in kept)
     versions = _versions(inputs)
     dtype, shape, place = y.dtype, y.shape, place_of(y)
+    fwd = rms_norm_fwd if norm == "rms_norm" else layer_norm_fwd
 
     def pack(saved: Tensor) -> Any:
         is_y = place_of(saved) == place and saved.dtype == dtype and saved.is_contiguous()
@@ -78,9 +79,7 @@ def rebuilt_norm(
             )
         source, *params = inputs
         source = source if again is None else again()
-        if norm == "rms_norm":
-            return rms_norm_fwd(source, params[0], eps, dtype, False, samples)[0].view(packed)
-        return layer_norm_fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
+        return fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

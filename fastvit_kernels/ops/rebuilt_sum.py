@@ -34,9 +34,9 @@ def _norm_before(layer: Any) -> Any:
     again: None where one of them does not keep enough, or the norm's own input is made again."""
     if layer.__class__ is not _Linear:
         return None
-    if not layer.decision.is_repeatable:
+    if not layer.spec.is_repeatable:
         return None
-    place = 2 if layer.decision.input_dtypes[2] is None else 3  # among arguments that are tensors
+    place = 2 if layer.spec.input_dtypes[2] is None else 3  # among arguments that are tensors
     norm, output = layer.next_functions[place]
     if norm.__class__ is not _Norm or output != 1:
         return None
@@ -68,7 +68,7 @@ class _Again:
         with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
             return linear_fwd(
                 x, weight, bias, residual, layer_scale, row_scale, "",
-                self.layer.decision.out_dtype, False,
+                self.layer.spec.out_dtype, False,
             )[0]  # fmt: skip
 
 

@@ -34,8 +34,8 @@ from ..runtime.arguments import (
     contiguous,
     needs_gradient,
 )
-from ..runtime.dispatch import decide_once, first_order, ops_for, route
-from ..runtime.operator import Routed, differentiable, operator
+from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ..runtime.operator import Route, differentiable, operator
 from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, tables_of
 from .common.rotation_tables import turn_back
 
@@ -113,10 +113,10 @@ def rope_fwd(
     """q and k (B, T, H, D), normed and turned; turned back where `transpose`. Contiguous."""
     out = q.new_empty(q.shape), q.new_empty(q.shape)
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
-    rotate(
-        out, _rows(q), _rows(k), tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)), transpose,
-    )  # fmt: skip
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    rotation = Rotation(interleaved, prefix_tokens, norm, eps)
+    rotate(out, q, k, tables_of(cos, sin), rotation, norms, transpose)
     return out
 
 
@@ -161,10 +161,10 @@ def rope_bwd(
     return dq, dk, dparams, dtables
 
 
-class RopeDecision(NamedTuple):
+class RopeSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     rotation: Rotation
     param_dtype: torch.dtype
@@ -172,36 +172,38 @@ class RopeDecision(NamedTuple):
     learns: bool  # the tables want a gradient
 
 
-@differentiable
 class RopeFunction(torch.autograd.Function):
     """(q, k, cos, sin, weights and biases) -> (q, k)."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, decision):
+    def forward(ctx, q, k, cos, sin, q_weight, q_bias, k_weight, k_bias, spec):
         norms, saved = (q_weight, q_bias, k_weight, k_bias), (None,) * 6
-        if decision.rotation.norm or decision.learns:
+        if spec.rotation.norm or spec.learns:
             saved = (q, k, *norms)
         ctx.save_for_backward(cos, sin, *saved)
-        ctx.decision = decision
-        return decision.ops.rope_fwd(q, k, cos, sin, *norms, *decision.rotation, False)
+        ctx.spec = spec
+        return rope_fwd[spec.route](q, k, cos, sin, *norms, *spec.rotation, False)
 
     @staticmethod
     @first_order("rope")
     def backward(ctx, dq_out, dk_out):
         cos, sin, q, k, *norms = ctx.saved_tensors
-        decision, needs = ctx.decision, ctx.needs_input_grad
-        ops, rotation = ops_for(decision.ops, dq_out, dk_out), decision.rotation
+        spec, needs = ctx.spec, ctx.needs_input_grad
+        route, rotation = backward_route(spec.route, dq_out, dk_out), spec.rotation
         needs_dtables, needs_dparams = any(needs[2:4]), any(needs[4:8])
         if rotation.norm or needs_dtables:
-            dq, dk, dparams, dtables = ops.rope_bwd(
-                dq_out, dk_out, q, k, cos, sin, *norms, *rotation, decision.param_dtype,
-                needs_dparams, decision.table_dtype, needs_dtables,
+            dq, dk, dparams, dtables = rope_bwd[route](
+                dq_out, dk_out, q, k, cos, sin, *norms, *rotation, spec.param_dtype,
+                needs_dparams, spec.table_dtype, needs_dtables,
             )  # fmt: skip
         else:
-            dq, dk = ops.rope_fwd(dq_out, dk_out, cos, sin, *(None,) * 4, *rotation, True)
+            dq, dk = rope_fwd[route](dq_out, dk_out, cos, sin, *(None,) * 4, *rotation, True)
             dparams = dtables = None
         sums = parts(dtables, needs[2:4]) + parts(dparams, needs[4:8])
         return dq if needs[0] else None, dk if needs[1] else None, *sums, None
+
+
+apply_rope = differentiable(RopeFunction)
 
 
 def parts(sums: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -276,12 +278,12 @@ def check_rotation(
     return unsupported, rotation, param_dtype, table_dtype
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None,
     q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None, interleaved: bool,
-    prefix_tokens: int, norm: Norm | None, eps: float, ops: Routed,
-) -> RopeDecision:  # fmt: skip
+    prefix_tokens: int, norm: Norm | None, eps: float,
+) -> RopeSpec:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "rope"
     check_tensor(op, "q", q, ndim=4)
@@ -299,13 +301,13 @@ def _decide(
     )
     if not 0 < D <= MAX_D:
         unsupported = unsupported or f"D must be from 2 to {MAX_D}, got {D}"
-    return RopeDecision(
-        route(op, ops, unsupported, q, k, cos, sin, *params),
-        needs_gradient(q, k, cos, sin, *params),
-        rotation,
-        param_dtype,
-        table_dtype,
-        cos.requires_grad or sin.requires_grad,
+    return RopeSpec(
+        route=choose_route(op, unsupported, q, k, cos, sin, *params),
+        needs_gradient=needs_gradient(q, k, cos, sin, *params),
+        rotation=rotation,
+        param_dtype=param_dtype,
+        table_dtype=table_dtype,
+        learns=cos.requires_grad or sin.requires_grad,
     )
 
 
@@ -347,10 +349,9 @@ def rope(
     Source: arXiv:2104.09864. Specification: rope_ref. Derivation: docs/rope.md.
     """
     tensors = (q, k, cos, sin, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
-    decision = _decide(*tensors, interleaved, prefix_tokens, norm, eps)
-    ops, needs_gradient, rotation, *_ = decision
-    if ops is None:
+    spec = _decide(*tensors, interleaved, prefix_tokens, norm, eps)
+    if spec.route is None:
         return rope_ref(*tensors[:4], interleaved, prefix_tokens, norm, *tensors[4:], eps)
-    if not needs_gradient:
-        return ops.rope_fwd(*tensors, *rotation, False)
-    return ops.RopeFunction(*tensors, decision)
+    if spec.needs_gradient:
+        return apply_rope[spec.route](*tensors, spec)
+    return rope_fwd[spec.route](*tensors, *spec.rotation, False)

@@ -246,12 +246,6 @@ def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return axes[-1][1] if axes else shape[-1]
 
 
-def rows_and_stride(x: Tensor) -> tuple[Tensor, int]:
-    """x itself and its row stride if its rows are a view, else a contiguous copy and C."""
-    stride = row_stride(x.shape, x.stride())
-    return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
-
-
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 empty_strided = torch.empty_strided  # the quickest of torch's ways to allocate
 

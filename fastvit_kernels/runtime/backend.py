@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ def _checked(name: str) -> Backend:
     return name  # type: ignore[return-value]
 
 
-_process: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
+process: Backend = _checked(os.environ.get("FASTVIT_KERNELS_BACKEND", "auto"))
 _own: ContextVar[Backend | None] = ContextVar("fastvit_kernels.backend", default=None)
+own_backend = _own.get  # what this thread and task chose, or None
 
 
 class _Here(ModuleType):
@@ -63,7 +64,7 @@ _here = _Here("fastvit_kernels.backend")
 
 def get_backend() -> Backend:
     """The current backend: "auto", "triton" or "torch"."""
-    return _here.own or _process
+    return _here.own or process
 
 
 def set_backend(name: Backend) -> None:
@@ -74,8 +75,8 @@ def set_backend(name: Backend) -> None:
         name: "auto", "triton" or "torch", as the module docstring says.
     Raises: ValueError for any other name.
     """
-    global _process
-    _process = _checked(name)
+    global process
+    process = _checked(name)
 
 
 @contextmanager
@@ -108,24 +109,30 @@ class Gpu(NamedTuple):
     name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
 
 
-_absent_gpu: Gpu | None = None
-_NO_GUARD = nullcontext()
+class _Gpus(dict[torch.device, Gpu]):
+    """The GPU of each device met so far, or the absent GPU being compiled for."""
+
+    absent: Gpu | None = None
+
+    def __missing__(self, device: torch.device) -> Gpu:
+        found = self[device] = self.absent or _gpu(device)
+        return found
 
 
-def state() -> Any:
-    """What the choice of implementation depends on besides a call's arguments."""
-    return _own.get() or _process, _absent_gpu
+GPUS = _Gpus()
+gpu = GPUS.__getitem__  # device -> Gpu, without a call of Python once it is known
 
 
 @contextmanager
 def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
     """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
-    global _absent_gpu
-    former, _absent_gpu = _absent_gpu, gpu
+    former, GPUS.absent = GPUS.absent, gpu
+    GPUS.clear()
     try:
         yield
     finally:
-        _absent_gpu = former
+        GPUS.absent = former
+        GPUS.clear()
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,16 +148,6 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(arch, properties.multi_processor_count, shared, properties.name)
 
 
-def gpu(device: torch.device) -> Gpu:
-    """The GPU of a device, or the absent GPU being compiled for."""
-    return _absent_gpu or _gpu(device)
-
-
-def device_guard(x: Tensor) -> Any:
-    """Context in which a kernel may be launched on x: Triton launches on the current device."""
-    return torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD
-
-
 @functools.lru_cache(maxsize=64)
 def _capability_reason(device: torch.device) -> str | None:
     arch = _gpu(device).arch
@@ -163,7 +160,7 @@ def _device_reason(x: Tensor) -> str | None:
     """Why no Triton kernel can run on x's device, or None."""
     if not HAS_TRITON:
         return "triton is not installed"
-    if _absent_gpu is not None:
+    if GPUS.absent is not None:
         return None
     if x.is_cuda:
         return "TRITON_INTERPRET=1 is set" if INTERPRETED else _capability_reason(x.device)

@@ -18,6 +18,7 @@ import pkgutil
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ in_transform: Callable[[], bool] = _find(
 # torch.jit.trace. Gone: its public twin, a function of Python.
 is_jit_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
 # A profiler that wants operators' names. Gone: it sees launches without them.
-_is_profiling = _find("torch:autograd._profiler_enabled", gone=lambda: False, tried=())
+is_profiling = _find("torch:autograd._profiler_enabled", gone=lambda: False, tried=())
 # torch.fx at work (make_fx too). Gone: a Proxy is no dense tensor, which sends a module to its
 # host's forward; only calls on constants are not seen.
 is_fx_tracing: Callable[[], bool] = _find(
@@ -119,24 +120,23 @@ _forward_ad: Any = (
 )
 
 
+forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
+
+
 def in_forward_mode() -> bool:
-    return _forward_ad._current_level >= 0
+    return forward_level() >= 0
 
 
-def is_looked_at() -> bool:
-    """Whether somebody wants to see operators: a transform, mode, trace or profiler."""
+def needs_dispatcher() -> bool:
+    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
     return (
-        num_modes() > 0
+        is_dynamo_compiling()
+        or num_modes() > 0
         or in_transform()
-        or _forward_ad._current_level >= 0
+        or forward_level() >= 0
         or is_jit_tracing()
-        or _is_profiling()
+        or is_profiling()
     )
-
-
-def is_watched() -> bool:
-    """`is_looked_at`, or a compiler traces."""
-    return is_dynamo_compiling() or is_looked_at()
 
 
 def foreign_modes() -> list[Any]:

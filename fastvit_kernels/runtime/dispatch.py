@@ -1,10 +1,11 @@
 """How a call reaches its kernels at little cost to the host.
 
 Checks and choices depend on what kind of call it is (shapes, dtypes, devices, scalars), never on
-strides or values: `decide_once` runs them at the first call of a kind and remembers the answer. The
-answer holds the call's route, a namespace of functions: launchers where nobody watches; registered
-operators where a compiler, a transform, a dispatch mode, a profiler or a tensor subclass looks on;
-None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host".
+strides or values: `cached_dispatch` makes them at the first call of a kind and keeps the answer, a
+`CallSpec` of the op. Its `route` says how the kernels are called: EAGER, their launchers, where
+nobody watches; REGISTERED, torch's operators, where a compiler, a transform, a dispatch mode, a
+profiler or a tensor subclass looks on; None where PyTorch's specification must run. Figures:
+docs/benchmarks.md, "host".
 """
 
 from __future__ import annotations
@@ -12,38 +13,34 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from . import backend as backends
 from . import recompute
-from .backend import (
-    Backend,
-    backend,
-    bf16_reason,
-    get_backend,
-    reason_for_torch,
-    state,
-    use_triton,
-)  # fmt: skip
+from .backend import GPUS, Backend, backend, bf16_reason, own_backend, reason_for_torch, use_triton
 from .compat import (
     FakeTensor,
     FunctionalTensor,
+    forward_level,
     in_forward_mode,
     in_transform,
     is_autocast_on,
     is_dynamo_compiling,
     is_jit_tracing,
-    is_looked_at,
-    is_watched,
+    is_profiling,
     may_be_rerun,
+    needs_dispatcher,
+    num_modes,
 )  # fmt: skip
 from .configs import on_change
-from .operator import DIRECT, OPERATORS, Routed
+from .operator import EAGER, REGISTERED, Route
 
-Decision = TypeVar("Decision")
+# (*args) -> the call's spec, a NamedTuple with a field `route`
+Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -69,7 +66,7 @@ def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
     )  # fmt: skip
     if not (in_transform() or is_jit_tracing() or in_forward_mode()):
         looked = recompute.remembered(("operators", key), looked)
-    now = get_backend()
+    now = backends.get_backend()
     is_torch = now == "torch"
     if recompute.remembered(("torch", key), is_torch, recompute.chosen.get()) == is_torch:
         return looked, now
@@ -80,7 +77,7 @@ def _tell(decide: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Tells those who listen which ops a call runs, and why by PyTorch."""
     with _telling:
         _routes.clear()
-        decide(*args, OPERATORS)
+        decide(*args)
         told = tuple(_routes)
     for listener in listeners:
         listener.op(told, args)
@@ -90,64 +87,68 @@ class _Indirect(Exception):
     """A tensor whose memory does not hold its values as they are: for the dispatcher to resolve."""
 
 
-def decide_once(decide: Callable[..., Decision]) -> Callable[..., Decision]:
+def cached_dispatch(decide: Decide) -> Decide:
     """Run `decide` at the first call of each kind only.
 
     Args:
-        decide: (*args, ops) -> decision. It depends on the shape, dtype, device and requires_grad
-            of tensors, on the other arguments, grad mode, autocast, the backend and the launch
-            configs, nothing else. `ops` is the route, DIRECT or OPERATORS. What it raises is not
-            remembered.
-    Returns: (*args) -> decision, positional arguments.
+        decide: checks a call's arguments and gives its spec, as for registered operators. It
+            depends on the shape, dtype, device and requires_grad of tensors, on the other
+            arguments, grad mode, autocast, the backend and the launch configs, nothing else. What
+            it raises is not remembered.
+    Returns: the same, for positional arguments, and with the route that this call takes.
     """
-    known: dict[Any, Decision] = {}
+    known: dict[Any, Any] = {}
     on_change(known.clear)
 
     @functools.wraps(decide)
-    def decided(*args: Any) -> Decision:
+    def dispatch(*args: Any) -> Any:
         if is_dynamo_compiling():
-            return decide(*args, OPERATORS)
-        looked, here = is_looked_at(), state()
-        if looked or recompute.noted or listeners or here[0] == "torch":
+            return decide(*args)
+        # `needs_dispatcher`, of functions of C
+        looked = num_modes() > 0 or in_transform() or forward_level() >= 0
+        looked = looked or is_jit_tracing() or is_profiling()
+        chosen = own_backend() or backends.process
+        by_torch = chosen == "torch"  # whose functions take any memory
+        if looked or recompute.noted or listeners or by_torch:
             if may_be_rerun():
                 looked, then = _then(looked, decide, *args)
-                if then != here[0]:
+                if then != chosen:
                     with backend(then):
-                        return decided(*args)
+                        return dispatch(*args)
             if listeners:
                 _tell(decide, args)
             if looked:
-                return decide(*args, OPERATORS)
-        facts: list[Any] = [here, _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
-        learn = facts.append
+                return decide(*args)
+        facts = [chosen, GPUS.absent, _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
         try:
             for x in args:
                 if x is None:
-                    learn(None)
-                    continue
-                cls = x.__class__
-                if cls in _PLAIN:
-                    if x.is_neg() or not (x.data_ptr() or x.numel() == 0):
+                    facts.append(None)
+                elif x.__class__ in _PLAIN:
+                    if by_torch:
+                        facts.append(x.layout)
+                    elif x.is_neg() or not (x.data_ptr() or x.numel() == 0):
                         raise _Indirect  # a negated view, a zero without memory
                     # An index stands for its device: a process has one kind of accelerator.
-                    learn((x.shape, x.dtype, x.get_device(), x.requires_grad))
-                elif cls in _SCALARS or not isinstance(x, Tensor):
-                    learn(cls)  # 2.0 and True equal 2 and 1, and are other arguments
-                    learn(x)
+                    facts += x.shape, x.dtype, x.get_device(), x.requires_grad
+                elif x.__class__ in _SCALARS or not isinstance(x, Tensor):
+                    facts += x.__class__, x  # 2.0 and True equal 2 and 1, and are other arguments
                 else:
                     raise _Indirect  # a subclass
             kind = tuple(facts)
-            decision = known.get(kind)
+            spec = known.get(kind)
         except _NO_KIND:
-            return decide(*args, OPERATORS)
-        if decision is None:
-            decision = decide(*args, DIRECT)
+            return decide(*args)
+        if spec is None:
+            spec = decide(*args)
+            if spec.route is not None:
+                spec = spec._replace(route=EAGER)
             if len(known) >= MAX_KINDS:
                 known.clear()
-            known[kind] = decision
-        return decision
+            known[kind] = spec
+        return spec
 
-    return decided
+    return cast(Decide, dispatch)
 
 
 # No memory (sparse, or left over from a transform), not hashable.
@@ -161,11 +162,10 @@ def _autocast_dtypes() -> tuple[Any, ...]:
     )
 
 
-def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None) -> Routed | None:
-    """The functions that a call of `op` runs: `ops`, or None for PyTorch's specification.
+def choose_route(op: str, unsupported: str | None, *tensors: Tensor | None) -> Route | None:
+    """REGISTERED where the kernels of `op` can run, None for PyTorch's specification.
 
     Args:
-        ops: what `decide_once` found.
         unsupported: what the op itself cannot do in a kernel, None where it can.
         tensors: all that the op reads, its first argument first.
     Raises, warns: as `use_triton`.
@@ -177,7 +177,7 @@ def route(op: str, ops: Routed, unsupported: str | None, *tensors: Tensor | None
     unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
     if not is_dynamo_compiling() and listeners:
         _routes.append((op, reason_for_torch(first, unsupported)))
-    return ops if use_triton(op, first, unsupported) else None
+    return REGISTERED if use_triton(op, first, unsupported) else None
 
 
 def _own_dispatch(x: Tensor | None) -> str | None:
@@ -190,18 +190,18 @@ def _own_dispatch(x: Tensor | None) -> str | None:
     return f"{cls.__name__} has a dispatch of its own"
 
 
-def ops_for(ops: Routed, *grads: Tensor | None) -> Routed:
+def backward_route(route: Route, *grads: Tensor | None) -> Route:
     """The route of a backward: the forward's, unless by now somebody watches, or a gradient's
     memory does not hold its values as they are."""
-    if ops is not DIRECT or is_watched():
-        return OPERATORS
+    if route is not EAGER or needs_dispatcher():
+        return REGISTERED
     try:
         for x in grads:
             if x is not None and (x.__class__ not in _PLAIN or x.is_neg() or not x.data_ptr()):
-                return OPERATORS
+                return REGISTERED
     except RuntimeError:
-        return OPERATORS
-    return DIRECT
+        return REGISTERED
+    return EAGER
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -225,7 +225,7 @@ class _FirstOrder(torch.autograd.Function):
 def first_order(op: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Backward of a Function of `op` whose gradients have no gradient; costs under create_graph.
 
-    None: the Function serves several ops, and `ctx.decision.op` names the call's.
+    None: the Function serves several ops, and `ctx.spec.op` names the call's.
     torch's `once_differentiable` gives gradients without a graph where the upstream gradient has
     none: a penalty on them, added to the loss, would be left out of its gradient in silence.
     """
@@ -241,7 +241,7 @@ def first_order(op: str | None) -> Callable[[Callable[..., Any]], Callable[..., 
                 return guarded(ctx, *grads)
             with torch.no_grad():
                 outputs = backward(ctx, *grads)
-            return _refusing(op or ctx.decision.op, outputs)
+            return _refusing(op or ctx.spec.op, outputs)
 
         return call
 

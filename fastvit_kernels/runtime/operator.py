@@ -1,9 +1,9 @@
 """The two routes to a kernel: its launcher called directly, or registered as a torch operator.
 
-torch.compile, export, FakeTensor, dispatch modes and profilers see operators. `DIRECT.linear_fwd`
-is the launcher itself, `OPERATORS.linear_fwd` is `torch.ops.fastvit_kernels.linear_fwd.default`;
-dispatch.py says which of the two namespaces a call gets. Gradients live in the `autograd.Function`
-around the operators, which every compiler traces through.
+torch.compile, export, FakeTensor, dispatch modes and profilers see operators. Of an `Operator`,
+`linear_fwd[EAGER]` is the launcher itself and `linear_fwd[REGISTERED]` is
+`torch.ops.fastvit_kernels.linear_fwd.default`; dispatch.py says which route a call takes. Gradients
+live in the `autograd.Function` around the operators, which every compiler traces through.
 
 `define` + `impl` + `register_fake` dispatch in 6.3 us where torch's `custom_op` takes 10.7
 (figures of attention-gym #302, not measured here).
@@ -14,17 +14,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import library
 from torch.utils.flop_counter import register_flop_formula
 
-Function = TypeVar("Function", bound=type[torch.autograd.Function])
-Routed = SimpleNamespace  # the functions of one route, by name
+Route = Literal[0, 1]
+EAGER: Route = 0
+REGISTERED: Route = 1
 
-DIRECT, OPERATORS = Routed(), Routed()
+
+class Operator(NamedTuple):
+    """What runs on each route; `operator[route](...)`."""
+
+    eager: Callable[..., Any]
+    registered: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """On the route that everybody sees."""
+        return self.registered(*args)
+
+
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; aot.py traces them
 
 # Two builds of the Hub's kernels library may live in one process: each has a name of its own.
@@ -33,8 +44,8 @@ NAMESPACE = __name__.partition(".")[0]
 
 def operator(
     *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`, on both routes.
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`.
 
     Its annotations are the operator's schema. An output that no argument asks for may be None: the
     operator, all of whose outputs are tensors, gives (0,) in fp32 for it, as its fake must.
@@ -44,10 +55,10 @@ def operator(
             names say; the launcher may call it to allocate.
         flops: likewise, with shapes in place of tensors -> what torch's FlopCounterMode counts for
             torch's own functions: matrix products, 2 a multiply-add.
-    Returns: a decorator whose result is the operator, called like the launcher.
+    Returns: a decorator whose result is the `Operator`.
     """
 
-    def register(launcher: Callable[..., Any]) -> Any:
+    def register(launcher: Callable[..., Any]) -> Operator:
         name = launcher.__name__
         qualname = f"{NAMESPACE}::{name}"
         library.define(qualname, library.infer_schema(launcher, mutates_args=()))
@@ -55,13 +66,10 @@ def operator(
         library.impl(qualname, "default", whole)
         library.register_fake(qualname, _by_name(fake, launcher))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        registered = packet.default
         if flops is not None:
             register_flop_formula(packet)(_by_name(flops, launcher))
         LAUNCHERS[name] = whole
-        setattr(DIRECT, name, launcher)
-        setattr(OPERATORS, name, registered)
-        return registered
+        return Operator(launcher, packet.default)
 
     return register
 
@@ -96,12 +104,10 @@ def _whole(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def differentiable(function: Function) -> Function:
-    """Put `apply` of an autograd.Function on both routes, under the name of its class.
+def differentiable(function: type[torch.autograd.Function]) -> Operator:
+    """`apply` of an autograd.Function on both routes.
 
-    The direct one leaves out the Python prologue of torch's, which serves torch.func alone.
+    The eager one leaves out the Python prologue of torch's, which serves torch.func alone.
     """
-    direct = getattr(super(torch.autograd.Function, function), "apply", function.apply)
-    setattr(DIRECT, function.__name__, direct)
-    setattr(OPERATORS, function.__name__, function.apply)
-    return function
+    base: Any = super(torch.autograd.Function, function)
+    return Operator(base.apply, function.apply)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 if TYPE_CHECKING:
 
     class _AnyAttribute(type):
@@ -51,11 +53,13 @@ def constant(value: object) -> Any:
     return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
 
 
-def on_grid(
-    kernel: Any, grid: tuple[int, ...], *sizes: float, **options: Any
+def bind_launch(
+    kernel: Any, grid: tuple[int, ...], *sizes: Any, **options: Any
 ) -> Callable[..., None]:
     """`kernel[grid]` with its last arguments bound, to be called with those before them.
 
+    Triton launches on the current device: another one's tensors are launched under a guard. The
+    first of the arguments, a kernel's first output, says which.
     The constexprs, a kernel's last parameters, go by position: `kernel[grid](..., **constexprs)`
     copies them from dict to dict three times on the way to Triton's binder, at every launch.
 
@@ -66,7 +70,16 @@ def on_grid(
     constexprs = [name for name in kernel.arg_names if name in options]
     assert constexprs == kernel.arg_names[-len(constexprs) :]
     last = (*sizes, *(options.pop(name) for name in constexprs))
-    return lambda *arguments: kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
+
+    def launch(*arguments: Any) -> None:
+        output = arguments[0]
+        if output.is_cuda and output.get_device() != torch.cuda.current_device():
+            with torch.cuda.device_of(output):
+                kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
+        else:
+            kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
+
+    return launch
 
 
-__all__ = ["HAS_TRITON", "VERSION", "constant", "on_grid", "tl", "triton"]
+__all__ = ["HAS_TRITON", "VERSION", "bind_launch", "constant", "tl", "triton"]

@@ -11,20 +11,20 @@ from contextlib import contextmanager
 
 import torch
 
-_checked = False
+checked = False
 
 
 def values_are_checked() -> bool:
     """Whether to look at values now: inside `checked_values`, and not while a compiler traces."""
-    return _checked and not torch.compiler.is_compiling()
+    return checked and not torch.compiler.is_compiling()
 
 
 @contextmanager
 def checked_values() -> Iterator[None]:
     """Inside, an index that is out of range or listed twice raises ValueError."""
-    global _checked
-    former, _checked = _checked, True
+    global checked
+    former, checked = checked, True
     try:
         yield
     finally:
-        _checked = former
+        checked = former

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from numerics import DEVICE, assert_accurate, rand
+from replaced import operators, replace_operator
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,6 @@ from fastvit_kernels.ops.norm.functions import (
     rms_norm_and_input,
     rms_norm_ref,
 )
-from fastvit_kernels.runtime.operator import DIRECT
 
 B, T, K, C, F = 3, 7, 24, 40, 48
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
@@ -85,7 +85,8 @@ def seen(monkeypatch):
         "linear_by_library_bwd": (0, 3),
     }  # fmt: skip
     for name, (row_scale, g) in places.items():
-        monkeypatch.setattr(DIRECT, name, spied(name, getattr(DIRECT, name), row_scale, g))
+        spy = spied(name, operators()[name].eager, row_scale, g)
+        replace_operator(monkeypatch, name, eager=spy)
     return calls
 
 

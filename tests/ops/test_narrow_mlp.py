@@ -303,8 +303,8 @@ def test_narrow_mlp_operator_passes_opcheck():
         "row_scale",
     )  # fmt: skip
     arguments = [inputs[name] for name in names]
-    library.opcheck(narrow_mlp_fwd, (*arguments, "gelu", bf16))
-    library.opcheck(narrow_mlp_fwd, (*arguments[:5], None, None, None, "silu", bf16))
+    library.opcheck(narrow_mlp_fwd.registered, (*arguments, "gelu", bf16))
+    library.opcheck(narrow_mlp_fwd.registered, (*arguments[:5], None, None, None, "silu", bf16))
 
 
 def test_mlp_narrow_compiles_without_graph_breaks():

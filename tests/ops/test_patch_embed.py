@@ -280,7 +280,7 @@ def test_patch_embed_operators_pass_opcheck():
     inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all", bf16)
     images, weight, bias, prefix, pos = (x.detach() for x in inputs.values())
     dout = rand(2, 7, 20, dtype=fp32, grad=False)
-    for calls in (
+    for operator, *arguments in (
         (patch_embed_fwd, (images, weight, bias, prefix, pos, None, None, None, fp32)),
         (patch_embed_fwd, (images.float(), weight, None, None, None, None, None, None, bf16)),
         (patch_embed_bwd_weight, (dout, images, [4, 4], None, None, None, bf16, fp32)),
@@ -288,7 +288,7 @@ def test_patch_embed_operators_pass_opcheck():
         (patch_embed_bwd_tokens, (dout, 1, 6, 6, None, None, None, fp32)),
         (patch_embed_bwd_images, (dout, weight, images.shape, None, bf16)),
     ):
-        library.opcheck(*calls)
+        library.opcheck(operator.registered, *arguments)
 
 
 def test_patch_embed_compiles_without_graph_breaks():

@@ -271,14 +271,14 @@ def test_operators_pass_opcheck():
     images, weight, keep = values["images"], values["weight"], values["keep"]
     numbers = ([0.1, 0.2, 0.3], [-0.5, 0.0, 0.5])
     dout = rand(2, 4, 20, grad=False)
-    for calls in (
+    for operator, *arguments in (
         (patch_embed_fwd, (*values.values(), *numbers, fp32)),
         (patch_embed_bwd_weight, (dout, images, [2, 4, 4], keep, *numbers, bf16, fp32)),
         (patch_embed_bwd_tokens, (dout, 1, 4, 5, keep, fp32, bf16, fp32)),
         (patch_embed_bwd_tokens, (dout, 1, 4, 4, keep, None, None, fp32)),
         (patch_embed_bwd_images, (dout, weight, images.shape, keep, bf16)),
     ):
-        library.opcheck(*calls)
+        library.opcheck(operator.registered, *arguments)
 
 
 def test_compiles_without_graph_breaks():

@@ -182,7 +182,7 @@ def test_operators_have_schemas_and_fakes():
     w, b = rand(C, seed=1, grad=False), rand(C, seed=2, grad=False)
     tests = ("test_schema", "test_faketensor")
     y, stats = norms.layer_norm_fwd(x, w, b, 1e-6, fp32, True, samples)
-    _, rstd = norms.rms_norm_fwd(x, w, 1e-6, fp32, True, samples)
+    _, rstd = norms.rms_norm_fwd(x, w, None, 1e-6, fp32, True, samples)
     weight = rand(C, C, seed=3, grad=False)
     calls = [
         (norms.layer_norm_fwd, (x, w, b, 1e-6, bf16, True, samples)),
@@ -191,7 +191,7 @@ def test_operators_have_schemas_and_fakes():
             norms.layer_norm_rows_bwd,
             (y, x, x, w, stats, fp32, True, bf16, keep_samples(B, 0.6, DEVICE), True, samples),
         ),
-        (norms.rms_norm_fwd, (x, w, 1e-6, bf16, True, samples)),
+        (norms.rms_norm_fwd, (x, w, None, 1e-6, bf16, True, samples)),
         (norms.rms_norm_bwd, (y, x, x, w, rstd, fp32, True, samples)),
         (lin.linear_fwd, (y, weight, b, x, w, samples, "gelu", fp32, True)),
         (
@@ -200,7 +200,7 @@ def test_operators_have_schemas_and_fakes():
         ),
     ]  # fmt: skip
     for op, args in calls:
-        library.opcheck(op, args, test_utils=tests)
+        library.opcheck(op.registered, args, test_utils=tests)
 
 
 def _bad(name, value, error, message):

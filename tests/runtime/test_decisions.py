@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import configs
-from fastvit_kernels.runtime.operator import DIRECT
 
 LAYOUT = ("stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage")
 
@@ -32,7 +31,7 @@ def test_no_decision_looks_at_the_layout_of_a_tensor(op, monkeypatch):
             with monkeypatch.context() as patch:
                 for name in LAYOUT:
                     patch.setattr(Tensor, name, forbidden)
-                decided.append(decide.__wrapped__(*arguments, DIRECT))
+                decided.append(decide.__wrapped__(*arguments))
             return decide(*arguments)
 
         return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,11 +13,10 @@ from torch import Tensor
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import INTERPRETED
-from fastvit_kernels.runtime.triton import on_grid
+from fastvit_kernels.runtime.triton import bind_launch
 
 PACKAGE = Path(fk.__file__).parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="stands in for Triton's interpreter")
-GUARDS = {"device_guard", "device_of"}
 
 
 def package_trees():
@@ -26,111 +24,76 @@ def package_trees():
         yield path, ast.parse(path.read_text())
 
 
-def _name(node):
-    node = node.func if isinstance(node, ast.Call) else node
-    return getattr(node, "attr", getattr(node, "id", ""))
-
-
-def _is_guard(node):
-    return isinstance(node, ast.With) and any(_name(i.context_expr) in GUARDS for i in node.items)
-
-
-def _is_launch(node, helpers, functions):
-    """`kernel[grid](...)`, `launch(...)` of a plan, or a call of a helper that launches."""
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Subscript):
-        return "kernel" in _name(node.func.value)
-    if isinstance(node.func, ast.Call):  # _fwd_launch(M, N)(y, z, ...)
-        return _name(node.func).endswith("_launch")
-    name = _name(node)
-    planned = name == "launch" or name.startswith("launch_")
-    return name in helpers or (planned and name not in functions)
-
-
-def unguarded_and_guarded(trees, helpers=()):
-    """(unguarded, guarded) launches, each (file, line, name of the function around it).
-
-    Every guard must hold a launch: one that is not recognised cannot escape the test.
-    """
-    functions = {
-        n.name for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef)
-    }
-    found, guards = {False: [], True: []}, []
-
-    def walk(node, path, function, guarded):
-        if isinstance(node, ast.FunctionDef):
-            function, guarded = node.name, False
-        if _is_guard(node):
-            guarded = True
-            guards.append((path.name, node.lineno, node.end_lineno))
-        if _is_launch(node, helpers, functions):
-            found[guarded].append((path.name, node.lineno, function))
-        for child in ast.iter_child_nodes(node):
-            walk(child, path, function, guarded)
-
-    for path, tree in trees.items():
-        walk(tree, path, "", False)
-    launches = found[False] + found[True]
-    for file, first, last in guards if helpers else ():
-        held = any(name == file and first <= line <= last for name, line, _ in launches)
-        assert held, f"{file}:{first} guards nothing that this test takes for a launch"
-    return found[False], found[True]
-
-
-def test_every_launch_in_the_source_stands_in_a_device_guard():
-    """At once, or in a helper called *_launch, whose every call stands in one."""
-    trees = dict(package_trees())
-    unguarded, _ = unguarded_and_guarded(trees)
-    helpers = {function for *_, function in unguarded if function.endswith("_launch")}
-    unguarded, guarded = unguarded_and_guarded(trees, helpers)
-    astray = [launch for launch in unguarded if launch[2] not in helpers]
-    assert not astray, f"launched on whatever device is current: {astray}"
-    assert len(guarded) >= 12, "the test no longer recognises launches"
-
-
-class _Guard:
-    """Stands in for a device guard and counts how deep we are."""
-
-    depth = 0
-
-    def __init__(self, x):
-        assert isinstance(x, Tensor)
-
-    def __enter__(self):
-        _Guard.depth += 1
-
-    def __exit__(self, *_):
-        _Guard.depth -= 1
+def test_every_launch_in_the_source_is_bound():
+    """By `bind_launch`, which minds the device: no `kernel[grid](...)`, no `kernel.run(...)`."""
+    bound = 0
+    for path, tree in package_trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            bound += name == "bind_launch"
+            inside = path.name == "triton.py" and path.parent.name == "runtime"
+            launches = "kernel[" in name or name.endswith("kernel.run")
+            assert inside or not launches, f"{path.name}:{node.lineno} launches on any device"
+    assert bound >= 12, "the test no longer recognises launches"
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Kernels are recorded instead of run: (kernel, whether inside a device guard)."""
+    """Kernels are recorded instead of run: (kernel, its first argument)."""
     from triton.runtime.interpreter import InterpretedFunction
 
     calls = []
 
-    def record(self, *_, **__):
-        calls.append((self.fn.__name__, _Guard.depth > 0))
+    def record(self, *arguments, **_):
+        calls.append((self.fn.__name__, arguments[0]))
 
     monkeypatch.setattr(InterpretedFunction, "run", record)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fastvit_kernels") and hasattr(module, "device_guard"):
-            monkeypatch.setattr(module, "device_guard", _Guard)
-    monkeypatch.setattr(torch.cuda, "device_of", _Guard)
     return calls
 
 
 @interpreted
 @every_launch
-def test_kernels_are_launched_inside_a_device_guard(op, launches):
+def test_the_first_argument_of_a_kernel_says_on_which_device(op, launches):
     step(*op_and_inputs(op))
     assert len(launches) >= 2
-    assert all(inside for _, inside in launches), launches
+    assert all(isinstance(first, Tensor) for _, first in launches), launches
 
 
-def test_on_grid_binds_the_last_arguments():
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(device, monkeypatch):
+    current, seen = [0], []
+
+    class Output:
+        is_cuda = True
+
+        def get_device(self):
+            return device
+
+    class Kernel:
+        arg_names: ClassVar = ["y_ptr", "BLOCK_M"]
+
+        def run(self, *_, **__):
+            seen.append(current[-1])
+
+    class Guard:
+        def __init__(self, x):
+            self.device = x.get_device()
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    bind_launch(Kernel(), (1,), BLOCK_M=16)(Output())
+    assert seen == [device] and current == [0]
+
+
+def test_bind_launch_binds_the_last_arguments():
     """Constexprs by position, in the kernel's order whatever the keywords' is; options by name."""
     seen = []
 
@@ -140,13 +103,14 @@ def test_on_grid_binds_the_last_arguments():
         def run(self, *args, **options):
             seen.append((args, options))
 
-    launch = on_grid(Kernel(), (3,), 5, 1e-6, BLOCK_M=16, num_warps=4, HAS_BIAS=True)
-    launch("y", "x")
-    launch("z", "x")
+    y, z = torch.zeros(1), torch.zeros(1)
+    launch = bind_launch(Kernel(), (3,), 5, 1e-6, BLOCK_M=16, num_warps=4, HAS_BIAS=True)
+    launch(y, "x")
+    launch(z, "x")
     options = dict(grid=(3,), warmup=False, num_warps=4)
-    assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in "yz"]
+    assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in (y, z)]
     with pytest.raises(AssertionError):
-        on_grid(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
+        bind_launch(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
 
 
 HOST_READS = ["item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "__array__"]

@@ -23,13 +23,14 @@ from private import (
     tree_map_only,
     zero_without_memory,
 )
+from replaced import operators
 from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime.operator import DIRECT, LAUNCHERS, OPERATORS
+from fastvit_kernels.runtime.operator import LAUNCHERS
 
 
 class Tagged(Tensor):
@@ -250,9 +251,11 @@ def test_a_trace_has_gradients(op):
 
 
 def test_both_routes_have_every_operator():
+    found = operators()
+    assert found.keys() == LAUNCHERS.keys()
     for name, launcher in LAUNCHERS.items():
-        assert getattr(DIRECT, name) is launcher.__wrapped__
-        assert getattr(OPERATORS, name) is getattr(torch.ops.fastvit_kernels, name).default
+        assert found[name].eager is launcher.__wrapped__
+        assert found[name].registered is getattr(torch.ops.fastvit_kernels, name).default
 
 
 class Fakes(TorchDispatchMode):

@@ -9,11 +9,11 @@ from importlib import metadata
 import pytest
 import torch
 from private import cast_operator
+from replaced import operators, replace_operator
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.runtime.operator import OPERATORS
 from fastvit_kernels.swap.hosts import fused
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import (
@@ -196,7 +196,7 @@ def test_a_block_casts_no_activation_under_autocast(monkeypatch):
 def test_an_error_in_one_kernel_is_noticed(launcher, monkeypatch):
     """The tests above can fail: a kernel's result is bent by 1%, and the 2x rule breaks."""
     model, images = small("vit_tiny_patch16_224")
-    original = getattr(OPERATORS, launcher)
+    original = operators()[launcher].registered
 
     def bent(*args, **kwargs):
         result = original(*args, **kwargs)
@@ -204,7 +204,7 @@ def test_an_error_in_one_kernel_is_noticed(launcher, monkeypatch):
             return tuple(r * 1.01 for r in result)
         return result * 1.01
 
-    monkeypatch.setattr(OPERATORS, launcher, bent)
+    replace_operator(monkeypatch, launcher, registered=bent)
     monkeypatch.setattr(fused, "is_traced", lambda: False)
     with Casts():  # watched calls go through the operators, where the bent one stands
         errors = model_errors(model, images)

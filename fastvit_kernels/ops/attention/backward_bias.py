@@ -16,12 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.backend import Gpu, device_guard
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import tl, triton
+from ...runtime.triton import bind_launch, tl, triton
+from ..common.gemm import input_precision
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
-from .launch import Problem, dropout_arguments, mask_arguments, padded_rows, problem_of
+from .launch import (
+    Problem,
+    dropout_arguments,
+    mask_kind,
+    mask_layout,
+    mask_strides,
+    padded_rows,
+)
 from .samples import Sample, head_rows, row_ptr
 from .tiles import (
     HIDDEN,
@@ -231,17 +239,18 @@ def launch_bias_grad(
         launch_bias_grad(each, dout, qkv, lse, delta, bias.expand(whole), seed, scale, dropout_p)
         dbias.copy_(each.sum(2, keepdim=True))
         return
-    fields = problem_of(q, k, bias, seed, False)
-    grid, parts, sizes, options = bias_launch(fields[0], *bias.shape[:2], *fields[1:])
+    layout = mask_layout(bias)
+    grid, parts, sizes, options = bias_launch(
+        gpu(q.device), *bias.shape[:2], q.dtype, q.shape, k.shape[1],
+        mask_kind(layout, False, False), seed is not None, input_precision(),
+    )  # fmt: skip
     partial = dbias
     if parts > 1:
         partial = torch.empty((parts, dbias.numel()), dtype=torch.float32, device=dbias.device)
-    _, strides = mask_arguments(bias)
     heads = (stride for x in (dout, q, k, v) for stride in x.stride()[:3])
-    with device_guard(q):
-        _attention_bwd_bias_kernel[grid](
-            partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads, *strides,
-            scale, *dropout_arguments(dropout_p), **options,
-        )  # fmt: skip
+    bind_launch(_attention_bwd_bias_kernel, grid, **options)(
+        partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads,
+        *mask_strides(layout), scale, *dropout_arguments(dropout_p),
+    )  # fmt: skip
     if parts > 1:
         column_sum(partial, dbias)

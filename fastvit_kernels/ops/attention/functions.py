@@ -27,19 +27,26 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable, operator
 from .configs import MAX_D
 from .launch import (
     bwd_flops,
     empty_dqkv,
     empty_outputs,
+    empty_rows,
     fwd_flops,
     launch_bwd,
     launch_fwd,
     readable,
 )
-from .masked import as_four_axes, check_mask, unsupported_mask
+from .masked import (
+    as_four_axes,
+    check_mask,
+    masked_attention_bwd,
+    masked_attention_fwd,
+    unsupported_mask,
+)
 
 
 def attention_ref(
@@ -70,7 +77,8 @@ def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
-    out, lse = empty_outputs(qkv)
+    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
+    lse = empty_rows(out)
     if qkv.numel():
         launch_fwd(out, lse, readable(qkv).unbind(2), None, seed, scale, dropout_p, False)
     return out, lse
@@ -91,10 +99,10 @@ def attention_bwd(
     return dqkv
 
 
-class AttentionDecision(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What `_decide` found for a kind of call, here and in varlen.py."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     casts: bool  # qkv has another dtype
@@ -103,34 +111,36 @@ class AttentionDecision(NamedTuple):
     max_seqlen: int = 0  # of packed sequences
 
 
-@differentiable
 class AttentionFunction(torch.autograd.Function):
     """qkv, mask -> out. Saves both, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, qkv, mask, seed, decision):
-        ops, _, _, _, scale, dropout_p, _ = decision
+    def forward(ctx, qkv, mask, seed, spec):
         if mask is None:
-            out, lse = ops.attention_fwd(qkv, seed, scale, dropout_p)
+            out, lse = attention_fwd[spec.route](qkv, seed, spec.scale, spec.dropout_p)
         else:
-            out, lse = ops.masked_attention_fwd(qkv, mask, seed, scale, dropout_p)
+            out, lse = masked_attention_fwd[spec.route](qkv, mask, seed, spec.scale, spec.dropout_p)
         ctx.save_for_backward(qkv, out, lse, mask, seed)
-        ctx.decision = decision
+        ctx.spec = spec
         return out
 
     @staticmethod
     @first_order("attention")
     def backward(ctx, dout):
         qkv, out, lse, mask, seed = ctx.saved_tensors
-        ops, _, _, _, scale, dropout_p, _ = ctx.decision
-        ops = ops_for(ops, dout)
+        scale, dropout_p = ctx.spec.scale, ctx.spec.dropout_p
+        route = backward_route(ctx.spec.route, dout)
         if mask is None:
-            return ops.attention_bwd(dout, qkv, out, lse, seed, scale, dropout_p), None, None, None
+            dqkv = attention_bwd[route](dout, qkv, out, lse, seed, scale, dropout_p)
+            return dqkv, None, None, None
         needs_dmask = ctx.needs_input_grad[1]
-        dqkv, dmask = ops.masked_attention_bwd(
+        dqkv, dmask = masked_attention_bwd[route](
             dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask
         )
         return dqkv, dmask if needs_dmask else None, None, None
+
+
+apply_attention = differentiable(AttentionFunction)
 
 
 def check_head_dim(op: str, D: int) -> None:
@@ -160,10 +170,10 @@ def unsupported_scale(scale: float) -> str | None:
     return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
 
 
-@decide_once
+@cached_dispatch
 def _decide(
-    qkv: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float, ops: Routed
-) -> AttentionDecision:
+    qkv: Tensor, attn_mask: Tensor | None, scale: float | None, dropout_p: float
+) -> AttentionSpec:
     """Check the arguments of `attention`; what runs, and how."""
     check_tensor("attention", "qkv", qkv, ndim=5)
     if qkv.shape[2] != 3:
@@ -172,10 +182,14 @@ def _decide(
     check_mask(attn_mask, qkv)
     dtype = autocast_dtype(qkv) or qkv.dtype
     unsupported = unsupported_scale(scale) or unsupported_mask(attn_mask)
-    return AttentionDecision(
-        route("attention", ops, unsupported, qkv, attn_mask), needs_gradient(qkv, attn_mask),
-        dtype, qkv.dtype != dtype, scale, dropout_p,
-    )  # fmt: skip
+    return AttentionSpec(
+        route=choose_route("attention", unsupported, qkv, attn_mask),
+        needs_gradient=needs_gradient(qkv, attn_mask),
+        dtype=dtype,
+        casts=qkv.dtype != dtype,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
 
 
 def attention(
@@ -205,17 +219,17 @@ def attention(
     Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """
-    decision = _decide(qkv, attn_mask, scale, dropout_p)
-    ops, needs_gradient, dtype, casts, scale_, _, _ = decision
-    if ops is None:
+    spec = _decide(qkv, attn_mask, scale, dropout_p)
+    route = spec.route
+    if route is None:
         return attention_ref(qkv, scale, dropout_p, attn_mask)
-    if casts:
-        qkv = qkv.to(dtype)
+    if spec.casts:
+        qkv = qkv.to(spec.dtype)
     seed = draw_seed(qkv.device) if dropout_p > 0 else None
     if attn_mask is not None:
         attn_mask = as_four_axes(attn_mask)
-    if needs_gradient:
-        return ops.AttentionFunction(qkv, attn_mask, seed, decision)
+    if spec.needs_gradient:
+        return apply_attention[route](qkv, attn_mask, seed, spec)
     if attn_mask is not None:
-        return ops.masked_attention_fwd(qkv, attn_mask, seed, scale_, dropout_p)[0]
-    return ops.attention_fwd(qkv, seed, scale_, dropout_p)[0]
+        return masked_attention_fwd[route](qkv, attn_mask, seed, spec.scale, dropout_p)[0]
+    return attention_fwd[route](qkv, seed, spec.scale, dropout_p)[0]

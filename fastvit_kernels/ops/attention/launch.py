@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import empty, empty_strided, is_aligned
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
-from ...runtime.triton import on_grid, triton
+from ...runtime.triton import bind_launch, triton
 from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -46,10 +46,6 @@ class Packing(NamedTuple):
 
     cu_seqlens: Tensor  # (B + 1,) int32, on the device
     max_seqlen: int  # at least the longest; the grid is made for it
-
-    @property
-    def num_sequences(self) -> int:
-        return self.cu_seqlens.shape[0] - 1
 
 
 class Problem(NamedTuple):
@@ -98,15 +94,24 @@ class Problem(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel on its grid, the sizes that go before the strides, its constexprs and options."""
+    """A kernel, its programs, the sizes that go before the strides, constexprs and options."""
 
-    launch: Callable[..., None]  # called with all but the constexprs
+    kernel: Any
+    programs: int
     sizes: tuple[int, ...]
     options: dict[str, Any]
 
+    def bind(self, layouts: Layouts, *strides: int, has_mask: bool = True) -> Callable[..., None]:
+        """The launch, called with pointers; of packed sequences with `sizes`, their tokens and the
+        stride between heads of lse too. strides: of outputs, before those of `layouts`."""
+        last = *strides, *layouts.last_arguments(has_mask)
+        if not layouts.is_packed:  # None is compiled away
+            last = *self.sizes, None, None, *last
+        return bind_launch(self.kernel, (self.programs,), *last, **self.options)
+
 
 def _launch(kernel: Any, programs: int, *sizes: int, **options: Any) -> Launch:
-    return Launch(on_grid(kernel, (programs,), **options), sizes, options)
+    return Launch(kernel, programs, sizes, options)
 
 
 def _block(T: int, block: int) -> int:
@@ -189,55 +194,102 @@ def dropout_arguments(dropout_p: float) -> tuple[int, float]:
     return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
 
 
-def _is_of_keys(mask: Tensor) -> bool:
-    """Whether a boolean mask is alike for all heads and queries, by its strides."""
-    return mask.dtype is torch.bool and all(
-        n == 1 or stride == 0 for n, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)
-    )
+MaskLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
-def mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
-    """(batch, H, T_q, T_kv) in any strides, or 1 of any -> pointer, batch and strides."""
+def mask_layout(mask: Tensor | None) -> MaskLayout | None:
+    return None if mask is None else (mask.dtype, mask.shape, mask.stride())
+
+
+def mask_strides(mask: MaskLayout | None) -> tuple[int, ...]:
+    """Of (batch, H, T_q, T_kv) in any strides, or 1 of any: batch and strides."""
     if mask is None:
-        return None, (1, 0, 0, 0, 0)
-    strides = [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
-    return (mask.view(torch.uint8) if mask.dtype is torch.bool else mask), (len(mask), *strides)
+        return 1, 0, 0, 0, 0
+    _, shape, strides = mask
+    return shape[0], *(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
 
 
-def problem_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, is_causal: bool,
-    packing: Packing | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The fields of configs.Problem."""
-    shape, T_kv = q.shape, k.shape[1]
-    if packing is not None:
-        assert mask is None and not is_causal
-        kind, T_kv = "varlen", packing.max_seqlen
-        shape = torch.Size((packing.num_sequences, T_kv, *q.shape[2:]))
-    elif mask is None:
-        kind = "causal" if is_causal else "none"
-    elif _is_of_keys(mask):
-        kind = "keys"
-    else:
-        kind = "bool" if mask.dtype is torch.bool else "add"
-    dropout, precision = seed is not None, input_precision()
-    return gpu(q.device), q.dtype, shape, T_kv, kind, dropout, precision
+def mask_kind(mask: MaskLayout | None, is_causal: bool, is_packed: bool) -> str:
+    """The `mask` of `Problem`."""
+    if mask is None:
+        return "varlen" if is_packed else "causal" if is_causal else "none"
+    assert not is_packed and not is_causal
+    dtype, shape, strides = mask
+    if dtype is not torch.bool:
+        return "add"
+    axes = zip(shape[1:3], strides[1:3], strict=True)  # of heads and queries
+    return "keys" if all(n == 1 or stride == 0 for n, stride in axes) else "bool"
 
 
-def _bth(x: Tensor, packing: Packing | None = None) -> tuple[int, ...]:
-    """Strides of a (B, T, H, D) view; the first of packed sequences is what their first tokens,
-    which cu_seqlens gives, are multiplied by."""
-    stride_b, stride_t, stride_h, _ = x.stride()
-    return stride_b if packing is None else stride_t, stride_t, stride_h
+class Layouts(NamedTuple):
+    """All that a launch depends on but pointers. Of packed sequences neither the stride between
+    samples nor the number of tokens, so that a batch of other lengths is no other launch."""
+
+    gpu: Gpu
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # as `Problem` has it
+    T_kv: int
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v, in a backward before them of dout
+    mask: MaskLayout | None
+    is_causal: bool
+    is_packed: bool
+    scale: float
+    dropout_p: float
+    precision: str  # torch's switch for fp32 products
+
+    def problem(self) -> tuple[Any, ...]:
+        """The fields of `Problem`."""
+        kind = mask_kind(self.mask, self.is_causal, self.is_packed)
+        precision = "ieee" if self.precision == "highest" else "tf32"
+        has_dropout = self.dropout_p > 0
+        return self.gpu, self.dtype, self.shape, self.T_kv, kind, has_dropout, precision
+
+    def last_arguments(self, has_mask: bool) -> tuple[Any, ...]:
+        """A kernel's last: strides by sample, token and head, of the mask, scale, dropout. The
+        first stride of packed sequences is what their first tokens, which cu_seqlens gives, are
+        multiplied by."""
+        each = [(s[0], *s[:2]) if self.is_packed else s[:3] for s in self.strides]
+        strides = [n for strides in each for n in strides]
+        of_mask = mask_strides(self.mask) if has_mask else ()
+        return *strides, *of_mask, self.scale, *dropout_arguments(self.dropout_p)
 
 
-def _sequences(
-    q: Tensor, rows: Tensor, packing: Packing | None
-) -> tuple[Tensor | None, tuple[int | None, int | None]]:
-    """cu_seqlens, all tokens, the stride between heads of lse and delta; None is compiled away."""
-    if packing is None:
-        return None, (None, None)
-    return packing.cu_seqlens, (q.shape[1], rows.stride(0))
+class FwdCall(NamedTuple):
+    """The forward of tensors in some layouts."""
+
+    launch: Callable[..., None]
+    sizes: tuple[int, ...]  # before those of packed sequences
+
+
+@launch_plan
+def fwd_call(gpu: Gpu, *fields: Any) -> FwdCall:
+    """Arguments: the fields of `Layouts`."""
+    layouts = Layouts(gpu, *fields)
+    launch = fwd_launch(*layouts.problem())
+    return FwdCall(launch.bind(layouts), launch.sizes)
+
+
+class BwdCall(NamedTuple):
+    """The backward of tensors in some layouts: one pass, or dq and then dk and dv."""
+
+    one_pass: Callable[..., None] | None
+    dq: Callable[..., None]
+    dkdv: Callable[..., None]
+    sizes: tuple[int, ...]
+
+
+@launch_plan
+def bwd_call(gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any) -> BwdCall:
+    """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`."""
+    layouts = Layouts(gpu, *fields)
+    one_pass, split = bwd_launch(*layouts.problem(), dbias)
+    if one_pass is not None:
+        assert layouts.mask is None
+        launch = one_pass.bind(layouts, dq_stride, dk_stride, has_mask=False)
+        return BwdCall(launch, launch, launch, one_pass.sizes)
+    assert split is not None
+    dq, dkdv = split
+    return BwdCall(None, dq.bind(layouts, dq_stride), dkdv.bind(layouts, dk_stride), dq.sizes)
 
 
 def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
@@ -248,7 +300,7 @@ def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
     """
     B, T, H, _ = q.shape
     if packing is not None:
-        length = (T // ROW_PAD + packing.num_sequences) * ROW_PAD
+        length = (T // ROW_PAD + packing.cu_seqlens.shape[0] - 1) * ROW_PAD
         return torch.empty((H, length), dtype=torch.float32, device=q.device)
     length = -(-T // ROW_PAD) * ROW_PAD
     strides = (H * length, length, 1)
@@ -258,9 +310,7 @@ def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
 
 def empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Of packed (B, T, 3, H, D): out (B, T, H, D), lse (B, H, T)."""
-    B, T, _, H, D = qkv.shape
-    C = H * D
-    out = qkv.new_empty_strided((B, T, H, D), (T * C, C, D, 1))
+    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
     return out, empty_rows(out)
 
 
@@ -304,15 +354,27 @@ def launch_fwd(
     packing: with it B is 1, and there is no mask.
     """
     q, k, v = qkv
-    fwd = fwd_launch(*problem_of(q, k, mask, seed, is_causal, packing))
-    mask, mask_strides = mask_arguments(mask)
-    cu_seqlens, totals = _sequences(q, lse, packing)
-    strides = (*_bth(q, packing), *_bth(k, packing), *_bth(v, packing))
-    with device_guard(q):
-        fwd.launch(
-            out, lse, q, k, v, mask, seed, cu_seqlens, *fwd.sizes, *totals, *strides,
-            *mask_strides, scale, *dropout_arguments(dropout_p),
-        )  # fmt: skip
+    device, precision = gpu(q.device), torch.get_float32_matmul_precision()
+    if packing is not None:
+        cu_seqlens, T = packing
+        shape = (cu_seqlens.shape[0] - 1, T, *q.shape[2:])
+        strides = (q.stride()[1:], k.stride()[1:], v.stride()[1:])
+        call = fwd_call(
+            device, q.dtype, shape, T, strides, None, False, True, scale, dropout_p, precision
+        )
+        call.launch(
+            out, lse, q, k, v, None, seed, cu_seqlens, *call.sizes, q.shape[1], lse.stride(0)
+        )
+        return
+    layout = None
+    if mask is not None:
+        layout = mask.dtype, mask.shape, mask.stride()
+        mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
+    call = fwd_call(
+        device, q.dtype, q.shape, k.shape[1], (q.stride(), k.stride(), v.stride()), layout,
+        is_causal, False, scale, dropout_p, precision,
+    )  # fmt: skip
+    call.launch(out, lse, q, k, v, mask, seed, None)
 
 
 def bias_partials(q: Tensor, has_dropout: bool) -> int:
@@ -320,7 +382,9 @@ def bias_partials(q: Tensor, has_dropout: bool) -> int:
     each part of a sample's queries in one pass. In the dq kernel they would halve the warps."""
     if has_dropout:
         return 0
-    one_pass, _ = bwd_launch(*problem_of(q, q, None, None, False))
+    one_pass, _ = bwd_launch(
+        gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision()
+    )
     if one_pass is None:
         return 0
     return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
@@ -340,33 +404,28 @@ def launch_bwd(
     qkv, mask, packing: as for `launch_fwd`.
     """
     (dq, dk, dv), (q, k, v) = grads, qkv
-    problem = problem_of(q, k, mask, seed, is_causal, packing)
-    one_pass, split = bwd_launch(*problem, dbias is not None)
-    assert dbias is None or (mask is None and seed is None and one_pass is not None)
     lse = padded_rows(lse)
-    strides = tuple(n for x in (dout, q, k, v) for n in _bth(x, packing))
-    cu_seqlens, totals = _sequences(q, lse, packing)
-    scalars = (scale, *dropout_arguments(dropout_p))
-    if one_pass is not None:
-        with device_guard(q):
-            one_pass.launch(
-                dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *one_pass.sizes,
-                *totals, dq.stride(1), dk.stride(1), *strides, *scalars,
-            )  # fmt: skip
+    shape, T_kv, cu_seqlens = q.shape, k.shape[1], None
+    strides = tuple(x.stride() for x in (dout, q, k, v))
+    if packing is not None:
+        cu_seqlens, T_kv = packing
+        shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
+        strides = tuple(each[1:] for each in strides)
+    call = bwd_call(
+        gpu(q.device), dbias is not None, dq.stride(1), dk.stride(1), q.dtype, shape, T_kv,
+        strides, mask_layout(mask), is_causal, packing is not None, scale, dropout_p,
+        torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    sizes = () if packing is None else (*call.sizes, q.shape[1], lse.stride(0))
+    if call.one_pass is not None:
+        call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return None
-    assert split is not None
-    for_dq, for_dkdv = split
-    mask, mask_strides = mask_arguments(mask)
+    assert dbias is None
+    if mask is not None and mask.dtype is torch.bool:
+        mask = mask.view(torch.uint8)
     delta = empty_rows(q, packing)
-    with device_guard(q):
-        for_dq.launch(
-            dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens,
-            *for_dq.sizes, *totals, dq.stride(1), *strides, *mask_strides, *scalars,
-        )  # fmt: skip
-        for_dkdv.launch(
-            dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens,
-            *for_dkdv.sizes, *totals, dk.stride(1), *strides, *mask_strides, *scalars,
-        )  # fmt: skip
+    call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
+    call.dkdv(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)
     return delta
 
 
@@ -383,6 +442,7 @@ def readable(x: Tensor, token_axis: int = 1) -> Tensor:
     8 and an address of 16 bytes, so that rows load in vectors, and a token stride that keeps
     offsets within a tile in 32 bits.
     """
-    if _is_readable(x.stride(), token_axis) and is_aligned(x):
+    fits = _is_readable(x.stride(), token_axis)
+    if fits and ((x.__class__ is Tensor and x.data_ptr() % 16 == 0) or is_aligned(x)):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -14,7 +14,15 @@ from torch import Tensor
 from ...runtime.arguments import check_device, check_tensor
 from ...runtime.operator import operator
 from .backward_bias import launch_bias_grad
-from .launch import empty_dqkv, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
+from .launch import (
+    empty_dqkv,
+    empty_outputs,
+    empty_rows,
+    fwd_flops,
+    launch_bwd,
+    launch_fwd,
+    readable,
+)
 
 
 def as_four_axes(mask: Tensor) -> Tensor:
@@ -53,7 +61,8 @@ def masked_attention_fwd(
     qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
-    out, lse = empty_outputs(qkv)
+    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
+    lse = empty_rows(out)
     if qkv.numel():
         launch_fwd(out, lse, readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
     return out, lse

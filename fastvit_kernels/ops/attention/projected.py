@@ -17,16 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import check_int, check_shape, check_tensor, compute_dtype, needs_gradient
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.compat import torch_sdpa
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
-from .functions import attention_ref, check_scores, draw_seed, unsupported_scale
+from .functions import attention_bwd, check_scores, draw_seed, unsupported_scale
 from .launch import (
     bias_partials,
     bwd_flops,
     empty_dqkv,
     empty_outputs,
+    empty_rows,
     launch_bwd,
     launch_fwd,
     readable,
@@ -41,10 +43,11 @@ def qkv_attention_ref(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """The specification of `qkv_attention`: a Linear, then `attention_ref`."""
+    """The specification of `qkv_attention`: a Linear, then torch's own attention."""
     D = weight.shape[0] // (3 * num_heads)
-    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, D))
-    return attention_ref(qkv, scale, dropout_p)
+    qkv = F.linear(x, weight, bias).reshape(*x.shape[:2], 3, num_heads, D)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
 
 
 def empty_qkv(x: Tensor, weight: Tensor, num_heads: int) -> Tensor:
@@ -75,7 +78,8 @@ def qkv_attention_fwd(
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    out, lse = empty_outputs(qkv)
+    out = qkv.new_empty((B, T, num_heads, D))
+    lse = empty_rows(out)
     if qkv.numel():
         launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
     return qkv, out, lse
@@ -135,10 +139,10 @@ def qkv_projection_bwd(
     return dx, dweight
 
 
-class QkvAttentionDecision(NamedTuple):
+class QkvAttentionSpec(NamedTuple):
     """What `_decide_qkv` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -149,49 +153,41 @@ class QkvAttentionDecision(NamedTuple):
     bias_dtype: torch.dtype
 
 
-@differentiable
 class QkvAttentionFunction(torch.autograd.Function):
     """x -> out through the QKV projection. Saves x, weight, qkv, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, seed, decision):
-        x, weight, qkv, out, lse = _forward_qkv(x, weight, bias, seed, decision)
+    def forward(ctx, x, weight, bias, seed, spec):
+        if spec.casts:
+            x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+            bias = None if bias is None else bias.to(spec.dtype)
+        qkv, out, lse = qkv_attention_fwd[spec.route](
+            x, weight, bias, seed, spec.num_heads, spec.scale, spec.dropout_p
+        )
         ctx.save_for_backward(x, weight, qkv, out, lse, seed)
-        ctx.decision = decision
+        ctx.spec = spec
         return out
 
     @staticmethod
     @first_order("qkv_attention")
     def backward(ctx, dout):
         x, weight, qkv, out, lse, seed = ctx.saved_tensors
-        decision = ctx.decision
-        ops = ops_for(decision.ops, dout)
+        spec = ctx.spec
+        route = backward_route(spec.route, dout)
         needs = list(ctx.needs_input_grad[:3])
-        arguments = dout, qkv, out, lse, seed, decision.scale, decision.dropout_p
+        arguments = dout, qkv, out, lse, seed, spec.scale, spec.dropout_p
         dbias = None
         if needs[2]:
-            dqkv, dbias = ops.attention_and_bias_bwd(*arguments, decision.bias_dtype)
+            dqkv, dbias = attention_and_bias_bwd[route](*arguments, spec.bias_dtype)
         else:
-            dqkv = ops.attention_bwd(*arguments)
-        dx, dweight = ops.qkv_projection_bwd(dqkv, x, weight, decision.weight_dtype, needs[:2])
+            dqkv = attention_bwd[route](*arguments)
+        dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, needs[:2])
         return (
             dx if needs[0] else None, dweight if needs[1] else None, dbias, None, None,
         )  # fmt: skip
 
 
-def _forward_qkv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None,
-    decision: QkvAttentionDecision,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """x and weight in the compute dtype, qkv, out, lse."""
-    if decision.casts:
-        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
-        bias = None if bias is None else bias.to(decision.dtype)
-    assert decision.ops is not None
-    qkv, out, lse = decision.ops.qkv_attention_fwd(
-        x, weight, bias, seed, decision.num_heads, decision.scale, decision.dropout_p
-    )
-    return x, weight, qkv, out, lse
+apply_qkv_attention = differentiable(QkvAttentionFunction)
 
 
 def check_projection(
@@ -209,22 +205,27 @@ def check_projection(
     return rows // (3 * num_heads)
 
 
-@decide_once
+@cached_dispatch
 def _decide_qkv(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
-    dropout_p: float, ops: Routed,
-) -> QkvAttentionDecision:  # fmt: skip
+    dropout_p: float,
+) -> QkvAttentionSpec:  # fmt: skip
     """Check the arguments of `qkv_attention`; what runs, and how."""
     op = "qkv_attention"
     D = check_projection(op, x, weight, bias, num_heads)
     scale = check_scores(op, D, scale, dropout_p)
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
-    return QkvAttentionDecision(
-        route(op, ops, unsupported_scale(scale), x, weight, bias),
-        needs_gradient(x, weight, bias), dtype,
-        any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
-        scale, dropout_p, num_heads, weight.dtype, weight.dtype if bias is None else bias.dtype,
-    )  # fmt: skip
+    return QkvAttentionSpec(
+        route=choose_route(op, unsupported_scale(scale), x, weight, bias),
+        needs_gradient=needs_gradient(x, weight, bias),
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        scale=scale,
+        dropout_p=dropout_p,
+        num_heads=num_heads,
+        weight_dtype=weight.dtype,
+        bias_dtype=weight.dtype if bias is None else bias.dtype,
+    )
 
 
 def qkv_attention(
@@ -255,10 +256,14 @@ def qkv_attention(
         1000"; TypeError where dtypes differ outside autocast.
     Specification: qkv_attention_ref. Derivation: docs/attention.md.
     """
-    decision = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
-    if decision.ops is None:
+    spec = _decide_qkv(x, weight, bias, num_heads, scale, dropout_p)
+    if spec.route is None:
         return qkv_attention_ref(x, weight, bias, num_heads, scale, dropout_p)
     seed = draw_seed(x.device) if dropout_p > 0 else None
-    if not decision.needs_gradient:
-        return _forward_qkv(x, weight, bias, seed, decision)[3]
-    return decision.ops.QkvAttentionFunction(x, weight, bias, seed, decision)
+    if spec.needs_gradient:
+        return apply_qkv_attention[spec.route](x, weight, bias, seed, spec)
+    if spec.casts:
+        x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+        bias = None if bias is None else bias.to(spec.dtype)
+    fwd = qkv_attention_fwd[spec.route]
+    return fwd(x, weight, bias, seed, num_heads, spec.scale, dropout_p)[1]

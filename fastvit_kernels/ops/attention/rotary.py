@@ -17,14 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import (
-    compute_dtype,
-    contiguous,
-    needs_gradient,
-)
+from ...runtime import values
+from ...runtime.arguments import compute_dtype, contiguous, needs_gradient
 from ...runtime.compat import torch_sdpa
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum
 from ..common.rotation import Rotation, rotate, tables_of
@@ -32,7 +29,7 @@ from ..common.rotation_tables import turn_back
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
-from .projected import check_projection, empty_qkv, projected_flops
+from .projected import check_projection, empty_qkv, projected_flops, qkv_projection_bwd
 from .varlen import check_lengths, check_packing, varlen_attention_ref
 
 
@@ -99,18 +96,19 @@ def rope_attention_fwd(
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     turned = qkv.new_empty((B, T, 2, num_heads, D) if apart else (0,))
     out = qkv.new_empty((B, T, num_heads, D))
-    packing = _packing(cu_seqlens, max_seqlen)
-    lse = empty_rows(out, packing)
+    packing = None
+    if cu_seqlens is not None:
+        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
     if qkv.numel():
         q, k, v = qkv.unbind(2)
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
         turned_q, turned_k = turned.unbind(2) if apart else (q, k)
-        rotate(
-            (turned_q, turned_k), q, k, tables_of(cos, sin),
-            Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
-        )  # fmt: skip
+        rotation = Rotation(interleaved, prefix_tokens, norm, eps)
+        rotate((turned_q, turned_k), q, k, tables_of(cos, sin), rotation, norms)
+        lse = empty_rows(out, packing)
         launch_fwd(out, lse, (turned_q, turned_k, v), None, seed, scale, dropout_p, False, packing)
-    return qkv, turned, out, lse
+        return qkv, turned, out, lse
+    return qkv, turned, out, empty_rows(out, packing)
 
 
 def _empty_bwd(
@@ -157,10 +155,10 @@ def rope_attention_bwd(
     return dqkv, dparams, dtables, dbias
 
 
-class RopeAttentionDecision(NamedTuple):
+class RopeAttentionSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -176,67 +174,55 @@ class RopeAttentionDecision(NamedTuple):
     apart: bool  # the backward reads q and k as they came
 
 
-@differentiable
 class RopeAttentionFunction(torch.autograd.Function):
     """(x, weight, bias, cos, sin, the norms' parameters) -> out."""
 
     @staticmethod
     def forward(
         ctx, x, weight, bias, cos, sin, q_weight, q_bias, k_weight, k_bias, seed, cu_seqlens,
-        decision,
+        spec,
     ):  # fmt: skip
         norms = (q_weight, q_bias, k_weight, k_bias)
-        x, weight, qkv, turned, out, lse = _forward(
-            x, weight, bias, cos, sin, norms, seed, cu_seqlens, decision
-        )
+        if spec.casts:
+            x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+            bias = None if bias is None else bias.to(spec.dtype)
+        qkv, turned, out, lse = rope_attention_fwd[spec.route](
+            x, weight, bias, cos, sin, *norms, seed, cu_seqlens, spec.max_seqlen,
+            spec.num_heads, *spec.rotation, spec.scale, spec.dropout_p, spec.apart,
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens)
-        ctx.decision = decision
+        ctx.spec = spec
         return out
 
     @staticmethod
     @first_order("rope_attention")
     def backward(ctx, dout):
         x, weight, *saved = ctx.saved_tensors
-        decision, needs = ctx.decision, ctx.needs_input_grad
-        ops = ops_for(decision.ops, dout)
-        dqkv, dparams, dtables, dbias = ops.rope_attention_bwd(
-            dout, *saved, decision.max_seqlen, *decision.rotation, decision.scale,
-            decision.dropout_p, decision.param_dtype, decision.table_dtype, decision.bias_dtype,
+        spec, needs = ctx.spec, ctx.needs_input_grad
+        route = backward_route(spec.route, dout)
+        dqkv, dparams, dtables, dbias = rope_attention_bwd[route](
+            dout, *saved, spec.max_seqlen, *spec.rotation, spec.scale,
+            spec.dropout_p, spec.param_dtype, spec.table_dtype, spec.bias_dtype,
             any(needs[5:9]), any(needs[3:5]), needs[2],
         )  # fmt: skip
-        dx, dweight = ops.qkv_projection_bwd(
-            dqkv, x, weight, decision.weight_dtype, list(needs[:2])
-        )
+        dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, list(needs[:2]))
         return (
             dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
             *parts(dtables, needs[3:5]), *parts(dparams, needs[5:9]), None, None, None,
         )  # fmt: skip
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
-    norms: tuple[Tensor | None, ...], seed: Tensor | None, cu_seqlens: Tensor | None,
-    decision: RopeAttentionDecision,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """x and weight in the compute dtype, qkv, turned, out, lse."""
-    if decision.casts:
-        x, weight = x.to(decision.dtype), weight.to(decision.dtype)
-        bias = None if bias is None else bias.to(decision.dtype)
-    assert decision.ops is not None
-    return x, weight, *decision.ops.rope_attention_fwd(
-        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, decision.max_seqlen,
-        decision.num_heads, *decision.rotation, decision.scale, decision.dropout_p, decision.apart,
-    )  # fmt: skip
+apply_rope_attention = differentiable(RopeAttentionFunction)
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None,
     k_bias: Tensor | None, num_heads: int, interleaved: bool, prefix_tokens: int,
     norm: Norm | None, eps: float, scale: float | None, dropout_p: float,
-    cu_seqlens: Tensor | None, max_seqlen: int | None, ops: Routed,
-) -> RopeAttentionDecision:  # fmt: skip
+    cu_seqlens: Tensor | None, max_seqlen: int | None,
+) -> RopeAttentionSpec:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "rope_attention"
     D = check_projection(op, x, weight, bias, num_heads)
@@ -255,14 +241,22 @@ def _decide(
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
     unsupported = cannot_turn or unsupported_scale(scale)
     learns = needs_gradient(cos, sin)
-    return RopeAttentionDecision(
-        route(op, ops, unsupported, x, weight, bias, cos, sin, *params, cu_seqlens),
-        learns or needs_gradient(x, weight, bias, *params), dtype,
-        any(t is not None and t.dtype != dtype for t in (x, weight, bias)), num_heads,
-        rotation, scale, dropout_p, weight.dtype,
-        weight.dtype if bias is None else bias.dtype, param_dtype, table_dtype, max_seqlen or 0,
-        learns or norm is not None,
-    )  # fmt: skip
+    return RopeAttentionSpec(
+        route=choose_route(op, unsupported, x, weight, bias, cos, sin, *params, cu_seqlens),
+        needs_gradient=learns or needs_gradient(x, weight, bias, *params),
+        dtype=dtype,
+        casts=any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
+        num_heads=num_heads,
+        rotation=rotation,
+        scale=scale,
+        dropout_p=dropout_p,
+        weight_dtype=weight.dtype,
+        bias_dtype=weight.dtype if bias is None else bias.dtype,
+        param_dtype=param_dtype,
+        table_dtype=table_dtype,
+        max_seqlen=max_seqlen or 0,
+        apart=learns or norm is not None,
+    )
 
 
 def rope_attention(
@@ -307,18 +301,24 @@ def rope_attention(
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     rotation = (interleaved, prefix_tokens, norm)
     packing = (cu_seqlens, max_seqlen)
-    decision = _decide(
+    spec = _decide(
         x, weight, bias, cos, sin, *norms, num_heads, *rotation, eps, scale, dropout_p, *packing
     )
-    if decision.ops is None:
+    if spec.route is None:
         return rope_attention_ref(
             x, weight, bias, cos, sin, num_heads, *rotation, *norms, eps, scale, dropout_p, *packing
         )
-    if cu_seqlens is not None:
-        check_lengths("rope_attention", cu_seqlens, x.shape[1], decision.max_seqlen)
+    if cu_seqlens is not None and values.checked:
+        check_lengths("rope_attention", cu_seqlens, x.shape[1], spec.max_seqlen)
     seed = draw_seed(x.device) if dropout_p > 0 else None
-    if not decision.needs_gradient:
-        return _forward(x, weight, bias, cos, sin, norms, seed, cu_seqlens, decision)[4]
-    return decision.ops.RopeAttentionFunction(
-        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, decision
-    )
+    if spec.needs_gradient:
+        return apply_rope_attention[spec.route](
+            x, weight, bias, cos, sin, *norms, seed, cu_seqlens, spec
+        )
+    if spec.casts:
+        x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+        bias = None if bias is None else bias.to(spec.dtype)
+    return rope_attention_fwd[spec.route](
+        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, spec.max_seqlen, num_heads,
+        *spec.rotation, spec.scale, dropout_p, spec.apart,
+    )[2]  # fmt: skip

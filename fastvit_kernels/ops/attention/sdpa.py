@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...runtime.arguments import (
     FLOATS,
-    as_dtype,
     autocast_dtype,
     check_device,
     check_flags,
@@ -24,8 +23,8 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable, operator
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, unsupported_scale
@@ -36,7 +35,7 @@ from .masked import as_four_axes, unsupported_mask
 def _tokens_first(x: Tensor) -> Tensor:
     """An uninitialised (B, T, H, D), contiguous, for x (B, H, T, D)."""
     B, H, T, D = x.shape
-    return x.new_empty_strided((B, T, H, D), (T * H * D, H * D, D, 1))
+    return x.new_empty((B, T, H, D))
 
 
 def _empty_fwd(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +53,12 @@ def sdpa_fwd(
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    out = _tokens_first(q)
+    B, H, T, D = q.shape
+    out = q.new_empty((B, T, H, D))
     lse = empty_rows(out)
     if out.numel():
-        heads = [readable(x, token_axis=2).transpose(1, 2) for x in (q, k, v)]
+        q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         launch_fwd(out, lse, heads, mask, seed, scale, dropout_p, is_causal)
     return out.transpose(1, 2), lse
 
@@ -126,10 +127,10 @@ def sdpa_and_mask_bwd(
     return *_gradients(*arguments, dmask), dmask
 
 
-class SdpaDecision(NamedTuple):
+class SdpaSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: torch's own function runs
+    route: Route | None  # None: torch's own function runs
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     scale: float
@@ -137,35 +138,29 @@ class SdpaDecision(NamedTuple):
     is_causal: bool
 
 
-@differentiable
 class SdpaFunction(torch.autograd.Function):
     """q, k, v, mask -> out. Saves q, k, v, out, lse, the mask and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, seed, decision):
-        out, lse = _forward(q, k, v, mask, seed, decision)
+    def forward(ctx, q, k, v, mask, seed, spec):
+        out, lse = sdpa_fwd[spec.route](
+            q, k, v, mask, seed, spec.scale, spec.dropout_p, spec.is_causal
+        )
         ctx.save_for_backward(q, k, v, out, lse, mask, seed)
-        ctx.decision = decision
+        ctx.spec = spec
         return out
 
     @staticmethod
     @first_order("sdpa")
     def backward(ctx, dout):
-        decision, ops = ctx.decision, ops_for(ctx.decision.ops, dout)
-        arguments = dout, *ctx.saved_tensors, decision.scale, decision.dropout_p
+        spec, route = ctx.spec, backward_route(ctx.spec.route, dout)
+        arguments = dout, *ctx.saved_tensors, spec.scale, spec.dropout_p
         if ctx.needs_input_grad[3]:
-            return *ops.sdpa_and_mask_bwd(*arguments), None, None
-        return *ops.sdpa_bwd(*arguments, decision.is_causal), None, None, None
+            return *sdpa_and_mask_bwd[route](*arguments), None, None
+        return *sdpa_bwd[route](*arguments, spec.is_causal), None, None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None,
-    decision: SdpaDecision,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert decision.ops is not None
-    return decision.ops.sdpa_fwd(
-        q, k, v, mask, seed, decision.scale, decision.dropout_p, decision.is_causal
-    )
+apply_sdpa = differentiable(SdpaFunction)
 
 
 OP = "scaled_dot_product_attention"
@@ -276,11 +271,11 @@ def _unsupported(
     return unsupported_mask(attn_mask)
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, enable_gqa: bool, ops: Routed,
-) -> SdpaDecision:  # fmt: skip
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> SdpaSpec:  # fmt: skip
     """Check the arguments; what runs, and how."""
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
@@ -288,11 +283,14 @@ def _decide(
     if unsupported is None:
         scale_ = default_scale(query.shape[-1]) if scale is None else scale
         unsupported = unsupported_scale(scale_)
-    return SdpaDecision(
-        route(OP, ops, unsupported, query, key, value, attn_mask),
-        needs_gradient(query, key, value, attn_mask), autocast_dtype(query) or query.dtype,
-        scale_, dropout_p, is_causal,
-    )  # fmt: skip
+    return SdpaSpec(
+        route=choose_route(OP, unsupported, query, key, value, attn_mask),
+        needs_gradient=needs_gradient(query, key, value, attn_mask),
+        dtype=autocast_dtype(query) or query.dtype,
+        scale=scale_,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+    )
 
 
 def scaled_dot_product_attention(
@@ -329,15 +327,18 @@ def scaled_dot_product_attention(
     """
     if isinstance(scale, Tensor):
         scale = float(scale)  # torch takes one too
-    decision = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if decision.ops is None:
+    spec = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if spec.route is None:
         return torch_sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    q, k, v = (as_dtype(x, decision.dtype) for x in (query, key, value))
+    q, k, v = query, key, value
+    if not q.dtype == k.dtype == v.dtype == spec.dtype:
+        q, k, v = q.to(spec.dtype), k.to(spec.dtype), v.to(spec.dtype)
     if attn_mask is not None:
         attn_mask = as_four_axes(attn_mask)
     seed = draw_seed(q.device) if dropout_p > 0 else None
-    if not decision.needs_gradient:
-        return _forward(q, k, v, attn_mask, seed, decision)[0]
-    return decision.ops.SdpaFunction(q, k, v, attn_mask, seed, decision)
+    if spec.needs_gradient:
+        return apply_sdpa[spec.route](q, k, v, attn_mask, seed, spec)
+    fwd = sdpa_fwd[spec.route]
+    return fwd(q, k, v, attn_mask, seed, spec.scale, dropout_p, is_causal)[0]

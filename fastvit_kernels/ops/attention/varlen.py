@@ -17,6 +17,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from ...runtime import values
 from ...runtime.arguments import (
     autocast_dtype,
     check_device,
@@ -26,11 +27,10 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import FakeTensor
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable, operator
-from ...runtime.values import values_are_checked
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import differentiable, operator
 from .functions import (
-    AttentionDecision,
+    AttentionSpec,
     attention_ref,
     check_scores,
     draw_seed,
@@ -99,7 +99,7 @@ def check_packing(
 
 def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
     """As `lengths_of`, inside `checked_values` alone: the host waits for the device."""
-    if values_are_checked() and not isinstance(cu_seqlens, FakeTensor):
+    if values.values_are_checked() and not isinstance(cu_seqlens, FakeTensor):
         lengths_of(op, cu_seqlens, total, max_seqlen)
 
 
@@ -120,9 +120,10 @@ def varlen_attention_fwd(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
-    out, lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)
+    packing = Packing(cu_seqlens.contiguous(), max_seqlen)
+    out = qkv.new_empty(qkv.shape[:1] + qkv.shape[2:])
+    lse = empty_rows(out.unsqueeze(0), packing)
     if out.numel() and len(cu_seqlens) > 1:
-        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
         launch_fwd(out.unsqueeze(0), lse, heads, None, seed, scale, dropout_p, False, packing)
     return out, lse
@@ -150,41 +151,35 @@ def varlen_attention_bwd(
     return dqkv
 
 
-@differentiable
 class VarlenAttentionFunction(torch.autograd.Function):
     """qkv -> out. Saves qkv, cu_seqlens, out, lse and the dropout seed."""
 
     @staticmethod
-    def forward(ctx, qkv, cu_seqlens, seed, decision):
-        out, lse = _forward(qkv, cu_seqlens, seed, decision)
+    def forward(ctx, qkv, cu_seqlens, seed, spec):
+        out, lse = varlen_attention_fwd[spec.route](
+            qkv, cu_seqlens, seed, spec.max_seqlen, spec.scale, spec.dropout_p
+        )
         ctx.save_for_backward(qkv, cu_seqlens, out, lse, seed)
-        ctx.decision = decision
+        ctx.spec = spec
         return out
 
     @staticmethod
     @first_order("varlen_attention")
     def backward(ctx, dout):
-        decision = ctx.decision
-        dqkv = ops_for(decision.ops, dout).varlen_attention_bwd(
-            dout, *ctx.saved_tensors, decision.max_seqlen, decision.scale, decision.dropout_p
+        spec = ctx.spec
+        dqkv = varlen_attention_bwd[backward_route(spec.route, dout)](
+            dout, *ctx.saved_tensors, spec.max_seqlen, spec.scale, spec.dropout_p
         )
         return dqkv, None, None, None
 
 
-def _forward(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, decision: AttentionDecision
-) -> tuple[Tensor, Tensor]:
-    assert decision.ops is not None
-    return decision.ops.varlen_attention_fwd(
-        qkv, cu_seqlens, seed, decision.max_seqlen, decision.scale, decision.dropout_p
-    )
+apply_varlen_attention = differentiable(VarlenAttentionFunction)
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, dropout_p: float,
-    ops: Routed,
-) -> AttentionDecision:  # fmt: skip
+) -> AttentionSpec:  # fmt: skip
     """Check the arguments; what runs, and how."""
     op = "varlen_attention"
     check_tensor(op, "qkv", qkv, ndim=4)
@@ -193,10 +188,15 @@ def _decide(
     check_packing(op, cu_seqlens, max_seqlen, qkv.shape[0], like=qkv)
     scale = check_scores(op, qkv.shape[3], scale, dropout_p)
     dtype = autocast_dtype(qkv) or qkv.dtype
-    return AttentionDecision(
-        route(op, ops, unsupported_scale(scale), qkv, cu_seqlens), needs_gradient(qkv), dtype,
-        qkv.dtype != dtype, scale, dropout_p, max_seqlen,
-    )  # fmt: skip
+    return AttentionSpec(
+        route=choose_route(op, unsupported_scale(scale), qkv, cu_seqlens),
+        needs_gradient=needs_gradient(qkv),
+        dtype=dtype,
+        casts=qkv.dtype != dtype,
+        scale=scale,
+        dropout_p=dropout_p,
+        max_seqlen=max_seqlen,
+    )
 
 
 def varlen_attention(
@@ -226,13 +226,15 @@ def varlen_attention(
         no kernel touches foreign memory, whatever the values; rows of no sequence are not written.
     Source: arXiv:2307.08691. Specification: varlen_attention_ref. Derivation: docs/varlen.md.
     """
-    decision = _decide(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
-    if decision.ops is None:
+    spec = _decide(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
+    if spec.route is None:
         return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale, dropout_p)
-    check_lengths("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
-    if decision.casts:
-        qkv = qkv.to(decision.dtype)
+    if values.checked:
+        check_lengths("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
+    if spec.casts:
+        qkv = qkv.to(spec.dtype)
     seed = draw_seed(qkv.device) if dropout_p > 0 else None
-    if not decision.needs_gradient:
-        return _forward(qkv, cu_seqlens, seed, decision)[0]
-    return decision.ops.VarlenAttentionFunction(qkv, cu_seqlens, seed, decision)
+    if spec.needs_gradient:
+        return apply_varlen_attention[spec.route](qkv, cu_seqlens, seed, spec)
+    fwd = varlen_attention_fwd[spec.route]
+    return fwd(qkv, cu_seqlens, seed, max_seqlen, spec.scale, dropout_p)[0]

@@ -27,11 +27,11 @@ from ...runtime.arguments import (
     contiguous,
     empty_strided,
     layout,
-    rows_and_stride,
+    row_stride,
 )
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
@@ -190,15 +190,20 @@ def epilogue_arguments(
     """What finish_tile wants of M rows of z: (pointers), (rows_per_sample, stride_residual_m,
     keep_scale), flags."""
     rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
-    if keeps_some(row_scale):
+    if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
         rows_per_sample, keep_scale, some = *_of_kept(row_scale, residual.shape[0], M), True
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     if residual is not None:
-        residual, stride_residual_m = rows_and_stride(residual)
+        stride = row_stride(residual.shape, residual.stride())
+        if stride is None:
+            residual, stride = residual.contiguous(), residual.shape[-1]
+        stride_residual_m = stride
     flags = _flags(layer_scale is not None, row_scale is not None, residual is not None, some)
-    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    layer_scale = layer_scale if layer_scale is None else layer_scale.contiguous()
+    row_scale = row_scale if row_scale is None else row_scale.contiguous()
+    pointers = layer_scale, row_scale, residual
     return pointers, (rows_per_sample, stride_residual_m, keep_scale), flags
 
 
@@ -220,7 +225,7 @@ def _flags(
 
 @functools.lru_cache(maxsize=1024)
 def _fwd_launch(M: int, N: int, activation: str, has_bias: bool, *flags: bool) -> Any:
-    return on_grid(
+    return bind_launch(
         _epilogue_fwd_kernel, (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
         ACTIVATION=activation, HAS_BIAS=has_bias, **_flags(*flags), **_FWD_TILE,
     )  # fmt: skip
@@ -238,10 +243,9 @@ def apply_epilogue(
     N = z.shape[-1]
     M = z.numel() // N
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(z):
-        _fwd_launch(M, N, activation, bias is not None, *flags.values())(
-            y, z, contiguous(bias), *pointers, M, N, *sizes
-        )
+    _fwd_launch(M, N, activation, bias is not None, *flags.values())(
+        y, z, bias if bias is None else bias.contiguous(), *pointers, M, N, *sizes
+    )
     copy_dropped(y, pointers, sizes, flags)
     return y
 
@@ -274,7 +278,7 @@ def _bwd_plan(
     splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(M, splits)
     splits = triton.cdiv(M, rows_per_split)
-    launch = on_grid(
+    launch = bind_launch(
         _epilogue_bwd_kernel, (column_blocks, splits), ACTIVATION=activation,
         HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SOME=some,
         WRITE_ACT=write_act, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
@@ -315,11 +319,10 @@ def backward_epilogue(
     )  # fmt: skip
     dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    with device_guard(dy):
-        launch(
-            dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
-            M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
-        )  # fmt: skip
+    launch(
+        dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
+        M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
+    )  # fmt: skip
     return dz, partial
 
 
@@ -367,6 +370,17 @@ def input_gradient_operands(
     return d, torch.mul(weight, layer_scale[:, None], out=scaled)
 
 
+@functools.lru_cache(maxsize=1024)
+def _weight_launch(
+    N: int, needs_dweight: bool, needs_dbias: bool, needs_dlayer_scale: bool, has_bias: bool
+) -> Any:
+    return bind_launch(
+        _weight_bwd_kernel, (triton.cdiv(N, WEIGHT_BLOCK_N),), NEEDS_DWEIGHT=needs_dweight,
+        NEEDS_DBIAS=needs_dbias, NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
+        BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
 def weight_gradients(
     d: Tensor, sums: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     layer_scale: Tensor | None, dweight: Tensor, dbias: Tensor, dlayer_scale: Tensor,
@@ -396,12 +410,8 @@ def weight_gradients(
     elif needs_dbias or (needs_dlayer_scale and has_bias):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     strides = (0, 0) if weight is None else weight.stride()
-    with device_guard(d):
-        _weight_bwd_kernel[(triton.cdiv(N, WEIGHT_BLOCK_N),)](
-            dweight, dbias, dlayer_scale, gram, g, weight,
-            None if bias is None else bias.contiguous(), layer_scale.contiguous(),
-            N, K, *strides,
-            NEEDS_DWEIGHT=needs_dweight, NEEDS_DBIAS=needs_dbias,
-            NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
-            BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launch = _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, has_bias)
+    launch(
+        dweight, dbias, dlayer_scale, gram, g, weight, contiguous(bias), contiguous(layer_scale),
+        N, K, *strides,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ Precision: fp32 accumulators. Each element is summed over K by one program, in o
 from __future__ import annotations
 
 import contextvars
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import is_autocast_on
 from ...runtime.configs import launch_plan
-from ...runtime.triton import HAS_TRITON, VERSION, tl, triton
+from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
 from .gemm_configs import TMA_ARCHS, GemmConfig
 
 # row blocks that are walked together, so that L2 keeps their columns of b
@@ -108,15 +109,19 @@ def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return matmul(x.reshape(shape.numel(), K), weight.t(), bias=bias).view(*shape, N)
 
 
-def _readable_by_tma(x: Tensor, contiguous: int) -> bool:
-    """Whether x (2 axes) has rows along axis `contiguous` that lie 16-byte multiples apart."""
-    size, step = x.dtype.itemsize, x.stride(1 - contiguous)
-    return x.stride(contiguous) == 1 and step >= x.shape[contiguous] and step * size % 16 == 0
+@functools.lru_cache(maxsize=1024)
+def _readable_by_tma(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, contiguous: int
+) -> bool:
+    """Whether a matrix has rows along axis `contiguous` that lie 16-byte multiples apart."""
+    step = strides[1 - contiguous]
+    return strides[contiguous] == 1 and step >= shape[contiguous] and step * itemsize % 16 == 0
 
 
 class TilePlan(NamedTuple):
     programs: int
     options: dict[str, Any]  # constexprs and launch options
+    launches: dict[Any, Any]  # by kernel and its flags
 
 
 @launch_plan
@@ -129,14 +134,15 @@ def _tile_plan(
         programs = min(programs, config.programs_per_sm * gpu.num_sms)
     tma = config.descriptors
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-    return TilePlan(programs, dict(
+    options = dict(
         PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
         FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize, SUBTILES=config.subtiles,
         EVEN_N=tma or N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
         INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
         **limit,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return TilePlan(programs, options, {})
 
 
 def tile_plan(
@@ -147,16 +153,24 @@ def tile_plan(
     None where the library has to: by its config, as TMA cannot read an operand, or as its address
     is off 16 bytes, so that the kernel would load element by element.
     """
-    if config.route == "library" or not (is_aligned(a) and is_aligned(b)):
+    if config.route == "library":
         return None
+    for x in (a, b):
+        known = x.__class__ is Tensor and x.data_ptr() % 16 == 0
+        if not (known or is_aligned(x)):
+            return None
     k_axis = 1 if transposed else 0
     b_k_last = b.stride(k_axis) == 1
     if config.descriptors:
         contiguous = k_axis if b_k_last else 1 - k_axis
-        if not (_readable_by_tma(a, 1) and _readable_by_tma(b, contiguous)):
+        size = a.dtype.itemsize
+        if not _readable_by_tma(a.shape, a.stride(), size, 1):
+            return None
+        if not _readable_by_tma(b.shape, b.stride(), size, contiguous):
             return None
     (M, K), N = a.shape, b.shape[1 - k_axis]
-    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, input_precision())
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, precision)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -170,13 +184,17 @@ def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> N
     the current context. Ours is set in a copy of that context: the user's own stays what it was,
     and a thread that has none, such as autograd's, is served.
     """
-    launch = kernel[(plan.programs,)]
+    key = id(kernel), *flags.values()
+    launch = plan.launches.get(key)
+    if launch is None:
+        launch = bind_launch(kernel, (plan.programs,), **flags, **plan.options)
+        plan.launches[key] = launch
     if plan.options["DESCRIPTORS"] and not INTERPRETED:
         context = contextvars.copy_context()
         context.run(triton.set_allocator, _scratch)
-        context.run(launch, *arguments, **flags, **plan.options)
+        context.run(launch, *arguments)
     else:
-        launch(*arguments, **flags, **plan.options)
+        launch(*arguments)
 
 
 @triton.jit

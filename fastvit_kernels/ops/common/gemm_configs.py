@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.backend import Gpu
-from ...runtime.configs import ConfigTable, forced
+from ...runtime.configs import ConfigTable, forced, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
 
 
@@ -117,6 +117,12 @@ SHIPPED: dict[tuple[str, int, int, int, str], tuple[GemmConfig, str]] = {
 def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, str]:
     """The key of a product in the tables."""
     return 1 << (M - 1).bit_length(), N, K, DTYPE_NAMES[dtype]
+
+
+@launch_plan
+def fwd_config(gpu: Gpu, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConfig:
+    """What `FWD_TABLE` chooses for (M, K) times (K, N)."""
+    return FWD_TABLE.choose(gpu, *gemm_key(M, N, K, dtype))
 
 
 def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:

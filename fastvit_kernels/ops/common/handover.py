@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ...runtime.arguments import as_dtype
 from ...runtime.compat import FakeTensor, node_class, raw_stream, version
-from ...runtime.dispatch import ops_for
+from ...runtime.dispatch import backward_route
+from ...runtime.operator import Operator
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
@@ -123,11 +124,12 @@ def taken(
 
 
 def layer_gradients(
-    ctx: Any, dy: Tensor, operator: str, options: tuple[Any, ...], *, bias: int, layer_scale: int
-) -> tuple[Tensor | None, ...]:
+    ctx: Any, dy: Tensor, operator: Operator, options: tuple[Any, ...], *, bias: int,
+    layer_scale: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The backward of a layer that ends in residual + row_scale * layer_scale * (... + bias).
 
-    Its inputs are those of its products, then residual, layer_scale, row_scale and the decision,
+    Its inputs are those of its products, then residual, layer_scale, row_scale and the spec,
     which has the dtypes of all but row_scale.
 
     Args:
@@ -135,8 +137,8 @@ def layer_gradients(
             gradients, without a dtype empty or None.
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
-    decision = ctx.decision
-    dtypes = decision.input_dtypes
+    spec = ctx.spec
+    dtypes = spec.input_dtypes
     *wanted, dresidual_dtype, dlayer_scale_dtype = (
         dtype if needed else None
         for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
@@ -149,7 +151,7 @@ def layer_gradients(
     row_scale = layer_scale + 1
     d, saved[row_scale], g, known = taken(ctx, dy, saved[layer_scale], saved[row_scale])
     asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
-    grads = getattr(ops_for(decision.ops, d), operator)(d, *saved, *options, *asked, g)
+    grads = operator[backward_route(spec.route, d)](d, *saved, *options, *asked, g)
     *grads, dlayer_scale = (
         grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
     )

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 
 # One program sums BLOCK_R x BLOCK_N tiles down a row range. Partials of another kernel, up to
 # ONE_STAGE_ROWS of them, take one launch: narrow tiles, so that there are programs enough. Not yet
@@ -64,7 +64,7 @@ def _plan(gpu: Gpu, num_rows: int, N: int) -> _Plan:
     rows_per_split = triton.cdiv(num_rows, splits)
     splits = triton.cdiv(num_rows, rows_per_split)
     first, second = (
-        on_grid(_column_sum_kernel, (column_blocks, rows), **tile) for rows in (splits, 1)
+        bind_launch(_column_sum_kernel, (column_blocks, rows), **tile) for rows in (splits, 1)
     )
     return _Plan(splits, rows_per_split, first, second)
 
@@ -84,8 +84,7 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
     first = out
     if splits > 1:
         first = x.new_empty((splits, N), dtype=torch.float32)
-    with device_guard(x):
-        launch(first, x, num_rows, N, rows_per_split, x.stride(0))
-        if splits > 1:
-            launch_second(out, first, splits, N, splits, N)
+    launch(first, x, num_rows, N, rows_per_split, x.stride(0))
+    if splits > 1:
+        launch_second(out, first, splits, N, splits, N)
     return out

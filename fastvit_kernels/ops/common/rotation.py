@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.arguments import contiguous
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 
 NORMS = ("layer_norm", "rms_norm")
 MAX_D = 1024  # a head is held in the registers of one program
@@ -383,7 +384,7 @@ def _fwd_plan(
     config, options = chosen(FWD_TABLE, gpu, D, R, rotation, TRANSPOSE=transpose)
     num_rows = _count_rows(shape)
     grid = (triton.cdiv(num_rows, config.block_rows),)
-    return on_grid(_rope_fwd_kernel, grid, **options), (num_rows, T, H, rotation.prefix_tokens)
+    return bind_launch(_rope_fwd_kernel, grid, **options), (num_rows, T, H, rotation.prefix_tokens)
 
 
 def rotate(
@@ -395,17 +396,18 @@ def rotate(
     Args:
         out: of equal strides; may be q and k themselves.
         q, k: any strides but of the last axis.
-        norms: weight and bias of q, of k; contiguous.
+        norms: weight and bias of q, of k.
     """
     if q.numel() == 0:
         return
+    if rotation.norm:
+        norms = tuple(map(contiguous, norms))
     R = tables.cos.shape[-1]
     launch, sizes = _fwd_plan(gpu(q.device), q.shape, R, rotation, transpose)
-    with device_guard(q):
-        launch(
-            *out, q, k, tables.cos, tables.sin, *norms, *sizes, *out[0].stride()[:3],
-            *q.stride()[:3], *k.stride()[:3], *tables.strides, rotation.eps,
-        )  # fmt: skip
+    launch(
+        *out, q, k, tables.cos, tables.sin, *norms, *sizes, *out[0].stride()[:3],
+        *q.stride()[:3], *k.stride()[:3], *tables.strides, rotation.eps,
+    )  # fmt: skip
 
 
 @launch_plan
@@ -421,7 +423,7 @@ def _bwd_plan(
         max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
     )
     sizes = (num_rows, T, H, rotation.prefix_tokens)
-    return on_grid(_rope_norm_bwd_kernel, (programs, 2), **options), sizes, programs
+    return bind_launch(_rope_norm_bwd_kernel, (programs, 2), **options), sizes, programs
 
 
 def rotate_norm_bwd(
@@ -438,10 +440,9 @@ def rotate_norm_bwd(
     partial = None
     if needs_dparams:
         partial = q.new_empty((programs, 4 * q.shape[-1]), dtype=torch.float32)
-    with device_guard(q):
-        launch(
-            *dx, partial, *dy, q, k, tables.cos, tables.sin, *weights, *sizes,
-            *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-            *k.stride()[:3], *tables.strides, rotation.eps,
-        )  # fmt: skip
+    launch(
+        *dx, partial, *dy, q, k, tables.cos, tables.sin, *weights, *sizes,
+        *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
+        *k.stride()[:3], *tables.strides, rotation.eps,
+    )  # fmt: skip
     return partial

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from .reduction import column_sum
 from .rotation import (
     BWD_PAIRS,
@@ -166,7 +166,7 @@ def _plan(
     splits = triton.cdiv(num_shared, shared_per_split)
     rows = (num_rows, T, table_heads, rotation.prefix_tokens)
     sizes = (*rows, num_shared, shared_per_split, heads_shared)
-    launch = on_grid(_rope_tables_bwd_kernel, (row_blocks, splits), **options)
+    launch = bind_launch(_rope_tables_bwd_kernel, (row_blocks, splits), **options)
     return _Plan(launch, row_blocks * splits, splits, sizes)
 
 
@@ -184,12 +184,11 @@ def _rotate_tables_bwd(
     sums = dtables
     if splits > 1:
         sums = q.new_empty((splits, dtables.numel()), dtype=torch.float32)
-    with device_guard(q):
-        launch(
-            *dx, sums, partial, *dy, q, k, tables.cos, tables.sin, *norms, *sizes,
-            *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-            *k.stride()[:3], *tables.strides, rotation.eps,
-        )  # fmt: skip
+    launch(
+        *dx, sums, partial, *dy, q, k, tables.cos, tables.sin, *norms, *sizes,
+        *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
+        *k.stride()[:3], *tables.strides, rotation.eps,
+    )  # fmt: skip
     if splits > 1:
         column_sum(sums, dtables)
     return partial

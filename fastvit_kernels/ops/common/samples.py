@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import check_int, check_probability, empty
-from ...runtime.backend import device_guard
-from ...runtime.dispatch import is_watched, route
-from ...runtime.operator import DIRECT, OPERATORS, operator
-from ...runtime.triton import tl, triton
+from ...runtime.compat import needs_dispatcher
+from ...runtime.dispatch import choose_route
+from ...runtime.operator import EAGER, REGISTERED, operator
+from ...runtime.triton import bind_launch, tl, triton
 
 DropPathMode = Literal["mask", "skip"]
 
@@ -60,10 +60,9 @@ def keep_samples(B: int, rate: float, device: torch.device | str | None = None) 
     check_int("keep_samples", "B", B)
     check_probability("keep_samples", "rate", rate)
     order, kept = torch.randperm(B, device=device), num_kept(B, rate)
-    routed = OPERATORS if is_watched() else DIRECT
-    ops = route("keep_samples", routed, None, torch.empty(0, device=order.device))
-    if ops is not None:
-        return ops.place_samples(order, kept)
+    route = choose_route("keep_samples", None, torch.empty(0, device=order.device))
+    if route is not None:
+        return place_samples[REGISTERED if needs_dispatcher() else EAGER](order, kept)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(B, device=order.device))
     return torch.cat((order[:kept], place))
 
@@ -87,8 +86,7 @@ def place_samples(order: Tensor, num_kept: int) -> Tensor:
     """Of a permutation of B samples, the kept ones first: what `keep_samples` returns."""
     samples, B = _empty_samples(order, num_kept), order.shape[0]
     grid = (triton.cdiv(B, _PLACE_TILE["BLOCK_B"]),)
-    with device_guard(order):
-        _place_samples_kernel[grid](samples, order, num_kept, B, **_PLACE_TILE)
+    bind_launch(_place_samples_kernel, grid, **_PLACE_TILE)(samples, order, num_kept, B)
     return samples
 
 
@@ -164,7 +162,5 @@ def pass_dropped(y: Tensor, residual: Tensor, samples: Tensor, stride_residual_m
     grid = (
         B, triton.cdiv(rows, _PASS_TILE["BLOCK_R"]), triton.cdiv(N, _PASS_TILE["BLOCK_N"])
     )  # fmt: skip
-    with device_guard(y):
-        _pass_dropped_kernel[grid](
-            y, residual, samples, S, rows, N, stride_residual_m, **_PASS_TILE
-        )  # fmt: skip
+    launch = bind_launch(_pass_dropped_kernel, grid, **_PASS_TILE)
+    launch(y, residual, samples, S, rows, N, stride_residual_m)

@@ -38,13 +38,13 @@ from ...runtime.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from ...runtime.dispatch import decide_once, first_order, route
-from ...runtime.operator import DIRECT, Routed, differentiable
+from ...runtime.dispatch import cached_dispatch, choose_route, first_order
+from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
-from ..linear.functions import by_library, is_by_library, linear_ref
-from . import launch as launch  # registers the operators
+from ..linear.functions import by_library, is_by_library, linear_fwd, linear_ref
 from .kernels import MAX_NORM_F
+from .launch import gated_hidden_fwd, gated_mlp_bwd
 
 # Names that `mlp` has for an MLP with packed weights -> the activation of its gate.
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -84,10 +84,10 @@ def gated_mlp_ref(
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 
 
-class GatedMlpDecision(NamedTuple):
+class GatedMlpSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     activation: str
     gate_last: bool
@@ -103,53 +103,56 @@ class GatedMlpDecision(NamedTuple):
     saves_z: bool  # value, stats and the norm's parameters too
     saves_hidden: bool
     reads: Reads | None
-    fc2_by_library: bool  # with the residual, in few calls
+    fc2_by_library: bool  # with the residual, in few calls, where the route is eager
 
 
 @takes_rows
-@differentiable
 class GatedMlpFunction(torch.autograd.Function):
     """`gated_hidden_fwd` and `linear_fwd` forward, one `gated_mlp_bwd` backward."""
 
     @staticmethod
     def forward(
         ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
-        norm_bias, residual, layer_scale, row_scale, decision,
+        norm_bias, residual, layer_scale, row_scale, spec,
     ):  # fmt: skip
-        if decision.casts:
+        if spec.casts:
             x, fc1_weight, fc2_weight, gate_weight = _cast(
-                decision.dtype, x, fc1_weight, fc2_weight, gate_weight
+                spec.dtype, x, fc1_weight, fc2_weight, gate_weight
             )
-        y, hidden, z, value, stats = _forward(
-            decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
-            norm_weight, norm_bias, residual, layer_scale, row_scale,
+        hidden, z, value, stats = gated_hidden_fwd[spec.route](
+            x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
+            spec.activation, spec.gate_last, spec.norm_eps,
         )  # fmt: skip
-        saves_z = decision.saves_z
+        y = _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)
+        saves_z = spec.saves_z
         ctx.save_for_backward(
-            x if decision.saves_x else None,
-            fc1_weight if decision.saves_fc1_weight else None,
-            fc2_weight if decision.saves_fc2_weight else None,
-            fc2_bias if decision.saves_fc2_bias else None,
-            gate_weight if decision.saves_fc1_weight else None,
+            x if spec.saves_x else None,
+            fc1_weight if spec.saves_fc1_weight else None,
+            fc2_weight if spec.saves_fc2_weight else None,
+            fc2_bias if spec.saves_fc2_bias else None,
+            gate_weight if spec.saves_fc1_weight else None,
             norm_weight if saves_z else None,
             norm_bias if saves_z else None,
             layer_scale,
             row_scale,
             z if saves_z else None,
             value if saves_z and gate_weight is not None else None,
-            hidden if decision.saves_hidden else None,
+            hidden if spec.saves_hidden else None,
             stats if saves_z and norm_weight is not None else None,
         )
-        ctx.decision = decision
-        offer(ctx, decision.reads, row_scale)
+        ctx.spec = spec
+        offer(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
     @first_order("gated_mlp")
     def backward(ctx, dy):
-        decision = ctx.decision
-        options = (decision.activation, decision.gate_last, decision.norm_eps, decision.dtype)
-        return layer_gradients(ctx, dy, "gated_mlp_bwd", options, bias=4, layer_scale=7)
+        spec = ctx.spec
+        options = (spec.activation, spec.gate_last, spec.norm_eps, spec.dtype)
+        return layer_gradients(ctx, dy, gated_mlp_bwd, options, bias=4, layer_scale=7)
+
+
+apply_gated_mlp = differentiable(GatedMlpFunction)
 
 
 def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
@@ -157,27 +160,17 @@ def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
     return [None if t is None else t.to(dtype) for t in operands]
 
 
-def _forward(
-    decision: GatedMlpDecision, x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None,
-    fc2_weight: Tensor, fc2_bias: Tensor | None, gate_weight: Tensor | None,
-    gate_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    residual: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, hidden, z, value and stats from operands in the compute dtype."""
-    ops = decision.ops
-    assert ops is not None
-    hidden, z, value, stats = ops.gated_hidden_fwd(
-        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
-        decision.activation, decision.gate_last, decision.norm_eps,
-    )  # fmt: skip
-    if decision.fc2_by_library:
-        y = by_library(hidden, fc2_weight, fc2_bias, residual)
-    else:
-        y, _ = ops.linear_fwd(
-            hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "",
-            decision.out_dtype, False,
-        )  # fmt: skip
-    return y, hidden, z, value, stats
+def _second(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, spec: GatedMlpSpec,
+) -> Tensor:  # fmt: skip
+    """y from the hidden layer: fc2 with the epilogue."""
+    if spec.fc2_by_library and spec.route is EAGER:
+        return by_library(hidden, weight, bias, residual)
+    assert spec.route is not None
+    return linear_fwd[spec.route](
+        hidden, weight, bias, residual, layer_scale, row_scale, "", spec.out_dtype, False
+    )[0]
 
 
 def _check_gate(
@@ -206,14 +199,14 @@ def _check_gate(
     return rows, unsupported
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None,
     norm_weight: Tensor | None, norm_bias: Tensor | None, residual: Tensor | None,
     layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, gate_last: bool,
-    norm_eps: float, recompute: bool, ops: Routed,
-) -> GatedMlpDecision:  # fmt: skip
+    norm_eps: float, recompute: bool,
+) -> GatedMlpSpec:  # fmt: skip
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     op = "gated_mlp"
     check_input(op, x)
@@ -249,12 +242,12 @@ def _decide(
         needs_d=(needs_dhidden or needs_hidden or needs_dfc2_bias) and x.numel() > 0,
         needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
     )  # fmt: skip
-    chosen = route(op, ops, next(filter(None, reasons), None), *inputs, row_scale)
+    route = choose_route(op, next(filter(None, reasons), None), *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in operands)
     scaled = layer_scale is not None or row_scale is not None
     M = math.prod(x.shape[:-1])
-    return GatedMlpDecision(
-        ops=chosen,
+    return GatedMlpSpec(
+        route=route,
         needs_gradient=needs_gradient(*inputs),
         activation=activation,
         gate_last=gate_last,
@@ -271,7 +264,9 @@ def _decide(
         saves_hidden=needs_hidden and not (recompute and needs_dhidden),
         reads=reads,
         fc2_by_library=(
-            chosen is DIRECT and not (casts or scaled) and is_by_library(x, M, fc2_weight, residual)
+            route is not None
+            and not (casts or scaled)
+            and is_by_library(x, M, fc2_weight, residual)
         ),
     )
 
@@ -332,19 +327,19 @@ def gated_mlp(
         x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
         norm_bias, residual, layer_scale, row_scale,
     )  # fmt: skip
-    decision = _decide(*inputs, activation, gate_last, norm_eps, recompute)
-    ops = decision.ops
-    if ops is None:
+    spec = _decide(*inputs, activation, gate_last, norm_eps, recompute)
+    if spec.route is None:
         return gated_mlp_ref(
             *inputs[:9], activation, gate_last, norm_eps, residual, layer_scale, row_scale
         )
-    if decision.needs_gradient:
-        return ops.GatedMlpFunction(*inputs, decision)
-    if decision.casts:
+    if spec.needs_gradient:
+        return apply_gated_mlp[spec.route](*inputs, spec)
+    if spec.casts:
         x, fc1_weight, fc2_weight, gate_weight = _cast(
-            decision.dtype, x, fc1_weight, fc2_weight, gate_weight
+            spec.dtype, x, fc1_weight, fc2_weight, gate_weight
         )
-    return _forward(
-        decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
-        *inputs[7:],
-    )[0]  # fmt: skip
+    hidden, _, _, _ = gated_hidden_fwd[spec.route](
+        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias, activation,
+        gate_last, norm_eps,
+    )  # fmt: skip
+    return _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)

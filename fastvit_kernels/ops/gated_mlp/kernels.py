@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import Layout, contiguous, empty_strided, layout
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import on_grid, tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from ..common.activation import activate, activate_and_derivative
 from ..common.rows import NormConfig, block_width
 
@@ -268,11 +268,11 @@ def _fwd_plan(
     options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
     if norm_eps is None:
         grid = triton.cdiv(M, BLOCK_R), triton.cdiv(F, BLOCK_F)
-        launch = on_grid(_gate_fwd_kernel, grid, M, *sizes, **options, **_TILE)
+        launch = bind_launch(_gate_fwd_kernel, grid, M, *sizes, **options, **_TILE)
         return FwdPlan(launch, layout((*rows, F)), None)
     block_f = block_width(F)
     config = FWD_TABLE.choose(gpu, block_f)
-    launch = on_grid(
+    launch = bind_launch(
         _gate_norm_fwd_kernel, (triton.cdiv(M, config.block_rows),), M, *sizes, norm_eps,
         HAS_BIAS=has_norm_bias, BLOCK_ROWS=config.block_rows, BLOCK_F=block_f,
         num_warps=config.num_warps, **options,
@@ -298,12 +298,11 @@ def gate_fwd(
     )
     hidden = empty_strided(*hidden_layout, dtype=z.dtype, device=device)
     value = z if value is None else value
-    with device_guard(z):
-        if stats_layout is not None:
-            stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
-            launch(hidden, stats, z, value, contiguous(norm_weight), contiguous(norm_bias))
-        else:
-            launch(hidden, z, value)
+    if stats_layout is not None:
+        stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
+        launch(hidden, stats, z, value, contiguous(norm_weight), contiguous(norm_bias))
+    else:
+        launch(hidden, z, value)
     return hidden, stats
 
 
@@ -330,7 +329,7 @@ def _bwd_plan(
         config = BWD_TABLE.choose(gpu, block_f)
         programs = max(1, BWD_WARPS_PER_SM // config.num_warps) * gpu.num_sms
         splits = min(triton.cdiv(M, config.block_rows), programs)
-        launch = on_grid(
+        launch = bind_launch(
             _gate_norm_bwd_kernel, (splits,), M, width, *z_sizes, *dz_sizes,
             HAS_BIAS=has_norm_bias, WRITE_NORMED=write_hidden, REREAD=F > MAX_KEPT_F,
             BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps, **options,
@@ -340,7 +339,7 @@ def _bwd_plan(
         wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
         rows_per_split = triton.cdiv(M, min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT)))
         splits = triton.cdiv(M, rows_per_split)
-        launch = on_grid(
+        launch = bind_launch(
             _gate_bwd_kernel, (column_blocks, splits), M, width, rows_per_split, *z_sizes,
             *dz_sizes, WRITE_HIDDEN=write_hidden, SUM_DZ=sum_dz, **options, **_TILE,
         )  # fmt: skip
@@ -369,12 +368,11 @@ def gate_bwd(
     dz = empty_strided(*plan.dz, dtype=z.dtype, device=z.device)
     partial = empty_strided(*plan.partial, dtype=torch.float32, device=z.device)
     value = z if value is None else value
-    with device_guard(z):
-        if norm_weight is None:
-            plan.launch(dz, hidden, partial, dhidden, z, value)
-        else:
-            plan.launch(
-                dz, hidden, partial, dhidden, z, value, contiguous(norm_weight),
-                contiguous(norm_bias), stats,
-            )  # fmt: skip
+    if norm_weight is None:
+        plan.launch(dz, hidden, partial, dhidden, z, value)
+    else:
+        plan.launch(
+            dz, hidden, partial, dhidden, z, value, contiguous(norm_weight),
+            contiguous(norm_bias), stats,
+        )  # fmt: skip
     return dz, partial, plan.columns

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import (
+    as_dtype,
     autocast_dtype,
     check_epilogue,
     check_input,
@@ -36,13 +37,14 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.backend import gpu
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import DIRECT, Routed, differentiable
+from ...runtime.compat import FakeTensor, needs_dispatcher
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.gemm_configs import FWD_TABLE, gemm_key
+from ..common.gemm_configs import fwd_config
 from ..common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
-from ..common.samples import add_kept, keeps_some
-from . import launch as launch  # registers the operators
+from ..common.samples import add_kept
+from .launch import linear_bwd, linear_by_library_bwd, linear_fwd
 
 
 def linear_ref(
@@ -56,19 +58,21 @@ def linear_ref(
 ) -> Tensor:
     """The specification of `linear`: torch's own operations, one after the other."""
     y = F.linear(x, weight, bias)
-    out_dtype = y.dtype if residual is None else torch.promote_types(y.dtype, residual.dtype)
+    out_dtype = y.dtype
+    if residual is not None and residual.dtype != out_dtype:
+        out_dtype = torch.promote_types(out_dtype, residual.dtype)
     if activation is not None:
         y = ACTIVATIONS[activation](y)
     if layer_scale is not None:
         y = y * layer_scale
-    if keeps_some(row_scale):
+    if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
         return add_kept(residual, y, row_scale).to(out_dtype)
     if row_scale is not None:
         y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
     if residual is not None:
         y = residual + y
-    return y.to(out_dtype)
+    return as_dtype(y, out_dtype)
 
 
 def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -77,12 +81,12 @@ def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     return y if residual is None else y.add_(residual)
 
 
-class LinearDecision(NamedTuple):
+class LinearSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
-    by_library: bool  # nothing is left to fuse, if x is contiguous
+    by_library: bool  # nothing is left to fuse, if x is contiguous and the route eager
     activation: str  # "" is none
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -98,52 +102,37 @@ class LinearDecision(NamedTuple):
 
 
 @takes_rows
-@differentiable
 class LinearFunction(torch.autograd.Function):
     """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, decision):
-        (x, weight, bias), y, z = _forward(
-            x, weight, bias, residual, layer_scale, row_scale, decision
-        )
+    def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, spec):
+        if spec.casts:  # the kernels read a bias of any dtype
+            x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+        y, z = linear_fwd[spec.route](
+            x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.out_dtype,
+            spec.saves_z,
+        )  # fmt: skip
         ctx.save_for_backward(
-            x if decision.saves_x else None,
-            weight if decision.saves_weight else None,
-            bias if decision.saves_bias else None,
-            z if decision.saves_z else None,
-            layer_scale if decision.saves_scales else None,
-            row_scale if decision.saves_scales else None,
+            x if spec.saves_x else None,
+            weight if spec.saves_weight else None,
+            bias if spec.saves_bias else None,
+            z if spec.saves_z else None,
+            layer_scale if spec.saves_scales else None,
+            row_scale if spec.saves_scales else None,
         )
-        ctx.decision = decision
-        offer(ctx, decision.reads, row_scale)
+        ctx.spec = spec
+        offer(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
-        options = (ctx.decision.activation, ctx.decision.dtype)
-        return layer_gradients(ctx, dy, "linear_bwd", options, bias=2, layer_scale=4)
-
-
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, decision: LinearDecision,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:  # fmt: skip
-    """(x, weight, bias), the first two in the compute dtype; y, z."""
-    if decision.casts:
-        dtype = decision.dtype
-        x, weight = x.to(dtype), weight.to(dtype)  # the kernels read a bias of any dtype
-    assert decision.ops is not None
-    y, z = decision.ops.linear_fwd(
-        x, weight, bias, residual, layer_scale, row_scale,
-        decision.activation, decision.out_dtype, decision.saves_z,
-    )  # fmt: skip
-    return (x, weight, bias), y, z
+        options = (ctx.spec.activation, ctx.spec.dtype)
+        return layer_gradients(ctx, dy, linear_bwd, options, bias=2, layer_scale=4)
 
 
 @takes_rows
-@differentiable
 class LinearByLibraryFunction(torch.autograd.Function):
     """(x, weight, bias, residual) -> y in few calls: at small batches the host's time decides.
 
@@ -162,7 +151,7 @@ class LinearByLibraryFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
         _, _, _, known = taken(ctx, dy, None, None)
-        dx, dweight, dbias = ops_for(DIRECT, dy).linear_by_library_bwd(
+        dx, dweight, dbias = linear_by_library_bwd[backward_route(EAGER, dy)](
             dy, *ctx.saved_tensors, needs_dbias and known is None
         )
         if known is not None:
@@ -176,12 +165,18 @@ class LinearByLibraryFunction(torch.autograd.Function):
         )
 
 
+apply_linear = differentiable(LinearFunction)
+apply_linear_by_library = differentiable(LinearByLibraryFunction)
+
+
 def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) -> bool:
     """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls.
 
     Args:
         x: a tensor with the dtype and device of the product's M rows.
     """
+    if needs_dispatcher() or isinstance(x, FakeTensor):
+        return False  # the route is not eager
     if M == 0 or autocast_dtype(x) is not None:
         return False
     if x.dtype.itemsize == 2 and not x.is_cuda:
@@ -189,15 +184,15 @@ def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) ->
     if residual is None:
         return True
     N, K = weight.shape
-    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
+    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
     return config.route == "library" and residual.dtype == x.dtype
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str | None, ops: Routed,
-) -> LinearDecision:  # fmt: skip
+    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str | None,
+) -> LinearSpec:  # fmt: skip
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("linear", x)
     unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
@@ -211,7 +206,7 @@ def _decide(
     needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
     needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
     needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
-    chosen = route("linear", ops, unsupported, *inputs, row_scale)
+    route = choose_route("linear", unsupported, *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
@@ -221,11 +216,11 @@ def _decide(
     )  # fmt: skip
     is_small = residual is not None and weight.shape[1] <= weight.shape[0]
     is_repeatable = is_small and needs_dx and needs_dweight and not activation
-    return LinearDecision(
-        ops=chosen,
+    return LinearSpec(
+        route=route,
         needs_gradient=needs_gradient(*inputs),
         by_library=(
-            chosen is DIRECT
+            route is not None
             and not casts
             and not activation
             and layer_scale is None
@@ -279,15 +274,18 @@ def linear(
     Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
     Specification: linear_ref. Derivation: docs/linear.md.
     """
-    inputs = (x, weight, bias, residual, layer_scale, row_scale)
-    decision = _decide(*inputs, activation)
-    ops = decision.ops
-    if ops is None:
+    spec = _decide(x, weight, bias, residual, layer_scale, row_scale, activation)
+    route = spec.route
+    if route is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
-    if decision.by_library and x.is_contiguous():
-        if decision.needs_gradient:
-            return ops.LinearByLibraryFunction(x, weight, bias, residual, decision.reads)
+    if spec.by_library and route is EAGER and x.is_contiguous():
+        if spec.needs_gradient:
+            return apply_linear_by_library[route](x, weight, bias, residual, spec.reads)
         return by_library(x, weight, bias, residual)
-    if not decision.needs_gradient:
-        return _forward(*inputs, decision)[1]
-    return ops.LinearFunction(*inputs, decision)
+    if spec.needs_gradient:
+        return apply_linear[route](x, weight, bias, residual, layer_scale, row_scale, spec)
+    if spec.casts:
+        x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+    return linear_fwd[route](
+        x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.out_dtype, False
+    )[0]

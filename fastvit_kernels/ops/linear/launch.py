@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import as_rows, contiguous, empty, empty_gradients
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ..common import gemm
 from ..common.epilogue import (
@@ -24,7 +24,7 @@ from ..common.epilogue import (
     weight_gradients,
 )
 from ..common.gemm import tile_launch, tile_plan
-from ..common.gemm_configs import FWD_TABLE, gemm_key
+from ..common.gemm_configs import fwd_config
 from ..common.reduction import column_sum
 from ..common.samples import keeps_some
 from .kernels import _linear_fwd_kernel
@@ -60,7 +60,8 @@ def linear_fwd(
     save_z = save_z and activation != ""
     no_z: Any = None
     shape = (*x.shape[:-1], weight.shape[0])
-    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
+    kept = row_scale is not None and row_scale.dtype is torch.int64
+    y_shape = residual.shape if kept and residual is not None else shape
     if x.numel() == 0:
         y = x.new_empty(y_shape, dtype=out_dtype)
         return y, x.new_empty(shape) if save_z else no_z
@@ -68,9 +69,11 @@ def linear_fwd(
         return gemm.product_with_bias(x, weight, bias), no_z
     N, K = weight.shape
     M = x.numel() // K
-    config = FWD_TABLE.choose(gpu(x.device), *gemm_key(M, N, K, x.dtype))
-    rows = x if config.route == "library" else x.reshape(M, K)
-    plan = tile_plan(config, rows, weight, transposed=True)
+    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
+    rows, plan = x, None
+    if config.route != "library":
+        rows = x.reshape(M, K)
+        plan = tile_plan(config, rows, weight, transposed=True)
     if plan is None:
         plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
         late = None  # a bias of another dtype joins in the epilogue, where that need not save z
@@ -79,20 +82,19 @@ def linear_fwd(
         z = gemm.product_with_bias(x, weight, bias)
         if plain and residual is not None:
             return z.add_(residual), no_z
-        y = empty(y_shape, out_dtype, x.device)
+        y = x.new_empty(y_shape, dtype=out_dtype)
         apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
         return y, z if save_z else no_z
-    y = empty(y_shape, out_dtype, x.device)
-    z = empty(shape, x.dtype, x.device) if save_z else no_z
+    y = x.new_empty(y_shape, dtype=out_dtype)
+    z = x.new_empty(shape) if save_z else no_z
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    with device_guard(x):
-        tile_launch(
-            plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
-            *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
-            ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
-        )  # fmt: skip
+    tile_launch(
+        plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
+        *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
+        ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
+    )  # fmt: skip
     copy_dropped(y, pointers, sizes, flags)
     return y, z
 

@@ -18,8 +18,7 @@ kernel, narrow.py. Files: launch.py, kernels.py. Derivation: docs/mlp.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +31,15 @@ from ...runtime.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from ...runtime.dispatch import decide_once, first_order, route
-from ...runtime.operator import Routed, differentiable
+from ...runtime.dispatch import cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable
 from ..common.activation import check_activation
 from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
 from ..common.samples import keeps_some
 from ..gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
-from ..linear.functions import linear_ref
-from . import launch as launch  # registers the operator
-from .narrow import is_narrow
+from ..linear.functions import linear_fwd, linear_ref
+from .launch import mlp_bwd
+from .narrow import is_narrow, narrow_mlp_fwd
 
 
 def mlp_ref(
@@ -64,10 +63,10 @@ def mlp_ref(
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 
 
-class MlpDecision(NamedTuple):
+class MlpSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     narrow: bool  # one kernel, where no gradient is needed
     activation: str
@@ -85,74 +84,53 @@ class MlpDecision(NamedTuple):
 
 
 @takes_rows
-@differentiable
 class MlpFunction(torch.autograd.Function):
     """Two `linear_fwd` forward, one `mlp_bwd` backward, which rebuilds act(z) if asked."""
 
     @staticmethod
     def forward(
         ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
-        decision,
+        spec,
     ):  # fmt: skip
-        operands = _operands(decision, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-        y, z, act = _forward(operands, residual, layer_scale, row_scale, decision)
-        x, fc1_weight, _, fc2_weight, fc2_bias = operands
+        if spec.casts:  # the kernels read biases of any dtype
+            dtype = spec.dtype
+            x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
+        act, z = linear_fwd[spec.route](
+            x, fc1_weight, fc1_bias, None, None, None, spec.activation, spec.dtype, spec.saves_z
+        )
+        y, _ = linear_fwd[spec.route](
+            act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", spec.out_dtype, False
+        )
         ctx.save_for_backward(
-            x if decision.saves_x else None,
-            fc1_weight if decision.saves_fc1_weight else None,
-            fc2_weight if decision.saves_fc2_weight else None,
-            fc2_bias if decision.saves_fc2_bias else None,
-            z if decision.saves_z else None,
-            act if decision.saves_act else None,
+            x if spec.saves_x else None,
+            fc1_weight if spec.saves_fc1_weight else None,
+            fc2_weight if spec.saves_fc2_weight else None,
+            fc2_bias if spec.saves_fc2_bias else None,
+            z if spec.saves_z else None,
+            act if spec.saves_act else None,
             layer_scale,
             row_scale,
         )
-        ctx.decision = decision
-        offer(ctx, decision.reads, row_scale)
+        ctx.spec = spec
+        offer(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
     @first_order("mlp")
     def backward(ctx, dy):
-        options = (ctx.decision.activation, ctx.decision.dtype)
-        return layer_gradients(ctx, dy, "mlp_bwd", options, bias=4, layer_scale=6)
+        options = (ctx.spec.activation, ctx.spec.dtype)
+        return layer_gradients(ctx, dy, mlp_bwd, options, bias=4, layer_scale=6)
 
 
-def _operands(decision: MlpDecision, *operands: Tensor | None) -> Sequence[Any]:
-    """x, fc1_weight, fc1_bias, fc2_weight, fc2_bias; x and the weights in the compute dtype."""
-    if not decision.casts:
-        return operands
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
-    dtype = decision.dtype
-    assert x is not None and fc1_weight is not None and fc2_weight is not None
-    # the kernels read biases of any dtype
-    return x.to(dtype), fc1_weight.to(dtype), fc1_bias, fc2_weight.to(dtype), fc2_bias
+apply_mlp = differentiable(MlpFunction)
 
 
-def _forward(
-    operands: Sequence[Any], residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, decision: MlpDecision,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, z and act(z) from operands in the compute dtype."""
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = operands
-    assert decision.ops is not None
-    fwd = decision.ops.linear_fwd
-    act, z = fwd(
-        x, fc1_weight, fc1_bias, None, None, None,
-        decision.activation, decision.dtype, decision.saves_z,
-    )  # fmt: skip
-    y, _ = fwd(
-        act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", decision.out_dtype, False
-    )
-    return y, z, act
-
-
-@decide_once
+@cached_dispatch
 def _decide(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
     fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, recompute: bool, ops: Routed,
-) -> MlpDecision:  # fmt: skip
+    row_scale: Tensor | None, activation: str, recompute: bool,
+) -> MlpSpec:  # fmt: skip
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("mlp", x)
     check_activation("mlp", activation)
@@ -182,8 +160,8 @@ def _decide(
         needs_d=(needs_dz or needs_act or needs_dfc2_bias) and x.numel() > 0,
         needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
     )  # fmt: skip
-    return MlpDecision(
-        ops=route("mlp", ops, unsupported, *inputs, row_scale),
+    return MlpSpec(
+        route=choose_route("mlp", unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
         narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]) and not keeps_some(row_scale),
         activation=activation,
@@ -247,17 +225,20 @@ def mlp(
             x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=GATED[activation],
             residual=residual, layer_scale=layer_scale, row_scale=row_scale, recompute=recompute,
         )  # fmt: skip
-    inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
-    decision = _decide(*inputs, activation, recompute)
-    ops = decision.ops
-    if ops is None:
-        return mlp_ref(
-            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation,
-            residual, layer_scale, row_scale,
-        )  # fmt: skip
-    if decision.needs_gradient:
-        return ops.MlpFunction(*inputs, decision)
-    operands = _operands(decision, *inputs[:5])
-    if decision.narrow:
-        return ops.narrow_mlp_fwd(*operands, *inputs[5:], activation, decision.out_dtype)
-    return _forward(operands, *inputs[5:], decision)[0]
+    epilogue = (residual, layer_scale, row_scale)
+    spec = _decide(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, activation, recompute)
+    route = spec.route
+    if route is None:
+        return mlp_ref(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, *epilogue)
+    if spec.needs_gradient:
+        return apply_mlp[route](x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, spec)
+    if spec.casts:
+        dtype = spec.dtype
+        x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
+    if spec.narrow:
+        return narrow_mlp_fwd[route](
+            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, activation, spec.out_dtype
+        )
+    fwd = linear_fwd[route]
+    act, _ = fwd(x, fc1_weight, fc1_bias, None, None, None, activation, spec.dtype, False)
+    return fwd(act, fc2_weight, fc2_bias, *epilogue, "", spec.out_dtype, False)[0]

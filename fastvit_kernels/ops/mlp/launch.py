@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import empty_gradients
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ...runtime.triton import triton
 from ..common import gemm
@@ -45,12 +45,11 @@ def _hidden_gradient(
     dz = torch.empty_like(z)
     partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
-    with device_guard(z):
-        tile_launch(
-            plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
-            M, F, N, *a.stride(), *b.stride(),
-            ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
-        )  # fmt: skip
+    tile_launch(
+        plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
+        M, F, N, *a.stride(), *b.stride(),
+        ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
+    )  # fmt: skip
     return dz, partial
 
 

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import as_rows, is_aligned
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.arguments import as_rows, contiguous, is_aligned
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
 from ...runtime.operator import operator
-from ...runtime.triton import tl, triton
+from ...runtime.triton import bind_launch, tl, triton
 from ..common.activation import activate
 from ..common.epilogue import epilogue_arguments
 from ..common.gemm import input_precision
@@ -303,17 +303,18 @@ def narrow_mlp_fwd(
     tiles = FWD_TABLE.choose(
         device, c0 + c1, n0 + n1, DTYPE_NAMES[x.dtype], min(max(rows_per_sm, 16), 128)
     )
-    with device_guard(x):
-        _narrow_mlp_fwd_kernel[(triton.cdiv(M, tiles.block_m),)](
-            y, rows, fc1_weight, None if fc1_bias is None else fc1_bias.contiguous(),
-            fc2_weight, None if fc2_bias is None else fc2_bias.contiguous(), *pointers,
-            M, C, F, N, sizes[0], rows.stride(0), fc1_weight.stride(0), fc2_weight.stride(0),
-            sizes[1], ACTIVATION=activation, HAS_FC1_BIAS=fc1_bias is not None,
-            HAS_FC2_BIAS=fc2_bias is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_ROW_SCALE=row_scale is not None, HAS_RESIDUAL=residual is not None,
-            EVEN_C=c0 + c1 == C, EVEN_F=F % tiles.block_f == 0, EVEN_N=n0 + n1 == N,
-            BLOCK_M=tiles.block_m, BLOCK_F=tiles.block_f, C0=c0, C1=c1, N0=n0, N1=n1,
-            INPUT_PRECISION=input_precision(),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+    launch = bind_launch(
+        _narrow_mlp_fwd_kernel, (triton.cdiv(M, tiles.block_m),), ACTIVATION=activation,
+        HAS_FC1_BIAS=fc1_bias is not None,
+        HAS_FC2_BIAS=fc2_bias is not None, HAS_LAYER_SCALE=layer_scale is not None,
+        HAS_ROW_SCALE=row_scale is not None, HAS_RESIDUAL=residual is not None,
+        EVEN_C=c0 + c1 == C, EVEN_F=F % tiles.block_f == 0, EVEN_N=n0 + n1 == N,
+        BLOCK_M=tiles.block_m, BLOCK_F=tiles.block_f, C0=c0, C1=c1, N0=n0, N1=n1,
+        INPUT_PRECISION=input_precision(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    launch(
+        y, rows, fc1_weight, contiguous(fc1_bias), fc2_weight, contiguous(fc2_bias), *pointers,
+        M, C, F, N, sizes[0], rows.stride(0), fc1_weight.stride(0), fc2_weight.stride(0), sizes[1],
+    )  # fmt: skip
     return y

@@ -42,12 +42,19 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.backend import bf16_reason
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Operator, Route, differentiable
 from ..common.handover import dtype_of_sums, hand, reader_of
 from ..common.rows import MAX_C
 from ..common.samples import kept_rows
-from . import launch as launch  # registers the operators
+from .launch import (
+    layer_norm_bwd,
+    layer_norm_fwd,
+    layer_norm_rows_bwd,
+    rms_norm_bwd,
+    rms_norm_fwd,
+    rms_norm_rows_bwd,
+)
 
 
 def layer_norm_ref(
@@ -59,11 +66,12 @@ def layer_norm_ref(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The specification of `layer_norm`: torch's own, in x.dtype, the sum, then one cast."""
-    weight = None if weight is None else weight.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
+    weight = weight if weight is None else as_dtype(weight, x.dtype)
+    bias = bias if bias is None else as_dtype(bias, x.dtype)
     y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    plain = residual is None and out_dtype in (None, y.dtype)
-    return y if plain else _added(y, residual, out_dtype)
+    if residual is None and (out_dtype is None or out_dtype == y.dtype):
+        return y
+    return _added(y, residual, out_dtype)
 
 
 def rms_norm_ref(
@@ -74,7 +82,7 @@ def rms_norm_ref(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The specification of `rms_norm`: torch's own, in x.dtype, the sum, then one cast."""
-    weight = None if weight is None else weight.to(x.dtype)
+    weight = weight if weight is None else as_dtype(weight, x.dtype)
     return _added(F.rms_norm(x, x.shape[-1:], weight, eps), residual, out_dtype)
 
 
@@ -83,12 +91,14 @@ def _added(y: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) ->
     return y.to(out_dtype or y.dtype)
 
 
-class NormDecision(NamedTuple):
+class NormSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     op: str
-    center: bool  # LayerNorm, else RMSNorm
+    fwd: Operator
+    bwd: Operator
+    rows_bwd: Operator  # of a norm that reads what a linear layer gave
     needs_gradient: bool
     eps: float
     out_dtype: torch.dtype
@@ -96,26 +106,16 @@ class NormDecision(NamedTuple):
     residual_dtype: torch.dtype | None
 
 
-def _forward(
-    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    save_stats: bool, samples: Tensor | None, residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ops, _, center, _, eps, out_dtype, _, _ = decision
-    assert ops is not None
-    if center:
-        return ops.layer_norm_fwd(x, weight, bias, eps, out_dtype, save_stats, samples, residual)
-    return ops.rms_norm_fwd(x, weight, eps, out_dtype, save_stats, samples, residual)
-
-
-@differentiable
 class NormFunction(torch.autograd.Function):
     """(x, weight, bias, residual) -> y, with the residual added where there is one."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, decision, samples):
-        y, stats = _forward(decision, x, weight, bias, True, samples, residual)
+    def forward(ctx, x, weight, bias, residual, samples, spec):
+        y, stats = spec.fwd[spec.route](
+            x, weight, bias, spec.eps, spec.out_dtype, True, samples, residual
+        )
         ctx.save_for_backward(x, weight, stats, samples)
-        ctx.decision = decision
+        ctx.spec = spec
         return y
 
     @staticmethod
@@ -125,11 +125,10 @@ class NormFunction(torch.autograd.Function):
         dx = dweight = dbias = None
         if needs_dx or needs_dweight or needs_dbias:
             dx, dweight, dbias = _backward(ctx, dy, None)
-        dresidual = as_dtype(dy, ctx.decision.residual_dtype) if needs_dresidual else None
+        dresidual = as_dtype(dy, ctx.spec.residual_dtype) if needs_dresidual else None
         return dx, dweight, dbias, dresidual, None, None
 
 
-@differentiable
 class NormAndInputFunction(torch.autograd.Function):
     """(x, weight, bias) -> (y, x): the second output is x, handed on to the residual.
 
@@ -138,9 +137,14 @@ class NormAndInputFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, decision, samples):
+    def forward(ctx, x, weight, bias, samples, spec):
+        y, stats = spec.fwd[spec.route](
+            x, weight, bias, spec.eps, spec.out_dtype, True, samples, None
+        )
         ctx.set_materialize_grads(False)
-        return NormFunction.forward(ctx, x, weight, bias, None, decision, samples), x.view_as(x)
+        ctx.save_for_backward(x, weight, stats, samples)
+        ctx.spec = spec
+        return y, x.view_as(x)
 
     @staticmethod
     @first_order(None)
@@ -150,36 +154,40 @@ class NormAndInputFunction(torch.autograd.Function):
         return *_backward(ctx, dy, dresidual), None, None
 
 
+apply_norm = differentiable(NormFunction)
+apply_norm_and_input = differentiable(NormAndInputFunction)
+
+
 def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, stats, samples = ctx.saved_tensors
     _, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
     needs_dparams = needs_dweight or needs_dbias
-    center, param_dtype = ctx.decision.center, ctx.decision.param_dtype
-    ops, reader = ops_for(ctx.decision.ops, dy, dresidual), reader_of(x)
+    spec: NormSpec = ctx.spec
+    assert spec.route is not None
+    route, reader = backward_route(spec.route, dy, dresidual), reader_of(x)
     if reader is None:
-        bwd = ops.layer_norm_bwd if center else ops.rms_norm_bwd
-        dx, sums = bwd(dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples)
+        dx, sums = spec.bwd[route](
+            dy, dresidual, x, weight, stats, spec.param_dtype, needs_dparams, samples
+        )
     else:
         d_dtype, g_dtype = reader.reads
-        bwd = ops.layer_norm_rows_bwd if center else ops.rms_norm_rows_bwd
-        dx, sums, d = bwd(
-            dy, dresidual, x, weight, stats, dtype_of_sums(reader, param_dtype), needs_dparams,
-            d_dtype, reader.row_scale, g_dtype is not None, samples,
+        dx, sums, d = spec.rows_bwd[route](
+            dy, dresidual, x, weight, stats, dtype_of_sums(reader, spec.param_dtype),
+            needs_dparams, d_dtype, reader.row_scale, g_dtype is not None, samples,
         )  # fmt: skip
         hand(reader, dx, d, sums)
-        sums = as_dtype(sums, param_dtype)
+        sums = as_dtype(sums, spec.param_dtype)
     if not needs_dparams:
         return dx, None, None
     dweight, *others = sums.unbind(0)  # others: dbias of LayerNorm, g
     return dx, dweight if needs_dweight else None, others[0] if needs_dbias else None
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     out_dtype: torch.dtype | None, op: str, samples: Tensor | None, residual: Tensor | None,
-    ops: Routed,
-) -> NormDecision:  # fmt: skip
+) -> NormSpec:  # fmt: skip
     """Check the arguments; what runs, and how."""
     check_input(op, x)
     if samples is not None:
@@ -199,37 +207,19 @@ def _decide(
     unsupported = unsupported or bf16_reason(out_dtype)
     param = weight if weight is not None else bias
     norm = op.removesuffix("_and_input")
-    return NormDecision(
-        route(norm, ops, unsupported, x, weight, bias, samples, residual), op, norm == "layer_norm",
-        needs_gradient(x, weight, bias, residual), eps, out_dtype,
-        torch.float32 if param is None else param.dtype,
-        None if residual is None else residual.dtype,
-    )  # fmt: skip
-
-
-def _norm(
-    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    samples: Tensor | None = None, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    ops, _, center, needs_gradient, eps, out_dtype, _, _ = decision
-    if ops is None:
-        some = x if samples is None else kept_rows(x, samples)
-        if center:
-            return layer_norm_ref(some, weight, bias, eps, out_dtype, residual)
-        return rms_norm_ref(some, weight, eps, out_dtype, residual)
-    if needs_gradient:
-        return ops.NormFunction(x, weight, bias, residual, decision, samples)
-    return _forward(decision, x, weight, bias, False, samples, residual)[0]
-
-
-def _norm_and_input(
-    decision: NormDecision, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    samples: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ops = decision.ops
-    if ops is not None and decision.needs_gradient:
-        return ops.NormAndInputFunction(x, weight, bias, decision, samples)
-    return _norm(decision, x, weight, bias, samples), x
+    center = norm == "layer_norm"
+    return NormSpec(
+        route=choose_route(norm, unsupported, x, weight, bias, samples, residual),
+        op=op,
+        fwd=layer_norm_fwd if center else rms_norm_fwd,
+        bwd=layer_norm_bwd if center else rms_norm_bwd,
+        rows_bwd=layer_norm_rows_bwd if center else rms_norm_rows_bwd,
+        needs_gradient=needs_gradient(x, weight, bias, residual),
+        eps=eps,
+        out_dtype=out_dtype,
+        param_dtype=torch.float32 if param is None else param.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+    )
 
 
 def layer_norm_and_input(
@@ -248,8 +238,14 @@ def layer_norm_and_input(
     and samples, what `keep_samples(B, rate)` gave: y is then that of the S samples that it keeps of
     x (B, ..., C), which alone are read.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples, None)
-    return _norm_and_input(decision, x, weight, bias, samples)
+    spec = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples, None)
+    if spec.route is None:
+        some = x if samples is None else kept_rows(x, samples)
+        return layer_norm_ref(some, weight, bias, eps, spec.out_dtype), x
+    if spec.needs_gradient:
+        return apply_norm_and_input[spec.route](x, weight, bias, samples, spec)
+    fwd = layer_norm_fwd[spec.route]
+    return fwd(x, weight, bias, eps, spec.out_dtype, False, samples, None)[0], x
 
 
 def layer_norm(
@@ -279,8 +275,13 @@ def layer_norm(
     Raises: ValueError, such as "layer_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1607.06450. Specification: layer_norm_ref. Derivation: docs/layer_norm.md.
     """
-    decision = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None, residual)
-    return _norm(decision, x, weight, bias, None, residual)
+    spec = _decide(x, weight, bias, eps, out_dtype, "layer_norm", None, residual)
+    if spec.route is None:
+        return layer_norm_ref(x, weight, bias, eps, spec.out_dtype, residual)
+    if spec.needs_gradient:
+        return apply_norm[spec.route](x, weight, bias, residual, None, spec)
+    fwd = layer_norm_fwd[spec.route]
+    return fwd(x, weight, bias, eps, spec.out_dtype, False, None, residual)[0]
 
 
 def rms_norm_and_input(
@@ -297,8 +298,14 @@ def rms_norm_and_input(
     gradient is then added inside the norm's backward kernel. Arguments as for `rms_norm`; samples
     as for `layer_norm_and_input`.
     """
-    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples, None)
-    return _norm_and_input(decision, x, weight, None, samples)
+    spec = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples, None)
+    if spec.route is None:
+        some = x if samples is None else kept_rows(x, samples)
+        return rms_norm_ref(some, weight, eps, spec.out_dtype), x
+    if spec.needs_gradient:
+        return apply_norm_and_input[spec.route](x, weight, None, samples, spec)
+    fwd = rms_norm_fwd[spec.route]
+    return fwd(x, weight, None, eps, spec.out_dtype, False, samples, None)[0], x
 
 
 def rms_norm(
@@ -328,5 +335,10 @@ def rms_norm(
     Raises: ValueError, such as "rms_norm: weight must have shape (768,), got (384,)"; TypeError.
     Source: arXiv:1910.07467. Specification: rms_norm_ref. Derivation: docs/rms_norm.md.
     """
-    decision = _decide(x, weight, None, eps, out_dtype, "rms_norm", None, residual)
-    return _norm(decision, x, weight, None, None, residual)
+    spec = _decide(x, weight, None, eps, out_dtype, "rms_norm", None, residual)
+    if spec.route is None:
+        return rms_norm_ref(x, weight, eps, spec.out_dtype, residual)
+    if spec.needs_gradient:
+        return apply_norm[spec.route](x, weight, None, residual, None, spec)
+    fwd = rms_norm_fwd[spec.route]
+    return fwd(x, weight, None, eps, spec.out_dtype, False, None, residual)[0]

@@ -21,10 +21,10 @@ from ...runtime.arguments import (
     layout,
     row_stride,
 )
-from ...runtime.backend import Gpu, device_guard, gpu
+from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.operator import operator
-from ...runtime.triton import on_grid, triton
+from ...runtime.triton import bind_launch, triton
 from ..common.reduction import column_sum
 from ..common.rows import block_width, bwd_programs, bwd_stages, norm_tables
 from ..common.samples import keeps_some, kept_shape, shape_of_d
@@ -64,7 +64,7 @@ def _fwd_plan(
     block_c = block_width(C)
     config = TABLES[center][0].choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
-    launch = on_grid(
+    launch = bind_launch(
         _norm_fwd_kernel, grid, num_rows, C, math.prod(shape[1:-1]) if some else 0,
         *(C if s is None else s for s in (stride, residual_stride)), eps,
         CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
@@ -97,8 +97,7 @@ def _launch_fwd(
             x = x.contiguous()
         if copies_residual and residual is not None:
             residual = residual.contiguous()
-        with device_guard(x):
-            launch(y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), residual)
+        launch(y, stats, x, contiguous(weight), contiguous(bias), contiguous(samples), residual)
     return y, stats
 
 
@@ -124,10 +123,11 @@ def layer_norm_fwd(
 
 @operator(fake=functools.partial(_empty_fwd, False))
 def rms_norm_fwd(
-    x: Tensor, weight: Tensor | None, eps: float, out_dtype: torch.dtype, save_stats: bool,
-    samples: Tensor | None = None, residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+    save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_fwd`: y, and rstd (...) fp32."""
+    """As `layer_norm_fwd`, without a bias: y, and rstd (...) fp32."""
+    assert bias is None
     return _launch_fwd(False, x, weight, None, eps, out_dtype, save_stats, samples, residual)
 
 
@@ -160,7 +160,7 @@ def _bwd_plan(
         for i, s in enumerate(strides)
     ]
     sums = _num_sums(center, needs_dparams, sums_d)
-    launch = on_grid(
+    launch = bind_launch(
         _norm_bwd_kernel, (programs,), num_rows, C, num_rows // B, kept, kept_of_d,
         *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
         CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
@@ -208,11 +208,10 @@ def _launch_bwd(
     partial = None
     if needs_dparams or needs_g:
         partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
-    with device_guard(x):
-        launch(
-            dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
-            contiguous(samples),
-        )  # fmt: skip
+    launch(
+        dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
+        contiguous(samples),
+    )  # fmt: skip
     if partial is not None:
         column_sum(partial, sums)
     return dx, sums, d
@@ -241,17 +240,15 @@ def layer_norm_bwd(
 
 
 @operator(
-    fake=lambda x, weight_dtype, needs_dweight: _empty_bwd(False, x, weight_dtype, needs_dweight)[
-        :2
-    ]
+    fake=lambda x, param_dtype, needs_dparams: _empty_bwd(False, x, param_dtype, needs_dparams)[:2]
 )
 def rms_norm_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
-    weight_dtype: torch.dtype, needs_dweight: bool, samples: Tensor | None = None,
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients: dx (..., C) in x.dtype; dweight (1, C) in weight_dtype, or (0, C)."""
+    """Gradients: dx (..., C) in x.dtype; dweight (1, C) in param_dtype, or (0, C)."""
     return _launch_bwd(
-        False, dy, dresidual, x, weight, rstd, weight_dtype, needs_dweight, samples
+        False, dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
     )[:2]  # fmt: skip
 
 
@@ -272,18 +269,14 @@ def layer_norm_rows_bwd(
     )  # fmt: skip
 
 
-@operator(
-    fake=lambda x, sum_dtype, needs_dweight, d_dtype, row_scale, needs_g: _empty_bwd(
-        False, x, sum_dtype, needs_dweight, d_dtype, row_scale, needs_g
-    )
-)
+@operator(fake=functools.partial(_empty_bwd, False))
 def rms_norm_rows_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
-    sum_dtype: torch.dtype, needs_dweight: bool, d_dtype: torch.dtype | None,
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
     row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `layer_norm_rows_bwd`, without dbias."""
     return _launch_bwd(
-        False, dy, dresidual, x, weight, rstd, sum_dtype, needs_dweight, samples, d_dtype,
+        False, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
         row_scale, needs_g,
     )  # fmt: skip

@@ -33,11 +33,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import as_dtype, compute_dtype, needs_gradient
-from ...runtime.dispatch import decide_once, first_order, ops_for, route
-from ...runtime.operator import Routed, differentiable
+from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.operator import Route, differentiable
 from ...runtime.values import values_are_checked
 from .arguments import check_call, check_kept
-from .launch import grid_of
+from .launch import (
+    grid_of,
+    patch_embed_bwd_images,
+    patch_embed_bwd_tokens,
+    patch_embed_bwd_weight,
+    patch_embed_fwd,
+)
 
 
 def normalised_pixels(
@@ -81,59 +87,66 @@ def patch_embed_ref(
     return torch.cat([x[:, :n], x[:, n:].gather(1, index)], 1)
 
 
-class PatchEmbedDecision(NamedTuple):
+class PatchEmbedSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
-    ops: Routed | None  # None: the specification runs
+    route: Route | None  # None: the specification runs
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     out_dtype: torch.dtype
     scales: list[float] | None  # of each channel of uint8 images: scale * byte + offset
     offsets: list[float] | None
+    images_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    dtypes: tuple[torch.dtype | None, ...]  # of bias, prefix_tokens, pos_embed
 
 
-@differentiable
 class PatchEmbedFunction(torch.autograd.Function):
     """(images, weight, bias, prefix_tokens, pos_embed, keep) -> tokens."""
 
     @staticmethod
-    def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, keep, decision):
+    def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, keep, spec):
         needs = ctx.needs_input_grad
         saved = images if needs[1] else None, weight if needs[0] else None
         ctx.save_for_backward(*saved, *(() if keep is None else (keep,)))
-        params = (bias, prefix_tokens, pos_embed)
-        ctx.shapes = [None if x is None else x.shape for x in params]
-        ctx.dtypes = [x.dtype if need else None for x, need in zip(params, needs[2:5], strict=True)]
-        ctx.images_shape, ctx.images_dtype = images.shape, images.dtype
-        ctx.patch, ctx.weight_dtype = weight.shape[2:], weight.dtype
-        ctx.decision = decision
-        return _forward(images, weight, bias, prefix_tokens, pos_embed, keep, decision)
+        ctx.shapes = (
+            images.shape,
+            weight.shape[2:],
+            None if bias is None else bias.shape,
+            None if prefix_tokens is None else prefix_tokens.shape,
+            None if pos_embed is None else pos_embed.shape,
+        )
+        ctx.spec = spec
+        return patch_embed_fwd[spec.route](
+            images, as_dtype(weight, spec.dtype), bias, prefix_tokens, pos_embed, keep,
+            spec.scales, spec.offsets, spec.out_dtype,
+        )  # fmt: skip
 
     @staticmethod
     @first_order("patch_embed")
     def backward(ctx, dout):
         images, weight, *keep = ctx.saved_tensors
         keep = keep[0] if keep else None
-        decision = ctx.decision
-        needs, dtype = ctx.needs_input_grad, decision.dtype
-        ops = ops_for(decision.ops, dout)
+        spec, needs = ctx.spec, ctx.needs_input_grad
+        route = backward_route(spec.route, dout)
+        images_shape, patch, bias_shape, prefix_shape, pos_shape = ctx.shapes
         dimages = dweight = dbias = dprefix = dpos = None
         if needs[0]:
-            dimages = ops.patch_embed_bwd_images(
-                dout, as_dtype(weight, dtype), ctx.images_shape, keep, ctx.images_dtype
+            dimages = patch_embed_bwd_images[route](
+                dout, as_dtype(weight, spec.dtype), images_shape, keep, spec.images_dtype
             )
         if needs[1]:
-            dweight = ops.patch_embed_bwd_weight(
-                dout, images, ctx.patch, keep, decision.scales, decision.offsets, dtype,
-                ctx.weight_dtype,
+            dweight = patch_embed_bwd_weight[route](
+                dout, images, patch, keep, spec.scales, spec.offsets, spec.dtype,
+                spec.weight_dtype,
             )  # fmt: skip
         if needs[2] or needs[3] or needs[4]:
-            bias_shape, prefix_shape, pos_shape = ctx.shapes
+            dtypes = (t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True))
             num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
             num_pos = 0 if pos_shape is None else pos_shape[-2]
-            num_patches = math.prod(grid_of(ctx.images_shape, ctx.patch))
-            dbias, dprefix, dpos = ops.patch_embed_bwd_tokens(
-                dout, num_prefix, num_patches, num_pos, keep, *ctx.dtypes
+            num_patches = math.prod(grid_of(images_shape, patch))
+            dbias, dprefix, dpos = patch_embed_bwd_tokens[route](
+                dout, num_prefix, num_patches, num_pos, keep, *dtypes
             )
             dbias = dbias.view(bias_shape) if needs[2] else None
             dprefix = dprefix.view(prefix_shape) if needs[3] else None
@@ -141,27 +154,17 @@ class PatchEmbedFunction(torch.autograd.Function):
         return dimages, dweight, dbias, dprefix, dpos, None, None
 
 
-def _forward(
-    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
-    pos_embed: Tensor | None, keep: Tensor | None, decision: PatchEmbedDecision,
-) -> Tensor:  # fmt: skip
-    assert decision.ops is not None
-    weight = as_dtype(weight, decision.dtype)
-    return decision.ops.patch_embed_fwd(
-        images, weight, bias, prefix_tokens, pos_embed, keep, decision.scales, decision.offsets,
-        decision.out_dtype,
-    )  # fmt: skip
+apply_patch_embed = differentiable(PatchEmbedFunction)
 
 
 Numbers = tuple[float, ...]
 
 
-@decide_once
+@cached_dispatch
 def _decide(
     images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
     pos_embed: Tensor | None, keep: Tensor | None, mean: Numbers | None, std: Numbers | None,
-    ops: Routed,
-) -> PatchEmbedDecision:  # fmt: skip
+) -> PatchEmbedSpec:  # fmt: skip
     """Check the arguments; what runs, and in which dtypes."""
     unsupported = check_call(images, weight, bias, prefix_tokens, pos_embed, keep, mean, std)
     inputs = (weight, images, bias, prefix_tokens, pos_embed)
@@ -175,14 +178,21 @@ def _decide(
     out_dtype = dtype
     for tokens in (prefix_tokens, pos_embed):
         out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
-    return PatchEmbedDecision(
-        route("patch_embed", ops, unsupported, *inputs, keep), needs_gradient(*inputs), dtype,
-        out_dtype, scales, offsets,
-    )  # fmt: skip
+    return PatchEmbedSpec(
+        route=choose_route("patch_embed", unsupported, *inputs, keep),
+        needs_gradient=needs_gradient(*inputs),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        scales=scales,
+        offsets=offsets,
+        images_dtype=images.dtype,
+        weight_dtype=weight.dtype,
+        dtypes=tuple(None if x is None else x.dtype for x in inputs[2:]),
+    )
 
 
 def as_numbers(x: Sequence[float] | None) -> Numbers | None:
-    """As a tuple, which `decide_once` can remember."""
+    """As a tuple, which `cached_dispatch` can remember."""
     return tuple(x) if isinstance(x, list) else x  # type: ignore[return-value]
 
 
@@ -230,11 +240,14 @@ def patch_embed(
     """
     inputs = (images, weight, bias, prefix_tokens, pos_embed, keep)
     mean, std = as_numbers(mean), as_numbers(std)
-    decision = _decide(*inputs, mean, std)
+    spec = _decide(*inputs, mean, std)
     if keep is not None and values_are_checked():
         check_kept(keep, math.prod(grid_of(images.shape, weight.shape[2:])))
-    if decision.ops is None:
+    if spec.route is None:
         return patch_embed_ref(*inputs, mean, std)
-    if not decision.needs_gradient:
-        return _forward(*inputs, decision)
-    return decision.ops.PatchEmbedFunction(*inputs, decision)
+    if spec.needs_gradient:
+        return apply_patch_embed[spec.route](*inputs, spec)
+    return patch_embed_fwd[spec.route](
+        images, as_dtype(weight, spec.dtype), bias, prefix_tokens, pos_embed, keep,
+        spec.scales, spec.offsets, spec.out_dtype,
+    )  # fmt: skip

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.arguments import contiguous, empty_gradients
-from ...runtime.backend import device_guard, gpu
+from ...runtime.backend import Gpu, gpu
+from ...runtime.configs import launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
-from ...runtime.triton import triton
+from ...runtime.triton import bind_launch, triton
 from ..common.gemm import input_precision, needs_fence
 from ..common.reduction import column_sum
 from .configs import (
@@ -41,9 +42,9 @@ def grid_of(images: Sequence[int], patch: Sequence[int]) -> tuple[int, ...]:
     return tuple(n // p for n, p in zip(images[2:], patch, strict=True))
 
 
-def _strides(images: Tensor) -> tuple[int, int, int, int, int]:
+def _strides(strides: Sequence[int]) -> tuple[int, int, int, int, int]:
     """Of batch, channels, frames, rows and columns; an image has one frame."""
-    b, c, *t, h, w = images.stride()
+    b, c, *t, h, w = strides
     return b, c, t[0] if t else 0, h, w
 
 
@@ -52,11 +53,11 @@ def _patch_constants(patch: Sequence[int]) -> dict[str, int | None]:
     return dict(PATCH_T=t[0] if t else None, PATCH_H=h, PATCH_W=w)
 
 
-def _alignment(images: Tensor, patch_w: int) -> int:
+def _alignment(strides: Sequence[int], patch_w: int) -> int:
     """A power of two that divides the offset of every run of pixels; 1 where there are no runs."""
-    if images.stride(-1) != 1:
+    if strides[-1] != 1:
         return 1
-    return math.gcd(16, patch_w, *images.stride()[:-1])
+    return math.gcd(16, patch_w, *strides[:-1])
 
 
 def _block(largest: int, size: int) -> int:
@@ -69,18 +70,6 @@ def _depth(largest: int, size: int, bytes_per_step: int) -> int:
     while largest * bytes_per_step > STAGE_BYTES:
         largest //= 2
     return _block(largest, size)
-
-
-def _rows(x: Tensor | None, C: int) -> Tensor | None:
-    return None if x is None else x.reshape(-1, C).contiguous()
-
-
-def _pixel_constants(
-    scales: Sequence[float] | None, offsets: Sequence[float] | None
-) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    if scales is None or offsets is None:
-        return None, None
-    return tuple(scales), tuple(offsets)
 
 
 def _empty_fwd(
@@ -100,6 +89,48 @@ def _flops(images, C, patch, keep):
     return 2 * math.prod(images) * C  # a pixel lies in one patch only
 
 
+class FwdPlan(NamedTuple):
+    out: tuple[int, ...]  # its shape
+    launch: Callable[..., None] | None  # called with tensors; None where out is empty
+
+
+@launch_plan
+def _fwd_plan(
+    gpu: Gpu, precision: str, images_dtype: torch.dtype, images: tuple[int, ...],
+    strides: tuple[int, ...], dtype: torch.dtype, weight: tuple[int, ...], has_bias: bool,
+    num_prefix: int, num_pos: int | None, num_kept: int | None,
+    scales: tuple[float, ...] | None, offsets: tuple[float, ...] | None,
+) -> FwdPlan:  # fmt: skip
+    """images, weight: their shapes."""
+    C, channels, *patch = weight
+    grid = grid_of(images, patch)
+    num_patches = math.prod(grid)
+    B, T = images[0], num_prefix + (num_patches if num_kept is None else num_kept)
+    if B * T * C == 0:
+        return FwdPlan((B, T, C), None)
+    pixels = "uint8" if images_dtype is torch.uint8 else "float"
+    config = FWD_TABLE.choose(gpu, DTYPE_NAMES[dtype], pixels)
+    block_m, block_n, block_k = config[:3]
+    block_m, block_n = _block(block_m, B * T), _block(block_n, C)
+    K = math.prod(weight[1:])
+    largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
+    bytes_per_step = block_m * images_dtype.itemsize + block_n * dtype.itemsize
+    block_k = _depth(largest_k, K, bytes_per_step)
+    first_pos = 0 if num_pos is None else num_prefix + num_patches - num_pos
+    precision = "ieee" if precision == "highest" else "tf32"
+    launch = bind_launch(
+        _patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
+        B * T, T, C, num_prefix, first_pos, num_patches, *grid[-2:], *_strides(strides),
+        scales, offsets, CHANNELS=channels, **_patch_constants(patch),
+        ALIGN=_alignment(strides, patch[-1]), HAS_BIAS=has_bias, HAS_PREFIX=num_prefix > 0,
+        HAS_POS=num_pos is not None, HAS_KEEP=num_kept is not None,
+        FENCE=images_dtype == dtype and needs_fence(gpu, dtype, precision),
+        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **config.options(),
+    )  # fmt: skip
+    return FwdPlan((B, T, C), launch)
+
+
 @operator(
     fake=_empty_fwd,
     flops=lambda images, weight, keep: _flops(images, weight[0], weight[2:], keep),
@@ -113,38 +144,22 @@ def patch_embed_fwd(
 
     keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
     """
-    out = _empty_fwd(images, weight, prefix_tokens, keep, out_dtype)
-    if out.numel() == 0:
-        return out
-    B, T, C = out.shape
-    _, channels, *patch = weight.shape
-    grid = grid_of(images.shape, patch)
-    weight = weight.reshape(C, -1).contiguous()
-    bias = contiguous(bias)
-    prefix, pos = _rows(prefix_tokens, C), _rows(pos_embed, C)
-    num_prefix, num_patches = 0 if prefix is None else prefix.shape[0], math.prod(grid)
-    pixels = "uint8" if images.dtype is torch.uint8 else "float"
-    config = FWD_TABLE.choose(gpu(images.device), DTYPE_NAMES[weight.dtype], pixels)
-    block_m, block_n, block_k = config[:3]
-    block_m, block_n = _block(block_m, B * T), _block(block_n, C)
-    K = weight.shape[1]
-    largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
-    bytes_per_step = block_m * images.itemsize + block_n * weight.itemsize
-    block_k = _depth(largest_k, K, bytes_per_step)
-    precision = input_precision()
-    with device_guard(images):
-        _patch_embed_fwd_kernel[(triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),)](
-            out, images, weight, bias, prefix, pos, contiguous(keep),
-            B * T, T, C, num_prefix,
-            0 if pos is None else num_prefix + num_patches - pos.shape[0], num_patches,
-            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
-            CHANNELS=channels, **_patch_constants(patch),
-            ALIGN=_alignment(images, patch[-1]), HAS_BIAS=bias is not None,
-            HAS_PREFIX=prefix is not None, HAS_POS=pos is not None, HAS_KEEP=keep is not None,
-            FENCE=images.dtype == weight.dtype
-            and needs_fence(gpu(images.device), weight.dtype, precision),
-            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=block_k, **config.options(),
+    C = weight.shape[0]
+    shape, launch = _fwd_plan(
+        gpu(images.device), torch.get_float32_matmul_precision(), images.dtype, images.shape,
+        images.stride(), weight.dtype, weight.shape, bias is not None,
+        0 if prefix_tokens is None else prefix_tokens.shape[-2],
+        None if pos_embed is None else pos_embed.shape[-2], None if keep is None else keep.shape[1],
+        None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
+    )  # fmt: skip
+    out = images.new_empty(shape, dtype=out_dtype)
+    if launch is not None:
+        launch(
+            out, images, weight.reshape(C, -1).contiguous(),
+            bias if bias is None else bias.contiguous(),
+            None if prefix_tokens is None else prefix_tokens.reshape(-1, C).contiguous(),
+            None if pos_embed is None else pos_embed.reshape(-1, C).contiguous(),
+            keep if keep is None else keep.contiguous(),
         )  # fmt: skip
     return out
 
@@ -189,20 +204,22 @@ def patch_embed_bwd_weight(
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
     precision = input_precision()
-    with device_guard(dout):
-        _patch_embed_bwd_weight_kernel[(tiles, splits)](
-            partial, dout, images, contiguous(keep),
-            num_rows, rows_per_split, C, T - rows_per_image, rows_per_image, num_patches,
-            *grid[-2:], *_strides(images), *_pixel_constants(scales, offsets),
-            CHANNELS=images.shape[1], **_patch_constants(patch),
-            ALIGN=_alignment(images, patch[-1]), HAS_KEEP=keep is not None,
-            PIXELS_LEFT=images.dtype == compute_dtype,
-            FENCE=images.dtype == dout.dtype == compute_dtype
-            and needs_fence(gpu(dout.device), compute_dtype, precision),
-            COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            **config.options(),
-        )  # fmt: skip
+    launch = bind_launch(
+        _patch_embed_bwd_weight_kernel, (tiles, splits),
+        None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
+        CHANNELS=images.shape[1], **_patch_constants(patch),
+        ALIGN=_alignment(images.stride(), patch[-1]), HAS_KEEP=keep is not None,
+        PIXELS_LEFT=images.dtype == compute_dtype,
+        FENCE=images.dtype == dout.dtype == compute_dtype
+        and needs_fence(gpu(dout.device), compute_dtype, precision),
+        COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **config.options(),
+    )  # fmt: skip
+    launch(
+        partial, dout, images, contiguous(keep), num_rows, rows_per_split, C, T - rows_per_image,
+        rows_per_image, num_patches, *grid[-2:], *_strides(images.stride()),
+    )  # fmt: skip
     if splits > 1:
         column_sum(partial, dweight.view(-1))
     return dweight
@@ -254,15 +271,12 @@ def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) 
     if num_prefix:
         column_sum(dout.view(B, T * C)[:, : num_prefix * C], dtoken[:num_prefix].view(-1))
     slots = torch.empty((num_patches, B), dtype=torch.int32, **empty)
-    with device_guard(dout):
-        blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
-        _patch_embed_slots_kernel[B, blocks](
-            slots, keep.contiguous(), B, keep.shape[1], num_patches, **SLOTS_TILE
-        )
-        blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
-        _patch_embed_bwd_kept_kernel[num_patches, blocks](
-            dtoken[num_prefix:], dout, slots, B, T, C, num_prefix, **KEPT_TILE
-        )
+    blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
+    launch = bind_launch(_patch_embed_slots_kernel, (B, blocks), **SLOTS_TILE)
+    launch(slots, keep.contiguous(), B, keep.shape[1], num_patches)
+    blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
+    launch = bind_launch(_patch_embed_bwd_kept_kernel, (num_patches, blocks), **KEPT_TILE)
+    launch(dtoken[num_prefix:], dout, slots, B, T, C, num_prefix)
     return dtoken
 
 
@@ -299,18 +313,18 @@ def patch_embed_bwd_images(
     block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     precision = input_precision()
-    with device_guard(dout):
-        _patch_embed_bwd_images_kernel[
-            (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),)
-        ](
-            dimages, dout, weight, contiguous(keep),
-            num_rows, rows_per_image, C, T - rows_per_image, num_patches, *grid[-2:],
-            *_strides(dimages)[:4],
-            CHANNELS=channels, **_patch_constants(patch),
-            ALIGN=_alignment(dimages, patch[-1]), HAS_KEEP=keep is not None,
-            FENCE=dout.dtype == weight.dtype
-            and needs_fence(gpu(dout.device), weight.dtype, precision),
-            INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            **config.options(),
-        )  # fmt: skip
+    launch = bind_launch(
+        _patch_embed_bwd_images_kernel,
+        (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
+        CHANNELS=channels, **_patch_constants(patch),
+        ALIGN=_alignment(dimages.stride(), patch[-1]), HAS_KEEP=keep is not None,
+        FENCE=dout.dtype == weight.dtype
+        and needs_fence(gpu(dout.device), weight.dtype, precision),
+        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        **config.options(),
+    )  # fmt: skip
+    launch(
+        dimages, dout, weight, contiguous(keep), num_rows, rows_per_image, C, T - rows_per_image,
+        num_patches, *grid[-2:], *_strides(dimages.stride())[:4],
+    )  # fmt: skip
     return dimages

@@ -126,8 +126,8 @@ SAMPLES = [
         "ops/rebuilt_norm.py",
         "unpack",
         "a rebuilt norm is that of the first samples",
-        "layer_norm_fwd(source, *params, eps, dtype, False, samples)[0]",
-        "layer_norm_fwd(source, *params, eps, dtype, False)[0][: packed[0]]",
+        "fwd(source, *params, eps, dtype, False, samples)[0]",
+        "fwd(source, *params, eps, dtype, False)[0][: packed[0]]",
         ("models/test_skipped_samples.py",),
     ),
     Fault(
@@ -274,7 +274,7 @@ LAYER_NORM = [
     Fault(
         "norm-residual-gradient", "ops/norm/functions.py", "NormFunction.backward",
         "the residual gets the gradient of the norm's input",
-        "as_dtype(dy, ctx.decision", "as_dtype(dx, ctx.decision",
+        "as_dtype(dy, ctx.spec", "as_dtype(dx, ctx.spec",
         only=("ops/test_norm.py::test_norm_adds_a_residual",),
     ),
     Fault(
@@ -555,7 +555,7 @@ REDUCTION = [
         "rows_per_split, x.stride(0))", "rows_per_split, N)",
     ),
     Fault(
-        "bound-out-of-order", "runtime/triton.py", "on_grid",
+        "bound-out-of-order", "runtime/triton.py", "bind_launch",
         "constexprs bound in the order of the alphabet",
         "for name in constexprs)", "for name in sorted(constexprs))",
     ),
@@ -786,9 +786,9 @@ GATED_MLP = [
         "x[:, first : first + count]", "x[:, :count]",
     ),
     Fault(
-        "gated-library-residual", "ops/gated_mlp/functions.py", "_forward",
+        "gated-library-residual", "ops/gated_mlp/functions.py", "_second",
         "the residual left out where the library multiplies",
-        "fc2_bias, residual)", "fc2_bias, None)",
+        "bias, residual)", "bias, None)",
     ),
     Fault(
         "gated-library-scale", "ops/gated_mlp/functions.py", "_decide",
@@ -1066,7 +1066,7 @@ VARLEN = [
     Fault(
         "varlen-lengths", "ops/attention/varlen.py", "check_lengths",
         "the debug switch checks nothing",
-        "if values_are_checked() and", "if False and",
+        "if values.values_are_checked() and", "if False and",
         only=_VARLEN,
     ),
     Fault(
@@ -1107,9 +1107,9 @@ VARLEN = [
         only=("ops/test_sdpa.py",),
     ),
     Fault(
-        "keys-strides", "ops/attention/launch.py", "_is_of_keys",
+        "keys-strides", "ops/attention/launch.py", "mask_kind",
         "a mask that differs from query to query taken for one by key",
-        "mask.shape[1:3], mask.stride()[1:3]", "mask.shape[1:2], mask.stride()[1:2]",
+        "shape[1:3], strides[1:3]", "shape[1:2], strides[1:2]",
         only=("ops/test_sdpa.py",),
     ),
 ]  # fmt: skip

@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         "model-rms-rebuilt", "ops/rebuilt_norm.py", "rebuilt_norm",
         "an RMSNorm's output rebuilt as a LayerNorm's",
-        'if norm == "rms_norm":', "if False:",
+        'rms_norm_fwd if norm == "rms_norm" else layer_norm_fwd', "layer_norm_fwd",
     ),
     Fault(
         "model-yardstick-luck", "verify/accuracy.py", "measure_all",

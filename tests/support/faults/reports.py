@@ -150,7 +150,7 @@ FAULTS: list[Fault] = [
         "former.calls if former", "0 if former", only=LAST,
     ),
     Fault(
-        "status-op-pytorch", DISPATCH, "route", "an op by PyTorch passes for a kernel",
+        "status-op-pytorch", DISPATCH, "choose_route", "an op by PyTorch passes for a kernel",
         "reason_for_torch(first, unsupported)))", "None))", only=LAST,
     ),
     Fault(
@@ -158,7 +158,8 @@ FAULTS: list[Fault] = [
         "if x is not listener", "", only=_test("test_watch_changes_nothing_and_ends"),
     ),
     Fault(
-        "status-compiles-anew", DISPATCH, "route", "watching a compiled module compiles it anew",
+        "status-compiles-anew", DISPATCH, "choose_route",
+        "watching a compiled module compiles it anew",
         "not is_dynamo_compiling() and listeners",
         "listeners and not is_dynamo_compiling()",
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),

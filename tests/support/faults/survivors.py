@@ -15,8 +15,6 @@ SURVIVORS = {
         "GPU timing"
     ),
     "ops/mlp/launch.py:_empty_bwd: 0 -> (1)": "a width that no wanted gradient has",
-    "runtime/backend.py:device_guard: torch.cuda.device_of(x) if x.is_cuda else _NO_GUARD -> "
-    "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
     "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
     "swap/hosts/special/towers.py:GemmaAttention.fused_projections: tuple(map(_linear_of, super().fused_projections())) -> (map(_linear_of, super().fused_projections()))": "each who asks unpacks it once",  # noqa: E501

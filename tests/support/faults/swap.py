@@ -506,12 +506,12 @@ FAULTS = [
         " or rope.shape[-1] != 2 * shape[-1]:", ":", only=EDITED,
     ),
     Fault(
-        "proof-first-no-grad", "runtime/dispatch.py", "decide_once",
+        "proof-first-no-grad", "runtime/dispatch.py", "cached_dispatch",
         "the first call under no_grad decides for later ones", "_grad_enabled(), is_auto",
         "True, is_auto", only=(ORDER,),
     ),
     Fault(
-        "proof-first-dtype", "runtime/dispatch.py", "decide_once",
+        "proof-first-dtype", "runtime/dispatch.py", "cached_dispatch",
         "the first call's dtype decides for later ones", "x.dtype, x.get_device()",
         "x.get_device()", only=(ORDER,),
     ),
@@ -610,20 +610,20 @@ FAULTS = [
         only=(ORDER_FILE + "test_values_of_another_tensor_than_the_keys",),
     ),
     Fault(
-        "proof-backend-thread", "runtime/backend.py", "state",
-        "a block has no say in calls of a known kind", "_own.get() or _process, _absent",
-        "_process, _absent", only=BACKEND,
+        "proof-backend-thread", "runtime/dispatch.py", "cached_dispatch",
+        "a block has no say in calls of a known kind", "own_backend() or backends.process",
+        "backends.process", only=BACKEND,
     ),
     Fault(
         "proof-backend-process", "runtime/backend.py", "",
         "a block chooses for all threads", "        _own.set(name)",
-        "        global _process\n        _process = name or \"auto\"",
+        "        global process\n        process = name or \"auto\"",
         only=BACKEND,
     ),
     Fault(
         "proof-backend-guard", "runtime/backend.py", "get_backend",
-        "torch.compile guards on no block", "return _here.own or _process",
-        "return (_process if torch.compiler.is_compiling() else _here.own) or _process",
+        "torch.compile guards on no block", "return _here.own or process",
+        "return (process if torch.compiler.is_compiling() else _here.own) or process",
         only=BACKEND,
     ),
     Fault(
