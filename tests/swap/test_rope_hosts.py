@@ -13,7 +13,7 @@ from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.commands.zoo import HF_MODELS, hf_small, timm_small
 from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
-from fastvit_kernels.swap.hosts import fused, rotary
+from fastvit_kernels.swap.hosts import attend, fused
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")
@@ -86,13 +86,13 @@ def test_a_step_under_autocast(family):
 def rotations(monkeypatch):
     """The tables that our rotation takes from now on."""
     taken = []
-    original = rotary.rope_attention
+    original = attend.rope_attention
 
     def counted(*args, **kwargs):
         taken.append(kwargs["cos"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(rotary, "rope_attention", counted)
+    monkeypatch.setattr(attend, "rope_attention", counted)
     return taken
 
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.attention.functions import attention
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import add_branch, is_plain
 from ..prove import ROOTS
-from . import rotary
-from .attend import as_one, attend, attend_weights, packable, registered, together
+from .attend import (
+    NO_NORMS,
+    HeadNorms,
+    Turn,
+    as_one,
+    attend,
+    attend_qkv,
+    attend_weights,
+    head_norms,
+    registered,
+    together,
+    turn_of,
+    turned,
+    unpack,
+)
 from .fused import (
-    NOTHING,
     Child,
     Epilogue,
     Given,
-    Inline,
     Place,
-    Resolved,
+    Planned,
     example,
-    inert,
     inputs,
+    is_noop,
     left_dropouts,
     norm_in_pytorch,
     normed,
@@ -35,11 +45,12 @@ from .fused import (
     project_out,
     width_of,
 )
-from .grids import windows_of
 from .masks import READINGS, example_of_mask, fits, reading_of
-from .positions import bias_of, turned, with_decomposed
-from .roles import Roles, as_result, entered, is_ours, resolved_entry, weight_and_bias
-from .rotary import NO_NORMS, HeadNorms, Turn, attend_qkv, attend_turned, turn_of
+from .positions import bias_of, turned_behind, with_decomposed
+from .roles import Body, is_ours, planned_entry, weight_and_bias
+
+# (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)
+Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
 
 
 class AttentionRoles(NamedTuple):
@@ -129,45 +140,7 @@ def takes(module: Any, x: Tensor) -> bool:
     return not tokens or tuple(x.shape[1:-1]) == tokens
 
 
-def resolved_attention(
-    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int
-) -> Resolved:  # fmt: skip
-    """Attention by plain Linears with all decided, for calls that give x alone.
-
-    Args:
-        drops: its dropout has a rate.
-        D: of a head.
-    """
-    every = [*projections, out]
-    plain = all(map(is_plain, every)) and all(owned(m, "weight", "bias") for m in every)
-    undecided = module.fused_undecided(place)
-    if not plain or not packable(D, 0.0) or isinstance(module, Inline):
-        return undecided
-    at, *reads, writes = map(place, (module, *every))
-    drops, scale = drops and module.training, module.fused_scale()
-
-    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
-        if context:  # a mask or angles
-            return undecided(modules, x, epilogue, context)
-        dropout_p = modules[at].fused_dropout_p() if drops else 0.0
-        if len(reads) == 1:
-            own = modules[reads[0]]._parameters
-            packed = own["weight"], own["bias"]
-        else:
-            apart = [modules[i]._parameters for i in reads]
-            packed = as_one([p["weight"] for p in apart], [p["bias"] for p in apart])  # type: ignore
-            if packed is None:  # frozen apart, or of several dtypes
-                return undecided(modules, x, epilogue, {})
-        weight: Any = packed[0]
-        H = weight.shape[0] // (3 * D)  # whatever the Linears say
-        y = attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
-        own = modules[writes]._parameters
-        return linear(y.flatten(-2), own["weight"], own["bias"], **epilogue)
-
-    return run
-
-
-class Attention(Roles):
+class Attention(Body):
     """norm -> projections -> q_norm, k_norm -> attention -> inner_norm, gate -> out -> dropout."""
 
     fused_level = "attention"
@@ -192,8 +165,8 @@ class Attention(Roles):
         every = (*self.fused_projections(), self.fused_part("gate"), self.fused_out())
         yield from (m for m in every if m is not None)
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from super().fused_left()
+    def fused_unfused_children(self: Any) -> Iterator[Child]:
+        yield from super().fused_unfused_children()
         if not self.fused_searched:
             yield from left_dropouts(self, self.fused_roles.after)
 
@@ -227,9 +200,9 @@ class Attention(Roles):
         return self.fused_width() // H
 
     def fused_draws(self) -> bool:
-        return not inert(self.fused_part("after"))
+        return not is_noop(self.fused_part("after"))
 
-    def fused_reads_low(self: Any) -> bool:
+    def fused_accepts_autocast_input(self: Any) -> bool:
         if self.fused_roles.norm or self.fused_part("gate") is not None:
             return False  # a norm reads the dtype that comes
         return all(map(is_ours, self.fused_projections()))
@@ -300,25 +273,20 @@ class Attention(Roles):
         roles, D = self.fused_roles, self.fused_head_dim()
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
         norms, by_host = self.fused_norms(), angles is not None and turn is None
-        usual = not (by_host or roles.causal or roles.along or roles.turn) and norms is not None
+        usual = norms is not None and not (by_host or roles.causal or roles.along or roles.turn)
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
-        packed = self.fused_packed() if usual and roles.layout == "3HD" else None
-        if norms is not None and packed is not None:
-            return attend_turned(x, packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
+        packed = self.fused_packed() if roles.layout == "3HD" else None
+        if norms is not None and usual and packed is not None:
+            return attend_weights(x, *packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
         if len(self.fused_linears()) == 1:
             qkv = self.fused_project(0, x)
             H = qkv.shape[-1] // (3 * D)
-            if norms is not None and usual and roles.layout == "3HD":
-                return attend_qkv(qkv, H, turn, norms, **given)
             axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
-            three = roles.layout.index("3") - 3
-            qkv = qkv.unflatten(-1, axes).movedim(three, -3)  # (B, T, 3, H, D)
-            plain = usual and norms is NO_NORMS and turn is None and qkv.stride(-1) == 1
-            if plain and packable(D, given["dropout_p"]):
-                return attention(qkv, attn_mask=given.pop("mask"), **given)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            qkv = qkv.unflatten(-1, axes).movedim(roles.layout.index("3") - 3, -3)
+            if norms is not None and usual:
+                return attend_qkv(qkv, turn, norms, **given)
+            q, k, v = unpack(qkv)
         else:
-            packed = self.fused_packed()
             if packed is not None:
                 q, k, v = linear(x, *packed).chunk(3, dim=-1)
             else:
@@ -331,12 +299,12 @@ class Attention(Roles):
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
             q, k = self.fused_normed(q, k, low)
-        q, k = rotary.turned(q, k, turn, norms or NO_NORMS)
+        q, k = turned(q, k, turn, norms or NO_NORMS)
         if by_host:
             q, k = (t.type_as(v) for t in self.fused_rotated(q, k, angles))
         if roles.turn:
             rotate = self.fused_part("turn")
-            q, k = (turned(rotate, t, roles.prefix, v) for t in (q, k))
+            q, k = (turned_behind(rotate, t, roles.prefix, v) for t in (q, k))
         if roles.along:
             along: Any = tuple(part(self, n) for n in roles.along)
             scale = D**-0.5 if given["scale"] is None else given["scale"]
@@ -353,7 +321,7 @@ class Attention(Roles):
             return rotate(q, k, angles)
         if self.fused_roles.spread == "each":
             prefix = self.fused_roles.prefix
-            q, k = (turned(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
+            q, k = (turned_behind(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
             return q, k
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
@@ -363,7 +331,7 @@ class Attention(Roles):
         if self.fused_roles.wide_norms:
             return None
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return rotary.head_norms(q_norm, k_norm, self.fused_head_dim())
+        return head_norms(q_norm, k_norm, self.fused_head_dim())
 
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
@@ -375,41 +343,74 @@ class Attention(Roles):
             return add_branch(y, **epilogue)
         return project_out(out, self.fused_part("after"), y, epilogue)
 
-    def fused_branch(
-        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, window: int = 0, **extras: Any
-    ) -> Tensor:
-        grid, gate = x.shape[1:3], self.fused_part("gate")
-        windows = windows_of(x, window) if window else None
-        x = x if windows is None else windows.cut(x)
-        y, epilogue = entered(self.fused_part("norm"), x, epilogue, self.fused_projections()[0])
-        y = y.flatten(1, 2) if y.ndim == 4 else y
-        gate = None if gate is None else project(gate, y).sigmoid()
-        y = self.fused_heads(y, **extras).flatten(-2)
-        y, _ = normed(self.fused_part("inner_norm"), y, is_plain(self.fused_out()))
-        y = y if gate is None else y * gate
-        if windows is not None:  # here, so that nobody projects what was only padded
-            y = windows.joined(y)
-        elif self.fused_roles.grid:
-            y = y.unflatten(1, grid)
-        return self.fused_project_out(y, epilogue)
+    def fused_planned(self: Any, place: Place) -> Planned:
+        after, inner = self.fused_part("after"), self.fused_part("inner_norm")
+        found, out = self.fused_found(place), self.fused_out()
+        enter = planned_entry(place, self.fused_part("norm"), self.fused_projections()[0])
+        heads = self.fused_planned_heads(place)
+        between = self.fused_part("gate") is not None or not is_noop(inner)
+        writes = None
+        if out is not None and is_plain(out) and owned(out) and is_noop(after):
+            writes = place(out)
 
-    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
-        roles, gate = self.fused_roles, self.fused_part("gate")
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            gate, axes, windows, grid = None, x.ndim, None, x.shape[1:3]
+            if "windows" in more:
+                windows, more = more["windows"], {n: v for n, v in more.items() if n != "windows"}
+                x = windows.cut(x if axes == 4 else x.unflatten(1, windows.grid))
+            if enter is not None:
+                x, epilogue = enter(modules, x, epilogue)
+            if x.ndim == 4:
+                x = x.flatten(1, 2)
+            if between and (gate := found(modules).fused_part("gate")) is not None:
+                gate = project(gate, x).sigmoid()
+            y = heads(modules, x, more).flatten(-2)
+            if between:
+                me = found(modules)
+                y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_out()))
+                y = y if gate is None else y * gate
+            if windows is not None:  # here, so that nobody projects what was only padded
+                y = windows.joined(y)
+                y = y if axes == 4 else y.flatten(1, 2)
+            elif axes == 4:
+                y = y.unflatten(1, grid)
+            if writes is None:
+                return found(modules).fused_project_out(y, epilogue)
+            own = modules[writes]._parameters
+            return linear(y, own["weight"], own["bias"], **epilogue)
+
+        return run
+
+    def fused_planned_heads(self: Any, place: Place) -> Heads:
+        """`fused_heads`, at once by the weights of plain Linears where the call gives x alone."""
+        roles, linears, found = self.fused_roles, self.fused_projections(), self.fused_found(place)
         more = (
-            roles.out == "" or not inert(self.fused_part("inner_norm")) or roles.grid
-            or roles.causal or roles.raw or roles.table or roles.along or roles.turn
-            or roles.layout != "3HD" or gate is not None
+            roles.causal or roles.raw or roles.table or roles.along or roles.turn
+            or roles.layout != "3HD" or not self.fused_simple
         )  # fmt: skip
-        if more or not self.fused_simple or self.fused_norms() is not NO_NORMS:
-            return self.fused_undecided(place)
-        if self.fused_draws():
-            return self.fused_undecided(place)
-        projections, drop = self.fused_projections(), self.fused_part("dropout")
-        inner = resolved_attention(
-            self, place, projections, self.fused_out(), bool(getattr(drop, "p", drop)),
-            self.fused_head_dim(),
-        )  # fmt: skip
-        return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
+        plain = all(is_plain(m) and owned(m) for m in linears)
+        if more or not plain or self.fused_norms() is not NO_NORMS:
+            return lambda modules, x, more: found(modules).fused_heads(x, **more)
+        D, drop = self.fused_head_dim(), self.fused_part("dropout")
+        reads, scale = [*map(place, linears)], self.fused_scale()
+        drops = bool(getattr(drop, "p", drop)) and self.training
+
+        def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
+            if more:  # a mask or angles
+                return found(modules).fused_heads(x, **more)
+            own = modules[reads[0]]._parameters
+            packed = own["weight"], own["bias"]
+            if len(reads) > 1:
+                every = [modules[at]._parameters for at in reads]
+                packed = as_one([own["weight"] for own in every], [own["bias"] for own in every])
+            if packed is None:  # frozen apart, or of several dtypes
+                return found(modules).fused_heads(x, **more)
+            weight: Any = packed[0]
+            dropout_p = found(modules).fused_dropout_p() if drops else 0.0
+            H = weight.shape[0] // (3 * D)  # whatever the Linears say
+            return attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
+
+        return heads
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         if self.fused_roles.weights and self not in ROOTS:
@@ -425,10 +426,6 @@ class Attention(Roles):
 
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
-
-    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
-        y = self.fused_branch(x, **extras)
-        return y if self.fused_roles.weights else as_result(y, self.fused_roles.result)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         width, roles = width_of(self), self.fused_roles

@@ -73,7 +73,7 @@ class BeitAttention(Attention):
     """The mask that BEiT passes is its relative position bias."""
 
     fused_roles = Attention.fused_roles._replace(mask="attention_mask")
-    fused_extras = ("attention_mask",)
+    fused_extra_kwargs = ("attention_mask",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         heads = self.q_proj.out_features // self.head_dim

@@ -98,7 +98,7 @@ class Path(DropPath, Roles):
     fused_axes = (2, 3, 4)
     fused_verdict = Fused.fused_verdict
 
-    def fused_way(self: Any) -> tuple[float, str, bool]:
+    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
         return self.fused_part("rate"), self.fused_roles.drawn, self.fused_roles.scaled
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def with_decomposed(
     return q, k, F.pad(v, (0, wide - D))
 
 
-def turned(rotate: Any, q: Tensor, prefix: int, like: Tensor) -> Tensor:
+def turned_behind(rotate: Any, q: Tensor, prefix: int, like: Tensor) -> Tensor:
     """q (B, H, T, D) with all but the first tokens turned by a child of the host."""
     if not prefix:
         return rotate(q).type_as(like)

@@ -60,7 +60,7 @@ def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
                 {
                     "fused_searched": True,
                     "fused_roles": roles,
-                    "fused_extras": extras(roles),
+                    "fused_extra_kwargs": extras(roles),
                     "fused_attention_dropout": _dropouts(roles),
                     "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
                 }

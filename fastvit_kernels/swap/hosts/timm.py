@@ -14,6 +14,7 @@ from ...runtime.compat import constant_when_traced, rel_pos_bias
 from ...runtime.plain import is_plain
 from .. import hosts
 from . import attention
+from .attend import Turn, turn_of
 from .attention import AttentionRoles, examples_with_bias
 from .block import pre_norm
 from .fused import (
@@ -31,8 +32,7 @@ from .fused import (
     width_of,
 )
 from .mlp import Mlp, MlpRoles
-from .positions import turned
-from .rotary import Turn, turn_of
+from .positions import turned_behind
 from .special import sam, windows
 from .special.models import NaFlexVit, VisionTransformer
 from .special.parallel import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
@@ -47,7 +47,7 @@ class Attention(attention.Attention):
         inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask",
     )  # fmt: skip
     fused_attention_dropout = names("attn_drop")
-    fused_extras = ("attn_mask",)
+    fused_extra_kwargs = ("attn_mask",)
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         return (x, extras) if takes_mask(extras.get("attn_mask"), x, self.num_heads) else None
@@ -98,7 +98,7 @@ class RopeAttention(WithBiases):
 
     fused_roles = Attention.fused_roles._replace(rope="rope", groups="num_kv_groups")
     fused_children = names("q_proj k_proj v_proj q_bias v_bias")
-    fused_extras = ("rope", "attn_mask")
+    fused_extra_kwargs = ("rope", "attn_mask")
 
     def fused_linears(self: Any) -> tuple[str, ...]:
         packed = getattr(self, "qkv", None) is not None
@@ -142,7 +142,7 @@ class RopeAttention(WithBiases):
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
         first = getattr(self, "num_prefix_tokens", 1)
         half = {"half": True} if getattr(self, "rotate_half", False) else {}
-        return tuple(turned(lambda t: rotate(t, rope, **half), t, first, t) for t in (q, k))  # type: ignore
+        return tuple(turned_behind(lambda t: rotate(t, rope, **half), t, first, t) for t in (q, k))  # type: ignore
 
 
 class Biased(Attention):
@@ -157,17 +157,17 @@ class Biased(Attention):
         return x, extras
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        own, (shared,) = self.fused_bias(), self.fused_extras
+        own, (shared,) = self.fused_bias(), self.fused_extra_kwargs
         yield from examples_with_bias(self, generator, shared, self.num_heads, own)
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        own, shared = self.fused_bias(), extras.get(self.fused_extras[0])
+        own, shared = self.fused_bias(), extras.get(self.fused_extra_kwargs[0])
         return own if shared is None else shared if own is None else own + shared
 
 
 class BeitAttention(Biased, WithBiases):
     fused_children = names("q_bias v_bias relative_position_bias_table")
-    fused_extras = ("shared_rel_pos_bias",)
+    fused_extra_kwargs = ("shared_rel_pos_bias",)
 
     def fused_bias(self: Any) -> Tensor | None:
         return None if self.relative_position_bias_table is None else rel_pos_bias(self)
@@ -177,7 +177,7 @@ class RelPosAttention(Biased):
     """The bias comes from a child."""
 
     fused_children = names("rel_pos")
-    fused_extras = ("shared_rel_pos",)
+    fused_extra_kwargs = ("shared_rel_pos",)
 
     def fused_bias(self: Any) -> Tensor | None:
         return None if self.rel_pos is None else self.rel_pos.get_bias()

@@ -114,7 +114,7 @@ FAULTS = [
         only=RESAMPLED,
     ),
     Fault(
-        "rope-host-prefix", "swap/hosts/rotary.py", "_arguments", "no token is prefix",
+        "rope-host-prefix", "swap/hosts/attend.py", "_arguments", "no token is prefix",
         "prefix_tokens=tokens - turn.cos.shape[-2]", "prefix_tokens=0",
     ),
     Fault(
@@ -126,11 +126,11 @@ FAULTS = [
         "sin, cos = rope", "cos, sin = rope",
     ),
     Fault(
-        "rope-host-eps", "swap/hosts/rotary.py", "head_norms", "eps of the host's qk-norm ignored",
+        "rope-host-eps", "swap/hosts/attend.py", "head_norms", "eps of the host's qk-norm ignored",
         "k_weight, k_bias, eps)", "k_weight, k_bias)",
     ),
     Fault(
-        "rope-host-learnt", "swap/hosts/rotary.py", "turn_of",
+        "rope-host-learnt", "swap/hosts/attend.py", "turn_of",
         "frequencies that learn get no gradient",
         "Turn(cos, sin, interleaved)", "Turn(cos.detach(), sin.detach(), interleaved)",
     ),
@@ -139,12 +139,12 @@ FAULTS = [
         "rope = rope[None]", "pass",
     ),
     Fault(
-        "rope-host-transposed", "swap/hosts/rotary.py", "_arguments",
+        "rope-host-transposed", "swap/hosts/attend.py", "_arguments",
         "tables of a grid read from its other end",
         "cos=turn.cos, sin=turn.sin", "cos=turn.cos.flip(-2), sin=turn.sin.flip(-2)",
     ),
     Fault(
-        "rope-host-norm-last", "swap/hosts/rotary.py", "turned", "heads normed after they turn",
+        "rope-host-norm-last", "swap/hosts/attend.py", "turned", "heads normed after they turn",
         "q, k = rope(q, k, **_arguments(turn, norms, q, q.shape[1]))",
         "q, k = rope(q, k, **_arguments(turn, HeadNorms(), q, q.shape[1]))\n"
         "    q, k = rope(q, k, **_arguments(None, norms, q, q.shape[1]))",
@@ -665,7 +665,7 @@ FAULTS = [
     Fault(
         "host-windows-drop-hf", "swap/hosts/special/windows.py", "HfSwinLayer.fused_blocked",
         "a dropout by window has fused forwards fail in evaluation, too",
-        'return None if inert(self.dropout) else "its dropout draws by window"', "return None",
+        'return None if is_noop(self.dropout) else "its dropout draws by window"', "return None",
         only=(IN_MODES + "[biased swin_transformers]",),
     ),
     Fault(
@@ -679,7 +679,7 @@ FAULTS = [
         "pass", only=(IN_MODES + "[biased relpos_timm]",),
     ),
     Fault(
-        "host-data2vec-names", "swap/hosts/block.py", "Block.fused_left",
+        "host-data2vec-names", "swap/hosts/block.py", "Block.fused_unfused_children",
         "the report has no row for a dropout inside a part", "step.inline.after", '"dropout"',
         only=(BIASED + "test_parts_inside_are_reported_by_their_names",),
     ),
@@ -708,7 +708,7 @@ FAULTS = [
     Fault(
         "block-mask-unread", "swap/hosts/block.py", "Block.fused_checked",
         "a block hands a mask to an attention that takes none",
-        "if not given.keys() <= set(body.fused_extras):", "if False:",
+        "if not given.keys() <= set(body.fused_extra_kwargs):", "if False:",
         only=(PLANS + "test_a_mask_is_not_handed_to_an_attention_that_has_no_proof_for_it",),
     ),
     Fault(
@@ -810,12 +810,12 @@ FAULTS = [
         "False", only=("swap/test_rope_hosts.py::test_fewer_heads_of_keys_are_reported",),
     ),
     Fault(
-        "host-norms-eps", "swap/hosts/rotary.py", "head_norms", "the eps of queries for keys",
+        "host-norms-eps", "swap/hosts/attend.py", "head_norms", "the eps of queries for keys",
         " or eps != other", "",
         only=("swap/test_rope_hosts.py::test_norms_of_heads_that_differ",),
     ),
     Fault(
-        "host-norms-kind", "swap/hosts/rotary.py", "head_norms", "the norm of queries for keys",
+        "host-norms-kind", "swap/hosts/attend.py", "head_norms", "the norm of queries for keys",
         "q_norm.fused_kind != k_norm.fused_kind or ", "",
         only=("swap/test_rope_hosts.py::test_norms_of_heads_that_differ",),
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....ops.patch_embed.functions import patch_embed
 from ....runtime.plain import is_raw
-from ..fused import Fused, Given, Unfused, bypassed, example, names
+from ..fused import Fused, Given, Unfused, can_inline, example, names
 from ..patch_conv import PatchConv
 
 
@@ -28,15 +28,15 @@ class MaePatches(Unfused):
 class MaeEmbeddings(Fused):
     fused_level = "patch_embed"
     fused_children = names("cls_token patch_embeddings position_embeddings")
-    fused_extras = ("noise", "interpolate_pos_encoding")
+    fused_extra_kwargs = ("noise", "interpolate_pos_encoding")
     fused_axes = (4,)
 
     def fused_blocked(self: Any) -> str | None:
         patches = self.patch_embeddings
         projection = patches.projection
-        if not (isinstance(patches, MaePatches) and bypassed(patches)):
+        if not (isinstance(patches, MaePatches) and can_inline(patches)):
             return "its patch embedding must be called"
-        if not (isinstance(projection, PatchConv) and bypassed(projection)):
+        if not (isinstance(projection, PatchConv) and can_inline(projection)):
             return "its projection must be called"
         return None
 

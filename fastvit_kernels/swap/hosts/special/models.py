@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ....models.patch_dropout import draw_kept
 from ....ops.patch_embed.functions import patch_embed
 from ....runtime.plain import is_hooked
-from ..fused import Fused, Given, bypassed, example, inert, is_dense
+from ..fused import Fused, Given, can_inline, example, is_dense, is_noop
 from .timm_masks import attends_by_mask
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
@@ -62,7 +62,7 @@ def _takes_keys(block: Any) -> bool:
 
 
 class NaFlexVit(Model):
-    fused_extras = ("patch_coord", "patch_valid")
+    fused_extra_kwargs = ("patch_coord", "patch_valid")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -127,9 +127,9 @@ class VisionTransformer(Model):
             return "dropped patches are embedded first: some tokens before them may be dropped"
         embed = self.patch_embed
         children = self.patch_drop, embed, embed.proj
-        if any(map(is_hooked, children)) or not (inert(embed.norm) and bypassed(embed.proj)):
+        if any(map(is_hooked, children)) or not (is_noop(embed.norm) and can_inline(embed.proj)):
             return "dropped patches are embedded first: a part of the embedding is called"
-        if not inert(self.pos_drop) or getattr(self.pos_drop, "p", 0) > 0:
+        if not is_noop(self.pos_drop) or getattr(self.pos_drop, "p", 0) > 0:
             return "dropped patches are embedded first: its dropout draws for them, too"
         return None
 

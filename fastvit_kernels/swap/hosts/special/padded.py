@@ -18,7 +18,7 @@ class PaddedAttention(layers.Attention):
     alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
 
     fused_roles = layers.CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
-    fused_extras = ("attention_mask",)
+    fused_extra_kwargs = ("attention_mask",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         T = 6
@@ -46,4 +46,4 @@ class PaddedAttention(layers.Attention):
         return by_keys(extras.get("attention_mask"))
 
 
-LAYER = layers.layer(*layers.CLIP_NAMES, given=PaddedAttention.fused_extras)
+LAYER = layers.layer(*layers.CLIP_NAMES, given=PaddedAttention.fused_extra_kwargs)

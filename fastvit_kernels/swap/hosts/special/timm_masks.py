@@ -23,7 +23,7 @@ def takes_mask(mask: Any, x: Tensor, heads: int) -> bool:
 
 def attends_by_mask(attention: Any) -> bool:
     """Whether an attention, fused or not, takes an `attn_mask` as timm's do."""
-    takes = "attn_mask" in getattr(attention, "fused_extras", ())
+    takes = "attn_mask" in getattr(attention, "fused_extra_kwargs", ())
     return takes and not is_recognised(type(attention))
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
-from ..attend import attend, by_keys
+from ..attend import HeadNorms, Turn, attend, by_keys, turn_of, turned
 from ..fused import (
     Child,
     Given,
     Unfused,
-    bypassed,
+    can_inline,
     example,
     inputs,
     names,
@@ -28,7 +28,6 @@ from ..fused import (
 )
 from ..layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..mlp import Mlp
-from ..rotary import HeadNorms, Turn, turn_of, turned
 
 
 class RopeAttention(Attention):
@@ -38,7 +37,7 @@ class RopeAttention(Attention):
         dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
         rotate="apply_rotary_pos_emb", spread="*",
     )  # fmt: skip
-    fused_extras = ("position_embeddings", "attention_mask")
+    fused_extra_kwargs = ("position_embeddings", "attention_mask")
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for batch, patches in ((3, 4), (2, 6)):
@@ -84,7 +83,7 @@ class VJepaAttention(Attention):
     )  # fmt: skip
     fused_simple = False  # it turns q and k without being told
     fused_attention_dropout = names("dropout_prob")
-    fused_extras = ("position_mask",)
+    fused_extra_kwargs = ("position_mask",)
 
     @staticmethod
     def fused_derived(copy: Any) -> dict[str, int]:
@@ -134,7 +133,7 @@ class Clippable(Unfused):
 def _linear_of(module: Any) -> Any:
     """The Linear of a module that only holds it; else the module, to be called."""
     inner = getattr(module, "linear", None)
-    if isinstance(module, Clippable) and bypassed(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
+    if isinstance(module, Clippable) and can_inline(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
         return inner
     return module
 
@@ -159,7 +158,7 @@ class GemmaAttention(Attention):
     fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
     fused_simple = False
     fused_children = names("v_norm")
-    fused_extras = ("position_embeddings", "attention_mask", "position_ids")
+    fused_extra_kwargs = ("position_embeddings", "attention_mask", "position_ids")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -171,7 +170,7 @@ class GemmaAttention(Attention):
     def fused_out(self: Any) -> Any:
         return _linear_of(super().fused_out())
 
-    def fused_left(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[Child]:
         yield from _left_inside(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def fused_width(self: Any) -> int:
@@ -179,7 +178,7 @@ class GemmaAttention(Attention):
         return getattr(self.q_proj, "linear", self.q_proj).out_features
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        if self.fused_norms() is None or not self.fused_reads_low():
+        if self.fused_norms() is None or not self.fused_accepts_autocast_input():
             yield "RoPE", 2 * 9 * self.fused_width()
         yield from norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
 
@@ -247,11 +246,11 @@ class GemmaMlp(Mlp):
     def fused_part(self: Any, role: str) -> Any:
         return _linear_of(super().fused_part(role))
 
-    def fused_left(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[Child]:
         yield from _left_inside(self, "gate_proj", "up_proj", "down_proj")
 
 
-_ROPE = RopeAttention.fused_extras
+_ROPE = RopeAttention.fused_extra_kwargs
 UNREAD_PIXTRAL = PixtralAttention.fused_unread
 DINOV3 = layer(*DINO_NAMES, given=_ROPE)
 PIXTRAL = layer(
@@ -270,5 +269,5 @@ VJEPA = layer(
 # Norms before and behind each branch; the latter add the residual.
 GEMMA = layer(
     "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
-    "post_feedforward_layernorm", given=GemmaAttention.fused_extras,
+    "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
 )  # fmt: skip

@@ -21,13 +21,14 @@ from ....runtime.plain import is_hooked, is_plain
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
 from ..fused import (
-    NOTHING,
     DropPath,
     Entry,
     Epilogue,
     Given,
+    Place,
+    Planned,
     example,
-    inert,
+    is_noop,
     names,
     width_of,
 )
@@ -46,28 +47,15 @@ def _area(copy: Any) -> dict[str, int]:
     return {"window_area": copy.window_size[0] * copy.window_size[1]}
 
 
-class Windowed(Attention):
-    """Attention on windows (B windows, N, C), or on x and the windows that it is cut into."""
+ROLES = AttentionRoles(("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop")
+
+
+class WindowedAttention(Attention):
+    """Attention on windows (B windows, N, C), with or without a mask of the shift; a block's on x
+    and the windows that it is cut into."""
 
     fused_simple = False
-    fused_roles = AttentionRoles(
-        ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop"
-    )
-
-    def fused_branch(
-        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, windows: Windows | None = None,
-        **extras: Any,
-    ) -> Tensor:  # fmt: skip
-        if windows is None:
-            return super().fused_branch(x, epilogue, **extras)
-        tokens = x.ndim == 3  # (B, height width, C), else (B, height, width, C)
-        y = windows.cut(x.unflatten(1, windows.grid) if tokens else x)
-        out = windows.joined(self.fused_heads(y, **extras).flatten(2))
-        return self.fused_project_out(out.flatten(1, 2) if tokens else out, epilogue)
-
-
-class WindowedAttention(Windowed):
-    """The same where the host's forward takes the windows, with or without a mask of the shift."""
+    fused_roles = ROLES
 
     def fused_area(self: Any) -> int:
         """N"""
@@ -83,7 +71,7 @@ class WindowedAttention(Windowed):
         N = self.fused_area()
         yield (example(generator, 2, N, width_of(self)),), {}
         mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {self.fused_extras[0]: mask}
+        yield (example(generator, 4, N, width_of(self)),), {self.fused_extra_kwargs[0]: mask}
 
 
 class WindowAttention(WindowedAttention):
@@ -91,7 +79,7 @@ class WindowAttention(WindowedAttention):
 
     fused_children = names("relative_position_bias_table softmax")
     fused_attention_dropout = names("attn_drop")
-    fused_extras = ("mask",)
+    fused_extra_kwargs = ("mask",)
     fused_derived = staticmethod(_area)
 
     def fused_blocked(self: Any) -> str | None:
@@ -146,14 +134,15 @@ class StochasticDepth(DropPath):
     def fused_reject(cls, module: Any) -> str | None:
         return None if module.mode == "row" else "it drops whole batches"
 
-    def fused_way(self: Any) -> tuple[float, str, bool]:
+    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
         return self.p, "bernoulli", True
 
 
-class ShiftedWindowAttention(Windowed):
+class ShiftedWindowAttention(Attention):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_roles = Windowed.fused_roles._replace(after="", dropout="attention_dropout")
+    fused_roles = ROLES._replace(after="", dropout="attention_dropout")
+    fused_simple = False
     fused_children = names("relative_position_bias_table")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
@@ -183,10 +172,15 @@ class ShiftedWindowAttention(Windowed):
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         return with_shift(self.get_relative_position_bias(), extras.get("mask"))
 
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:  # type: ignore[override]
-        windows = self.fused_cut(x)
-        mask = windows.mask(self.relative_position_bias_table)
-        return super().fused_branch(x, epilogue, windows=windows, mask=mask)
+    def fused_planned(self: Any, place: Place) -> Planned:
+        planned, found = super().fused_planned(place), self.fused_found(place)
+
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            windows = found(modules).fused_cut(x)
+            mask = windows.mask(found(modules).relative_position_bias_table)
+            return planned(modules, x, epilogue, {"windows": windows, "mask": mask})
+
+        return run
 
 
 class HfSwinAttention(WindowedAttention, HfAttention):
@@ -194,7 +188,7 @@ class HfSwinAttention(WindowedAttention, HfAttention):
 
     fused_roles = HfAttention.fused_roles
     fused_children = names("relative_position_bias")
-    fused_extras = ("attention_mask",)
+    fused_extra_kwargs = ("attention_mask",)
 
     def fused_area(self: Any) -> int:
         return self.relative_position_bias.window_area
@@ -209,7 +203,7 @@ class HfSwinLayer(Block):
     fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
-        return None if inert(self.dropout) else "its dropout draws by window"
+        return None if is_noop(self.dropout) else "its dropout draws by window"
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         if "input_dimensions" not in extras or is_hooked(self.attention):
@@ -259,6 +253,6 @@ TORCHVISION: dict[str, Entry] = {
 }
 _LAYER = layer(
     "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
-    mixin=HfSwinLayer, result=(2, 0), extras=("input_dimensions", "always_partition"),
+    mixin=HfSwinLayer, result=(2, 0), extra_kwargs=("input_dimensions", "always_partition"),
 )  # fmt: skip
 SWIN = (("Layer", _LAYER), ("Attention", HfSwinAttention), ("MLP", MLP))
