@@ -13,8 +13,8 @@ import torch
 
 from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
-from fastvit_kernels.swap.hosts.positions import with_decomposed
-from fastvit_kernels.swap.hosts.special.windows import Windows
+from fastvit_kernels.swap.hosts.grids import with_decomposed
+from fastvit_kernels.swap.hosts.grids import Windows
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")

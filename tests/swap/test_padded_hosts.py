@@ -14,7 +14,7 @@ from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
 from fastvit_kernels.commands.zoo import hf_small
 from fastvit_kernels.swap.hosts import attend
-from fastvit_kernels.swap.hosts.special import mae
+from fastvit_kernels.swap.hosts.special import models
 
 transformers = pytest.importorskip("transformers")
 
@@ -106,13 +106,13 @@ def test_other_masks_are_taken_as_they_are(masks):
 def kept(monkeypatch):
     """The patches that each fused embedding keeps."""
     lists = []
-    original = mae.patch_embed
+    original = models.patch_embed
 
     def counted(*args, **kwargs):
         lists.append(kwargs["keep"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(mae, "patch_embed", counted)
+    monkeypatch.setattr(models, "patch_embed", counted)
     return lists
 
 

@@ -45,8 +45,8 @@ from .fused import (
     project_out,
     width_of,
 )
+from .grids import bias_of, turned_behind, with_decomposed
 from .masks import READINGS, example_of_mask, fits, reading_of
-from .positions import bias_of, turned_behind, with_decomposed
 from .roles import Body, is_ours, planned_entry, weight_and_bias
 
 # (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)

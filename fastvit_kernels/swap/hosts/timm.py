@@ -31,12 +31,12 @@ from .fused import (
     row,
     width_of,
 )
+from .grids import turned_behind
+from .masks import as_read, examples_of_masks, takes_mask
 from .mlp import Mlp, MlpRoles
-from .positions import turned_behind
-from .special import sam, windows
+from .special import windows
 from .special.models import NaFlexVit, VisionTransformer
 from .special.parallel import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
-from .special.timm_masks import as_read, examples_of_masks, takes_mask
 
 
 class Attention(attention.Attention):
@@ -209,7 +209,6 @@ def _block(gamma: str, *given: str) -> Row:
 
 TABLE: dict[str, Entry] = {
     **windows.TIMM,
-    **sam.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
     "timm.layers.drop.DropPath": DropPath,

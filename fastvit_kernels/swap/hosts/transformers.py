@@ -12,7 +12,7 @@ from . import layers
 from .fused import KEEPS, Entry, RmsNorm, row
 from .layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
 from .mlp import plain_mlp
-from .special import bias, mae, packed, padded, towers, windows
+from .special import bias, models, packed, towers, windows
 
 
 def fastvit_attention(
@@ -70,8 +70,8 @@ _CLIP = (
     ("MLP", MLP),
 )
 _SIGLIP = (
-    ("EncoderLayer", padded.LAYER),
-    ("Attention", padded.PaddedAttention),
+    ("EncoderLayer", towers.SIGLIP),
+    ("Attention", towers.PaddedAttention),
     ("MLP", MLP),
 )
 _DINO = (
@@ -87,8 +87,8 @@ TABLE: dict[str, Entry] = {
     **family("vit", "ViT", *_VIT),
     **family("deit", "DeiT", *_VIT),
     **family(
-        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", mae.MaeEmbeddings),
-        ("PatchEmbeddings", mae.MaePatches),
+        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", models.MaeEmbeddings),
+        ("PatchEmbeddings", models.MaePatches),
     ),
     **family("vit_msn", "ViTMSN", *_VIT),
     **family("ijepa", "IJepa", *_VIT),

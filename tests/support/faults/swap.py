@@ -68,7 +68,7 @@ FAULTS = [
         only=(PACKED + "test_lengths_are_read_once_and_anew_when_they_change",),
     ),
     Fault(
-        "padded-mask-dropped", "swap/hosts/special/padded.py", "PaddedAttention.fused_mask",
+        "padded-mask-dropped", "swap/hosts/special/towers.py", "PaddedAttention.fused_mask",
         "the mask is dropped", 'by_keys(extras.get("attention_mask"))', "None", only=OTHER_MASKS,
     ),
     Fault(
@@ -86,28 +86,28 @@ FAULTS = [
         only=OTHER_MASKS,
     ),
     Fault(
-        "mae-order", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_forward",
+        "mae-order", "swap/hosts/special/models.py", "MaeEmbeddings.fused_forward",
         "kept patches in the order of the image",
         "keep=keep.squeeze(-1)", "keep=keep.squeeze(-1).sort(1).values", only=TOLD,
     ),
     Fault(
-        "mae-noise", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_forward",
+        "mae-noise", "swap/hosts/special/models.py", "MaeEmbeddings.fused_forward",
         "the given noise is not used", "(places, noise)", "(places, None)", only=TOLD,
     ),
     Fault(
-        "mae-none-kept", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
+        "mae-none-kept", "swap/hosts/special/models.py", "MaeEmbeddings.fused_checked",
         "a list of no patches is taken", "self.config.mask_ratio)) > 0",
         "self.config.mask_ratio)) >= 0",
         only=(PADDED + "test_mae_otherwise_is_the_hosts",),
     ),
     Fault(
-        "mae-resampled", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
+        "mae-resampled", "swap/hosts/special/models.py", "MaeEmbeddings.fused_checked",
         "positions that the host resamples are taken as they are",
         'if extras.pop("interpolate_pos_encoding", False):',
         'if extras.pop("interpolate_pos_encoding", False) is None:', only=RESAMPLED,
     ),
     Fault(
-        "mae-turned", "swap/hosts/special/mae.py", "MaeEmbeddings.fused_checked",
+        "mae-turned", "swap/hosts/special/models.py", "MaeEmbeddings.fused_checked",
         "an image turned to its side is taken",
         "tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)",
         "sorted(x.shape[1:]) == sorted((patches.num_channels, *patches.image_size))",
@@ -178,7 +178,7 @@ FAULTS = [
         only=("swap/test_swap_skip.py::test_windows_of_dropped_samples_are_not_computed",),
     ),
     Fault(
-        "sam-windows", "swap/hosts/special/sam.py", "SamBlock.fused_takes",
+        "sam-windows", "swap/hosts/special/windows.py", "SamBlock.fused_takes",
         "a grid that the tables are not for is taken",
         "return self.attn.fused_grid() in (None, windows_of(x, self.window_size).size)",
         "return True",
@@ -646,12 +646,12 @@ FAULTS = [
         only=(ANY_HOOK + "[biased swin_timm]",),
     ),
     Fault(
-        "host-sam-norm-hooks", "swap/hosts/special/sam.py", "SamAttention.fused_blocked",
+        "host-sam-norm-hooks", "swap/hosts/special/windows.py", "SamAttention.fused_blocked",
         "a hook on a norm of queries is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "attn_drop", "k_norm")', only=(ANY_HOOK + "[biased sam_timm]",),
     ),
     Fault(
-        "host-sam-scores", "swap/hosts/special/sam.py", "SamAttention.fused_blocked",
+        "host-sam-scores", "swap/hosts/special/windows.py", "SamAttention.fused_blocked",
         "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
     ),

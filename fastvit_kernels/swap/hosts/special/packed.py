@@ -18,8 +18,9 @@ from ....ops.attention.rotary import rope_attention
 from ....ops.attention.varlen import varlen_attention
 from ....ops.rope import rope
 from ....runtime.plain import is_plain, is_raw
+from ...plans import Run
 from ..attend import packable, turn_of
-from ..fused import Entry, Given, example, names, normed, project, width_of
+from ..fused import NOTHING, Entry, Given, Place, example, names, normed, project, width_of
 from ..layers import SWIGLU, Attention, layer
 from ..mlp import Mlp, plain_mlp
 from ..read_once import is_readable, read_once
@@ -126,10 +127,17 @@ class Qwen3Merger(Mlp):
             tokens = rows * self.hidden_size // width
             yield (example(generator, tokens, width),), {}
 
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        x = x.view(-1, self.hidden_size) if self.use_postshuffle_norm else x
-        y, _ = normed(self.norm, x, self.fused_accepts_autocast_input())
-        return self.fused_branch(y.view(-1, self.hidden_size))
+    def fused_resolved(self: Any, place: Place) -> Run:
+        planned, found = self.fused_planned(place), self.fused_found(place)
+        low = self.fused_accepts_autocast_input()
+
+        def run(modules: list[Any], x: Tensor, extras: dict[str, Any]) -> Tensor:
+            me = found(modules)
+            x = x.view(-1, me.hidden_size) if me.use_postshuffle_norm else x
+            y, _ = normed(me.norm, x, low)
+            return planned(modules, y.view(-1, me.hidden_size), NOTHING, extras)
+
+        return run
 
 
 _QWEN3 = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
-from ..attend import HeadNorms, Turn, attend, by_keys, turn_of, turned
+from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
 from ..fused import (
     Child,
     Given,
@@ -26,7 +26,7 @@ from ..fused import (
     project,
     width_of,
 )
-from ..layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..mlp import Mlp
 
 
@@ -271,3 +271,39 @@ GEMMA = layer(
     "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
     "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
 )  # fmt: skip
+
+
+class PaddedAttention(Attention):
+    """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
+    alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
+
+    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
+    fused_extra_kwargs = ("attention_mask",)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        T = 6
+        x = example(generator, 3, T, width_of(self))
+        shown = (torch.arange(T) < torch.tensor([[T], [4], [1]]))[:, None, None].repeat(1, 1, T, 1)
+        added = torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST)
+        rows = shown.clone()
+        rows[1, 0, 0] = ~rows[1, 0, 0]
+        yield (x,), {}
+        yield (x,), {"attention_mask": shown}
+        yield (x,), {"attention_mask": added}
+        yield (x,), {"attention_mask": rows}
+        yield (x,), {"attention_mask": example(generator, 3, 1, T, T).detach()}
+
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        """None beside a mask that learns, or of other axes, dtype or device than transformers'."""
+        mask = extras.get("attention_mask")
+        if mask is None:
+            return x, extras
+        fits = is_mask(mask, x, self.q_proj.out_features // self.head_dim)
+        same = fits and mask.dtype in (torch.bool, x.dtype) and mask.device == x.device
+        return (x, extras) if same and not mask.requires_grad else None
+
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return by_keys(extras.get("attention_mask"))
+
+
+SIGLIP = layer(*CLIP_NAMES, given=PaddedAttention.fused_extra_kwargs)
