@@ -28,7 +28,7 @@ from fastvit_kernels.swap import plans, prove
 timm = pytest.importorskip("timm")
 HOME = str(Path(fastvit_kernels.__file__).parent)
 # Of Python in this package for a block's forward, and frames until attention is called.
-CALLS, FRAMES = {"timm": 72, "found": 71, "transformers": 86}, 6
+CALLS, FRAMES = {"timm": 74, "found": 73, "transformers": 80}, 6
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from ...ops.attention.rotary import rope_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear.functions import linear
 from ...ops.rope import rope
-from ...runtime.plain import is_plain, is_raw
+from ...runtime.plain import is_raw
 from .fused import is_fused_norm, is_noop
 from .read_once import is_readable, read_once
 
@@ -183,32 +183,38 @@ def attend_weights(
     return rope_attention(x, weight, bias, num_heads=num_heads, **given)
 
 
-def _shares_a_matmul(parameters: list[Tensor]) -> bool:
-    """Whether q, k and v can share one: one dtype and shape, frozen together."""
-    first, *rest = [(p.dtype, p.shape, p.requires_grad) for p in parameters]
-    return all(other == first for other in rest)
-
-
-def together(projections: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """One weight and bias of these Linears; None where they must stay apart, or be called."""
-    if not all(map(is_plain, projections)):
-        return None
-    if len(projections) == 1:
-        return projections[0].weight, projections[0].bias
-    return as_one([m.weight for m in projections], [m.bias for m in projections])
+def _alike(parameters: Sequence[Tensor]) -> bool:
+    """Whether these can share a matmul: one dtype and shape, frozen together."""
+    for p in parameters:
+        first = parameters[0]
+        if (p.dtype, p.shape, p.requires_grad) != (first.dtype, first.shape, first.requires_grad):
+            return False
+    return True
 
 
 def as_one(
-    weights: list[Tensor], biases: list[Tensor | None]
+    every: Sequence[tuple[Tensor, Tensor | None] | None],
 ) -> tuple[Tensor, Tensor | None] | None:
-    given = [b for b in biases if b is not None]
-    if not _shares_a_matmul(weights) or (given and not _shares_a_matmul(given)):
+    """One weight and bias of one Linear or three; None where they must stay apart, or be called."""
+    if len(every) == 1:
+        return every[0]
+    weights, biases, given = [], [], []
+    for pair in every:
+        if pair is None:
+            return None
+        weights.append(pair[0])
+        biases.append(pair[1])
+        if pair[1] is not None:
+            given.append(pair[1])
+    if not (_alike(weights) and _alike(given)):
         return None
     # A copy of the weights is small beside three passes over x.
     if not given:
         return torch.cat(weights), None
-    zeros = given[0].detach().new_zeros(given[0].shape)  # EVA02 and DINOv3 have no bias of k
-    return torch.cat(weights), torch.cat([zeros if b is None else b for b in biases])
+    if len(given) < len(biases):  # EVA02 and DINOv3 have no bias of k
+        zeros = given[0].detach().new_zeros(given[0].shape)
+        biases = [zeros if b is None else b for b in biases]
+    return torch.cat(weights), torch.cat(biases)
 
 
 def registered(name: str | None) -> Any:

@@ -12,6 +12,7 @@ from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import add_branch, is_plain
 from ..prove import ROOTS
+from . import fused
 from .attend import (
     NO_NORMS,
     HeadNorms,
@@ -22,29 +23,11 @@ from .attend import (
     attend_weights,
     head_norms,
     registered,
-    together,
     turn_of,
     turned,
     unpack,
 )
-from .fused import (
-    Child,
-    Epilogue,
-    Given,
-    Place,
-    Planned,
-    example,
-    inputs,
-    is_noop,
-    left_dropouts,
-    norm_in_pytorch,
-    normed,
-    owned,
-    part,
-    project,
-    project_out,
-    width_of,
-)
+from .fused import Epilogue, Given, Place, example, is_noop, norm_in_pytorch, normed, part
 from .grids import bias_of, turned_behind, with_decomposed
 from .masks import READINGS, example_of_mask, fits, reading_of
 from .roles import Body, is_ours, planned_entry, weight_and_bias
@@ -134,12 +117,6 @@ def tokens_of(module: Any) -> tuple[int, ...]:
     return (roles.tokens,) if roles.tokens else ()
 
 
-def takes(module: Any, x: Tensor) -> bool:
-    """Whether x has as many tokens as the positions of an attention are for."""
-    tokens = tokens_of(module)
-    return not tokens or tuple(x.shape[1:-1]) == tokens
-
-
 class Attention(Body):
     """norm -> projections -> q_norm, k_norm -> attention -> inner_norm, gate -> out -> dropout."""
 
@@ -165,10 +142,10 @@ class Attention(Body):
         every = (*self.fused_projections(), self.fused_part("gate"), self.fused_out())
         yield from (m for m in every if m is not None)
 
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
         yield from super().fused_unfused_children()
         if not self.fused_searched:
-            yield from left_dropouts(self, self.fused_roles.after)
+            yield from fused.left_dropouts(self, self.fused_roles.after)
 
     def fused_blocked(self: Any) -> str | None:
         if self.fused_roles.raw and not all(map(is_plain, self.fused_projections())):
@@ -185,7 +162,7 @@ class Attention(Body):
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         axes = (4,) if self.fused_roles.grid else self.fused_axes
-        return x.ndim in axes and takes(self, x)
+        return x.ndim in axes and tokens_of(self) in ((), tuple(x.shape[1:-1]))
 
     def fused_width(self: Any) -> int:
         """H D"""
@@ -216,31 +193,19 @@ class Attention(Body):
         scale = self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
-    def fused_weights(self: Any, place: int) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of a projection; None where it has to be called."""
-        roles, module = self.fused_roles, self.fused_projections()[place]
+    def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
+        """Weight and bias of each projection; None for one that has to be called."""
+        roles, modules = self.fused_roles, self.fused_projections()
         if not roles.raw:
-            return weight_and_bias(module)
-        names = roles.biases[place] if roles.biases else ()
-        if not any(names):
-            return module.weight, None
-        size = module.weight.shape[0] // len(names)
-        made = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
-        return module.weight, made[0] if len(made) == 1 else torch.cat(made)
-
-    def fused_project(self: Any, place: int, x: Tensor) -> Tensor:
-        weights = self.fused_weights(place)
-        return self.fused_projections()[place](x) if weights is None else linear(x, *weights)
-
-    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one projection to q, k and v; None where they must stay apart, or be
-        called."""
-        modules = self.fused_projections()
-        if len(modules) == 1:
-            return self.fused_weights(0)
-        if not self.fused_roles.raw:
-            return together(modules)
-        return as_one([m.weight for m in modules], [self.fused_weights(i)[1] for i in range(3)])
+            return [weight_and_bias(m) for m in modules]
+        found = []
+        for module, names in zip(modules, roles.biases or ((),) * len(modules)):  # noqa: B905
+            size, bias = module.weight.shape[0] // max(len(names), 1), None
+            if any(names):
+                ends = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
+                bias = ends[0] if len(ends) == 1 else torch.cat(ends)
+            found.append((module.weight, bias))
+        return found
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         """What is added to the scores of x (B, T, C), or says which keys are hidden."""
@@ -275,11 +240,17 @@ class Attention(Body):
         norms, by_host = self.fused_norms(), angles is not None and turn is None
         usual = norms is not None and not (by_host or roles.causal or roles.along or roles.turn)
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
-        packed = self.fused_packed() if roles.layout == "3HD" else None
+        weights = self.fused_weights()
+        packed = as_one(weights) if roles.layout == "3HD" else None
         if norms is not None and usual and packed is not None:
             return attend_weights(x, *packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
-        if len(self.fused_linears()) == 1:
-            qkv = self.fused_project(0, x)
+        if packed is not None:
+            every = linear(x, *packed).chunk(len(weights), dim=-1)
+        else:
+            modules = self.fused_projections()
+            every = [m(x) if w is None else linear(x, *w) for m, w in zip(modules, weights)]  # noqa: B905
+        if len(every) == 1:
+            qkv = every[0]
             H = qkv.shape[-1] // (3 * D)
             axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
             qkv = qkv.unflatten(-1, axes).movedim(roles.layout.index("3") - 3, -3)
@@ -287,10 +258,7 @@ class Attention(Body):
                 return attend_qkv(qkv, turn, norms, **given)
             q, k, v = unpack(qkv)
         else:
-            if packed is not None:
-                q, k, v = linear(x, *packed).chunk(3, dim=-1)
-            else:
-                q, k, v = (self.fused_project(place, x) for place in range(3))
+            q, k, v = every
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
@@ -341,43 +309,41 @@ class Attention(Body):
         out = self.fused_out()
         if out is None:
             return add_branch(y, **epilogue)
-        return project_out(out, self.fused_part("after"), y, epilogue)
+        return fused.project_out(out, self.fused_part("after"), y, epilogue)
 
-    def fused_planned(self: Any, place: Place) -> Planned:
+    def fused_planned(self: Any, place: Place) -> fused.Planned:
         after, inner = self.fused_part("after"), self.fused_part("inner_norm")
         found, out = self.fused_found(place), self.fused_out()
         enter = planned_entry(place, self.fused_part("norm"), self.fused_projections()[0])
         heads = self.fused_planned_heads(place)
         between = self.fused_part("gate") is not None or not is_noop(inner)
         writes = None
-        if out is not None and is_plain(out) and owned(out) and is_noop(after):
+        if out is not None and is_plain(out) and is_noop(after):
             writes = place(out)
 
         def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
             gate, axes, windows, grid = None, x.ndim, None, x.shape[1:3]
             if "windows" in more:
                 windows, more = more["windows"], {n: v for n, v in more.items() if n != "windows"}
-                x = windows.cut(x if axes == 4 else x.unflatten(1, windows.grid))
+                x = windows.cut(x)
             if enter is not None:
                 x, epilogue = enter(modules, x, epilogue)
             if x.ndim == 4:
                 x = x.flatten(1, 2)
             if between and (gate := found(modules).fused_part("gate")) is not None:
-                gate = project(gate, x).sigmoid()
+                gate = fused.project(gate, x).sigmoid()
             y = heads(modules, x, more).flatten(-2)
             if between:
                 me = found(modules)
                 y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_out()))
                 y = y if gate is None else y * gate
             if windows is not None:  # here, so that nobody projects what was only padded
-                y = windows.joined(y)
-                y = y if axes == 4 else y.flatten(1, 2)
+                y = windows.joined(y, tokens=axes == 3)
             elif axes == 4:
                 y = y.unflatten(1, grid)
             if writes is None:
                 return found(modules).fused_project_out(y, epilogue)
-            own = modules[writes]._parameters
-            return linear(y, own["weight"], own["bias"], **epilogue)
+            return linear(y, *fused.weights_of(modules[writes]), **epilogue)
 
         return run
 
@@ -388,8 +354,7 @@ class Attention(Body):
             roles.causal or roles.raw or roles.table or roles.along or roles.turn
             or roles.layout != "3HD" or not self.fused_simple
         )  # fmt: skip
-        plain = all(is_plain(m) and owned(m) for m in linears)
-        if more or not plain or self.fused_norms() is not NO_NORMS:
+        if more or not all(map(is_plain, linears)) or self.fused_norms() is not NO_NORMS:
             return lambda modules, x, more: found(modules).fused_heads(x, **more)
         D, drop = self.fused_head_dim(), self.fused_part("dropout")
         reads, scale = [*map(place, linears)], self.fused_scale()
@@ -398,17 +363,14 @@ class Attention(Body):
         def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
             if more:  # a mask or angles
                 return found(modules).fused_heads(x, **more)
-            own = modules[reads[0]]._parameters
-            packed = own["weight"], own["bias"]
+            packed: Any = fused.weights_of(modules[reads[0]])
             if len(reads) > 1:
-                every = [modules[at]._parameters for at in reads]
-                packed = as_one([own["weight"] for own in every], [own["bias"] for own in every])
+                packed = as_one([fused.weights_of(modules[at]) for at in reads])
             if packed is None:  # frozen apart, or of several dtypes
                 return found(modules).fused_heads(x, **more)
-            weight: Any = packed[0]
             dropout_p = found(modules).fused_dropout_p() if drops else 0.0
-            H = weight.shape[0] // (3 * D)  # whatever the Linears say
-            return attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
+            H = packed[0].shape[0] // (3 * D)  # whatever the Linears say
+            return attend_weights(x, *packed, H, dropout_p=dropout_p, scale=scale)
 
         return heads
 
@@ -419,7 +381,7 @@ class Attention(Body):
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         roles = self.fused_roles
-        if roles.needs_rope and roles.rope not in extras:
+        if roles.needs_rope and extras.get(roles.rope) is None:
             return None
         known = not roles.masks or fits(roles, extras.get(roles.mask), x)
         return (x, extras) if known else None
@@ -428,7 +390,7 @@ class Attention(Body):
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles = width_of(self), self.fused_roles
+        width, roles = fused.width_of(self), self.fused_roles
         shapes = [(3, 5, width), (2, 4, width)]
         if roles.grid:
             shapes = [(2, 3, 4, width), (3, 2, 2, width)]
@@ -473,7 +435,7 @@ def examples_with_bias(
     module: Any, generator: torch.Generator, name: str, heads: int, own: Tensor | None = None
 ) -> Iterator[tuple[tuple, dict]]:
     """Calls with a bias of the scores and without; the module's own bias says the length."""
-    for x in inputs(module, generator, *(() if own is None else own.shape[-2:])):
+    for x in fused.inputs(module, generator, *(() if own is None else own.shape[-2:])):
         B, T, _ = x.shape
         if B == 3 and T > LONG:
             continue  # one batch says it: in float64 1,025 tokens take seconds

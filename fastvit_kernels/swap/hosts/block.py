@@ -17,30 +17,13 @@ from torch import Tensor, nn
 from ...ops.common.samples import DropPathMode
 from ...runtime.plain import is_hooked
 from ..plans import Run
+from . import fused
 from .attention import Attention, tokens_of
-from .branch import Branch, Step, skips, takes_samples
-from .fused import (
-    Child,
-    DropPath,
-    Fused,
-    Given,
-    Inline,
-    Norm,
-    Place,
-    Row,
-    can_inline,
-    example,
-    hooked,
-    inputs,
-    is_fused_norm,
-    left_dropouts,
-    part,
-    row,
-    width_of,
-)
+from .branch import Branch, Step
+from .fused import Child, Fused, Place, Row, can_inline, example, left_dropouts, part, row, width_of
 from .grids import windows_of
 from .mlp import Mlp, MlpRoles
-from .roles import Roles, as_result
+from .roles import Roles, as_result, listed
 
 
 class BlockRoles(NamedTuple):
@@ -62,14 +45,11 @@ def extras(roles: BlockRoles) -> tuple[str, ...]:
     return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
 
 
-ALONE: Any = (("x",), ())
-
-
 def pre_norm(
-    norm1: str, attention: str, tail1: tuple[str, ...], norm2: str, mlp: str | MlpRoles,
-    tail2: tuple[str, ...], *, mixin: type[Fused] | None = None, given: tuple[str, ...] = (),
-    arguments: Any = ALONE, item: int | None = None, result: tuple[int, int] | None = None,
-    through: tuple[str, ...] = (), window: str = "", **attributes: Any,
+    norm1: str, attention: str, tail1: str, norm2: str, mlp: str | MlpRoles, tail2: str, *,
+    mixin: type[Fused] | None = None, given: tuple[str, ...] = (), arguments: Any = (("x",), ()),
+    item: int | None = None, result: tuple[int, int] | None = None, through: tuple[str, ...] = (),
+    window: str = "", **attributes: Any,
 ) -> Row:  # fmt: skip
     """The row of x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x)))
 
@@ -82,9 +62,12 @@ def pre_norm(
         window: the setting with the size of the windows that its attention sees.
     """
     inline = None if isinstance(mlp, str) else mlp
-    context = tuple((name, name) for name in given)
-    first = Step(1, 0, 0, norm1, attention, tail1, arguments, item, context=context, window=window)
-    second = Step(2, 1, 1, norm2, "" if inline else str(mlp), tail2, inline=inline)
+    first = Step(
+        1, 0, 0, norm1, attention, tuple(tail1.split()), arguments, item, window=window,
+        context=tuple((name, name) for name in given),
+    )  # fmt: skip
+    body = "" if inline else str(mlp)
+    second = Step(2, 1, 1, norm2, body, tuple(tail2.split()), inline=inline)
     roles = BlockRoles((first, second), through, result)
     attributes = {"roles": roles, "extra_kwargs": given, **attributes}
     return row(mixin or Block, **attributes)
@@ -102,7 +85,7 @@ class Unread:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Inline(Inline):
+class _Inline(fused.Inline):
     """The roles of a branch in the block that has its parts."""
 
     def __init__(self, owner: nn.Module, roles: Any):
@@ -191,8 +174,8 @@ class Block(Roles):
         paths = []
         if self.fused_searched:  # in evaluation such a host may not call a DropPath
             tails = [n for step in roles.steps for n in step.tail]
-            paths = [n for n in tails if isinstance(part(self, n), DropPath)]
-        return hooked(self, *roles.through, *paths)
+            paths = [n for n in tails if isinstance(part(self, n), fused.DropPath)]
+        return fused.hooked(self, *roles.through, *paths)
 
     def fused_unfused_children(self: Any) -> Iterator[Child]:
         if self.fused_inlined():
@@ -205,7 +188,7 @@ class Block(Roles):
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         ends = [self.fused_tail(s)[-1] for s in self.fused_roles.steps if s.tail]
-        alone = sum(isinstance(end, Norm) and not can_inline(end) for end in ends)
+        alone = sum(isinstance(end, fused.Norm) and not can_inline(end) for end in ends)
         if alone:
             yield "sums behind a norm", 3 * alone * width_of(self)
 
@@ -242,10 +225,10 @@ class Block(Roles):
                         both = {n: [e.get(n), f.get(n)] for n in e | f}
                         yield ([a[0], b[0]],), both
                 return
-        for x in inputs(self, generator):
+        for x in fused.inputs(self, generator):
             yield (x,), {}
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         """None where an attention inside does not take what the call gives it."""
         roles = self.fused_roles
         seen = x.movedim(1, -1) if roles.channels else x
@@ -278,12 +261,6 @@ class Block(Roles):
         return x, extras
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unread = self.fused_roles.unread
-        if unread:
-            names = self.fused_arguments.names
-            kwargs = {**dict(zip(names[1:], args[1:])), **kwargs}  # noqa: B905
-            kwargs = {n: v for n, v in kwargs.items() if n not in unread}
-            args = args[:1] + args[len(names) :]
         if not (self.fused_roles.lists and args and isinstance(args[0], list)):
             return super().fused_given(args, kwargs)
         every = {**dict(zip(self.fused_arguments.names[1:], args[1:])), **kwargs}  # noqa: B905
@@ -309,27 +286,25 @@ class Block(Roles):
         if can_inline(body) and hasattr(body, "fused_branch"):
             return partial(body.fused_alone, **context)
         windows = context.pop("windows", None)
-        if step.arguments == ALONE and step.item is None and not (context or windows):
-            return body
 
-        def call(y: Tensor) -> Tensor:
-            x = y if windows is None else windows.cut(y).unflatten(1, windows.size)
+        def call(x: Tensor) -> Tensor:
+            tokens = x.ndim == 3
+            if windows is not None:
+                x = windows.cut(x)
+                x = x if tokens else x.unflatten(1, windows.size)
             args, kwargs = step.arguments
             args = [x if a == "x" else a for a in args]
             kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
             result = body(*args, **kwargs)
             result = result if step.item is None else result[step.item]
-            return result if windows is None else windows.joined(result.flatten(1, 2))
+            if windows is None:
+                return result
+            return windows.joined(result, tokens)
 
         return call
 
     def fused_resolved(self: Any, place: Place) -> Run:
-        roles = self.fused_roles
-        own = type(self).fused_context is not Block.fused_context
-        steps = [
-            (s, Branch(self, place, s, own or bool(s.window)) if s.residual >= 0 else None)
-            for s in roles.steps
-        ]
+        roles, steps = self.fused_roles, self.fused_branches(place)
 
         def run(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:
             calls = x if isinstance(x, list) else [(x, extras)]
@@ -364,19 +339,26 @@ class Block(Roles):
         first = step.output == 1 and not self.fused_first_skips
         return self.fused_drop_path == "skip" and not first
 
+    def fused_branches(self: Any, place: Place) -> list[tuple[Step, Branch | None]]:
+        """The steps, with the branch of each that has a residual."""
+        own = type(self).fused_context is not Block.fused_context
+        return [
+            (s, Branch(self, place, s, own or bool(s.window)) if s.residual >= 0 else None)
+            for s in self.fused_roles.steps
+        ]
+
     def fused_rebuilt(self: Any) -> Iterator[str]:
         """The norms whose output no fused branch keeps for its backward."""
-        for step in filter(self.fused_rebuilds, self.fused_roles.steps):
-            if is_fused_norm(part(self, step.norm)) and can_inline(self.fused_body(step)):
+        for step, branch in self.fused_branches(listed(self)[1]):
+            if branch is not None and branch.rebuild:
                 yield step.norm
 
     def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
         """The norms of branches that leave out what their DropPath drops, with that DropPath; None
         where the host itself leaves samples out."""
-        for step in self.fused_roles.steps:
-            norm, body, tail = part(self, step.norm), self.fused_body(step), self.fused_tail(step)
-            if step.residual < 0 or not takes_samples(norm, body, tail):
-                continue
-            path = skips(norm, body, tail) if self.fused_may_skip(step) else None
-            if path is not None or self.fused_roles.sampled:
-                yield step.norm, path
+        modules, place = listed(self)
+        for step, branch in self.fused_branches(place):
+            if branch is not None and branch.path is not None:
+                yield step.norm, modules[branch.path]
+            elif branch is not None and branch.samples_alone and self.fused_roles.sampled:
+                yield step.norm, None

@@ -16,18 +16,8 @@ from ...ops.common.samples import keep_samples, num_kept
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
-from .fused import (
-    NOTHING,
-    DropPath,
-    Epilogue,
-    LayerScale,
-    Place,
-    can_inline,
-    is_fused_norm,
-    is_noop,
-    normed,
-    part,
-)
+from . import fused
+from .fused import NOTHING, DropPath, LayerScale, Place, can_inline, is_fused_norm, is_noop, part
 
 Tail = nn.Module | Tensor | None
 
@@ -110,7 +100,11 @@ class Branch:
     """
 
     def __init__(self, block: Any, place: Place, step: Step, informed: bool):
-        norm, body, tail = part(block, step.norm), block.fused_body(step), block.fused_tail(step)
+        norm, body, tail = (
+            part(block, step.norm),
+            block.fused_body(step),
+            block.fused_tail(step),
+        )
         self.step, self.informed, self.fused_norm = step, informed, is_fused_norm(norm)
         bypass = can_inline(body)
         self.folds = bypass and is_foldable(tail) and not body.fused_draws()
@@ -134,7 +128,8 @@ class Branch:
         if any(isinstance(item, DropPath) for item in tail) and self.sampled:
             self.samples_alone = False
         path: Any = skips(norm, body, tail) if block.fused_may_skip(step) else None
-        self.path = place(path) if path is not None and path.training else None
+        self.path = None if path is None else place(path)
+        self.skips = path is not None and path.training
 
     def __call__(
         self, modules: list[Any], x: Tensor, residual: Tensor, extras: dict[str, Any]
@@ -143,7 +138,7 @@ class Branch:
         if extras or self.informed:
             context = modules[0].fused_context(self.step, x, extras)
         samples = None
-        if self.sampled or self.path is not None:
+        if self.sampled or self.skips:
             samples = self.kept(modules, x, context)
         if samples is not None and not self.samples_alone:
             return self.on_some(modules, x, residual, samples, context)
@@ -193,7 +188,7 @@ class Branch:
         return keep_samples(len(x), modules[self.path].fused_rate(), x.device)
 
     def called(
-        self, modules: list[Any], y: Tensor, epilogue: Epilogue, context: dict[str, Any]
+        self, modules: list[Any], y: Tensor, epilogue: fused.Epilogue, context: dict[str, Any]
     ) -> Tensor:
         """The host's calls, and the sum where there is a residual."""
         residual, items = epilogue.get("residual"), self.items(modules)
@@ -217,7 +212,7 @@ class Branch:
         kept = num_kept(len(x), part(modules[0], self.sampled))
         index = samples[:kept]
         some = x[index]
-        y, _ = normed(None if self.norm is None else modules[self.norm], some, self.low)
+        y, _ = fused.normed(None if self.norm is None else modules[self.norm], some, self.low)
         items = self.items(modules)
         if self.folds and not any(isinstance(item, DropPath) for item in items):
             y = self.compute(modules, y, {"layer_scale": fold(items, some)[0]}, context)

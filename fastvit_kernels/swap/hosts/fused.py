@@ -104,7 +104,8 @@ class Fused:
     fused_arguments: ClassVar[Arguments]  # of the host's forward
     fused_children: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
     fused_extra_kwargs: ClassVar[tuple[str, ...]] = ()  # arguments besides the first that count
-    fused_unread: ClassVar[frozenset[str]] = frozenset()  # keywords that nothing inside reads
+    # Arguments that nothing reads: of a host that a table knows, further keywords.
+    fused_unread: ClassVar[frozenset[str]] = frozenset()
     fused_axes: ClassVar[tuple[int, ...]] = (3,)  # of the first argument
     fused_pieces: Any = ()  # of a block: the children that it bypasses
     fused_bodies: Any = ()  # of a block: the pieces that are its branches
@@ -184,6 +185,8 @@ class Fused:
         for name, value in given.items():
             if name in self.fused_extra_kwargs:
                 extras[name] = value
+            elif self.fused_searched and name in self.fused_unread:
+                continue
             elif name in defaults:
                 if value is not defaults[name]:
                     return None
@@ -384,13 +387,9 @@ def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: 
     return add_branch(y if drop is None else drop(y), **epilogue)
 
 
-def owned(module: nn.Module) -> bool:
-    """Whether weight and bias are parameters of the module; of a replica they are attributes."""
-    return "weight" in module._parameters and "bias" in module._parameters
-
-
 def weights_of(linear: Any) -> tuple[Tensor, Tensor | None]:
-    own = linear._parameters  # without a look-up in Python
+    """Weight and bias, without a look-up in Python; a replica of DataParallel has attributes."""
+    own = linear._parameters
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
     return linear.weight, linear.bias

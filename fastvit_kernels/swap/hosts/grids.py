@@ -28,7 +28,9 @@ class Windows(NamedTuple):
         return torch.roll(x, (sign * self.shift[0], sign * self.shift[1]), (1, 2))
 
     def cut(self, x: Tensor) -> Tensor:
-        """(B, height, width, C) -> (B windows, N, C), zeros where it is padded."""
+        """(B, height, width, C) or (B, height width, C) -> (B windows, N, C), zeros where it is
+        padded."""
+        x = x if x.ndim == 4 else x.unflatten(1, self.grid)
         height, width = self.padded()
         pad = (0, 0, 0, width - self.grid[1], 0, height - self.grid[0])
         if not self.pads_first:
@@ -40,17 +42,20 @@ class Windows(NamedTuple):
         x = x.unflatten(2, (-1, self.size[1])).unflatten(1, (-1, self.size[0]))
         return x.transpose(2, 3).reshape(-1, self.size[0] * self.size[1], x.shape[-1])
 
-    def joined(self, x: Tensor) -> Tensor:
-        """The inverse, without what was padded."""
+    def joined(self, x: Tensor, tokens: bool = False) -> Tensor:
+        """The inverse, without what was padded, of windows (B windows, N, C) or (B windows, rows,
+        columns, C); tokens: as (B, height width, C)."""
         height, width = self.padded()
         rows, columns = height // self.size[0], width // self.size[1]
-        x = x.unflatten(1, self.size).unflatten(0, (-1, rows, columns)).transpose(2, 3)
+        x = x if x.ndim == 4 else x.unflatten(1, self.size)
+        x = x.unflatten(0, (-1, rows, columns)).transpose(2, 3)
         x = x.reshape(-1, height, width, x.shape[-1])
         if self.pads_first:
             x = self.rolled(x, 1)
         if (height, width) != self.grid:
             x = x[:, : self.grid[0], : self.grid[1]]
-        return x if self.pads_first else self.rolled(x, 1)
+        x = x if self.pads_first else self.rolled(x, 1)
+        return x.flatten(1, 2) if tokens else x
 
     def mask(self, like: Tensor) -> Tensor | None:
         """(windows, N, N): -100 between tokens that the shift alone made neighbours."""

@@ -13,23 +13,8 @@ from ...ops.linear.functions import linear
 from ...ops.mlp.functions import mlp
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
-from .fused import (
-    Child,
-    Epilogue,
-    LayerNorm,
-    Place,
-    Planned,
-    Row,
-    can_inline,
-    is_noop,
-    left_dropouts,
-    norm_in_pytorch,
-    part,
-    project,
-    project_out,
-    row,
-    weights_of,
-)
+from . import fused
+from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
 from .roles import Body, planned_entry
 
 
@@ -96,7 +81,7 @@ class MlpParts(NamedTuple):
         hidden = self.hidden(x)
         for m in (self.drop, self.norm):
             hidden = hidden if m is None else m(hidden)
-        return project_out(self.fc2, self.after, hidden, epilogue)
+        return fused.project_out(self.fc2, self.after, hidden, epilogue)
 
 
 class Mlp(Body):
@@ -108,7 +93,7 @@ class Mlp(Body):
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
-        is_conv = type(part(module, cls.fused_roles.fc1)) is nn.Conv2d
+        is_conv = type(fused.part(module, cls.fused_roles.fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
@@ -127,7 +112,7 @@ class Mlp(Body):
             gate=None if isinstance(gate, bool) else gate, gate_last=last,
         )  # fmt: skip
 
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
         yield from super().fused_unfused_children()
         if self.fused_searched:
             return
@@ -136,7 +121,7 @@ class Mlp(Body):
             hooked = isinstance(parts.act, nn.Module) and is_hooked(parts.act)
             why = "it is hooked" if hooked else "no kernel for this activation"
             yield roles.act, parts.act, why
-        yield from left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
+        yield from fused.left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         parts = self.fused_parts()
@@ -153,7 +138,7 @@ class Mlp(Body):
     def fused_draws(self) -> bool:
         return not (is_noop(self.fused_part("drop")) and is_noop(self.fused_part("after")))
 
-    def fused_planned(self: Any, place: Place) -> Planned:
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         parts, found = self.fused_parts(), self.fused_found(place)
         enter = planned_entry(place, self.fused_part("norm"), parts.fc1)
         name, gate_last, gated = parts.activation, parts.gate_last, parts.gated
@@ -181,9 +166,9 @@ class Mlp(Body):
         return run
 
 
-def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> Row:
+def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> fused.Row:
     """The row of fc1 -> act -> fc2; `more` are other roles."""
-    return row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
+    return fused.row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
 
 
 class SequentialMlp(Mlp):

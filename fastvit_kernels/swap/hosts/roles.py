@@ -11,17 +11,8 @@ from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
 from ..plans import Run
-from .fused import (
-    NOTHING,
-    Child,
-    Epilogue,
-    Fused,
-    Place,
-    can_inline,
-    is_fused_norm,
-    part,
-    why_not_plain,
-)
+from . import fused
+from .fused import NOTHING, Child, Epilogue, Fused, Place, can_inline, part, why_not_plain
 
 # (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
 Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
@@ -102,10 +93,10 @@ def planned_entry(place: Place, norm: Any, reader: Any) -> Entry | None:
     """norm(x) and the epilogue, of a norm at a body's entry; None for no norm."""
     if norm is None:
         return None
-    at, fused, low = place(norm), is_fused_norm(norm), is_ours(reader)
+    at, ours, low = place(norm), fused.is_fused_norm(norm), is_ours(reader)
 
     def enter(modules: list[Any], x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
-        if not fused:
+        if not ours:
             return modules[at](x), epilogue
         y, same = modules[at].fused_and_input(x, autocast_dtype(x) if low else None)
         return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue

@@ -163,6 +163,7 @@ def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
                     "fused_searched": True,
                     "fused_roles": roles,
                     "fused_extra_kwargs": extras(roles),
+                    "fused_unread": frozenset(getattr(roles, "unread", ())),
                     "fused_attention_dropout": _dropouts(roles),
                     "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
                 }

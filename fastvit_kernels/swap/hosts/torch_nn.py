@@ -13,20 +13,10 @@ from ...ops.linear.functions import linear
 from ...runtime.plain import is_raw
 from .. import hosts
 from ..activations import activation_name
+from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import (
-    NOTHING,
-    Entry,
-    Epilogue,
-    Fused,
-    Given,
-    LayerNorm,
-    can_inline,
-    inputs,
-    is_dense,
-    names,
-)
+from .fused import NOTHING, Entry, Epilogue, Fused, Given, can_inline, inputs, is_dense, names
 from .mlp import MlpRoles, SequentialMlp
 from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
 
@@ -107,7 +97,7 @@ class MultiheadAttention(Fused):
 SELF: dict[str, Any] = {"arguments": (("x", "x", "x"), (("need_weights", False),)), "item": 0}
 _MLP = MlpRoles("linear1", "linear2", drop="dropout", after="dropout2", act="activation")
 _BEFORE: BlockRoles = pre_norm(
-    "norm1", "self_attn", ("dropout1",), "norm2", _MLP, (), **SELF
+    "norm1", "self_attn", "dropout1", "norm2", _MLP, "", **SELF
 ).attributes["fused_roles"]
 _ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
 _BEHIND = BlockRoles(
@@ -144,7 +134,7 @@ class TransformerEncoderLayer(Block):
 
 
 TABLE: dict[str, Entry] = {
-    "torch.nn.modules.normalization.LayerNorm": LayerNorm,
+    "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv3d,
     "torch.nn.modules.container.Sequential": SequentialMlp,

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from ..attention import Attention, AttentionRoles
 from ..block import Block
-from ..fused import (
-    Entry,
-    Fused,
-    Given,
-    example,
-    hooked,
-    names,
-    width_of,
-)
+from ..fused import Entry, Fused, Given, example, hooked, names, width_of
 from ..layers import DROP_PATH, MLP, BeitAttention, layer
 from ..mlp import MlpRoles
 

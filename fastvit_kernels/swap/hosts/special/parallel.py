@@ -10,22 +10,11 @@ import torch
 from torch import Tensor
 
 from ....runtime.plain import is_plain
+from .. import fused
 from ..attend import attend, attend_qkv, unpack
 from ..block import Block, BlockRoles
 from ..branch import Step, fold, is_foldable
-from ..fused import (
-    Child,
-    Fused,
-    Unfused,
-    is_noop,
-    left_dropouts,
-    left_linears,
-    names,
-    norm_in_pytorch,
-    normed,
-    project,
-    project_out,
-)
+from ..fused import Child, Fused, Unfused, is_noop, left_linears, names, norm_in_pytorch, project
 
 
 class ResPostBlock(Unfused):
@@ -55,7 +44,7 @@ class ParallelScalingBlock(Fused):
 
     def fused_unfused_children(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
-        yield from left_dropouts(self, "mlp_drop")
+        yield from fused.left_dropouts(self, "mlp_drop")
 
     def fused_heads(self: Any, qkv: Tensor) -> Tensor:
         """(B, T, 3C) -> (B, T, C)"""
@@ -78,7 +67,7 @@ class ParallelScalingBlock(Fused):
         yield from norm_in_pytorch("in_norm", self.in_norm)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
-        y, x = normed(self.in_norm, x, is_plain(self.in_proj))
+        y, x = fused.normed(self.in_norm, x, is_plain(self.in_proj))
         hidden, qkv = project(self.in_proj, y).split(
             (self.in_split[0], sum(self.in_split[1:])), dim=-1
         )
@@ -98,7 +87,7 @@ class ParallelScalingBlock(Fused):
             x = x.to(torch.promote_types(x.dtype, gamma.dtype))
         for module, h in pairs:  # x + s (a + b) = (x + s a) + s b
             epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
-            x = project_out(module, None, h, epilogue)
+            x = fused.project_out(module, None, h, epilogue)
         return x
 
 

@@ -12,20 +12,9 @@ from torch import Tensor
 from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
+from .. import fused
 from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
-from ..fused import (
-    Child,
-    Given,
-    Unfused,
-    can_inline,
-    example,
-    inputs,
-    names,
-    norm_in_pytorch,
-    normed,
-    project,
-    width_of,
-)
+from ..fused import Child, Given, Unfused, can_inline, example, inputs, names, project, width_of
 from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..mlp import Mlp
 
@@ -35,7 +24,8 @@ class RopeAttention(Attention):
 
     fused_roles = Attention.fused_roles._replace(
         dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
-        rotate="apply_rotary_pos_emb", spread="*",
+        rotate="apply_rotary_pos_emb", spread="*", kernel="half, cos before sin, any prefix",
+        needs_rope=True,
     )  # fmt: skip
     fused_extra_kwargs = ("position_embeddings", "attention_mask")
 
@@ -49,14 +39,6 @@ class RopeAttention(Attention):
                 yield (x,), {"position_embeddings": tables}
             mask = example(generator, batch, 1, tokens, tokens)
             yield (x,), {"position_embeddings": tables, "attention_mask": mask}
-
-    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
-        tables = extras.get("position_embeddings")
-        return (x, extras) if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
-
-    def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
-        (cos, sin), (B, T, _), D = angles, x.shape, self.head_dim
-        return turn_of(cos, sin, (B, self.fused_width() // D, T, D)) if cos.ndim == 2 else None
 
 
 class PixtralAttention(RopeAttention):
@@ -180,7 +162,7 @@ class GemmaAttention(Attention):
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         if self.fused_norms() is None or not self.fused_accepts_autocast_input():
             yield "RoPE", 2 * 9 * self.fused_width()
-        yield from norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
+        yield from fused.norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for x in inputs(self, generator, 4, 6):
@@ -226,12 +208,14 @@ class GemmaAttention(Attention):
             rotate = sys.modules[self.fused_host.__module__].apply_multidimensional_rope
             q, k = (
                 rotate(
-                    norm(project(m, x).unflatten(-1, (-1, D))), *position_embeddings, position_ids
+                    norm(project(m, x).unflatten(-1, (-1, D))),
+                    *position_embeddings,
+                    position_ids,
                 )
                 for m, norm in ((q, self.q_norm), (k, self.k_norm))
             )
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        v, _ = normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
+        v, _ = fused.normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
             q, k, v.transpose(1, 2), mask=by_keys(attention_mask),
             dropout_p=self.fused_dropout_p(), scale=self.scaling,

@@ -18,21 +18,10 @@ from torch import Tensor, nn
 
 from ....runtime.compat import attend_in_windows, rel_pos_bias
 from ....runtime.plain import is_hooked, is_plain
+from .. import fused
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import (
-    DropPath,
-    Entry,
-    Epilogue,
-    Given,
-    Place,
-    Planned,
-    example,
-    hooked,
-    is_noop,
-    names,
-    width_of,
-)
+from ..fused import DropPath, Entry, Epilogue, Place, Planned, example, is_noop, names, width_of
 from ..grids import Windows
 from ..layers import MLP, layer
 from ..layers import Attention as HfAttention
@@ -72,7 +61,10 @@ class WindowedAttention(Attention):
         N = self.fused_area()
         yield (example(generator, 2, N, width_of(self)),), {}
         mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {self.fused_extra_kwargs[0]: mask}
+        yield (
+            (example(generator, 4, N, width_of(self)),),
+            {self.fused_extra_kwargs[0]: mask},
+        )
 
 
 class WindowAttention(WindowedAttention):
@@ -206,7 +198,7 @@ class HfSwinLayer(Block):
     def fused_blocked(self: Any) -> str | None:
         return None if is_noop(self.dropout) else "its dropout draws by window"
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         if "input_dimensions" not in extras or is_hooked(self.attention):
             return None
         return x, extras
@@ -227,28 +219,17 @@ class HfSwinLayer(Block):
         windows = Windows((height, width), (size, size), (shift, shift))
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
-    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
-        if step.body != "attention":
-            return super().fused_call(step, context)
-        windows, mask = context["windows"], context["attention_mask"]
-
-        def call(y: Tensor) -> Tensor:
-            y = windows.cut(y.unflatten(1, windows.grid))
-            return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
-
-        return call
-
 
 TIMM: dict[str, Entry] = {
     "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
-        "norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",), mixin=SwinBlock
+        "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
     "timm.models.swin_transformer.WindowAttention": WindowAttention,
 }
 TORCHVISION: dict[str, Entry] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
-        "norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",), axes=(4,)
+        "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
     ),
     "torchvision.ops.stochastic_depth.StochasticDepth": StochasticDepth,
 }
@@ -280,7 +261,7 @@ class SamAttention(Attention):
         return None if getattr(module, "rope", None) is None else "it turns queries and keys"
 
     def fused_blocked(self: Any) -> str | None:
-        return hooked(self, "attn_drop", "q_norm", "k_norm")
+        return fused.hooked(self, "attn_drop", "q_norm", "k_norm")
 
     def fused_scale(self: Any) -> float | None:
         return None if self.fused_attn else self.scale
@@ -299,7 +280,7 @@ class SamBlock(Block):
 TIMM |= {
     "timm.models.vision_transformer_sam.Attention": SamAttention,
     "timm.models.vision_transformer_sam.Block": pre_norm(
-        "norm1", "attn", ("ls1", "drop_path1"), "norm2", "mlp", ("ls2", "drop_path2"),
+        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
         mixin=SamBlock, window="window_size",
     ),
 }  # fmt: skip
