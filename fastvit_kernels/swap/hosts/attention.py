@@ -133,13 +133,10 @@ class Attention(Body):
         return self.fused_roles.projections
 
     def fused_projections(self: Any) -> tuple[Any, ...]:
-        return tuple(part(self, name) for name in self.fused_linears())
-
-    def fused_out(self: Any) -> Any:
-        return self.fused_part("out")
+        return tuple(self.fused_child(name) for name in self.fused_linears())
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
-        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_out())
+        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_part("out"))
         yield from (m for m in every if m is not None)
 
     def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
@@ -166,8 +163,8 @@ class Attention(Body):
 
     def fused_width(self: Any) -> int:
         """H D"""
-        names = self.fused_linears()
-        return part(self, names[0]).out_features // (3 if len(names) == 1 else 1)
+        first, *others = self.fused_projections()
+        return first.out_features // (1 if others else 3)
 
     def fused_head_dim(self: Any) -> int:
         roles = self.fused_roles
@@ -306,14 +303,14 @@ class Attention(Body):
         return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
 
     def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
-        out = self.fused_out()
+        out = self.fused_part("out")
         if out is None:
             return add_branch(y, **epilogue)
         return fused.project_out(out, self.fused_part("after"), y, epilogue)
 
     def fused_planned(self: Any, place: Place) -> fused.Planned:
         after, inner = self.fused_part("after"), self.fused_part("inner_norm")
-        found, out = self.fused_found(place), self.fused_out()
+        found, out = self.fused_found(place), self.fused_part("out")
         enter = planned_entry(place, self.fused_part("norm"), self.fused_projections()[0])
         heads = self.fused_planned_heads(place)
         between = self.fused_part("gate") is not None or not is_noop(inner)
@@ -335,7 +332,7 @@ class Attention(Body):
             y = heads(modules, x, more).flatten(-2)
             if between:
                 me = found(modules)
-                y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_out()))
+                y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_part("out")))
                 y = y if gate is None else y * gate
             if windows is not None:  # here, so that nobody projects what was only padded
                 y = windows.joined(y, tokens=axes == 3)

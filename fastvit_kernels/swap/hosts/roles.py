@@ -37,8 +37,12 @@ class Roles(Fused):
             return frozenset()
         return cls.fused_children | {n.partition(".")[0] for n in cls.fused_named() if n}
 
+    def fused_child(self, name: str) -> Any:
+        """What a role names; None for no name."""
+        return part(self, name, None)
+
     def fused_part(self, role: str) -> Any:
-        return part(self, getattr(self.fused_roles, role), None)
+        return self.fused_child(getattr(self.fused_roles, role))
 
     def fused_blocked(self: Any) -> str | None:
         if not self.fused_searched:

@@ -19,7 +19,6 @@ SURVIVORS = {
     "(torch.cuda.device_of(x))": "does nothing for a tensor of no GPU, a microsecond slower",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
     "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
-    "swap/hosts/special/towers.py:GemmaAttention.fused_projections: tuple(map(_linear_of, super().fused_projections())) -> (map(_linear_of, super().fused_projections()))": "each who asks unpacks it once",  # noqa: E501
     "tools/aot.py:tensor_bytes: zip(x.shape, x.stride(), strict=True) -> (zip(x.shape, x.stride()))": "a shape has as many strides",  # noqa: E501
     "runtime/backend.py:_interprets_bf16: 0 -> (1)": "an argument that the interpreter never reads",
     "runtime/compat.py:: True -> (False)": "neither is None, which alone is asked",

@@ -14,9 +14,10 @@ from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
 from .. import fused
 from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
-from ..fused import Child, Given, Unfused, can_inline, example, inputs, names, project, width_of
+from ..fused import Given, Unfused, can_inline, example, inputs, names, project, width_of
 from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..mlp import Mlp
+from ..roles import Body
 
 
 class RopeAttention(Attention):
@@ -120,11 +121,16 @@ def _linear_of(module: Any) -> Any:
     return module
 
 
-def _left_inside(module: Any, *names: str) -> Iterator[Child]:
-    for name in names:
-        child = getattr(module, name)
-        if not is_plain(_linear_of(child)):
-            yield name, child, "its Linear cannot be read past it"
+class Clipped(Body):
+    """Its Linears lie inside modules of their own."""
+
+    def fused_child(self, name: str) -> Any:
+        return _linear_of(super().fused_child(name))
+
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
+        for name, child in self.named_children():
+            if hasattr(child, "linear") and not is_plain(_linear_of(child)):
+                yield name, child, "its Linear cannot be read past it"
 
 
 def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
@@ -134,7 +140,7 @@ def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
     return x.flatten(axis, axis + 3)
 
 
-class GemmaAttention(Attention):
+class GemmaAttention(Clipped, Attention):
     """Gemma 4's: RMSNorm of q, k and v by head; a half of each head turns by x, the other by y."""
 
     fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
@@ -145,15 +151,6 @@ class GemmaAttention(Attention):
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         return "k and v have fewer heads" if module.num_key_value_groups > 1 else None
-
-    def fused_projections(self) -> tuple[Any, ...]:
-        return tuple(map(_linear_of, super().fused_projections()))
-
-    def fused_out(self: Any) -> Any:
-        return _linear_of(super().fused_out())
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        yield from _left_inside(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def fused_width(self: Any) -> int:
         """H D"""
@@ -222,16 +219,8 @@ class GemmaAttention(Attention):
         )  # fmt: skip
 
 
-class GemmaMlp(Mlp):
-    """Its Linears lie inside modules of their own."""
-
+class GemmaMlp(Clipped, Mlp):
     fused_roles = SWIGLU.attributes["fused_roles"]
-
-    def fused_part(self: Any, role: str) -> Any:
-        return _linear_of(super().fused_part(role))
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        yield from _left_inside(self, "gate_proj", "up_proj", "down_proj")
 
 
 _ROPE = RopeAttention.fused_extra_kwargs
