@@ -367,7 +367,7 @@ class Attention(Body):
                 return found(modules).fused_heads(x, **more)
             dropout_p = found(modules).fused_dropout_p() if drops else 0.0
             H = packed[0].shape[0] // (3 * D)  # whatever the Linears say
-            return attend_weights(x, *packed, H, dropout_p=dropout_p, scale=scale)
+            return attend_weights(x, packed[0], packed[1], H, dropout_p=dropout_p, scale=scale)
 
         return heads
 

@@ -358,7 +358,7 @@ class Block(Roles):
         where the host itself leaves samples out."""
         modules, place = listed(self)
         for step, branch in self.fused_branches(place):
-            if branch is not None and branch.path is not None:
+            if branch is not None and branch.path:
                 yield step.norm, modules[branch.path]
             elif branch is not None and branch.samples_alone and self.fused_roles.sampled:
                 yield step.norm, None

@@ -110,16 +110,12 @@ class Branch:
         self.folds = bypass and is_foldable(tail) and not body.fused_draws()
         self.low = bypass and body.fused_accepts_autocast_input()
         self.rebuild = bypass and self.fused_norm and block.fused_rebuilds(step)
-        self.norm = None if norm is None else place(norm)
+        self.norm = 0 if norm is None else place(norm)  # 0, of the block itself: none
         self.compute: Any = body.fused_planned(place) if bypass else None
         # Of the tail, what is at work: a child by its place, a parameter of the block by its name.
         self.tail: list[tuple[int, str]] = []
         for item, name in zip(tail, step.tail):  # noqa: B905
-            at_rest = (
-                isinstance(item, DropPath)
-                and self.folds
-                and not (item.training and item.fused_drop_path_params()[0])
-            )
+            at_rest = self.folds and isinstance(item, DropPath) and not item.fused_drops()
             if not (is_noop(item) or at_rest):
                 self.tail.append((-1, name) if isinstance(item, Tensor) else (place(item), ""))
         self.adds = bool(tail) and is_fused_norm(tail[-1])
@@ -128,7 +124,7 @@ class Branch:
         if any(isinstance(item, DropPath) for item in tail) and self.sampled:
             self.samples_alone = False
         path: Any = skips(norm, body, tail) if block.fused_may_skip(step) else None
-        self.path = None if path is None else place(path)
+        self.path = 0 if path is None else place(path)
         self.skips = path is not None and path.training
 
     def __call__(
@@ -143,7 +139,7 @@ class Branch:
         if samples is not None and not self.samples_alone:
             return self.on_some(modules, x, residual, samples, context)
         y, same, dtype, again = x, x, residual.dtype, None
-        norm: Any = None if self.norm is None else modules[self.norm]
+        norm = modules[self.norm]
         if self.fused_norm:
             low = autocast_dtype(x) if self.low else None
             if self.rebuild:
@@ -151,7 +147,7 @@ class Branch:
                     y, same = norm.fused_and_input(x, low, samples)
             else:
                 y, same = norm.fused_and_input(x, low, samples)
-        elif norm is not None:
+        elif self.norm:
             y = norm(x)
         residual = same if residual is x else residual
         finish, gamma, rows = self.called, None, samples
@@ -212,7 +208,7 @@ class Branch:
         kept = num_kept(len(x), part(modules[0], self.sampled))
         index = samples[:kept]
         some = x[index]
-        y, _ = fused.normed(None if self.norm is None else modules[self.norm], some, self.low)
+        y, _ = fused.normed(modules[self.norm] if self.norm else None, some, self.low)
         items = self.items(modules)
         if self.folds and not any(isinstance(item, DropPath) for item in items):
             y = self.compute(modules, y, {"layer_scale": fold(items, some)[0]}, context)

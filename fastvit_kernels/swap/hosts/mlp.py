@@ -141,7 +141,8 @@ class Mlp(Body):
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         parts, found = self.fused_parts(), self.fused_found(place)
         enter = planned_entry(place, self.fused_part("norm"), parts.fc1)
-        name, gate_last, gated = parts.activation, parts.gate_last, parts.gated
+        name: Any = parts.activation
+        gate_last, gated = parts.gate_last, parts.gated
         linears = [m for m in (parts.fc1, parts.fc2, parts.gate) if m is not None]
         one = name is not None and parts.is_one_op()
         reads = [*map(place, linears)] if one else []
