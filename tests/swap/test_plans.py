@@ -305,6 +305,18 @@ def test_layer_scale_of_another_dtype_is_promoted_as_by_the_host(gamma, autocast
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=limit)
 
 
+@pytest.mark.parametrize("chosen", [{"memory": "low"}, {"drop_path": "skip"}], ids=str)
+def test_what_swap_in_was_asked_for_has_a_plan(chosen):
+    module = timm_block(drop_path=0.4)
+    assert swap_in(module, **chosen).swapped
+    first = run(module)
+    known = plan(module)
+    assert known is not None
+    for a, b in zip(first, run(module), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    assert plan(module) is known
+
+
 def test_other_arguments_and_inputs_take_their_own_way():
     host, module = swapped("timm")
     same(host, module)

@@ -2,7 +2,7 @@
 
 What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
-DropPath in fused.py and leaves.py). A host file (timm.py, torch_nn.py, torchvision.py,
+DropPath in fused.py and searched.py). A host file (timm.py, torch_nn.py, torchvision.py,
 transformers.py) has a table, host class path -> such a class, or a row: the class with the roles. A
 search by structure finds roles of hosts that no table has (searched.py). special/ has what is more
 than its roles.

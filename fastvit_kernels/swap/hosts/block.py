@@ -85,25 +85,11 @@ class Unread:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Inline(fused.Inline):
-    """The roles of a branch in the block that has its parts."""
-
-    def __init__(self, owner: nn.Module, roles: Any):
-        self.owner, self.fused_roles = owner, roles
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.owner, name)
-
-    def fused_found(self: Any, place: Place) -> Any:
-        roles = self.fused_roles
-        return lambda modules: inline(modules[0], roles)
-
-
-class InlineAttention(_Inline, Attention):
+class InlineAttention(fused.Inline, Attention):
     pass
 
 
-class InlineMlp(_Inline, Mlp):
+class InlineMlp(fused.Inline, Mlp):
     pass
 
 

@@ -309,7 +309,17 @@ def names(text: str) -> frozenset[str]:
 
 
 class Inline:
-    """A branch that is no module of its own, beside modules in what the block needs of it."""
+    """A branch that is no module of its own: its roles, in the block that has its parts."""
+
+    def __init__(self, owner: nn.Module, roles: Any):
+        self.owner, self.fused_roles = owner, roles
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+    def fused_found(self, place: Place) -> Any:
+        cls, roles = type(self), self.fused_roles
+        return lambda modules: cls(modules[0], roles)
 
 
 def can_inline(child: object) -> bool:

@@ -48,37 +48,31 @@ class MlpParts(NamedTuple):
     gate: Any = None  # the Linear of the gate, None where fc1 has both
     gate_last: bool = False  # the gate is the second half of fc1's output
 
+    def linears(self) -> list[Any]:
+        return [m for m in (self.fc1, self.fc2, self.gate) if m is not None]
+
     def is_one_op(self) -> bool:
-        """Whether all around a known activation is one op as things are."""
-        linears = [m for m in (self.fc1, self.gate, self.fc2) if m is not None]
-        if not (all(map(is_plain, linears)) and is_noop(self.drop) and is_noop(self.after)):
+        """Whether all of it is one op as things are."""
+        plain = self.activation is not None and all(map(is_plain, self.linears()))
+        if not (plain and is_noop(self.drop) and is_noop(self.after)):
             return False
         if is_noop(self.norm) or not self.gated:
             return is_noop(self.norm)
         is_ours = isinstance(self.norm, LayerNorm) and can_inline(self.norm)
         return is_ours and self.norm.fused_parameters()[0] is not None
 
-    def in_pytorch(self) -> Iterator[tuple[str, float]]:
-        """What PyTorch computes of a gated MLP that is not one op."""
-        width = self.fc2.in_features
-        yield "gate of the MLP", 5 * width
-        yield from norm_in_pytorch("norm of the MLP", self.norm, width)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """What drop reads."""
-        fc1, act, name = self.fc1, self.act, self.activation
-        if not self.gated:
-            if is_plain(fc1) and name is not None:
-                return linear(x, fc1.weight, fc1.bias, activation=name)
-            return act(project(fc1, x))
-        if self.gate is not None:
-            return act(project(self.gate, x)) * project(fc1, x)
-        first, second = project(fc1, x).chunk(2, dim=-1)
-        return act(second) * first if self.gate_last else act(first) * second
-
     def branch(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        """All of it and the epilogue, where it is not one op."""
-        hidden = self.hidden(x)
+        """All of it and the epilogue, part by part."""
+        fc1, act = self.fc1, self.act
+        if not self.gated and self.activation is not None and is_plain(fc1):
+            hidden = linear(x, fc1.weight, fc1.bias, activation=self.activation)
+        elif not self.gated:
+            hidden = act(project(fc1, x))
+        elif self.gate is not None:
+            hidden = act(project(self.gate, x)) * project(fc1, x)
+        else:
+            gate, value = project(fc1, x).chunk(2, dim=-1)[:: -1 if self.gate_last else 1]
+            hidden = act(gate) * value
         for m in (self.drop, self.norm):
             hidden = hidden if m is None else m(hidden)
         return fused.project_out(self.fc2, self.after, hidden, epilogue)
@@ -97,8 +91,7 @@ class Mlp(Body):
         return "its layers are convolutions" if is_conv else None
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
-        parts = self.fused_parts()
-        yield from (m for m in (parts.fc1, parts.gate, parts.fc2) if m is not None)
+        yield from self.fused_parts().linears()
 
     def fused_parts(self) -> MlpParts:
         roles, get = self.fused_roles, self.fused_part
@@ -126,9 +119,10 @@ class Mlp(Body):
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         parts = self.fused_parts()
         drops = any(getattr(drop, "p", 0) for drop in (parts.drop, parts.after))
-        one = parts.activation is not None and parts.is_one_op()
-        if parts.gated and (drops or not one):  # one at rest may wake
-            yield from parts.in_pytorch()
+        if parts.gated and (drops or not parts.is_one_op()):  # one at rest may wake
+            width = parts.fc2.in_features
+            yield "gate of the MLP", 5 * width
+            yield from norm_in_pytorch("norm of the MLP", parts.norm, width)
 
     def fused_accepts_autocast_input(self) -> bool:
         parts = self.fused_parts()
@@ -143,10 +137,8 @@ class Mlp(Body):
         enter = planned_entry(place, self.fused_part("norm"), parts.fc1)
         name: Any = parts.activation
         gate_last, gated = parts.gate_last, parts.gated
-        linears = [m for m in (parts.fc1, parts.fc2, parts.gate) if m is not None]
-        one = name is not None and parts.is_one_op()
-        reads = [*map(place, linears)] if one else []
-        inner = place(parts.norm) if one and not is_noop(parts.norm) else None
+        reads = [*map(place, parts.linears())] if parts.is_one_op() else []
+        inner = None if is_noop(parts.norm) else place(parts.norm)
 
         def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
             if enter is not None:
@@ -159,9 +151,9 @@ class Mlp(Body):
             gate = weights_of(modules[reads[2]]) if len(reads) == 3 else (None, None)
             norm = (None, None, 1e-6) if inner is None else modules[inner].fused_parameters()
             return gated_mlp(
-                x, *weights, gate_weight=gate[0], gate_bias=gate[1],
-                norm_weight=norm[0], norm_bias=norm[1], norm_eps=norm[2], gate_last=gate_last,
-                activation=name, **epilogue,
+                x, *weights, gate_weight=gate[0], gate_bias=gate[1], norm_weight=norm[0],
+                norm_bias=norm[1], norm_eps=norm[2], gate_last=gate_last, activation=name,
+                **epilogue,
             )  # fmt: skip
 
         return run
