@@ -13,8 +13,7 @@ import torch
 
 from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import difference, model_errors, randomize
-from fastvit_kernels.swap.hosts.grids import with_decomposed
-from fastvit_kernels.swap.hosts.grids import Windows
+from fastvit_kernels.swap.hosts.grids import Windows, with_decomposed
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")

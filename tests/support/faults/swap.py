@@ -765,7 +765,8 @@ FAULTS = [
     Fault(
         "host-sampled-memory", "swap/hosts/branch.py", "Branch.__init__",
         "low memory is ignored where samples are left out",
-        "block.fused_rebuilds(step)", "block.fused_rebuilds(step) and not block.fused_roles.sampled",
+        "block.fused_rebuilds(step)",
+        "block.fused_rebuilds(step) and not block.fused_roles.sampled",
         only=("swap/test_swap_memory.py::test_low_memory_keeps_every_bit_and_no_norm",),
     ),
     Fault(
