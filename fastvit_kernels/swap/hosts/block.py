@@ -40,11 +40,6 @@ class BlockRoles(NamedTuple):
     unread: tuple[str, ...] = ()  # arguments that nothing reads
 
 
-def extras(roles: BlockRoles) -> tuple[str, ...]:
-    """The arguments besides the first that a block takes."""
-    return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
-
-
 def pre_norm(
     norm1: str, attention: str, tail1: str, norm2: str, mlp: str | MlpRoles, tail2: str, *,
     mixin: type[Fused] | None = None, given: tuple[str, ...] = (), arguments: Any = (("x",), ()),

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .. import hosts
 from ..prove import TOLERANCE
-from . import block
 from .attention import Attention, AttentionRoles, attention_facts, ways_of_rope
 from .block import Block, BlockRoles, Step
 from .fused import DropPath, Fused, LayerNorm, LayerScale, RmsNorm, example, part
@@ -134,8 +133,6 @@ class Path(DropPath, Roles):
 KINDS = (Attention, MaskedLinear, Mlp, Norm, Rms, Scale, Path, Block)
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
-_made: dict[tuple[type, type, Any], type] = {}
-
 
 def _dropouts(roles: Any) -> frozenset[str]:
     """Dropouts of attention, which draw numbers of their own."""
@@ -147,30 +144,27 @@ def _dropouts(roles: Any) -> frozenset[str]:
 def extras(roles: Any) -> tuple[str, ...]:
     """The arguments besides the first that the fused forward takes."""
     if isinstance(roles, BlockRoles):
-        return block.extras(roles)
+        return tuple(dict.fromkeys(given for s in roles.steps for _, given in s.context))
     return tuple(n for n in (getattr(roles, "rope", ""), getattr(roles, "mask", "")) if n)
 
 
 def recognised_class(mixin: type[Roles], host: type, roles: Any) -> Any:
     """The swapped class of a host class whose parts have these roles."""
-    key = (mixin, host, roles)
-    with hosts.making:
-        if key not in _made:
-            spelled = json.dumps([hosts.host_path(host), _spelled(roles)]).encode().hex()
-            _made[key] = hosts.make(
-                sys.modules[__name__], mixin, host, f"{mixin.__name__}_{spelled}",
-                {
-                    "fused_searched": True,
-                    "fused_roles": roles,
-                    "fused_extra_kwargs": extras(roles),
-                    "fused_unread": frozenset(getattr(roles, "unread", ())),
-                    "fused_attention_dropout": _dropouts(roles),
-                    "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
-                }
-                | ({"fused_facts": attention_facts} if mixin in (Attention, Block) else {})
-                | ({"fused_axes": (3, 4)} if mixin is Block else {}),
-            )  # fmt: skip
-        return _made[key]
+    spelled = json.dumps([hosts.host_path(host), _spelled(roles)]).encode().hex()
+    more = {
+        "fused_searched": True,
+        "fused_roles": roles,
+        "fused_extra_kwargs": extras(roles),
+        "fused_unread": frozenset(getattr(roles, "unread", ())),
+        "fused_attention_dropout": _dropouts(roles),
+        "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
+    }
+    if mixin in (Attention, Block):
+        more["fused_facts"] = attention_facts
+    if mixin is Block:
+        more["fused_axes"] = (3, 4)
+    name = f"{mixin.__name__}_{spelled}"
+    return hosts.make(sys.modules[__name__], mixin, host, name, more)
 
 
 def _spelled(value: Any) -> Any:
