@@ -100,11 +100,7 @@ class Branch:
     """
 
     def __init__(self, block: Any, place: Place, step: Step, informed: bool):
-        norm, body, tail = (
-            part(block, step.norm),
-            block.fused_body(step),
-            block.fused_tail(step),
-        )
+        norm, body, tail = part(block, step.norm), block.fused_body(step), block.fused_tail(step)
         self.step, self.informed, self.fused_norm = step, informed, is_fused_norm(norm)
         bypass = can_inline(body)
         self.folds = bypass and is_foldable(tail) and not body.fused_draws()

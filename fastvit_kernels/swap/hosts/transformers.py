@@ -64,16 +64,8 @@ def family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entr
 
 
 _VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
-_CLIP = (
-    ("EncoderLayer", layers.CLIP),
-    ("Attention", layers.CLIP_ATTENTION),
-    ("MLP", MLP),
-)
-_SIGLIP = (
-    ("EncoderLayer", towers.SIGLIP),
-    ("Attention", towers.PaddedAttention),
-    ("MLP", MLP),
-)
+_CLIP = (("EncoderLayer", layers.CLIP), ("Attention", layers.CLIP_ATTENTION), ("MLP", MLP))
+_SIGLIP = (("EncoderLayer", towers.SIGLIP), ("Attention", towers.PaddedAttention), ("MLP", MLP))
 _DINO = (
     ("Layer", layers.DINOV2),
     ("Attention", layers.Attention),

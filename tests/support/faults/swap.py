@@ -687,7 +687,7 @@ FAULTS = [
         only=(MODES_FILE + "test_attention_drops_in_training_alone[packed qwen3_vl]",),
     ),
     Fault(
-        "row-edited", "swap/hosts/__init__.py", "_made",
+        "row-edited", "swap/hosts/__init__.py", "make",
         "another row of a class is not taken", "tuple(more.items())", "0",
         only=("swap/test_family.py",),
     ),

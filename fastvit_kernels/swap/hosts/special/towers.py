@@ -205,9 +205,7 @@ class GemmaAttention(Clipped, Attention):
             rotate = sys.modules[self.fused_host.__module__].apply_multidimensional_rope
             q, k = (
                 rotate(
-                    norm(project(m, x).unflatten(-1, (-1, D))),
-                    *position_embeddings,
-                    position_ids,
+                    norm(project(m, x).unflatten(-1, (-1, D))), *position_embeddings, position_ids
                 )
                 for m, norm in ((q, self.q_norm), (k, self.k_norm))
             )

@@ -61,10 +61,7 @@ class WindowedAttention(Attention):
         N = self.fused_area()
         yield (example(generator, 2, N, width_of(self)),), {}
         mask = example(generator, 2, N, N).detach()
-        yield (
-            (example(generator, 4, N, width_of(self)),),
-            {self.fused_extra_kwargs[0]: mask},
-        )
+        yield (example(generator, 4, N, width_of(self)),), {self.fused_extra_kwargs[0]: mask}
 
 
 class WindowAttention(WindowedAttention):
