@@ -86,7 +86,7 @@ BLOCKS = {
 def swapped(name: str) -> tuple[nn.Module, nn.Module]:
     host = BLOCKS[name]()
     module = copy.deepcopy(host)
-    assert swap_in(module).swapped
+    assert swap_in(module).level == "block"
     return host, module
 
 
