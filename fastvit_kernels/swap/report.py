@@ -16,7 +16,7 @@ from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
-from .hosts.fused import Fused, Norm, bypassed, inert, part, why_not_plain, width_of
+from .hosts.fused import Fused, Norm, can_inline, is_noop, part, why_not_plain, width_of
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
@@ -158,7 +158,7 @@ def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
     """The children of a block that it must call, with the reason."""
     for name in block.fused_pieces:
         child = part(block, name)
-        if isinstance(child, nn.Module) and not (inert(child) or bypassed(child)):
+        if isinstance(child, nn.Module) and not (is_noop(child) or can_inline(child)):
             if is_hooked(child):
                 reason = "it is hooked"
             else:
@@ -246,7 +246,7 @@ def _count_swapped(
     if reason is not None:
         leave(name, module, reason)
         return
-    for child, m, because in module.fused_left():
+    for child, m, because in module.fused_unfused_children():
         leave(prefix + child, m, because)
     for what, elements in module.fused_pytorch():
         moved[what] += round(elements)
@@ -295,7 +295,7 @@ def _gets_masks(name: str, block: Any, modules: dict[str, nn.Module]) -> bool:
     """Whether what calls a fused block holds a mask for it, as open_clip's text tower does, and the
     host's forward runs with one."""
     names = block.fused_arguments.names[1:]
-    if not any("mask" in n and n not in block.fused_extras for n in names):
+    if not any("mask" in n and n not in block.fused_extra_kwargs for n in names):
         return False
     for above in ancestors(name.rpartition(".")[0]):
         own = modules[above]

@@ -21,7 +21,7 @@ from ..runtime.backend import get_backend, reason_for_torch
 from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
-from .hosts.fused import Fused, Unfused, bypassed, is_dense, is_traced, part
+from .hosts.fused import Fused, Unfused, can_inline, is_dense, is_traced, part
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
@@ -236,7 +236,7 @@ def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _covers(block: Any, module: Any) -> bool:
     """Whether a block calls this part and has its row."""
-    if not (isinstance(block, Unfused) and bypassed(module)):
+    if not (isinstance(block, Unfused) and can_inline(module)):
         return False
     return any(part(block, name) is module for name in block.fused_pieces)
 

@@ -85,13 +85,13 @@ def test_threads_that_swap_the_same_class_get_one_class(monkeypatch):
     for cls in hosts._swapped.values():  # other tests' models keep their classes
         monkeypatch.setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
     monkeypatch.setattr(hosts, "_swapped", {})
-    make = hosts.make
+    arguments_of = hosts.arguments_of
 
-    def slowly(*arguments):
+    def slowly(forward):
         threading.Event().wait(0.05)
-        return make(*arguments)
+        return arguments_of(forward)
 
-    monkeypatch.setattr(hosts, "make", slowly)
+    monkeypatch.setattr(hosts, "arguments_of", slowly)
 
     def swap(index):
         layers = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)

@@ -13,8 +13,7 @@ import torch
 
 from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.commands.beside import model_errors
-from fastvit_kernels.swap.hosts.positions import with_decomposed
-from fastvit_kernels.swap.hosts.special.windows import Windows
+from fastvit_kernels.swap.hosts.grids import Windows, with_decomposed
 from tests.model_coverage.compare import difference, randomize
 
 timm = pytest.importorskip("timm")

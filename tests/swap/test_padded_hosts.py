@@ -13,7 +13,7 @@ import torch
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.swap.hosts import attend
-from fastvit_kernels.swap.hosts.special import mae
+from fastvit_kernels.swap.hosts.special import models
 from tests.model_coverage.compare import difference, randomize
 from tests.model_coverage.model_zoo import hf_small
 
@@ -107,13 +107,13 @@ def test_other_masks_are_taken_as_they_are(masks):
 def kept(monkeypatch):
     """The patches that each fused embedding keeps."""
     lists = []
-    original = mae.patch_embed
+    original = models.patch_embed
 
     def counted(*args, **kwargs):
         lists.append(kwargs["keep"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(mae, "patch_embed", counted)
+    monkeypatch.setattr(models, "patch_embed", counted)
     return lists
 
 

@@ -28,7 +28,7 @@ from tests.model_coverage.model_zoo import hf_small
 timm = pytest.importorskip("timm")
 HOME = str(Path(fastvit_kernels.__file__).parent)
 # Of Python in this package for a block's forward, and frames until attention is called.
-CALLS, FRAMES = {"timm": 63, "found": 73, "transformers": 83}, 6
+CALLS, FRAMES = {"timm": 74, "found": 73, "transformers": 80}, 6
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ BLOCKS = {
 def swapped(name: str) -> tuple[nn.Module, nn.Module]:
     host = BLOCKS[name]()
     module = copy.deepcopy(host)
-    assert swap_in(module).swapped
+    assert swap_in(module).level == "block"
     return host, module
 
 
@@ -303,6 +303,18 @@ def test_layer_scale_of_another_dtype_is_promoted_as_by_the_host(gamma, autocast
                 0.05 * wanted.abs().max().item() if autocast or gamma is torch.bfloat16 else 1e-4
             )
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=limit)
+
+
+@pytest.mark.parametrize("chosen", [{"memory": "low"}, {"drop_path": "skip"}], ids=str)
+def test_what_swap_in_was_asked_for_has_a_plan(chosen):
+    module = timm_block(drop_path=0.4)
+    assert swap_in(module, **chosen).swapped
+    first = run(module)
+    known = plan(module)
+    assert known is not None
+    for a, b in zip(first, run(module), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    assert plan(module) is known
 
 
 def test_other_arguments_and_inputs_take_their_own_way():

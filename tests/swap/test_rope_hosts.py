@@ -12,7 +12,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
-from fastvit_kernels.swap.hosts import fused, rotary
+from fastvit_kernels.swap.hosts import attend, fused
 from tests.model_coverage.compare import difference, randomize
 from tests.model_coverage.model_zoo import HF_MODELS, hf_small, timm_small
 
@@ -87,13 +87,13 @@ def test_a_step_under_autocast(family):
 def rotations(monkeypatch):
     """The tables that our rotation takes from now on."""
     taken = []
-    original = rotary.rope_attention
+    original = attend.rope_attention
 
     def counted(*args, **kwargs):
         taken.append(kwargs["cos"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(rotary, "rope_attention", counted)
+    monkeypatch.setattr(attend, "rope_attention", counted)
     return taken
 
 

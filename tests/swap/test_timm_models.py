@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastvit_kernels.swap.hosts.masks as masks
 import fastvit_kernels.swap.hosts.special.models as models
-import fastvit_kernels.swap.hosts.special.timm_masks as masks
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.commands.beside import model_errors
 from fastvit_kernels.swap.hosts.fused import Fused

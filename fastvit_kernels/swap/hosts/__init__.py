@@ -2,7 +2,7 @@
 
 What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
-DropPath in fused.py and leaves.py). A host file (timm.py, torch_nn.py, torchvision.py,
+DropPath in fused.py and searched.py). A host file (timm.py, torch_nn.py, torchvision.py,
 transformers.py) has a table, host class path -> such a class, or a row: the class with the roles. A
 search by structure finds roles of hosts that no table has (searched.py). special/ has what is more
 than its roles.
@@ -35,8 +35,8 @@ HOST_FILES = {
     "transformers": f"{__name__}.transformers",
 }
 
-_swapped: dict[Any, type] = {}  # (host class, its row) -> swapped class
-making = threading.RLock()  # two classes of one name could not be pickled
+_swapped: dict[Any, type] = {}  # (mixin, host class, attributes) -> swapped class
+_making = threading.RLock()  # two classes of one name could not be pickled
 
 
 def host_path(cls: type) -> str:
@@ -83,13 +83,8 @@ def swapped_class(cls: type, parent: type | None = None) -> type | None:
 
 
 def _made(host: type, row: Row) -> type:
-    mixin, more = row
-    key = host, mixin, tuple(more.items())
-    with making:
-        if key not in _swapped:
-            file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
-            _swapped[key] = make(file, mixin, host, _qualname(mixin, host_path(host)), more)
-        return _swapped[key]
+    file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
+    return make(file, row.mixin, host, _qualname(row.mixin, host_path(host)), row.attributes)
 
 
 def host_class(cls: type) -> type | None:
@@ -116,24 +111,27 @@ class SwappedType(type):
     __module__ = property(lambda cls: cls.fused_home)  # type: ignore[assignment]
 
 
-def make(
-    file: ModuleType, mixin: type, host: type, qualname: str, more: dict[str, Any] | None = None
-) -> type:
+def make(file: ModuleType, mixin: type, host: type, qualname: str, more: dict[str, Any]) -> type:
     """The class (mixin, host), kept in `file` under `qualname`, with `more` attributes."""
-    namespace: dict[str, Any] = {
-        "__module__": host.__module__,
-        "__qualname__": qualname,
-        "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
-        "fused_home": file.__name__,
-        "fused_host": host,
-        "fused_arguments": arguments_of(host.forward),
-        "forward": _with_signature(mixin.forward, host.forward),
-        **(more or {}),
-    }
-    meta = SwappedType if type(host) is type else type("SwappedType", (SwappedType, type(host)), {})
-    cls = meta(host.__name__, (mixin, host), namespace)
-    setattr(file, cls.__qualname__, cls)
-    return cls
+    key = mixin, host, tuple(more.items())
+    with _making:
+        if key not in _swapped:
+            namespace: dict[str, Any] = {
+                "__module__": host.__module__,
+                "__qualname__": qualname,
+                "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
+                "fused_home": file.__name__,
+                "fused_host": host,
+                "fused_arguments": arguments_of(host.forward),
+                "forward": _with_signature(mixin.forward, host.forward),
+                **more,
+            }
+            meta: Any = SwappedType
+            if type(host) is not type:
+                meta = type("SwappedType", (SwappedType, type(host)), {})
+            _swapped[key] = meta(host.__name__, (mixin, host), namespace)
+            setattr(file, qualname, _swapped[key])
+        return _swapped[key]
 
 
 def unpickled(file: str, table: dict[str, Entry], name: str) -> type:

@@ -1,23 +1,28 @@
 """The three ways into attention that the hosts' modules take; each gives (B, T, H, D).
 
 Head dims and dropouts that the packed ops refuse go through scaled_dot_product_attention, which
-has torch's path for them.
+has torch's path for them. Queries and keys may be normed, turned or both first (RoPE, qk-norm):
+where a projection of ours gives q, k and v, all of it is `rope_attention`; beside a mask or after a
+projection that must be called, `rope` and attention.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...ops.attention.functions import MAX_D, attention
 from ...ops.attention.projected import qkv_attention
+from ...ops.attention.rotary import rope_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
 from ...ops.linear.functions import linear
-from ...runtime.plain import is_plain, is_raw
+from ...ops.rope import rope
+from ...runtime.plain import is_raw
+from .fused import is_fused_norm, is_noop
 from .read_once import is_readable, read_once
 
 LEAST = torch.finfo(torch.float32).min  # what hosts add to the scores of a hidden key, or less
@@ -27,9 +32,9 @@ def packable(D: int, dropout_p: float) -> bool:
     return D % 8 == 0 and D <= MAX_D and dropout_p < 1
 
 
-def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3HD) -> q, k, v, views (B, H, T, D)"""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, 3, H, D) -> q, k, v, views (B, H, T, D)"""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
@@ -78,53 +83,138 @@ def attend(
     return out.transpose(1, 2)
 
 
-def attend_packed(
-    qkv: Tensor, num_heads: int, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None,
+class Turn(NamedTuple):
+    """Tables for `rope` and how it takes them; tokens before them do not turn."""
+
+    cos: Tensor  # (T', R), (B or 1, T', R), or (B or 1, H or 1, T', R)
+    sin: Tensor
+    interleaved: bool = False
+
+
+class HeadNorms(NamedTuple):
+    """Norms of queries and keys over D, as `rope` takes them; None: no norm."""
+
+    norm: Any = None
+    q_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_weight: Tensor | None = None
+    k_bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+NO_NORMS = HeadNorms()
+
+
+def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = False) -> Turn | None:
+    """The tables for queries of this shape, (B, H, T, D); None where `rope` does not take them."""
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape):
+        return None
+    if not (is_raw(cos) and is_raw(sin)):
+        return None
+    B, H, T, D = shape
+    *leading, tokens, R = cos.shape if cos.ndim > 1 else (0, 0)
+    fits = tokens <= T and R % 2 == 0 and 0 < R <= D and len(leading) < 3
+    fits = fits and all(n in (1, m) for n, m in zip(leading, (B, H)[: len(leading)], strict=True))
+    return Turn(cos, sin, interleaved) if fits else None
+
+
+def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
+    """What `rope` needs of two norms of heads of D; None where it cannot stand for them."""
+    if all(norm is None or is_noop(norm) for norm in (q_norm, k_norm)):
+        return NO_NORMS
+    if not (is_fused_norm(q_norm) and is_fused_norm(k_norm)):
+        return None
+    (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
+        norm.fused_parameters() for norm in (q_norm, k_norm)
+    )
+    if q_norm.fused_kind != k_norm.fused_kind or eps != other or D % 2:
+        return None
+    return HeadNorms(q_norm.fused_kind, q_weight, q_bias, k_weight, k_bias, eps)
+
+
+def _arguments(turn: Turn | None, norms: HeadNorms, like: Tensor, tokens: int) -> dict[str, Any]:
+    """Keywords of `rope` and `rope_attention`."""
+    if turn is None:  # all tokens are prefix: none turns
+        none = like.detach().new_empty((0, 2))
+        turn = Turn(none, none)
+    return dict(
+        cos=turn.cos, sin=turn.sin, interleaved=turn.interleaved,
+        prefix_tokens=tokens - turn.cos.shape[-2], norm=norms.norm,
+        q_norm_weight=norms.q_weight, q_norm_bias=norms.q_bias,
+        k_norm_weight=norms.k_weight, k_norm_bias=norms.k_bias, eps=norms.eps,
+    )  # fmt: skip
+
+
+def turned(q: Tensor, k: Tensor, turn: Turn | None, norms: HeadNorms) -> tuple[Tensor, Tensor]:
+    """q, k (B, H, T, D), normed and turned."""
+    if turn is None and norms.norm is None:
+        return q, k
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = rope(q, k, **_arguments(turn, norms, q, q.shape[1]))
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def attend_qkv(
+    qkv: Tensor, turn: Turn | None = None, norms: HeadNorms = NO_NORMS, *,
+    mask: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """qkv (B, T, 3HD), columns ordered (3, H, D); mask as for `attend`."""
-    if packable(qkv.shape[-1] // (3 * num_heads), dropout_p):
-        qkv = qkv.unflatten(-1, (3, num_heads, -1))
+    """qkv (B, T, 3, H, D); mask as for `attend`."""
+    plain = turn is None and norms.norm is None and qkv.stride(-1) == 1
+    if plain and packable(qkv.shape[-1], dropout_p):
         return attention(qkv, attn_mask=mask, scale=scale, dropout_p=dropout_p)
-    return attend(*unpack(qkv, num_heads), mask=mask, dropout_p=dropout_p, scale=scale)
+    q, k, v = unpack(qkv)
+    q, k = turned(q, k, turn, norms)
+    return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
 
 
 def attend_weights(
-    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *, dropout_p: float = 0.0,
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, turn: Turn | None = None,
+    norms: HeadNorms = NO_NORMS, *, mask: Tensor | None = None, dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (B, T, C), weight (3HD, C)."""
-    if packable(weight.shape[0] // (3 * num_heads), dropout_p):
-        return qkv_attention(x, weight, bias, num_heads=num_heads, scale=scale, dropout_p=dropout_p)
-    return attend_packed(linear(x, weight, bias), num_heads, dropout_p=dropout_p, scale=scale)
+    """x (B, T, C), and weight (3HD, C) and bias of the projection to q, k and v."""
+    given: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p)
+    if mask is not None or not packable(weight.shape[0] // (3 * num_heads), dropout_p):
+        qkv = linear(x, weight, bias).unflatten(-1, (3, num_heads, -1))
+        return attend_qkv(qkv, turn, norms, mask=mask, **given)
+    if turn is None and norms.norm is None:
+        return qkv_attention(x, weight, bias, num_heads=num_heads, **given)
+    given |= _arguments(turn, norms, x, x.shape[1])
+    return rope_attention(x, weight, bias, num_heads=num_heads, **given)
 
 
-def _shares_a_matmul(parameters: list[Tensor]) -> bool:
-    """Whether q, k and v can share one: one dtype and shape, frozen together."""
-    first, *rest = [(p.dtype, p.shape, p.requires_grad) for p in parameters]
-    return all(other == first for other in rest)
-
-
-def together(projections: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
-    """One weight and bias of these Linears; None where they must stay apart, or be called."""
-    if not all(map(is_plain, projections)):
-        return None
-    if len(projections) == 1:
-        return projections[0].weight, projections[0].bias
-    return as_one([m.weight for m in projections], [m.bias for m in projections])
+def _alike(parameters: Sequence[Tensor]) -> bool:
+    """Whether these can share a matmul: one dtype and shape, frozen together."""
+    for p in parameters:
+        first = parameters[0]
+        if (p.dtype, p.shape, p.requires_grad) != (first.dtype, first.shape, first.requires_grad):
+            return False
+    return True
 
 
 def as_one(
-    weights: list[Tensor], biases: list[Tensor | None]
+    every: Sequence[tuple[Tensor, Tensor | None] | None],
 ) -> tuple[Tensor, Tensor | None] | None:
-    given = [b for b in biases if b is not None]
-    if not _shares_a_matmul(weights) or (given and not _shares_a_matmul(given)):
+    """One weight and bias of one Linear or three; None where they must stay apart, or be called."""
+    if len(every) == 1:
+        return every[0]
+    weights, biases, given = [], [], []
+    for pair in every:
+        if pair is None:
+            return None
+        weights.append(pair[0])
+        biases.append(pair[1])
+        if pair[1] is not None:
+            given.append(pair[1])
+    if not (_alike(weights) and _alike(given)):
         return None
     # A copy of the weights is small beside three passes over x.
     if not given:
         return torch.cat(weights), None
-    zeros = given[0].detach().new_zeros(given[0].shape)  # EVA02 and DINOv3 have no bias of k
-    return torch.cat(weights), torch.cat([zeros if b is None else b for b in biases])
+    if len(given) < len(biases):  # EVA02 and DINOv3 have no bias of k
+        zeros = given[0].detach().new_zeros(given[0].shape)
+        biases = [zeros if b is None else b for b in biases]
+    return torch.cat(weights), torch.cat(biases)
 
 
 def registered(name: str | None) -> Any:

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.attention.functions import attention
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import add_branch, is_plain
 from ..prove import ROOTS
-from . import rotary
-from .attend import as_one, attend, attend_weights, packable, registered, together
-from .fused import (
-    NOTHING,
-    Child,
-    Epilogue,
-    Given,
-    Inline,
-    Place,
-    Resolved,
-    example,
-    inert,
-    inputs,
-    left_dropouts,
-    norm_in_pytorch,
-    normed,
-    owned,
-    part,
-    project,
-    project_out,
-    width_of,
+from . import fused
+from .attend import (
+    NO_NORMS,
+    HeadNorms,
+    Turn,
+    as_one,
+    attend,
+    attend_qkv,
+    attend_weights,
+    head_norms,
+    registered,
+    turn_of,
+    turned,
+    unpack,
 )
-from .grids import windows_of
+from .fused import Epilogue, Given, Place, example, is_noop, norm_in_pytorch, normed, part
+from .grids import bias_of, turned_behind, with_decomposed
 from .masks import READINGS, example_of_mask, fits, reading_of
-from .positions import bias_of, turned, with_decomposed
-from .roles import Roles, as_result, entered, is_ours, resolved_entry, weight_and_bias
-from .rotary import NO_NORMS, HeadNorms, Turn, attend_qkv, attend_turned, turn_of
+from .roles import Body, is_ours, planned_entry, weight_and_bias
+
+# (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)
+Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
 
 
 class AttentionRoles(NamedTuple):
@@ -123,51 +117,7 @@ def tokens_of(module: Any) -> tuple[int, ...]:
     return (roles.tokens,) if roles.tokens else ()
 
 
-def takes(module: Any, x: Tensor) -> bool:
-    """Whether x has as many tokens as the positions of an attention are for."""
-    tokens = tokens_of(module)
-    return not tokens or tuple(x.shape[1:-1]) == tokens
-
-
-def resolved_attention(
-    module: Any, place: Place, projections: Sequence[Any], out: Any, drops: bool, D: int
-) -> Resolved:  # fmt: skip
-    """Attention by plain Linears with all decided, for calls that give x alone.
-
-    Args:
-        drops: its dropout has a rate.
-        D: of a head.
-    """
-    every = [*projections, out]
-    plain = all(map(is_plain, every)) and all(owned(m, "weight", "bias") for m in every)
-    undecided = module.fused_undecided(place)
-    if not plain or not packable(D, 0.0) or isinstance(module, Inline):
-        return undecided
-    at, *reads, writes = map(place, (module, *every))
-    drops, scale = drops and module.training, module.fused_scale()
-
-    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
-        if context:  # a mask or angles
-            return undecided(modules, x, epilogue, context)
-        dropout_p = modules[at].fused_dropout_p() if drops else 0.0
-        if len(reads) == 1:
-            own = modules[reads[0]]._parameters
-            packed = own["weight"], own["bias"]
-        else:
-            apart = [modules[i]._parameters for i in reads]
-            packed = as_one([p["weight"] for p in apart], [p["bias"] for p in apart])  # type: ignore
-            if packed is None:  # frozen apart, or of several dtypes
-                return undecided(modules, x, epilogue, {})
-        weight: Any = packed[0]
-        H = weight.shape[0] // (3 * D)  # whatever the Linears say
-        y = attend_weights(x, weight, packed[1], H, dropout_p=dropout_p, scale=scale)
-        own = modules[writes]._parameters
-        return linear(y.flatten(-2), own["weight"], own["bias"], **epilogue)
-
-    return run
-
-
-class Attention(Roles):
+class Attention(Body):
     """norm -> projections -> q_norm, k_norm -> attention -> inner_norm, gate -> out -> dropout."""
 
     fused_level = "attention"
@@ -183,19 +133,16 @@ class Attention(Roles):
         return self.fused_roles.projections
 
     def fused_projections(self: Any) -> tuple[Any, ...]:
-        return tuple(part(self, name) for name in self.fused_linears())
-
-    def fused_out(self: Any) -> Any:
-        return self.fused_part("out")
+        return tuple(self.fused_child(name) for name in self.fused_linears())
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
-        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_out())
+        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_part("out"))
         yield from (m for m in every if m is not None)
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from super().fused_left()
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
+        yield from super().fused_unfused_children()
         if not self.fused_searched:
-            yield from left_dropouts(self, self.fused_roles.after)
+            yield from fused.left_dropouts(self, self.fused_roles.after)
 
     def fused_blocked(self: Any) -> str | None:
         if self.fused_roles.raw and not all(map(is_plain, self.fused_projections())):
@@ -212,12 +159,12 @@ class Attention(Roles):
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         axes = (4,) if self.fused_roles.grid else self.fused_axes
-        return x.ndim in axes and takes(self, x)
+        return x.ndim in axes and tokens_of(self) in ((), tuple(x.shape[1:-1]))
 
     def fused_width(self: Any) -> int:
         """H D"""
-        names = self.fused_linears()
-        return part(self, names[0]).out_features // (3 if len(names) == 1 else 1)
+        first, *others = self.fused_projections()
+        return first.out_features // (1 if others else 3)
 
     def fused_head_dim(self: Any) -> int:
         roles = self.fused_roles
@@ -227,9 +174,9 @@ class Attention(Roles):
         return self.fused_width() // H
 
     def fused_draws(self) -> bool:
-        return not inert(self.fused_part("after"))
+        return not is_noop(self.fused_part("after"))
 
-    def fused_reads_low(self: Any) -> bool:
+    def fused_accepts_autocast_input(self: Any) -> bool:
         if self.fused_roles.norm or self.fused_part("gate") is not None:
             return False  # a norm reads the dtype that comes
         return all(map(is_ours, self.fused_projections()))
@@ -243,31 +190,19 @@ class Attention(Roles):
         scale = self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
-    def fused_weights(self: Any, place: int) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of a projection; None where it has to be called."""
-        roles, module = self.fused_roles, self.fused_projections()[place]
+    def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
+        """Weight and bias of each projection; None for one that has to be called."""
+        roles, modules = self.fused_roles, self.fused_projections()
         if not roles.raw:
-            return weight_and_bias(module)
-        names = roles.biases[place] if roles.biases else ()
-        if not any(names):
-            return module.weight, None
-        size = module.weight.shape[0] // len(names)
-        made = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
-        return module.weight, made[0] if len(made) == 1 else torch.cat(made)
-
-    def fused_project(self: Any, place: int, x: Tensor) -> Tensor:
-        weights = self.fused_weights(place)
-        return self.fused_projections()[place](x) if weights is None else linear(x, *weights)
-
-    def fused_packed(self: Any) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one projection to q, k and v; None where they must stay apart, or be
-        called."""
-        modules = self.fused_projections()
-        if len(modules) == 1:
-            return self.fused_weights(0)
-        if not self.fused_roles.raw:
-            return together(modules)
-        return as_one([m.weight for m in modules], [self.fused_weights(i)[1] for i in range(3)])
+            return [weight_and_bias(m) for m in modules]
+        found = []
+        for module, names in zip(modules, roles.biases or ((),) * len(modules)):  # noqa: B905
+            size, bias = module.weight.shape[0] // max(len(names), 1), None
+            if any(names):
+                ends = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
+                bias = ends[0] if len(ends) == 1 else torch.cat(ends)
+            found.append((module.weight, bias))
+        return found
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         """What is added to the scores of x (B, T, C), or says which keys are hidden."""
@@ -300,29 +235,27 @@ class Attention(Roles):
         roles, D = self.fused_roles, self.fused_head_dim()
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
         norms, by_host = self.fused_norms(), angles is not None and turn is None
-        usual = not (by_host or roles.causal or roles.along or roles.turn) and norms is not None
+        usual = norms is not None and not (by_host or roles.causal or roles.along or roles.turn)
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
-        packed = self.fused_packed() if usual and roles.layout == "3HD" else None
-        if norms is not None and packed is not None:
-            return attend_turned(x, packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
-        if len(self.fused_linears()) == 1:
-            qkv = self.fused_project(0, x)
-            H = qkv.shape[-1] // (3 * D)
-            if norms is not None and usual and roles.layout == "3HD":
-                return attend_qkv(qkv, H, turn, norms, **given)
-            axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
-            three = roles.layout.index("3") - 3
-            qkv = qkv.unflatten(-1, axes).movedim(three, -3)  # (B, T, 3, H, D)
-            plain = usual and norms is NO_NORMS and turn is None and qkv.stride(-1) == 1
-            if plain and packable(D, given["dropout_p"]):
-                return attention(qkv, attn_mask=given.pop("mask"), **given)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        weights = self.fused_weights()
+        packed = as_one(weights) if roles.layout == "3HD" else None
+        if norms is not None and usual and packed is not None:
+            return attend_weights(x, *packed, packed[0].shape[0] // (3 * D), turn, norms, **given)
+        if packed is not None:
+            every = linear(x, *packed).chunk(len(weights), dim=-1)
         else:
-            packed = self.fused_packed()
-            if packed is not None:
-                q, k, v = linear(x, *packed).chunk(3, dim=-1)
-            else:
-                q, k, v = (self.fused_project(place, x) for place in range(3))
+            modules = self.fused_projections()
+            every = [m(x) if w is None else linear(x, *w) for m, w in zip(modules, weights)]  # noqa: B905
+        if len(every) == 1:
+            qkv = every[0]
+            H = qkv.shape[-1] // (3 * D)
+            axes = {"3HD": (3, H, D), "H3D": (H, 3, D), "HD3": (H, D, 3)}[roles.layout]
+            qkv = qkv.unflatten(-1, axes).movedim(roles.layout.index("3") - 3, -3)
+            if norms is not None and usual:
+                return attend_qkv(qkv, turn, norms, **given)
+            q, k, v = unpack(qkv)
+        else:
+            q, k, v = every
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
@@ -331,12 +264,12 @@ class Attention(Roles):
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
             q, k = self.fused_normed(q, k, low)
-        q, k = rotary.turned(q, k, turn, norms or NO_NORMS)
+        q, k = turned(q, k, turn, norms or NO_NORMS)
         if by_host:
             q, k = (t.type_as(v) for t in self.fused_rotated(q, k, angles))
         if roles.turn:
             rotate = self.fused_part("turn")
-            q, k = (turned(rotate, t, roles.prefix, v) for t in (q, k))
+            q, k = (turned_behind(rotate, t, roles.prefix, v) for t in (q, k))
         if roles.along:
             along: Any = tuple(part(self, n) for n in roles.along)
             scale = D**-0.5 if given["scale"] is None else given["scale"]
@@ -353,7 +286,7 @@ class Attention(Roles):
             return rotate(q, k, angles)
         if self.fused_roles.spread == "each":
             prefix = self.fused_roles.prefix
-            q, k = (turned(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
+            q, k = (turned_behind(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
             return q, k
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
@@ -363,53 +296,80 @@ class Attention(Roles):
         if self.fused_roles.wide_norms:
             return None
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return rotary.head_norms(q_norm, k_norm, self.fused_head_dim())
+        return head_norms(q_norm, k_norm, self.fused_head_dim())
 
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
         return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
 
     def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
-        out = self.fused_out()
+        out = self.fused_part("out")
         if out is None:
             return add_branch(y, **epilogue)
-        return project_out(out, self.fused_part("after"), y, epilogue)
+        return fused.project_out(out, self.fused_part("after"), y, epilogue)
 
-    def fused_branch(
-        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, window: int = 0, **extras: Any
-    ) -> Tensor:
-        grid, gate = x.shape[1:3], self.fused_part("gate")
-        windows = windows_of(x, window) if window else None
-        x = x if windows is None else windows.cut(x)
-        y, epilogue = entered(self.fused_part("norm"), x, epilogue, self.fused_projections()[0])
-        y = y.flatten(1, 2) if y.ndim == 4 else y
-        gate = None if gate is None else project(gate, y).sigmoid()
-        y = self.fused_heads(y, **extras).flatten(-2)
-        y, _ = normed(self.fused_part("inner_norm"), y, is_plain(self.fused_out()))
-        y = y if gate is None else y * gate
-        if windows is not None:  # here, so that nobody projects what was only padded
-            y = windows.joined(y)
-        elif self.fused_roles.grid:
-            y = y.unflatten(1, grid)
-        return self.fused_project_out(y, epilogue)
+    def fused_planned(self: Any, place: Place) -> fused.Planned:
+        after, inner = self.fused_part("after"), self.fused_part("inner_norm")
+        found, out = self.fused_found(place), self.fused_part("out")
+        enter = planned_entry(place, self.fused_part("norm"), self.fused_projections()[0])
+        heads = self.fused_planned_heads(place)
+        between = self.fused_part("gate") is not None or not is_noop(inner)
+        writes = None
+        if out is not None and is_plain(out) and is_noop(after):
+            writes = place(out)
 
-    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
-        roles, gate = self.fused_roles, self.fused_part("gate")
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            gate, axes, windows, grid = None, x.ndim, None, x.shape[1:3]
+            if "windows" in more:
+                windows, more = more["windows"], {n: v for n, v in more.items() if n != "windows"}
+                x = windows.cut(x)
+            if enter is not None:
+                x, epilogue = enter(modules, x, epilogue)
+            if x.ndim == 4:
+                x = x.flatten(1, 2)
+            if between and (gate := found(modules).fused_part("gate")) is not None:
+                gate = fused.project(gate, x).sigmoid()
+            y = heads(modules, x, more).flatten(-2)
+            if between:
+                me = found(modules)
+                y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_part("out")))
+                y = y if gate is None else y * gate
+            if windows is not None:  # here, so that nobody projects what was only padded
+                y = windows.joined(y, tokens=axes == 3)
+            elif axes == 4:
+                y = y.unflatten(1, grid)
+            if writes is None:
+                return found(modules).fused_project_out(y, epilogue)
+            return linear(y, *fused.weights_of(modules[writes]), **epilogue)
+
+        return run
+
+    def fused_planned_heads(self: Any, place: Place) -> Heads:
+        """`fused_heads`, at once by the weights of plain Linears where the call gives x alone."""
+        roles, linears, found = self.fused_roles, self.fused_projections(), self.fused_found(place)
         more = (
-            roles.out == "" or not inert(self.fused_part("inner_norm")) or roles.grid
-            or roles.causal or roles.raw or roles.table or roles.along or roles.turn
-            or roles.layout != "3HD" or gate is not None
+            roles.causal or roles.raw or roles.table or roles.along or roles.turn
+            or roles.layout != "3HD" or not self.fused_simple
         )  # fmt: skip
-        if more or not self.fused_simple or self.fused_norms() is not NO_NORMS:
-            return self.fused_undecided(place)
-        if self.fused_draws():
-            return self.fused_undecided(place)
-        projections, drop = self.fused_projections(), self.fused_part("dropout")
-        inner = resolved_attention(
-            self, place, projections, self.fused_out(), bool(getattr(drop, "p", drop)),
-            self.fused_head_dim(),
-        )  # fmt: skip
-        return resolved_entry(self, place, self.fused_part("norm"), projections[0], inner)
+        if more or not all(map(is_plain, linears)) or self.fused_norms() is not NO_NORMS:
+            return lambda modules, x, more: found(modules).fused_heads(x, **more)
+        D, drop = self.fused_head_dim(), self.fused_part("dropout")
+        reads, scale = [*map(place, linears)], self.fused_scale()
+        drops = bool(getattr(drop, "p", drop)) and self.training
+
+        def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
+            if more:  # a mask or angles
+                return found(modules).fused_heads(x, **more)
+            packed: Any = fused.weights_of(modules[reads[0]])
+            if len(reads) > 1:
+                packed = as_one([fused.weights_of(modules[at]) for at in reads])
+            if packed is None:  # frozen apart, or of several dtypes
+                return found(modules).fused_heads(x, **more)
+            dropout_p = found(modules).fused_dropout_p() if drops else 0.0
+            H = packed[0].shape[0] // (3 * D)  # whatever the Linears say
+            return attend_weights(x, packed[0], packed[1], H, dropout_p=dropout_p, scale=scale)
+
+        return heads
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         if self.fused_roles.weights and self not in ROOTS:
@@ -418,7 +378,7 @@ class Attention(Roles):
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         roles = self.fused_roles
-        if roles.needs_rope and roles.rope not in extras:
+        if roles.needs_rope and extras.get(roles.rope) is None:
             return None
         known = not roles.masks or fits(roles, extras.get(roles.mask), x)
         return (x, extras) if known else None
@@ -426,12 +386,8 @@ class Attention(Roles):
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
-    def fused_forward(self, x: Tensor, **extras: Any) -> Any:
-        y = self.fused_branch(x, **extras)
-        return y if self.fused_roles.weights else as_result(y, self.fused_roles.result)
-
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles = width_of(self), self.fused_roles
+        width, roles = fused.width_of(self), self.fused_roles
         shapes = [(3, 5, width), (2, 4, width)]
         if roles.grid:
             shapes = [(2, 3, 4, width), (3, 2, 2, width)]
@@ -476,7 +432,7 @@ def examples_with_bias(
     module: Any, generator: torch.Generator, name: str, heads: int, own: Tensor | None = None
 ) -> Iterator[tuple[tuple, dict]]:
     """Calls with a bias of the scores and without; the module's own bias says the length."""
-    for x in inputs(module, generator, *(() if own is None else own.shape[-2:])):
+    for x in fused.inputs(module, generator, *(() if own is None else own.shape[-2:])):
         B, T, _ = x.shape
         if B == 3 and T > LONG:
             continue  # one batch says it: in float64 1,025 tokens take seconds

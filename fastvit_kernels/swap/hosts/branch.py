@@ -1,4 +1,4 @@
-"""x + tail(body(norm(x))), of which a pre-norm block has two.
+"""residual + tail(body(norm(x))), of which a pre-norm block has two.
 
 Where the children let it, the norm hands its input on and the body's last matmul ends in an
 epilogue that applies the tail (LayerScale, DropPath) and the residual.
@@ -6,59 +6,67 @@ epilogue that applies the tail (LayerScale, DropPath) and the residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.samples import keep_samples
+from ...ops.common.samples import keep_samples, num_kept
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
 from ...runtime.arguments import autocast_dtype
-from .fused import (
-    DropPath,
-    LayerScale,
-    Place,
-    bypassed,
-    inert,
-    is_fused_norm,
-    normed,
-)
+from . import fused
+from .fused import NOTHING, DropPath, LayerScale, Place, can_inline, is_fused_norm, is_noop, part
 
 Tail = nn.Module | Tensor | None
+
+
+class Step(NamedTuple):
+    """values[output] = values[residual] + tail(body(norm(values[source]))), by names in the block;
+    "" and -1 for what is not there. `arguments` and `item` say how the host calls the body."""
+
+    output: int
+    source: int
+    residual: int = -1
+    norm: str = ""
+    body: str = ""
+    tail: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = (("x",), ())  # positional, and (name, value); "x" for the input
+    item: int | None = None
+    inline: Any = None  # AttentionRoles or MlpRoles of a body that is no module of its own
+    context: tuple[tuple[str, str], ...] = ()  # arguments of the body that are the block's own
+    window: str = ""  # the setting with the size of the windows that the body sees
 
 
 def _foldable(item: Tail) -> bool:
     if isinstance(item, Tensor):
         return item.ndim == 1
-    return inert(item) or (bypassed(item) and isinstance(item, (LayerScale, DropPath)))
+    return is_noop(item) or (can_inline(item) and isinstance(item, (LayerScale, DropPath)))
 
 
 def fold(
-    tail: tuple[Tail, ...], x: Tensor, samples: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None] | None:
-    """(layer_scale, row_scale) that stand for the tail, or None where it must be called; samples
-    stand for its DropPath where they are given."""
-    if not all(_foldable(item) for item in tail):
-        return None
-    dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host: the body's output
-    gamma = rows = None
+    tail: Iterable[Any], x: Tensor, samples: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(layer_scale, row_scale) that stand for a foldable tail; samples stand for its DropPath."""
+    gamma, rows = None, samples
     for item in tail:
-        if isinstance(item, LayerScale):
-            item = item.fused_scale()
-        if isinstance(item, Tensor):
-            gamma = item
-            dtype = torch.promote_types(dtype, gamma.dtype)
-        elif isinstance(item, DropPath) and samples is None:
+        if isinstance(item, DropPath) and samples is None:
+            dtype = autocast_dtype(x) or x.dtype  # what it reads in the host: the body's output
+            dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
             rows = item.fused_row_scale(x, dtype)
-    return gamma, rows if samples is None else samples
+        elif isinstance(item, (LayerScale, Tensor)):
+            gamma = item if isinstance(item, Tensor) else item.fused_scale()
+    return gamma, rows
+
+
+def is_foldable(tail: Iterable[Tail]) -> bool:
+    return all(map(_foldable, tail))
 
 
 def takes_samples(norm: Any, body: Any, tail: Iterable[Tail]) -> bool:
-    """Whether `pre_norm_branch` computes the samples that it is told alone, without copies."""
-    return is_fused_norm(norm) and bypassed(body) and all(map(_foldable, tail))
+    """Whether a branch computes the samples that it is told alone, without copies."""
+    return is_fused_norm(norm) and can_inline(body) and is_foldable(tail)
 
 
 def skips(norm: Any, body: Any, tail: Iterable[Tail]) -> DropPath | None:
@@ -79,121 +87,127 @@ def _of_each_sample(value: Any, x: Tensor) -> bool:
     return True
 
 
-def kept_of(
-    x: Tensor, norm: Any, body: Any, tail: Iterable[Tail], context: dict[str, Any]
-) -> Tensor | None:
-    """What `keep_samples` draws for a branch on x, None where it computes all samples."""
-    path: Any = skips(norm, body, tail)
-    if path is None or not path.training or x.shape[0] == 0:
-        return None
-    if any(_of_each_sample(value, x) for value in context.values()):
-        return None
-    return keep_samples(x.shape[0], path.fused_rate(), x.device)
+class Branch:
+    """The branch of a step, with all decided that its parts decide as they are now.
 
-
-def apply(item: Tail, y: Tensor) -> Tensor:
-    if item is None:
-        return y
-    return y * item if isinstance(item, Tensor) else item(y)
-
-
-def add_body(
-    x: Tensor, y: Tensor, body: Any, tail: tuple[Tail, ...],
-    call: Callable[[Tensor], Tensor], bypass: bool, context: dict[str, Any],
-    samples: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x + tail(body(y)); y has the samples that `samples` keeps, where it is given."""
-    folds = samples is not None or (bypass and not body.fused_draws())
-    epilogue = fold(tail, x, samples) if folds else None
-    if epilogue is None:
-        y, last = call(y), tail[-1] if tail else None
-        adds = is_fused_norm(last)
-        for item in tail[:-1] if adds else tail:
-            y = apply(item, y)
-        return last.fused_added(y, x) if adds else x + y  # pyright: ignore
-    gamma, rows = epilogue
-    if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
-        x = x.to(torch.promote_types(x.dtype, gamma.dtype))
-    epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
-    return body.fused_branch(y, epilogue, **context)
-
-
-def pre_norm_branch(
-    x: Tensor, norm: Any, body: Any, *tail: Tail, residual: Tensor | None = None,
-    call: Callable[[Tensor], Tensor] | None = None, rebuild: bool = False,
-    samples: Tensor | None = None, **context: Any,
-) -> Tensor:  # fmt: skip
-    """residual + tail(body(norm(x))), where the residual is x by default.
+    Where it does not end in an epilogue, the host's calls are made behind the norm. In training, a
+    block that is `sampled`, and one that skips what its DropPath drops, compute some samples alone.
+    Under memory="low" a fused body keeps the norm's input for its backward, not its output; nor
+    does the norm keep that, where it is a sum that can be made again. Holds no module.
 
     Args:
-        x: (B, ..., C).
-        norm, body: children of the block; a norm may be None.
-        tail: LayerScale, DropPath and dropout children in the host's order; a Tensor is a gamma.
-        call: how the host calls the body; `body` by default.
-        rebuild: a fused body keeps the norm's input for its backward, not its output; nor does the
-            norm keep that, where it is a sum that can be made again.
-        samples: those that the branch keeps, where it computes nothing for the others.
-        context: what the body's `fused_branch` needs besides.
+        informed: the block's `fused_context` says more than the call.
     """
-    bypass = bypassed(body)
-    kept: AbstractContextManager[None] = nullcontext()
-    rebuild = rebuild and bypass and is_fused_norm(norm)
-    with rebuilt_sum(x) if rebuild else nullcontext() as again:
-        y, same = normed(norm, x, bypass and body.fused_reads_low(), samples)
-    residual = same if residual is None or residual is x else residual
-    if rebuild:
-        weight, bias, eps = norm.fused_parameters()
-        kept = rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_kind, samples)
-    # Dynamo of torch 2.11 does not take the truth of a function.
-    called: Callable[[Tensor], Tensor] = body if call is None else call
-    with kept:
-        return add_body(residual, y, body, tail, called, bypass, context, samples)
 
+    def __init__(self, block: Any, place: Place, step: Step, informed: bool):
+        norm, body, tail = part(block, step.norm), block.fused_body(step), block.fused_tail(step)
+        self.step, self.informed, self.fused_norm = step, informed, is_fused_norm(norm)
+        bypass = can_inline(body)
+        self.folds = bypass and is_foldable(tail) and not body.fused_draws()
+        self.low = bypass and body.fused_accepts_autocast_input()
+        self.rebuild = bypass and self.fused_norm and block.fused_rebuilds(step)
+        self.norm = 0 if norm is None else place(norm)  # 0, of the block itself: none
+        self.compute: Any = body.fused_planned(place) if bypass else None
+        # Of the tail, what is at work: a child by its place, a parameter of the block by its name.
+        self.tail: list[tuple[int, str]] = []
+        for item, name in zip(tail, step.tail):  # noqa: B905
+            at_rest = self.folds and isinstance(item, DropPath) and not item.fused_drops()
+            if not (is_noop(item) or at_rest):
+                self.tail.append((-1, name) if isinstance(item, Tensor) else (place(item), ""))
+        self.adds = bool(tail) and is_fused_norm(tail[-1])
+        self.sampled = block.fused_roles.sampled if block.training else ""
+        self.samples_alone = takes_samples(norm, body, tail)
+        if any(isinstance(item, DropPath) for item in tail) and self.sampled:
+            self.samples_alone = False
+        path: Any = skips(norm, body, tail) if block.fused_may_skip(step) else None
+        self.path = 0 if path is None else place(path)
+        self.skips = path is not None and path.training
 
-Branch = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
+    def __call__(
+        self, modules: list[Any], x: Tensor, residual: Tensor, extras: dict[str, Any]
+    ) -> Tensor:
+        context = NOTHING
+        if extras or self.informed:
+            context = modules[0].fused_context(self.step, x, extras)
+        samples = None
+        if self.sampled or self.skips:
+            samples = self.kept(modules, x, context)
+        if samples is not None and not self.samples_alone:
+            return self.on_some(modules, x, residual, samples, context)
+        y, same, dtype, again = x, x, residual.dtype, None
+        norm = modules[self.norm]
+        if self.fused_norm:
+            low = autocast_dtype(x) if self.low else None
+            if self.rebuild:
+                with rebuilt_sum(x) as again:
+                    y, same = norm.fused_and_input(x, low, samples)
+            else:
+                y, same = norm.fused_and_input(x, low, samples)
+        elif self.norm:
+            y = norm(x)
+        residual = same if residual is x else residual
+        finish, gamma, rows = self.called, None, samples
+        if self.folds or samples is not None:
+            finish = self.compute
+            if self.tail:
+                gamma, rows = fold(self.items(modules), residual, samples)
+            if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
+                residual = residual.to(torch.promote_types(residual.dtype, gamma.dtype))
+        epilogue = {"residual": residual, "layer_scale": gamma, "row_scale": rows}
+        if self.rebuild:
+            weight, bias, eps = norm.fused_parameters()
+            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_kind, samples):
+                y = finish(modules, y, epilogue, context)
+        else:
+            y = finish(modules, y, epilogue, context)
+        return y.to(dtype) if self.sampled else y
 
+    def items(self, modules: list[Any]) -> list[Any]:
+        found = []
+        for at, name in self.tail:
+            found.append(part(modules[0], name) if name else modules[at])
+        return found
 
-def resolved_branch(
-    owner: nn.Module, place: Place, norm: Any, body: Any, tail: tuple[Tail, ...]
-) -> Branch | None:
-    """x + tail(body(norm(x))) with all decided; None where a part of it is called."""
-    if not (bypassed(body) and all(map(_foldable, tail))):
-        return None
-    if body.fused_draws() or not (norm is None or is_fused_norm(norm)):
-        return None
-    at_norm, low = None if norm is None else place(norm), body.fused_reads_low()
-    compute = body.fused_branch_resolved(place)
-    scales: list[tuple[int, str]] = []
-    paths: list[int] = []
-    item: Any
-    for item in tail:
-        gamma = item.fused_scale() if isinstance(item, LayerScale) else item
-        if isinstance(gamma, Tensor):
-            holder: Any = item if isinstance(item, LayerScale) else owner
-            named = [n for n, p in holder._parameters.items() if p is gamma]
-            if not named or scales or paths:
-                return None
-            scales.append((place(holder), named[0]))
-        elif isinstance(item, DropPath) and item.training and item.fused_way()[0]:  # type: ignore
-            if paths:
-                return None
-            paths.append(place(item))
+    def kept(self, modules: list[Any], x: Tensor, context: dict[str, Any]) -> Tensor | None:
+        """What `keep_samples` draws, None where the branch computes all samples."""
+        if self.sampled:
+            return keep_samples(len(x), part(modules[0], self.sampled), x.device)
+        if len(x) == 0:
+            return None
+        given = () if modules[0].fused_alike else context.values()
+        if any(_of_each_sample(value, x) for value in given):
+            return None
+        return keep_samples(len(x), modules[self.path].fused_rate(), x.device)
 
-    def run(modules: list[Any], x: Tensor, context: dict[str, Any]) -> Tensor:
-        y, same = x, x
-        if at_norm is not None:
-            dtype = autocast_dtype(x) if low else None
-            y, same = modules[at_norm].fused_and_input(x, dtype)
-        gamma = rows = None
-        for at, name in scales:
-            gamma = modules[at]._parameters[name]
-        for at in paths:
-            dtype = autocast_dtype(x) or x.dtype  # what the tail reads in the host
-            dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
-            rows = modules[at].fused_row_scale(same, dtype)
-        if gamma is not None and gamma.dtype is not same.dtype:
-            same = same.to(torch.promote_types(same.dtype, gamma.dtype))
-        epilogue = {"residual": same, "layer_scale": gamma, "row_scale": rows}
-        return compute(modules, y, epilogue, context)
+    def called(
+        self, modules: list[Any], y: Tensor, epilogue: fused.Epilogue, context: dict[str, Any]
+    ) -> Tensor:
+        """The host's calls, and the sum where there is a residual."""
+        residual, items = epilogue.get("residual"), self.items(modules)
+        if self.step.inline is not None:
+            y = self.compute(modules, y, NOTHING, context)
+        else:
+            y = modules[0].fused_call(self.step, dict(context))(y)
+        adds = self.adds and residual is not None
+        for item in items[:-1] if adds else items:
+            y = y * item if isinstance(item, Tensor) else item(y)
+        if residual is None:
+            return y
+        return items[-1].fused_added(y, residual) if adds else residual + y
 
-    return run
+    def on_some(
+        self, modules: list[Any], x: Tensor, residual: Tensor, samples: Tensor,
+        context: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """residual + tail(body(norm(x))) of copies of the samples that are kept, and those scaled:
+        the stochastic depth of DINOv2 and DINOv3."""
+        kept = num_kept(len(x), part(modules[0], self.sampled))
+        index = samples[:kept]
+        some = x[index]
+        y, _ = fused.normed(modules[self.norm] if self.norm else None, some, self.low)
+        items = self.items(modules)
+        if self.folds and not any(isinstance(item, DropPath) for item in items):
+            y = self.compute(modules, y, {"layer_scale": fold(items, some)[0]}, context)
+        else:
+            y = self.called(modules, y, NOTHING, context)
+        return torch.index_add(residual, 0, index, y.to(residual.dtype), alpha=len(x) / kept)

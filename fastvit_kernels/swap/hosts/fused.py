@@ -43,8 +43,8 @@ Given = tuple[Any, dict[str, Any]]  # the first argument of a call, and the othe
 # What a branch's last matmul ends in: residual + row_scale * layer_scale * y, of what is there.
 Epilogue = dict[str, Any]
 NOTHING: Epilogue = {}
-# (the described modules, x, epilogue, the other arguments) -> a branch's sum
-Resolved = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
+# (the plan's modules, x, epilogue, the other arguments) -> a branch's sum
+Planned = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
 
 
 class Row(NamedTuple):
@@ -103,8 +103,9 @@ class Fused:
     fused_host: ClassVar[type]  # the host's class
     fused_arguments: ClassVar[Arguments]  # of the host's forward
     fused_children: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
-    fused_extras: ClassVar[tuple[str, ...]] = ()  # arguments besides the first that count
-    fused_unread: ClassVar[frozenset[str]] = frozenset()  # keywords that nothing inside reads
+    fused_extra_kwargs: ClassVar[tuple[str, ...]] = ()  # arguments besides the first that count
+    # Arguments that nothing reads: of a host that a table knows, further keywords.
+    fused_unread: ClassVar[frozenset[str]] = frozenset()
     fused_axes: ClassVar[tuple[int, ...]] = (3,)  # of the first argument
     fused_pieces: Any = ()  # of a block: the children that it bypasses
     fused_bodies: Any = ()  # of a block: the pieces that are its branches
@@ -131,7 +132,7 @@ class Fused:
         """Why the fused forward must not run as things are now."""
         return None
 
-    def fused_left(self) -> Iterator[Child]:
+    def fused_unfused_children(self) -> Iterator[Child]:
         """The children that keep their own forward inside the fused one, for the report."""
         yield from ()
 
@@ -182,8 +183,10 @@ class Fused:
         x = given.pop(names[0], None)
         extras = {}
         for name, value in given.items():
-            if name in self.fused_extras:
+            if name in self.fused_extra_kwargs:
                 extras[name] = value
+            elif self.fused_searched and name in self.fused_unread:
+                continue
             elif name in defaults:
                 if value is not defaults[name]:
                     return None
@@ -215,16 +218,10 @@ class Fused:
         """
         return None
 
-    def fused_undecided(self: Any, place: Place) -> Resolved:
-        """`fused_branch`, which a block's branch ends in, on what a plan runs on."""
+    def fused_planned(self: Any, place: Place) -> Planned:
+        """`fused_branch`, which a block's branch ends in, with all that it decides decided."""
         at = place(self)
-        return lambda modules, x, epilogue, context: modules[at].fused_branch(
-            x, epilogue, **context
-        )
-
-    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
-        """The same with all that it decides decided, where that is written down."""
-        return self.fused_undecided(place)
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
 
     def fused_alone(self: Any, x: Tensor, **extras: Any) -> Tensor:
         """The branch without an epilogue, as the next of a block's parts reads it."""
@@ -312,17 +309,27 @@ def names(text: str) -> frozenset[str]:
 
 
 class Inline:
-    """A branch that is no module of its own, beside modules in what the block needs of it."""
+    """A branch that is no module of its own: its roles, in the block that has its parts."""
+
+    def __init__(self, owner: nn.Module, roles: Any):
+        self.owner, self.fused_roles = owner, roles
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+    def fused_found(self, place: Place) -> Any:
+        cls, roles = type(self), self.fused_roles
+        return lambda modules: cls(modules[0], roles)
 
 
-def bypassed(child: object) -> bool:
+def can_inline(child: object) -> bool:
     """Whether a block may use the child's fused parts without calling it."""
     if isinstance(child, Inline):
         return True  # what it bypasses is the block's concern
     return isinstance(child, Fused) and not is_hooked(child) and child.fused_blocked() is None  # type: ignore[arg-type]
 
 
-def inert(child: object) -> bool:
+def is_noop(child: object) -> bool:
     """Whether calling the child would give back its input: None, Identity, a dropout at rest."""
     if child is None:
         return True
@@ -364,7 +371,7 @@ def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
 
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
-    if not (inert(norm) or is_fused_norm(norm)):
+    if not (is_noop(norm) or is_fused_norm(norm)):
         yield f"{what} ({type(norm).__name__})", 2 * (width or width_of(norm))
 
 
@@ -384,15 +391,18 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
 
 def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
     """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right."""
-    if is_plain(module) and inert(drop):
+    if is_plain(module) and is_noop(drop):
         return linear(x, module.weight, module.bias, **epilogue)
     y = project(module, x)
     return add_branch(y if drop is None else drop(y), **epilogue)
 
 
-def owned(module: nn.Module, *names: str) -> bool:
-    """Whether these are parameters of the module, or None in their place."""
-    return all(name in module._parameters for name in names)
+def weights_of(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, without a look-up in Python; a replica of DataParallel has attributes."""
+    own = linear._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    return linear.weight, linear.bias
 
 
 class Norm(Fused):
@@ -481,7 +491,7 @@ KEEPS: dict[str, Any] = {
 
 def is_fused_norm(norm: object) -> TypeGuard[Norm]:
     """Whether a block may use the norm's fused parts without calling it."""
-    return isinstance(norm, Norm) and bypassed(norm)
+    return isinstance(norm, Norm) and can_inline(norm)
 
 
 def normed(norm: Any, x: Tensor, low: bool, samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -510,19 +520,22 @@ class DropPath(Unfused):
     fused_level = "epilogue"
     fused_drawn: ClassVar[str] = "bernoulli"
 
-    def fused_way(self: Any) -> tuple[float, str, bool]:
+    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
         """The share that is dropped, how its numbers are drawn ("bernoulli", or "rand" for
         floor(keep + uniform)), and whether what is kept is scaled."""
         return self.drop_prob, self.fused_drawn, getattr(self, "scale_by_keep", True)
 
     def fused_rate(self) -> float | None:
         """The share that is dropped in training; None where what is kept is not scaled."""
-        rate, _, scaled = self.fused_way()
+        rate, _, scaled = self.fused_drop_path_params()
         return rate if scaled else None
+
+    def fused_drops(self: Any) -> bool:
+        return self.training and bool(self.fused_drop_path_params()[0])
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """(B,) of 0 or 1 / keep, drawn as the host draws it, None where nothing is dropped."""
-        rate, drawn, scaled = self.fused_way()
+        rate, drawn, scaled = self.fused_drop_path_params()
         if not rate or not self.training:
             return None
         keep = 1 - rate

@@ -1,8 +1,9 @@
-"""Windows of a grid of tokens: how it is cut into them and joined again."""
+"""Grids of tokens: windows that one is cut into and joined from again; and what an attention knows
+of positions: a bias of its scores, q and k that a child turns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,9 @@ class Windows(NamedTuple):
         return torch.roll(x, (sign * self.shift[0], sign * self.shift[1]), (1, 2))
 
     def cut(self, x: Tensor) -> Tensor:
-        """(B, height, width, C) -> (B windows, N, C), zeros where it is padded."""
+        """(B, height, width, C) or (B, height width, C) -> (B windows, N, C), zeros where it is
+        padded."""
+        x = x if x.ndim == 4 else x.unflatten(1, self.grid)
         height, width = self.padded()
         pad = (0, 0, 0, width - self.grid[1], 0, height - self.grid[0])
         if not self.pads_first:
@@ -39,17 +42,20 @@ class Windows(NamedTuple):
         x = x.unflatten(2, (-1, self.size[1])).unflatten(1, (-1, self.size[0]))
         return x.transpose(2, 3).reshape(-1, self.size[0] * self.size[1], x.shape[-1])
 
-    def joined(self, x: Tensor) -> Tensor:
-        """The inverse, without what was padded."""
+    def joined(self, x: Tensor, tokens: bool = False) -> Tensor:
+        """The inverse, without what was padded, of windows (B windows, N, C) or (B windows, rows,
+        columns, C); tokens: as (B, height width, C)."""
         height, width = self.padded()
         rows, columns = height // self.size[0], width // self.size[1]
-        x = x.unflatten(1, self.size).unflatten(0, (-1, rows, columns)).transpose(2, 3)
+        x = x if x.ndim == 4 else x.unflatten(1, self.size)
+        x = x.unflatten(0, (-1, rows, columns)).transpose(2, 3)
         x = x.reshape(-1, height, width, x.shape[-1])
         if self.pads_first:
             x = self.rolled(x, 1)
         if (height, width) != self.grid:
             x = x[:, : self.grid[0], : self.grid[1]]
-        return x if self.pads_first else self.rolled(x, 1)
+        x = x if self.pads_first else self.rolled(x, 1)
+        return x.flatten(1, 2) if tokens else x
 
     def mask(self, like: Tensor) -> Tensor | None:
         """(windows, N, N): -100 between tokens that the shift alone made neighbours."""
@@ -69,3 +75,48 @@ def windows_of(x: Tensor, side: int) -> Windows:
     """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
     grid = (x.shape[1], x.shape[2])
     return Windows(grid, (side, side) if side else grid, (0, 0))
+
+
+def bias_of(table: Tensor, index: Tensor) -> Tensor:
+    """(R, H) rows by a (T, T) index -> (H, T, T), as BEiT and Swin add to their scores."""
+    return table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1)
+
+
+def with_decomposed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, along: tuple[Tensor, Tensor],
+    grid: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k, v (B, H, T, D) -> the same with more columns, whose attention of scale 1 is that of
+    scores scale q.k + q.R_h[y_q - y_k] + q.R_w[x_q - x_k].
+
+    The new columns of q are its products with each R_h and R_w, those of k say where it stands: so
+    no bias of T by T is formed, and R_h and R_w get their gradients through the kernels.
+
+    Args:
+        along: R_h (2 height - 1, D) and R_w (2 width - 1, D).
+    Source: MViTv2, arXiv:2112.01526, as segment-anything and ViTDet use it.
+    """
+    height, width = grid
+    y, x = torch.arange(height, device=q.device), torch.arange(width, device=q.device)
+    by_row = along[0][y[:, None] - y + height - 1]  # (y_q, y_k, D)
+    by_column = along[1][x[:, None] - x + width - 1]
+    on_grid = q.unflatten(2, grid)
+    rows = torch.einsum("bnyxd,ykd->bnyxk", on_grid, by_row).flatten(2, 3)
+    columns = torch.einsum("bnyxd,xkd->bnyxk", on_grid, by_column).flatten(2, 3)
+    places = torch.cartesian_prod(y, x)
+    place = torch.cat((F.one_hot(places[:, 0], height), F.one_hot(places[:, 1], width)), dim=1).to(
+        q.dtype
+    )
+    D = q.shape[-1]
+    wide = -(-(D + height + width) // 8) * 8  # the kernels take multiples of 8
+    q = torch.cat((q * scale, rows.to(q.dtype), columns.to(q.dtype)), dim=-1)
+    k = torch.cat((k, place.expand(*k.shape[:2], -1, -1)), dim=-1)
+    q, k = (F.pad(t, (0, wide - t.shape[-1])) for t in (q, k))
+    return q, k, F.pad(v, (0, wide - D))
+
+
+def turned_behind(rotate: Any, q: Tensor, prefix: int, like: Tensor) -> Tensor:
+    """q (B, H, T, D) with all but the first tokens turned by a child of the host."""
+    if not prefix:
+        return rotate(q).type_as(like)
+    return torch.cat((q[:, :, :prefix], rotate(q[:, :, prefix:])), dim=2).type_as(like)

@@ -73,7 +73,7 @@ class BeitAttention(Attention):
     """The mask that BEiT passes is its relative position bias."""
 
     fused_roles = Attention.fused_roles._replace(mask="attention_mask")
-    fused_extras = ("attention_mask",)
+    fused_extra_kwargs = ("attention_mask",)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         heads = self.q_proj.out_features // self.head_dim
@@ -90,11 +90,8 @@ def layer(
     norm1: str, attention: str, tail1: str, norm2: str, mlp: Any, tail2: str, **more: Any
 ) -> Row:
     """The row of a pre-norm layer whose attention gives (output, probabilities)."""
-    tails = tail1.split(), tail2.split()
-    return pre_norm(
-        norm1, attention, tuple(tails[0]), norm2, mlp, tuple(tails[1]),
-        **{"item": 0, "unread": UNREAD, **more},
-    )  # fmt: skip
+    more = {"item": 0, "unread": UNREAD, **more}
+    return pre_norm(norm1, attention, tail1, norm2, mlp, tail2, **more)
 
 
 VIT_NAMES = ("layernorm_before", "attention", "dropout", "layernorm_after", "mlp", "dropout")

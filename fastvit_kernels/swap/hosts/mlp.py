@@ -13,25 +13,9 @@ from ...ops.linear.functions import linear
 from ...ops.mlp.functions import mlp
 from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
-from .fused import (
-    NOTHING,
-    Child,
-    Epilogue,
-    LayerNorm,
-    Place,
-    Resolved,
-    Row,
-    bypassed,
-    inert,
-    left_dropouts,
-    norm_in_pytorch,
-    owned,
-    part,
-    project,
-    project_out,
-    row,
-)
-from .roles import Roles, as_result, entered, resolved_entry
+from . import fused
+from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
+from .roles import Body, planned_entry
 
 
 class MlpRoles(NamedTuple):
@@ -64,79 +48,37 @@ class MlpParts(NamedTuple):
     gate: Any = None  # the Linear of the gate, None where fc1 has both
     gate_last: bool = False  # the gate is the second half of fc1's output
 
-    def norm_inside(self) -> tuple[Tensor | None, Tensor | None, float] | None:
-        """weight, bias and eps of the LayerNorm inside a gated MLP, weight None where there is
-        none; None where the norm must be called."""
-        if inert(self.norm):
-            return None, None, 1e-6
-        if not (isinstance(self.norm, LayerNorm) and bypassed(self.norm)):
-            return None
-        parameters = self.norm.fused_parameters()
-        return None if parameters[0] is None else parameters
+    def linears(self) -> list[Any]:
+        return [m for m in (self.fc1, self.fc2, self.gate) if m is not None]
 
     def is_one_op(self) -> bool:
-        """Whether all around a known activation is one op as things are."""
-        linears = [m for m in (self.fc1, self.gate, self.fc2) if m is not None]
-        if not (all(map(is_plain, linears)) and inert(self.drop) and inert(self.after)):
+        """Whether all of it is one op as things are."""
+        plain = self.activation is not None and all(map(is_plain, self.linears()))
+        if not (plain and is_noop(self.drop) and is_noop(self.after)):
             return False
-        return self.norm_inside() is not None if self.gated else inert(self.norm)
-
-    def in_pytorch(self) -> Iterator[tuple[str, float]]:
-        """What PyTorch computes of a gated MLP that is not one op."""
-        width = self.fc2.in_features
-        yield "gate of the MLP", 5 * width
-        yield from norm_in_pytorch("norm of the MLP", self.norm, width)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """What drop reads."""
-        fc1, act, name = self.fc1, self.act, self.activation
-        if not self.gated:
-            if is_plain(fc1) and name is not None:
-                return linear(x, fc1.weight, fc1.bias, activation=name)
-            return act(project(fc1, x))
-        if self.gate is not None:
-            return act(project(self.gate, x)) * project(fc1, x)
-        first, second = project(fc1, x).chunk(2, dim=-1)
-        return act(second) * first if self.gate_last else act(first) * second
+        if is_noop(self.norm) or not self.gated:
+            return is_noop(self.norm)
+        is_ours = isinstance(self.norm, LayerNorm) and can_inline(self.norm)
+        return is_ours and self.norm.fused_parameters()[0] is not None
 
     def branch(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        """All of it and the epilogue."""
-        fc1, fc2, gate, name = self.fc1, self.fc2, self.gate, self.activation
-        if name is None or not self.is_one_op():
-            hidden = self.hidden(x)
-            for m in (self.drop, self.norm):
-                hidden = hidden if m is None else m(hidden)
-            return project_out(fc2, self.after, hidden, epilogue)
-        weights = fc1.weight, fc1.bias, fc2.weight, fc2.bias
-        if not self.gated:
-            return mlp(x, *weights, activation=name, **epilogue)
-        norm_weight, norm_bias, norm_eps = self.norm_inside()  # type: ignore[misc]
-        return gated_mlp(
-            x, *weights, gate_weight=None if gate is None else gate.weight,
-            gate_bias=None if gate is None else gate.bias, norm_weight=norm_weight,
-            norm_bias=norm_bias, norm_eps=norm_eps, gate_last=self.gate_last, activation=name,
-            **epilogue,
-        )  # fmt: skip
+        """All of it and the epilogue, part by part."""
+        fc1, act = self.fc1, self.act
+        if not self.gated and self.activation is not None and is_plain(fc1):
+            hidden = linear(x, fc1.weight, fc1.bias, activation=self.activation)
+        elif not self.gated:
+            hidden = act(project(fc1, x))
+        elif self.gate is not None:
+            hidden = act(project(self.gate, x)) * project(fc1, x)
+        else:
+            gate, value = project(fc1, x).chunk(2, dim=-1)[:: -1 if self.gate_last else 1]
+            hidden = act(gate) * value
+        for m in (self.drop, self.norm):
+            hidden = hidden if m is None else m(hidden)
+        return fused.project_out(self.fc2, self.after, hidden, epilogue)
 
 
-def resolved_mlp(parts: MlpParts, place: Place) -> Resolved | None:
-    """`MlpParts.branch` with all decided; None where it is no single op without a gate."""
-    name, linears = parts.activation, (parts.fc1, parts.fc2)
-    if parts.gated or name is None or not parts.is_one_op():
-        return None
-    if not all(owned(m, "weight", "bias") for m in linears):
-        return None
-    at1, at2 = map(place, linears)
-
-    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
-        fc1, fc2 = modules[at1]._parameters, modules[at2]._parameters
-        weights = fc1["weight"], fc1["bias"], fc2["weight"], fc2["bias"]
-        return mlp(x, *weights, activation=name, **epilogue)
-
-    return run
-
-
-class Mlp(Roles):
+class Mlp(Body):
     """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout, or with a gate."""
 
     fused_level = "mlp"
@@ -145,12 +87,11 @@ class Mlp(Roles):
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
-        is_conv = type(part(module, cls.fused_roles.fc1)) is nn.Conv2d
+        is_conv = type(fused.part(module, cls.fused_roles.fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
-        parts = self.fused_parts()
-        yield from (m for m in (parts.fc1, parts.gate, parts.fc2) if m is not None)
+        yield from self.fused_parts().linears()
 
     def fused_parts(self) -> MlpParts:
         roles, get = self.fused_roles, self.fused_part
@@ -164,8 +105,8 @@ class Mlp(Roles):
             gate=None if isinstance(gate, bool) else gate, gate_last=last,
         )  # fmt: skip
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from super().fused_left()
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
+        yield from super().fused_unfused_children()
         if self.fused_searched:
             return
         roles, parts = self.fused_roles, self.fused_parts()
@@ -173,42 +114,54 @@ class Mlp(Roles):
             hooked = isinstance(parts.act, nn.Module) and is_hooked(parts.act)
             why = "it is hooked" if hooked else "no kernel for this activation"
             yield roles.act, parts.act, why
-        yield from left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
+        yield from fused.left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         parts = self.fused_parts()
         drops = any(getattr(drop, "p", 0) for drop in (parts.drop, parts.after))
-        one = parts.activation is not None and parts.is_one_op()
-        if parts.gated and (drops or not one):  # one at rest may wake
-            yield from parts.in_pytorch()
+        if parts.gated and (drops or not parts.is_one_op()):  # one at rest may wake
+            width = parts.fc2.in_features
+            yield "gate of the MLP", 5 * width
+            yield from norm_in_pytorch("norm of the MLP", parts.norm, width)
 
-    def fused_reads_low(self) -> bool:
+    def fused_accepts_autocast_input(self) -> bool:
         parts = self.fused_parts()
         entry = is_plain(parts.fc1) and (parts.gate is None or is_plain(parts.gate))
         return entry and not self.fused_roles.norm
 
     def fused_draws(self) -> bool:
-        return not (inert(self.fused_part("drop")) and inert(self.fused_part("after")))
+        return not (is_noop(self.fused_part("drop")) and is_noop(self.fused_part("after")))
 
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
-        parts = self.fused_parts()
-        y, epilogue = entered(self.fused_part("norm"), x, epilogue, parts.fc1)
-        return parts.branch(y, epilogue)
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
+        parts, found = self.fused_parts(), self.fused_found(place)
+        enter = planned_entry(place, self.fused_part("norm"), parts.fc1)
+        name: Any = parts.activation
+        gate_last, gated = parts.gate_last, parts.gated
+        reads = [*map(place, parts.linears())] if parts.is_one_op() else []
+        inner = None if is_noop(parts.norm) else place(parts.norm)
 
-    def fused_branch_resolved(self: Any, place: Place) -> Resolved:
-        parts = self.fused_parts()
-        inner = resolved_mlp(parts, place)
-        if inner is None:
-            return self.fused_undecided(place)
-        return resolved_entry(self, place, self.fused_part("norm"), parts.fc1, inner)
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            if enter is not None:
+                x, epilogue = enter(modules, x, epilogue)
+            if not reads:
+                return found(modules).fused_parts().branch(x, epilogue)
+            weights = *weights_of(modules[reads[0]]), *weights_of(modules[reads[1]])
+            if not gated:
+                return mlp(x, *weights, activation=name, **epilogue)
+            gate = weights_of(modules[reads[2]]) if len(reads) == 3 else (None, None)
+            norm = (None, None, 1e-6) if inner is None else modules[inner].fused_parameters()
+            return gated_mlp(
+                x, *weights, gate_weight=gate[0], gate_bias=gate[1], norm_weight=norm[0],
+                norm_bias=norm[1], norm_eps=norm[2], gate_last=gate_last, activation=name,
+                **epilogue,
+            )  # fmt: skip
 
-    def fused_forward(self, x: Tensor) -> Any:
-        return as_result(self.fused_branch(x), self.fused_roles.result)
+        return run
 
 
-def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> Row:
+def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> fused.Row:
     """The row of fc1 -> act -> fc2; `more` are other roles."""
-    return row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
+    return fused.row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
 
 
 class SequentialMlp(Mlp):

@@ -11,10 +11,7 @@ from torch import Tensor
 from ...ops.linear.functions import linear
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked
-from .fused import (
-    Fused,
-    example,
-)
+from .fused import Fused, example
 
 
 class PatchConv(Fused):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -10,18 +10,12 @@ from torch import Tensor
 from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_hooked, is_plain
-from .fused import (
-    Child,
-    Epilogue,
-    Fused,
-    Place,
-    Resolved,
-    bypassed,
-    is_fused_norm,
-    normed,
-    part,
-    why_not_plain,
-)
+from ..plans import Run
+from . import fused
+from .fused import NOTHING, Child, Epilogue, Fused, Place, can_inline, part, why_not_plain
+
+# (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
+Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
 
 
 class Roles(Fused):
@@ -43,8 +37,12 @@ class Roles(Fused):
             return frozenset()
         return cls.fused_children | {n.partition(".")[0] for n in cls.fused_named() if n}
 
+    def fused_child(self, name: str) -> Any:
+        """What a role names; None for no name."""
+        return part(self, name, None)
+
     def fused_part(self, role: str) -> Any:
-        return part(self, getattr(self.fused_roles, role), None)
+        return self.fused_child(getattr(self.fused_roles, role))
 
     def fused_blocked(self: Any) -> str | None:
         if not self.fused_searched:
@@ -54,37 +52,60 @@ class Roles(Fused):
                 return f"{name} is hooked"
         return None
 
-    def fused_left(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[Child]:
         for name, module in self.named_modules():
             product = any(module is m for m in self.fused_products())
             if product and weight_and_bias(module) is None:
                 yield name, module, why_not_plain(module)
 
-
-def entered(norm: Any, x: Tensor, epilogue: Epilogue, reader: Any) -> tuple[Tensor, Epilogue]:
-    """norm(x) for a norm at a branch's entry, and the epilogue."""
-    y, same = normed(norm, x, is_ours(reader))
-    return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue
+    def fused_forward(self: Any, x: Any, **extras: Any) -> Any:
+        modules, place = listed(self)
+        return self.fused_resolved(place)(modules, x, extras)
 
 
-def resolved_entry(module: Any, place: Place, norm: Any, reader: Any, inner: Resolved) -> Resolved:
-    """`inner` behind a norm of its own at the branch's entry, for calls that give x alone."""
+def listed(module: Any) -> tuple[list[Any], Place]:
+    """For a plan that is run at once: its modules, and what puts one there."""
+    modules = [module]
+
+    def place(part: Any) -> int:
+        modules.append(part)
+        return len(modules) - 1
+
+    return modules, place
+
+
+class Body(Roles):
+    """What a block's branch computes between its norm and its tail; a module of its own, too."""
+
+    def fused_found(self, place: Place) -> Callable[[list[Any]], Any]:
+        """What finds this part among the modules of a plan."""
+        at = place(self)
+        return lambda modules: modules[at]
+
+    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
+        modules, place = listed(self)
+        return self.fused_planned(place)(modules, x, epilogue, extras)
+
+    def fused_resolved(self: Any, place: Place) -> Run:
+        compute, result = self.fused_planned(place), self.fused_roles.result
+        if getattr(self.fused_roles, "weights", False):
+            result = None
+        return lambda modules, x, extras: as_result(compute(modules, x, NOTHING, extras), result)
+
+
+def planned_entry(place: Place, norm: Any, reader: Any) -> Entry | None:
+    """norm(x) and the epilogue, of a norm at a body's entry; None for no norm."""
     if norm is None:
-        return inner
-    undecided = module.fused_undecided(place)
-    if not is_fused_norm(norm):
-        return undecided
-    at, low = place(norm), is_ours(reader)
+        return None
+    at, ours, low = place(norm), fused.is_fused_norm(norm), is_ours(reader)
 
-    def run(modules: list[Any], x: Tensor, epilogue: Epilogue, context: Any) -> Tensor:
-        if context:
-            return undecided(modules, x, epilogue, context)
+    def enter(modules: list[Any], x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
+        if not ours:
+            return modules[at](x), epilogue
         y, same = modules[at].fused_and_input(x, autocast_dtype(x) if low else None)
-        if epilogue.get("residual") is x:
-            epilogue = {**epilogue, "residual": same}
-        return inner(modules, y, epilogue, context)
+        return y, {**epilogue, "residual": same} if epilogue.get("residual") is x else epilogue
 
-    return run
+    return enter
 
 
 def as_result(y: Tensor, form: tuple[int, int] | None) -> Any:
@@ -116,11 +137,13 @@ class MaskedLinear(Roles):
 
 def is_ours(module: Any) -> bool:
     """Whether an op of ours reads the weight and bias of a Linear."""
-    return is_plain(module) or (isinstance(module, MaskedLinear) and bypassed(module))
+    return is_plain(module) or (isinstance(module, MaskedLinear) and can_inline(module))
 
 
 def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """What a Linear multiplies by and adds; None where it has to be called."""
     if is_plain(module):
         return module.weight, module.bias
-    return module.fused_weights() if isinstance(module, MaskedLinear) and bypassed(module) else None
+    return (
+        module.fused_weights() if isinstance(module, MaskedLinear) and can_inline(module) else None
+    )

@@ -13,30 +13,16 @@ from torch import Tensor, nn
 from ...runtime.compat import constant_when_traced, rel_pos_bias
 from ...runtime.plain import is_plain
 from .. import hosts
-from . import attention
+from . import attention, fused
+from .attend import Turn, turn_of
 from .attention import AttentionRoles, examples_with_bias
 from .block import pre_norm
-from .fused import (
-    KEEPS,
-    DropPath,
-    Entry,
-    Given,
-    LayerNorm,
-    LayerScale,
-    RmsNorm,
-    Row,
-    example,
-    names,
-    row,
-    width_of,
-)
+from .grids import turned_behind
+from .masks import as_read, examples_of_masks, takes_mask
 from .mlp import Mlp, MlpRoles
-from .positions import turned
-from .rotary import Turn, turn_of
-from .special import sam, windows
+from .special import windows
 from .special.models import NaFlexVit, VisionTransformer
 from .special.parallel import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
-from .special.timm_masks import as_read, examples_of_masks, takes_mask
 
 
 class Attention(attention.Attention):
@@ -46,10 +32,10 @@ class Attention(attention.Attention):
         ("qkv",), "num_heads", "proj", dropout="attn_drop", q_norm="q_norm", k_norm="k_norm",
         inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask",
     )  # fmt: skip
-    fused_attention_dropout = names("attn_drop")
-    fused_extras = ("attn_mask",)
+    fused_attention_dropout = fused.names("attn_drop")
+    fused_extra_kwargs = ("attn_mask",)
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         return (x, extras) if takes_mask(extras.get("attn_mask"), x, self.num_heads) else None
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
@@ -72,10 +58,10 @@ class WithBiases(Attention):
             return "its qkv is replaced, and the host reads only the weight"
         return super().fused_blocked()
 
-    def fused_weights(self: Any, place: int) -> tuple[Tensor, Tensor | None] | None:
+    def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
         if getattr(self, "q_bias", None) is None:
-            return super().fused_weights(place)
-        return self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            return super().fused_weights()
+        return [(self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))]
 
     @property
     def fused_simple(self: Any) -> bool:  # type: ignore[override]
@@ -97,8 +83,8 @@ class RopeAttention(WithBiases):
     """EvaAttention and AttentionRope. Where frequencies are learnt the tables have a gradient."""
 
     fused_roles = Attention.fused_roles._replace(rope="rope", groups="num_kv_groups")
-    fused_children = names("q_proj k_proj v_proj q_bias v_bias")
-    fused_extras = ("rope", "attn_mask")
+    fused_children = fused.names("q_proj k_proj v_proj q_bias v_bias")
+    fused_extra_kwargs = ("rope", "attn_mask")
 
     def fused_linears(self: Any) -> tuple[str, ...]:
         packed = getattr(self, "qkv", None) is not None
@@ -116,13 +102,13 @@ class RopeAttention(WithBiases):
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         prefix, D = getattr(self, "num_prefix_tokens", 1), self.fused_head_dim()
         for patches, batch in ((6, 3), (4, 2)):
-            x = example(generator, batch, patches + prefix, width_of(self))
+            x = fused.example(generator, batch, patches + prefix, fused.width_of(self))
             for leading in ((), (self.num_heads,), (batch, 1)):
-                rope = example(generator, *leading, patches, 2 * D)
+                rope = fused.example(generator, *leading, patches, 2 * D)
                 yield (x,), {"rope": rope.detach()}
             yield (x,), {"rope": rope}  # learnt
         for x, given in examples_of_masks(self, generator, 6 + prefix, 4 + prefix):
-            rope = example(generator, x.shape[1] - prefix, 2 * D).detach()
+            rope = fused.example(generator, x.shape[1] - prefix, 2 * D).detach()
             yield (x,), {"rope": rope, **given} if given else {}
 
     def fused_turn(self: Any, x: Tensor, rope: Tensor) -> Turn | None:
@@ -142,7 +128,7 @@ class RopeAttention(WithBiases):
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
         first = getattr(self, "num_prefix_tokens", 1)
         half = {"half": True} if getattr(self, "rotate_half", False) else {}
-        return tuple(turned(lambda t: rotate(t, rope, **half), t, first, t) for t in (q, k))  # type: ignore
+        return tuple(turned_behind(lambda t: rotate(t, rope, **half), t, first, t) for t in (q, k))  # type: ignore
 
 
 class Biased(Attention):
@@ -153,21 +139,21 @@ class Biased(Attention):
     def fused_bias(self: Any) -> Tensor | None:
         """(1, H, T, T), its own"""
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         return x, extras
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        own, (shared,) = self.fused_bias(), self.fused_extras
+        own, (shared,) = self.fused_bias(), self.fused_extra_kwargs
         yield from examples_with_bias(self, generator, shared, self.num_heads, own)
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        own, shared = self.fused_bias(), extras.get(self.fused_extras[0])
+        own, shared = self.fused_bias(), extras.get(self.fused_extra_kwargs[0])
         return own if shared is None else shared if own is None else own + shared
 
 
 class BeitAttention(Biased, WithBiases):
-    fused_children = names("q_bias v_bias relative_position_bias_table")
-    fused_extras = ("shared_rel_pos_bias",)
+    fused_children = fused.names("q_bias v_bias relative_position_bias_table")
+    fused_extra_kwargs = ("shared_rel_pos_bias",)
 
     def fused_bias(self: Any) -> Tensor | None:
         return None if self.relative_position_bias_table is None else rel_pos_bias(self)
@@ -176,8 +162,8 @@ class BeitAttention(Biased, WithBiases):
 class RelPosAttention(Biased):
     """The bias comes from a child."""
 
-    fused_children = names("rel_pos")
-    fused_extras = ("shared_rel_pos",)
+    fused_children = fused.names("rel_pos")
+    fused_extra_kwargs = ("shared_rel_pos",)
 
     def fused_bias(self: Any) -> Tensor | None:
         return None if self.rel_pos is None else self.rel_pos.get_bias()
@@ -198,29 +184,30 @@ class RelPosAttention(Biased):
         )
 
 
-def _mlp(fc1: str = "fc1", gate: str = "") -> Row:
-    return row(Mlp, roles=MlpRoles(fc1, "fc2", "", "", "drop1", "norm", "drop2", gate, act="act"))
+def _mlp(fc1: str = "fc1", gate: str = "") -> fused.Row:
+    return fused.row(
+        Mlp, roles=MlpRoles(fc1, "fc2", "", "", "drop1", "norm", "drop2", gate, act="act")
+    )
 
 
-def _block(gamma: str, *given: str) -> Row:
-    tails = ((f"{gamma}{i}", f"drop_path{i}") for i in (1, 2))
+def _block(gamma: str, *given: str) -> fused.Row:
+    tails = (f"{gamma}{i} drop_path{i}" for i in (1, 2))
     return pre_norm("norm1", "attn", next(tails), "norm2", "mlp", next(tails), given=given)
 
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, fused.Entry] = {
     **windows.TIMM,
-    **sam.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
-    "timm.layers.drop.DropPath": DropPath,
-    "timm.layers.layer_scale.LayerScale": LayerScale,
+    "timm.layers.drop.DropPath": fused.DropPath,
+    "timm.layers.layer_scale.LayerScale": fused.LayerScale,
     "timm.layers.mlp.GluMlp": _mlp(gate="gate_last"),
     "timm.layers.mlp.Mlp": _mlp(),
     "timm.layers.mlp.SwiGLU": _mlp("fc1_x", "fc1_g"),
-    "timm.layers.norm.LayerNorm": LayerNorm,
-    "timm.layers.norm.LayerNormFp32": row(LayerNorm, **KEEPS),
-    "timm.layers.norm.RmsNorm": RmsNorm,
-    "timm.layers.norm.RmsNormFp32": row(RmsNorm, **KEEPS),
+    "timm.layers.norm.LayerNorm": fused.LayerNorm,
+    "timm.layers.norm.LayerNormFp32": fused.row(fused.LayerNorm, **fused.KEEPS),
+    "timm.layers.norm.RmsNorm": fused.RmsNorm,
+    "timm.layers.norm.RmsNormFp32": fused.row(fused.RmsNorm, **fused.KEEPS),
     "timm.models.beit.Attention": BeitAttention,
     "timm.models.beit.Block": _block("gamma_", "shared_rel_pos_bias"),
     "timm.models.eva.EvaAttention": RopeAttention,
@@ -228,8 +215,8 @@ TABLE: dict[str, Entry] = {
     "timm.models.naflexvit.NaFlexVit": NaFlexVit,
     "timm.models.vision_transformer.Attention": Attention,  # to timm 1.0.16, like LayerScale
     "timm.models.vision_transformer.Block": _block("ls", "attn_mask"),
-    "timm.models.vision_transformer.LayerScale": LayerScale,
-    "timm.models.vision_transformer_relpos.LayerScale": LayerScale,
+    "timm.models.vision_transformer.LayerScale": fused.LayerScale,
+    "timm.models.vision_transformer_relpos.LayerScale": fused.LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
     "timm.models.vision_transformer.ResPostBlock": ResPostBlock,

@@ -13,20 +13,10 @@ from ...ops.linear.functions import linear
 from ...runtime.plain import is_raw
 from .. import hosts
 from ..activations import activation_name
-from .attend import attend_packed, attend_weights
+from . import fused
+from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import (
-    NOTHING,
-    Entry,
-    Epilogue,
-    Fused,
-    Given,
-    LayerNorm,
-    bypassed,
-    inputs,
-    is_dense,
-    names,
-)
+from .fused import NOTHING, Entry, Epilogue, Fused, Given, can_inline, inputs, is_dense, names
 from .mlp import MlpRoles, SequentialMlp
 from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
 
@@ -57,7 +47,7 @@ class MultiheadAttention(Fused):
                 return f"its weight is a {type(weight).__name__}"
         return self.fused_reject(self)
 
-    def fused_reads_low(self) -> bool:
+    def fused_accepts_autocast_input(self) -> bool:
         return True
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
@@ -66,8 +56,8 @@ class MultiheadAttention(Fused):
         if self.batch_first:
             out = attend_weights(x, weight, bias, H, dropout_p=dropout_p)
         else:  # (T, B, C)
-            qkv = linear(x, weight, bias).transpose(0, 1)
-            out = attend_packed(qkv, H, dropout_p=dropout_p).transpose(0, 1)
+            qkv = linear(x, weight, bias).transpose(0, 1).unflatten(-1, (3, H, -1))
+            out = attend_qkv(qkv, dropout_p=dropout_p).transpose(0, 1)
         return linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
@@ -107,7 +97,7 @@ class MultiheadAttention(Fused):
 SELF: dict[str, Any] = {"arguments": (("x", "x", "x"), (("need_weights", False),)), "item": 0}
 _MLP = MlpRoles("linear1", "linear2", drop="dropout", after="dropout2", act="activation")
 _BEFORE: BlockRoles = pre_norm(
-    "norm1", "self_attn", ("dropout1",), "norm2", _MLP, (), **SELF
+    "norm1", "self_attn", "dropout1", "norm2", _MLP, "", **SELF
 ).attributes["fused_roles"]
 _ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
 _BEHIND = BlockRoles(
@@ -138,13 +128,13 @@ class TransformerEncoderLayer(Block):
 
     def fused_blocked(self: Any) -> str | None:
         for name in ("self_attn", "norm1", "norm2"):
-            if not bypassed(getattr(self, name)):
+            if not can_inline(getattr(self, name)):
                 return f"{name} keeps its own forward"
         return None if activation_name(self.activation) else "no kernel for its activation"
 
 
 TABLE: dict[str, Entry] = {
-    "torch.nn.modules.normalization.LayerNorm": LayerNorm,
+    "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv3d,
     "torch.nn.modules.container.Sequential": SequentialMlp,

@@ -16,7 +16,7 @@ from .torch_nn import SELF
 TABLE: dict[str, Entry] = {
     **windows.TORCHVISION,
     "torchvision.models.vision_transformer.EncoderBlock": pre_norm(
-        "ln_1", "self_attention", ("dropout",), "ln_2", "mlp", (), **SELF
+        "ln_1", "self_attention", "dropout", "ln_2", "mlp", "", **SELF
     ),
     "torchvision.models.vision_transformer.MLPBlock": SequentialMlp,
     "torchvision.ops.misc.MLP": SequentialMlp,

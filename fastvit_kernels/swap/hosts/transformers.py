@@ -12,7 +12,7 @@ from . import layers
 from .fused import KEEPS, Entry, RmsNorm, row
 from .layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
 from .mlp import plain_mlp
-from .special import bias, mae, packed, padded, towers, windows
+from .special import bias, models, packed, towers, windows
 
 
 def fastvit_attention(
@@ -64,16 +64,8 @@ def family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entr
 
 
 _VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
-_CLIP = (
-    ("EncoderLayer", layers.CLIP),
-    ("Attention", layers.CLIP_ATTENTION),
-    ("MLP", MLP),
-)
-_SIGLIP = (
-    ("EncoderLayer", padded.LAYER),
-    ("Attention", padded.PaddedAttention),
-    ("MLP", MLP),
-)
+_CLIP = (("EncoderLayer", layers.CLIP), ("Attention", layers.CLIP_ATTENTION), ("MLP", MLP))
+_SIGLIP = (("EncoderLayer", towers.SIGLIP), ("Attention", towers.PaddedAttention), ("MLP", MLP))
 _DINO = (
     ("Layer", layers.DINOV2),
     ("Attention", layers.Attention),
@@ -87,8 +79,8 @@ TABLE: dict[str, Entry] = {
     **family("vit", "ViT", *_VIT),
     **family("deit", "DeiT", *_VIT),
     **family(
-        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", mae.MaeEmbeddings),
-        ("PatchEmbeddings", mae.MaePatches),
+        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", models.MaeEmbeddings),
+        ("PatchEmbeddings", models.MaePatches),
     ),
     **family("vit_msn", "ViTMSN", *_VIT),
     **family("ijepa", "IJepa", *_VIT),

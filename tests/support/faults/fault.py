@@ -41,7 +41,6 @@ TESTS = {  # by file of the package
     "swap/hosts/attend.py": ROPE_HOSTS,
     "swap/hosts/attention.py": ROPE_HOSTS,
     "swap/hosts/mlp.py": ROPE_HOSTS,
-    "swap/hosts/rotary.py": ROPE_HOSTS,
     "swap/hosts/timm.py": ROPE_HOSTS,
     "swap/hosts/special/models.py": ("swap/test_timm_models.py",),
     "models/patch_dropout.py": ("swap/test_timm_models.py",),

@@ -142,10 +142,10 @@ SAMPLES = [
     Fault(
         "samples-in-evaluation",
         "swap/hosts/branch.py",
-        "kept_of",
+        "Branch.__init__",
         "evaluation drops samples",
-        "not path.training or",
-        "",
+        "path is not None and path.training",
+        "path is not None",
         ("swap/test_swap_skip.py",),
     ),
 ]
@@ -284,9 +284,9 @@ LAYER_NORM = [
         only=("ops/test_norm.py::test_norm_adds_a_residual",),
     ),
     Fault(
-        "norm-residual-host", "swap/hosts/branch.py", "add_body",
+        "norm-residual-host", "swap/hosts/branch.py", "Branch.called",
         "a norm behind a branch takes the branch alone",
-        "tail[:-1] if adds else tail", "tail",
+        "items[:-1] if adds else items", "items",
         only=("swap/test_rope_hosts.py::test_a_block_leaves_nothing_to_pytorch",),
     ),
     Fault(

@@ -208,11 +208,11 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "status-called-block-ops", STATUS, "_covers", "its parts' ops are lost",
-        "isinstance(block, Unfused) and bypassed(module)", "False", only=CALLED,
+        "isinstance(block, Unfused) and can_inline(module)", "False", only=CALLED,
     ),
     Fault(
         "status-called-block-twice", STATUS, "_covers", "ops of a part with a row count twice",
-        "isinstance(block, Unfused) and bypassed(module)", "isinstance(block, Unfused)",
+        "isinstance(block, Unfused) and can_inline(module)", "isinstance(block, Unfused)",
         only=CALLED,
     ),
     Fault(

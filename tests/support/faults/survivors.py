@@ -17,7 +17,6 @@ SURVIVORS = {
     "ops/mlp/launch.py:_empty_bwd: 0 -> (1)": "a width that no wanted gradient has",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
     "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
-    "swap/hosts/special/towers.py:GemmaAttention.fused_projections: tuple(map(_linear_of, super().fused_projections())) -> (map(_linear_of, super().fused_projections()))": "each who asks unpacks it once",  # noqa: E501
     "tools/aot.py:tensor_bytes: zip(x.shape, x.stride(), strict=True) -> (zip(x.shape, x.stride()))": "a shape has as many strides",  # noqa: E501
     "runtime/backend.py:_interprets_bf16: 0 -> (1)": "an argument that the interpreter never reads",
     "runtime/compat.py:: True -> (False)": "neither is None, which alone is asked",
@@ -30,5 +29,5 @@ SURVIVORS = {
     "swap/hosts/special/towers.py:GemmaAttention.fused_examples: torch.zeros(batch, tokens, 2, dtype=torch.long) -> (torch.zeros(batch, tokens, 2))": "an example of a call to try, as good as another: the host reads its shape",  # noqa: E501
     "swap/hosts/special/bias.py:OwnBias.fused_examples: 1 -> (2) #3": "an example of a call to try, as good as another",  # noqa: E501
     "swap/hosts/special/windows.py:HfSwinLayer.fused_examples: 2 -> (3)": "an example of a call to try, as good as another",  # noqa: E501
-    "swap/hosts/special/padded.py:PaddedAttention.fused_examples: torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST) -> (~shown)": "one example less: test_other_masks_are_taken_as_they_are has such calls",  # noqa: E501
+    "swap/hosts/special/towers.py:PaddedAttention.fused_examples: torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST) -> (~shown)": "one example less: test_other_masks_are_taken_as_they_are has such calls",  # noqa: E501
 }

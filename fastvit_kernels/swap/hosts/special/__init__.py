@@ -3,11 +3,10 @@
 | file | special, because |
 |---|---|
 | bias.py | a bias of relative positions needs the resolution of the call |
-| mae.py | patches are drawn before they are embedded |
-| models.py | a model hands its blocks a shorter mask or fewer patches |
+| models.py | a model hands its blocks a shorter mask or fewer patches, or draws these first |
 | packed.py | sequences lie one after the other, by cu_seqlens |
-| padded.py | a mask of rows that are alike becomes one of the keys |
-| parallel.py | branches side by side, or a norm behind each |
-| sam.py, windows.py | attention inside windows of a grid, with positions of its own |
-| towers.py | q and k turn by angles that no table of (T, D) gives, or by the host's own |
+| parallel.py | attention and MLP side by side, or a norm behind each branch |
+| towers.py | q and k turn by angles that no table of (T, D) gives, or by the host's own; a mask of
+rows that are alike becomes one of the keys |
+| windows.py | attention inside windows of a grid, with positions of its own |
 """

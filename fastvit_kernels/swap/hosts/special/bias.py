@@ -10,24 +10,16 @@ from torch import Tensor
 
 from ..attention import Attention, AttentionRoles
 from ..block import Block
-from ..fused import (
-    Entry,
-    Fused,
-    Given,
-    example,
-    hooked,
-    names,
-    width_of,
-)
+from ..fused import Entry, Fused, Given, example, hooked, names, width_of
 from ..layers import DROP_PATH, MLP, BeitAttention, layer
 from ..mlp import MlpRoles
 
 
 class OwnBias(Fused):
     """A module with a bias of relative positions. Its caller may add another, by the first of
-    `fused_extras`."""
+    `fused_extra_kwargs`."""
 
-    fused_extras: ClassVar[tuple[str, ...]]
+    fused_extra_kwargs: ClassVar[tuple[str, ...]]
 
     def fused_table(self: Any) -> tuple[Any, int]:
         """The module that gives the bias, None for none; the side of a patch."""
@@ -42,7 +34,7 @@ class OwnBias(Fused):
             tokens = (rows * columns + 1,) * 2
         yield (example(generator, 2, tokens[0], width),), given
         T = tokens[1]
-        shared = {self.fused_extras[0]: example(generator, 1, heads, T, T)}
+        shared = {self.fused_extra_kwargs[0]: example(generator, 1, heads, T, T)}
         yield (example(generator, 1, T, width),), given | shared
 
     def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
@@ -52,7 +44,7 @@ class OwnBias(Fused):
         return super().fused_checked(x, extras)
 
     def fused_mask(self, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        (table, patch), shared = self.fused_table(), extras.get(self.fused_extras[0])
+        (table, patch), shared = self.fused_table(), extras.get(self.fused_extra_kwargs[0])
         if table is None:
             return shared
         height, width = extras["resolution"]
@@ -69,7 +61,7 @@ class Data2VecAttention(OwnBias, Attention):
         after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
     )  # fmt: skip
     fused_simple = False
-    fused_extras = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
+    fused_extra_kwargs = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -98,8 +90,8 @@ _HALVES = MlpRoles(
 )  # fmt: skip
 DATA2VEC_LAYER = layer(
     "layernorm_before", "attention", "lambda_1 drop_path", "layernorm_after", _HALVES,
-    "lambda_2 drop_path", given=Data2VecAttention.fused_extras, through=("intermediate", "output"),
-    result=(2, 0), unread=frozenset(),
+    "lambda_2 drop_path", given=Data2VecAttention.fused_extra_kwargs, result=(2, 0),
+    through=("intermediate", "output"), unread=frozenset(),
 )  # fmt: skip
 
 
@@ -113,7 +105,7 @@ class BeitLayer(OwnBias, Block):
 BEIT_LAYER = layer(
     "layernorm_before", "attention", "dropout lambda_1 drop_path", "layernorm_after", "mlp",
     "dropout lambda_2 drop_path", mixin=BeitLayer,
-    extras=("attention_mask", "interpolate_pos_encoding", "resolution"),
+    extra_kwargs=("attention_mask", "interpolate_pos_encoding", "resolution"),
     children=names("relative_position_bias"),
 )  # fmt: skip
 _DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"

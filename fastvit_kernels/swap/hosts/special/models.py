@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ....models.patch_dropout import draw_kept
 from ....ops.patch_embed.functions import patch_embed
-from ....runtime.plain import is_hooked
-from ..fused import Fused, Given, bypassed, example, inert, is_dense
-from .timm_masks import attends_by_mask
+from ....runtime.plain import is_hooked, is_raw
+from ..fused import Fused, Given, Unfused, can_inline, example, is_dense, is_noop, names
+from ..masks import attends_by_mask
+from ..patch_conv import PatchConv
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
 
@@ -62,7 +63,7 @@ def _takes_keys(block: Any) -> bool:
 
 
 class NaFlexVit(Model):
-    fused_extras = ("patch_coord", "patch_valid")
+    fused_extra_kwargs = ("patch_coord", "patch_valid")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -127,9 +128,9 @@ class VisionTransformer(Model):
             return "dropped patches are embedded first: some tokens before them may be dropped"
         embed = self.patch_embed
         children = self.patch_drop, embed, embed.proj
-        if any(map(is_hooked, children)) or not (inert(embed.norm) and bypassed(embed.proj)):
+        if any(map(is_hooked, children)) or not (is_noop(embed.norm) and can_inline(embed.proj)):
             return "dropped patches are embedded first: a part of the embedding is called"
-        if not inert(self.pos_drop) or getattr(self.pos_drop, "p", 0) > 0:
+        if not is_noop(self.pos_drop) or getattr(self.pos_drop, "p", 0) > 0:
             return "dropped patches are embedded first: its dropout draws for them, too"
         return None
 
@@ -161,3 +162,59 @@ class VisionTransformer(Model):
         else:
             x = self.blocks(x)
         return self.forward_head(self.norm(x))
+
+
+class MaePatches(Unfused):
+    """Its projection, which the embeddings read."""
+
+    fused_level = "epilogue"
+    fused_children = names("projection")
+
+
+class MaeEmbeddings(Fused):
+    fused_level = "patch_embed"
+    fused_children = names("cls_token patch_embeddings position_embeddings")
+    fused_extra_kwargs = ("noise", "interpolate_pos_encoding")
+    fused_axes = (4,)
+
+    def fused_blocked(self: Any) -> str | None:
+        patches = self.patch_embeddings
+        projection = patches.projection
+        if not (isinstance(patches, MaePatches) and can_inline(patches)):
+            return "its patch embedding must be called"
+        if not (isinstance(projection, PatchConv) and can_inline(projection)):
+            return "its projection must be called"
+        return None
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        patches = self.patch_embeddings
+        x = example(generator, 2, patches.num_channels, *patches.image_size)
+        yield (x,), {}
+        yield (x,), {"noise": example(generator, 2, patches.num_patches).detach()}
+
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        if extras.pop("interpolate_pos_encoding", False):
+            return None
+        patches = self.patch_embeddings
+        noise, shape = extras.get("noise"), (x.shape[0], patches.num_patches)
+        if noise is not None:
+            if not (isinstance(noise, Tensor) and is_raw(noise) and noise.shape == shape):
+                return None
+            if noise.device != x.device:
+                return None
+        fits = tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)
+        keeps = int(shape[1] * (1 - self.config.mask_ratio)) > 0
+        return (x, extras) if fits and keeps and x.is_floating_point() else None
+
+    def fused_forward(
+        self: Any, x: Tensor, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        projection = self.patch_embeddings.projection
+        places = torch.arange(self.patch_embeddings.num_patches, device=x.device)
+        places = places.expand(x.shape[0], -1).unsqueeze(-1)
+        keep, mask, restore = self.random_masking(places, noise)
+        tokens = patch_embed(
+            x, projection.weight, projection.bias, prefix_tokens=self.cls_token,
+            pos_embed=self.position_embeddings, keep=keep.squeeze(-1),
+        )  # fmt: skip
+        return tokens, mask, restore

@@ -18,12 +18,12 @@ from ....ops.attention.rotary import rope_attention
 from ....ops.attention.varlen import varlen_attention
 from ....ops.rope import rope
 from ....runtime.plain import is_plain, is_raw
-from ..attend import packable
-from ..fused import Entry, Given, example, names, normed, project, width_of
+from ...plans import Run
+from ..attend import packable, turn_of
+from ..fused import NOTHING, Entry, Given, Place, example, names, normed, project, width_of
 from ..layers import SWIGLU, Attention, layer
 from ..mlp import Mlp, plain_mlp
 from ..read_once import is_readable, read_once
-from ..rotary import turn_of
 
 
 def _lengths(cu_seqlens: Tensor) -> tuple[int, int, int, int]:
@@ -49,7 +49,7 @@ class PackedAttention(Attention):
         projections=("qkv",), heads="num_heads", head_dim="", out="proj", result=None
     )
     fused_simple = False
-    fused_extras = ("cu_seqlens", "position_embeddings", "max_seqlen")
+    fused_extra_kwargs = ("cu_seqlens", "position_embeddings", "max_seqlen")
     fused_axes = (2,)
     fused_tolerance = 1e-5  # the host turns in fp32
 
@@ -108,7 +108,7 @@ class PackedAttention(Attention):
 
 
 PACKED_LAYER = layer(
-    "norm1", "attn", "", "norm2", "mlp", "", given=PackedAttention.fused_extras, item=None,
+    "norm1", "attn", "", "norm2", "mlp", "", given=PackedAttention.fused_extra_kwargs, item=None,
     axes=(2,), tolerance=1e-5,
 )  # fmt: skip
 QWEN3_MLP = plain_mlp("linear_fc1", "act_fn", "linear_fc2")
@@ -127,10 +127,17 @@ class Qwen3Merger(Mlp):
             tokens = rows * self.hidden_size // width
             yield (example(generator, tokens, width),), {}
 
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        x = x.view(-1, self.hidden_size) if self.use_postshuffle_norm else x
-        y, _ = normed(self.norm, x, self.fused_reads_low())
-        return self.fused_branch(y.view(-1, self.hidden_size))
+    def fused_resolved(self: Any, place: Place) -> Run:
+        planned, found = self.fused_planned(place), self.fused_found(place)
+        low = self.fused_accepts_autocast_input()
+
+        def run(modules: list[Any], x: Tensor, extras: dict[str, Any]) -> Tensor:
+            me = found(modules)
+            x = x.view(-1, me.hidden_size) if me.use_postshuffle_norm else x
+            y, _ = normed(me.norm, x, low)
+            return planned(modules, y.view(-1, me.hidden_size), NOTHING, extras)
+
+        return run
 
 
 _QWEN3 = (

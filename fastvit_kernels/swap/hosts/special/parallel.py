@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....runtime.plain import is_hooked, is_plain
-from ..attend import attend, attend_packed, unpack
-from ..branch import add_body, fold
-from ..fused import (
-    Child,
-    Fused,
-    Given,
-    Unfused,
-    bypassed,
-    inert,
-    left_dropouts,
-    left_linears,
-    names,
-    norm_in_pytorch,
-    normed,
-    project,
-    project_out,
-)
+from ....runtime.plain import is_plain
+from .. import fused
+from ..attend import attend, attend_qkv, unpack
+from ..block import Block, BlockRoles
+from ..branch import Step, fold, is_foldable
+from ..fused import Child, Fused, Unfused, is_noop, left_linears, names, norm_in_pytorch, project
 
 
 class ResPostBlock(Unfused):
@@ -53,16 +42,17 @@ class ParallelScalingBlock(Fused):
     def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
 
-    def fused_left(self: Any) -> Iterator[Child]:
+    def fused_unfused_children(self: Any) -> Iterator[Child]:
         yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
-        yield from left_dropouts(self, "mlp_drop")
+        yield from fused.left_dropouts(self, "mlp_drop")
 
     def fused_heads(self: Any, qkv: Tensor) -> Tensor:
         """(B, T, 3C) -> (B, T, C)"""
         dropout_p = self.attn_drop.p if self.training else 0.0
-        if inert(self.q_norm) and inert(self.k_norm):
-            return attend_packed(qkv, self.num_heads, dropout_p=dropout_p).flatten(2)
-        q, k, v = unpack(qkv, self.num_heads)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
+        if is_noop(self.q_norm) and is_noop(self.k_norm):
+            return attend_qkv(qkv, dropout_p=dropout_p).flatten(2)
+        q, k, v = unpack(qkv)
         return attend(self.q_norm(q), self.k_norm(k), v, dropout_p=dropout_p).flatten(2)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
@@ -77,45 +67,51 @@ class ParallelScalingBlock(Fused):
         yield from norm_in_pytorch("in_norm", self.in_norm)
 
     def fused_forward(self: Any, x: Tensor) -> Tensor:
-        y, x = normed(self.in_norm, x, is_plain(self.in_proj))
+        y, x = fused.normed(self.in_norm, x, is_plain(self.in_proj))
         hidden, qkv = project(self.in_proj, y).split(
             (self.in_split[0], sum(self.in_split[1:])), dim=-1
         )
         hidden = hidden if self.mlp_bias is None else hidden + self.mlp_bias
         out = self.fused_heads(qkv)
         hidden = self.mlp_drop(self.mlp_act(hidden))
-        folded = fold((self.ls, self.drop_path), x)
+        tail = self.ls, self.drop_path
         out_proj = getattr(self, "out_proj", None)  # absent before timm 1.0.16
         if out_proj is not None:
             pairs = [(out_proj, torch.cat((out, hidden), dim=-1))]
         else:
             pairs = [(self.attn_out_proj, out), (self.mlp_out_proj, hidden)]
-        if folded is None:
+        if not is_foldable(tail):
             return x + self.drop_path(self.ls(sum(project(m, h) for m, h in pairs)))
-        gamma, rows = folded
+        gamma, rows = fold(tail, x)
         if gamma is not None:
             x = x.to(torch.promote_types(x.dtype, gamma.dtype))
         for module, h in pairs:  # x + s (a + b) = (x + s a) + s b
             epilogue = {"residual": x, "layer_scale": gamma, "row_scale": rows}
-            x = project_out(module, None, h, epilogue)
+            x = fused.project_out(module, None, h, epilogue)
         return x
 
 
-class ParallelThingsBlock(Fused):
+@cache
+def _things(attns: int, ffns: int) -> BlockRoles:
+    steps = []
+    branches = [f"attns.{i}" for i in range(attns)] + [f"ffns.{i}" for i in range(ffns)]
+    for i, name in enumerate(branches):
+        source, body = (0, "attn") if i < attns else (attns, "mlp")
+        tail = f"{name}.ls", f"{name}.drop_path"
+        steps.append(Step(i + 1, source, i, f"{name}.norm", f"{name}.{body}", tail))
+    return BlockRoles(tuple(steps), tuple(branches))
+
+
+class ParallelThingsBlock(Block):
     """Branches side by side: x + sum_i attn_i(x), then x + sum_i mlp_i(x)."""
 
-    fused_level = "block"
-    fused_children = names("attns ffns")
+    @property
+    def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
+        return _things(len(self.attns), len(self.ffns))
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        return None if any(map(is_hooked, (*self.attns, *self.ffns))) else (x, extras)
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        return names("attns ffns")
 
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        for branches, name in ((self.attns, "attn"), (self.ffns, "mlp")):
-            start = x
-            for branch in branches:
-                body = getattr(branch, name)
-                bypass = bypassed(body)
-                y, _ = normed(branch.norm, start, bypass and body.fused_reads_low())
-                x = add_body(x, y, body, (branch.ls, branch.drop_path), body, bypass, {})
-        return x
+    def fused_rebuilds(self, step: Step) -> bool:
+        return False  # several norms read one sum

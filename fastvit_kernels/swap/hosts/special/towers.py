@@ -12,23 +12,12 @@ from torch import Tensor
 from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
-from ..attend import attend, by_keys
-from ..fused import (
-    Child,
-    Given,
-    Unfused,
-    bypassed,
-    example,
-    inputs,
-    names,
-    norm_in_pytorch,
-    normed,
-    project,
-    width_of,
-)
-from ..layers import DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from .. import fused
+from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
+from ..fused import Given, Unfused, can_inline, example, inputs, names, project, width_of
+from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..mlp import Mlp
-from ..rotary import HeadNorms, Turn, turn_of, turned
+from ..roles import Body
 
 
 class RopeAttention(Attention):
@@ -36,9 +25,10 @@ class RopeAttention(Attention):
 
     fused_roles = Attention.fused_roles._replace(
         dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
-        rotate="apply_rotary_pos_emb", spread="*",
+        rotate="apply_rotary_pos_emb", spread="*", kernel="half, cos before sin, any prefix",
+        needs_rope=True,
     )  # fmt: skip
-    fused_extras = ("position_embeddings", "attention_mask")
+    fused_extra_kwargs = ("position_embeddings", "attention_mask")
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for batch, patches in ((3, 4), (2, 6)):
@@ -50,14 +40,6 @@ class RopeAttention(Attention):
                 yield (x,), {"position_embeddings": tables}
             mask = example(generator, batch, 1, tokens, tokens)
             yield (x,), {"position_embeddings": tables, "attention_mask": mask}
-
-    def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
-        tables = extras.get("position_embeddings")
-        return (x, extras) if isinstance(tables, (tuple, list)) and len(tables) == 2 else None
-
-    def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
-        (cos, sin), (B, T, _), D = angles, x.shape, self.head_dim
-        return turn_of(cos, sin, (B, self.fused_width() // D, T, D)) if cos.ndim == 2 else None
 
 
 class PixtralAttention(RopeAttention):
@@ -84,7 +66,7 @@ class VJepaAttention(Attention):
     )  # fmt: skip
     fused_simple = False  # it turns q and k without being told
     fused_attention_dropout = names("dropout_prob")
-    fused_extras = ("position_mask",)
+    fused_extra_kwargs = ("position_mask",)
 
     @staticmethod
     def fused_derived(copy: Any) -> dict[str, int]:
@@ -134,16 +116,21 @@ class Clippable(Unfused):
 def _linear_of(module: Any) -> Any:
     """The Linear of a module that only holds it; else the module, to be called."""
     inner = getattr(module, "linear", None)
-    if isinstance(module, Clippable) and bypassed(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
+    if isinstance(module, Clippable) and can_inline(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
         return inner
     return module
 
 
-def _left_inside(module: Any, *names: str) -> Iterator[Child]:
-    for name in names:
-        child = getattr(module, name)
-        if not is_plain(_linear_of(child)):
-            yield name, child, "its Linear cannot be read past it"
+class Clipped(Body):
+    """Its Linears lie inside modules of their own."""
+
+    def fused_child(self, name: str) -> Any:
+        return _linear_of(super().fused_child(name))
+
+    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
+        for name, child in self.named_children():
+            if hasattr(child, "linear") and not is_plain(_linear_of(child)):
+                yield name, child, "its Linear cannot be read past it"
 
 
 def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
@@ -153,35 +140,26 @@ def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
     return x.flatten(axis, axis + 3)
 
 
-class GemmaAttention(Attention):
+class GemmaAttention(Clipped, Attention):
     """Gemma 4's: RMSNorm of q, k and v by head; a half of each head turns by x, the other by y."""
 
     fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
     fused_simple = False
     fused_children = names("v_norm")
-    fused_extras = ("position_embeddings", "attention_mask", "position_ids")
+    fused_extra_kwargs = ("position_embeddings", "attention_mask", "position_ids")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         return "k and v have fewer heads" if module.num_key_value_groups > 1 else None
-
-    def fused_projections(self) -> tuple[Any, ...]:
-        return tuple(map(_linear_of, super().fused_projections()))
-
-    def fused_out(self: Any) -> Any:
-        return _linear_of(super().fused_out())
-
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from _left_inside(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def fused_width(self: Any) -> int:
         """H D"""
         return getattr(self.q_proj, "linear", self.q_proj).out_features
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        if self.fused_norms() is None or not self.fused_reads_low():
+        if self.fused_norms() is None or not self.fused_accepts_autocast_input():
             yield "RoPE", 2 * 9 * self.fused_width()
-        yield from norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
+        yield from fused.norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for x in inputs(self, generator, 4, 6):
@@ -232,26 +210,18 @@ class GemmaAttention(Attention):
                 for m, norm in ((q, self.q_norm), (k, self.k_norm))
             )
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        v, _ = normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
+        v, _ = fused.normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
             q, k, v.transpose(1, 2), mask=by_keys(attention_mask),
             dropout_p=self.fused_dropout_p(), scale=self.scaling,
         )  # fmt: skip
 
 
-class GemmaMlp(Mlp):
-    """Its Linears lie inside modules of their own."""
-
+class GemmaMlp(Clipped, Mlp):
     fused_roles = SWIGLU.attributes["fused_roles"]
 
-    def fused_part(self: Any, role: str) -> Any:
-        return _linear_of(super().fused_part(role))
 
-    def fused_left(self: Any) -> Iterator[Child]:
-        yield from _left_inside(self, "gate_proj", "up_proj", "down_proj")
-
-
-_ROPE = RopeAttention.fused_extras
+_ROPE = RopeAttention.fused_extra_kwargs
 UNREAD_PIXTRAL = PixtralAttention.fused_unread
 DINOV3 = layer(*DINO_NAMES, given=_ROPE)
 PIXTRAL = layer(
@@ -270,5 +240,41 @@ VJEPA = layer(
 # Norms before and behind each branch; the latter add the residual.
 GEMMA = layer(
     "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
-    "post_feedforward_layernorm", given=GemmaAttention.fused_extras,
+    "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
 )  # fmt: skip
+
+
+class PaddedAttention(Attention):
+    """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
+    alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
+
+    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
+    fused_extra_kwargs = ("attention_mask",)
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        T = 6
+        x = example(generator, 3, T, width_of(self))
+        shown = (torch.arange(T) < torch.tensor([[T], [4], [1]]))[:, None, None].repeat(1, 1, T, 1)
+        added = torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST)
+        rows = shown.clone()
+        rows[1, 0, 0] = ~rows[1, 0, 0]
+        yield (x,), {}
+        yield (x,), {"attention_mask": shown}
+        yield (x,), {"attention_mask": added}
+        yield (x,), {"attention_mask": rows}
+        yield (x,), {"attention_mask": example(generator, 3, 1, T, T).detach()}
+
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+        """None beside a mask that learns, or of other axes, dtype or device than transformers'."""
+        mask = extras.get("attention_mask")
+        if mask is None:
+            return x, extras
+        fits = is_mask(mask, x, self.q_proj.out_features // self.head_dim)
+        same = fits and mask.dtype in (torch.bool, x.dtype) and mask.device == x.device
+        return (x, extras) if same and not mask.requires_grad else None
+
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        return by_keys(extras.get("attention_mask"))
+
+
+SIGLIP = layer(*CLIP_NAMES, given=PaddedAttention.fused_extra_kwargs)

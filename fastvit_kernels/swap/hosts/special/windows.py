@@ -18,19 +18,10 @@ from torch import Tensor, nn
 
 from ....runtime.compat import attend_in_windows, rel_pos_bias
 from ....runtime.plain import is_hooked, is_plain
+from .. import fused
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import (
-    NOTHING,
-    DropPath,
-    Entry,
-    Epilogue,
-    Given,
-    example,
-    inert,
-    names,
-    width_of,
-)
+from ..fused import DropPath, Entry, Epilogue, Place, Planned, example, is_noop, names, width_of
 from ..grids import Windows
 from ..layers import MLP, layer
 from ..layers import Attention as HfAttention
@@ -46,28 +37,15 @@ def _area(copy: Any) -> dict[str, int]:
     return {"window_area": copy.window_size[0] * copy.window_size[1]}
 
 
-class Windowed(Attention):
-    """Attention on windows (B windows, N, C), or on x and the windows that it is cut into."""
+ROLES = AttentionRoles(("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop")
+
+
+class WindowedAttention(Attention):
+    """Attention on windows (B windows, N, C), with or without a mask of the shift; a block's on x
+    and the windows that it is cut into."""
 
     fused_simple = False
-    fused_roles = AttentionRoles(
-        ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop"
-    )
-
-    def fused_branch(
-        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, windows: Windows | None = None,
-        **extras: Any,
-    ) -> Tensor:  # fmt: skip
-        if windows is None:
-            return super().fused_branch(x, epilogue, **extras)
-        tokens = x.ndim == 3  # (B, height width, C), else (B, height, width, C)
-        y = windows.cut(x.unflatten(1, windows.grid) if tokens else x)
-        out = windows.joined(self.fused_heads(y, **extras).flatten(2))
-        return self.fused_project_out(out.flatten(1, 2) if tokens else out, epilogue)
-
-
-class WindowedAttention(Windowed):
-    """The same where the host's forward takes the windows, with or without a mask of the shift."""
+    fused_roles = ROLES
 
     def fused_area(self: Any) -> int:
         """N"""
@@ -83,7 +61,7 @@ class WindowedAttention(Windowed):
         N = self.fused_area()
         yield (example(generator, 2, N, width_of(self)),), {}
         mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {self.fused_extras[0]: mask}
+        yield (example(generator, 4, N, width_of(self)),), {self.fused_extra_kwargs[0]: mask}
 
 
 class WindowAttention(WindowedAttention):
@@ -91,7 +69,7 @@ class WindowAttention(WindowedAttention):
 
     fused_children = names("relative_position_bias_table softmax")
     fused_attention_dropout = names("attn_drop")
-    fused_extras = ("mask",)
+    fused_extra_kwargs = ("mask",)
     fused_derived = staticmethod(_area)
 
     def fused_blocked(self: Any) -> str | None:
@@ -146,14 +124,15 @@ class StochasticDepth(DropPath):
     def fused_reject(cls, module: Any) -> str | None:
         return None if module.mode == "row" else "it drops whole batches"
 
-    def fused_way(self: Any) -> tuple[float, str, bool]:
+    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
         return self.p, "bernoulli", True
 
 
-class ShiftedWindowAttention(Windowed):
+class ShiftedWindowAttention(Attention):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_roles = Windowed.fused_roles._replace(after="", dropout="attention_dropout")
+    fused_roles = ROLES._replace(after="", dropout="attention_dropout")
+    fused_simple = False
     fused_children = names("relative_position_bias_table")
     fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
@@ -183,10 +162,15 @@ class ShiftedWindowAttention(Windowed):
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         return with_shift(self.get_relative_position_bias(), extras.get("mask"))
 
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:  # type: ignore[override]
-        windows = self.fused_cut(x)
-        mask = windows.mask(self.relative_position_bias_table)
-        return super().fused_branch(x, epilogue, windows=windows, mask=mask)
+    def fused_planned(self: Any, place: Place) -> Planned:
+        planned, found = super().fused_planned(place), self.fused_found(place)
+
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            windows = found(modules).fused_cut(x)
+            mask = windows.mask(found(modules).relative_position_bias_table)
+            return planned(modules, x, epilogue, {"windows": windows, "mask": mask})
+
+        return run
 
 
 class HfSwinAttention(WindowedAttention, HfAttention):
@@ -194,7 +178,7 @@ class HfSwinAttention(WindowedAttention, HfAttention):
 
     fused_roles = HfAttention.fused_roles
     fused_children = names("relative_position_bias")
-    fused_extras = ("attention_mask",)
+    fused_extra_kwargs = ("attention_mask",)
 
     def fused_area(self: Any) -> int:
         return self.relative_position_bias.window_area
@@ -209,9 +193,9 @@ class HfSwinLayer(Block):
     fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
-        return None if inert(self.dropout) else "its dropout draws by window"
+        return None if is_noop(self.dropout) else "its dropout draws by window"
 
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         if "input_dimensions" not in extras or is_hooked(self.attention):
             return None
         return x, extras
@@ -232,33 +216,68 @@ class HfSwinLayer(Block):
         windows = Windows((height, width), (size, size), (shift, shift))
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
-    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
-        if step.body != "attention":
-            return super().fused_call(step, context)
-        windows, mask = context["windows"], context["attention_mask"]
-
-        def call(y: Tensor) -> Tensor:
-            y = windows.cut(y.unflatten(1, windows.grid))
-            return windows.joined(self.attention(y, mask)[0]).flatten(1, 2)
-
-        return call
-
 
 TIMM: dict[str, Entry] = {
     "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
-        "norm1", "attn", ("drop_path1",), "norm2", "mlp", ("drop_path2",), mixin=SwinBlock
+        "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
     "timm.models.swin_transformer.WindowAttention": WindowAttention,
 }
 TORCHVISION: dict[str, Entry] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
-        "norm1", "attn", ("stochastic_depth",), "norm2", "mlp", ("stochastic_depth",), axes=(4,)
+        "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
     ),
     "torchvision.ops.stochastic_depth.StochasticDepth": StochasticDepth,
 }
 _LAYER = layer(
     "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
-    mixin=HfSwinLayer, result=(2, 0), extras=("input_dimensions", "always_partition"),
+    mixin=HfSwinLayer, result=(2, 0), extra_kwargs=("input_dimensions", "always_partition"),
 )  # fmt: skip
 SWIN = (("Layer", _LAYER), ("Attention", HfSwinAttention), ("MLP", MLP))
+
+
+class SamAttention(Attention):
+    fused_attention_dropout = names("attn_drop")
+    fused_axes = (4,)
+
+    @property
+    def fused_roles(self: Any) -> AttentionRoles:  # type: ignore[override]
+        """Its tables are for windows of one size; the host interpolates them for others."""
+        along = ("rel_pos_h", "rel_pos_w") if self.use_rel_pos else ()
+        return ROLES._replace(grid=True, along=along)
+
+    @classmethod
+    def fused_known(cls) -> frozenset[str]:
+        return names("qkv proj attn_drop proj_drop q_norm k_norm rope rel_pos_h rel_pos_w")
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
+            return "it normalises queries and keys"
+        return None if getattr(module, "rope", None) is None else "it turns queries and keys"
+
+    def fused_blocked(self: Any) -> str | None:
+        return fused.hooked(self, "attn_drop", "q_norm", "k_norm")
+
+    def fused_scale(self: Any) -> float | None:
+        return None if self.fused_attn else self.scale
+
+
+class SamBlock(Block):
+    fused_axes = (4,)
+    fused_first_skips = False
+
+    def fused_blocked(self: Any) -> str | None:
+        if self.window_size and not (is_noop(self.drop_path1) and is_noop(self.attn.proj_drop)):
+            return "it drops by window"
+        return None
+
+
+TIMM |= {
+    "timm.models.vision_transformer_sam.Attention": SamAttention,
+    "timm.models.vision_transformer_sam.Block": pre_norm(
+        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
+        mixin=SamBlock, window="window_size",
+    ),
+}  # fmt: skip
