@@ -70,11 +70,16 @@ def host_of(cls: type) -> type:
     return getattr(cls, "fused_host", cls)
 
 
+def level_of(cls: type) -> str:
+    """At which level a swapped class computes; "" of any other class."""
+    return getattr(cls, "fused_level", "")
+
+
 def swapped_of(module: nn.Module) -> type:
     """The class that swap_in gave a module, also where torch.distributed has made another of it
     (fully_shard): such a class computes the same, and cannot be made of nothing."""
     cls = type(module)
-    if not hasattr(cls, "fused_level"):
+    if not level_of(cls):
         return cls
     homes = ((base, str(vars(base).get("__module__"))) for base in cls.__mro__)
     return next(base for base, home in homes if not home.startswith("torch.distributed."))
@@ -159,7 +164,7 @@ def is_recognised(cls: type) -> bool:
 def _is_known(cls: type) -> bool:
     """Whether a fused forward may look inside: a module of any other class is only ever called."""
     plain = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
-    return hasattr(cls, "fused_level") or cls in plain or is_activation(cls)
+    return bool(level_of(cls)) or cls in plain or is_activation(cls)
 
 
 def keeps_rates(module: nn.Module) -> bool:
@@ -209,7 +214,7 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)
-    return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
+    return host_of(cls), bool(level_of(cls)), settings, tensors, plain, absent
 
 
 def _drops(known: Any) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from ..runtime.plain import is_watched_everywhere
 from .candidates import Refused, Unlike, attention_roles, mlp_roles
 from .copies import Copier
-from .facts import ClassOf, Facts, host_of, is_rate, methods
+from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
 from .hosts import searched
 from .hosts.fused import arguments_of
 from .prove import aside, prove
@@ -32,7 +32,6 @@ from .runs import (
     angles_for,
     extras_of_block,
     is_mask,
-    level_of,
     observed,
     open_parts,
 )

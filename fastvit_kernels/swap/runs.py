@@ -15,7 +15,7 @@ from torch import nn
 from .candidates import Refused, Unlike
 from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
 from .draws import Foreign, own_draws
-from .facts import ClassOf, host_of
+from .facts import ClassOf, host_of, level_of
 from .hosts import searched
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
@@ -24,10 +24,6 @@ from .prove import DTYPES, first_line
 TOKENS = 2400  # of a batch in a search
 
 HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
-
-
-def level_of(cls: type) -> str:
-    return getattr(cls, "fused_level", "")
 
 
 def open_parts(module: nn.Module, class_of: ClassOf) -> Iterator[tuple[str, nn.Module]]:

@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 
 from .candidates import PRODUCTS, SUMS, Refused, Unlike, attention_roles, mlp_roles, origins
-from .facts import ClassOf
+from .facts import ClassOf, level_of
 from .hosts.fused import arguments_of
 from .hosts.searched import BlockRoles, Step
 from .observe import Event, Observation, Value
-from .runs import level_of
 
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.
