@@ -257,20 +257,16 @@ def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
     briefly: bool = False, rates: dict[Any, Rate] | None = None,
 ) -> str | None:  # fmt: skip
-    def host_class(m: nn.Module) -> type:
-        return host_of(class_of(m))
-
     calls: list[Call] = []
+    recognised = is_recognised(class_of(module))
     least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
     for called in (False,) if briefly else (False, True):
-        copier = Copier(
-            sizes, class_of, is_recognised(class_of(module)), dtype, briefly, rates or {}
-        )
+        copier = Copier(sizes, class_of, recognised, dtype, briefly, rates or {})
         try:
-            host = copier.module(module, host_class, called, {})
+            host = copier.copy(module, True, called)
         except Exception as error:
             raise _NotTried(first_line(error)) from error
-        ours: Any = copier.module(module, class_of, called, {})
+        ours = copier.copy(module, False, called)
         TRUSTED.update(ours.modules())
         ROOTS.add(ours)
         # a part may round to fp32, whatever the dtype
@@ -318,7 +314,7 @@ def _compare(
                 return f"computes something else: {found} in {mode}"
             if briefly and sum(t.numel() for t in leaves(x, Tensor)) > LONG:
                 break
-        if tried and failed is not None and is_recognised(class_of(module)):
+        if tried and failed is not None and recognised:
             return f"the host does not take such a call: {first_line(failed)}"
         if not tried:
             raise _NotTried(first_line(failed) if failed else "there is no example of a call")

@@ -372,8 +372,7 @@ def _names_rate(name: str) -> bool:
 
 def _keeps_dtype(module: nn.Module) -> bool:
     """Whether its result has the dtype of its input, where its weights have a wider one."""
-    copier = Copier({}, dtype=torch.float32)
-    copy: Any = copier.module(module, lambda m: host_of(type(m)), False, {})
+    copy = Copier({}, dtype=torch.float32).copy(module)
     x = torch.ones(2, 2, len(next(copy.parameters())), dtype=torch.bfloat16)
     return copy.forward(x).dtype == x.dtype
 

@@ -15,7 +15,7 @@ from torch import nn
 from .candidates import Refused, Unlike
 from .copies import Copier, numbers_of_heads, shorter_tables, sizes_of
 from .draws import Foreign, own_draws
-from .facts import ClassOf, host_of, level_of
+from .facts import ClassOf, level_of
 from .hosts import searched
 from .hosts.fused import arguments_of, example, width_of
 from .observe import Observation, observe
@@ -60,9 +60,6 @@ def observed(
     Raises: Refused where it takes neither.
     """
 
-    def host_class(m: nn.Module) -> type:
-        return host_of(class_of(m))
-
     parts = [name for name, _ in open_parts(module, class_of)]
     failure: Exception | None = None
     tokens = [(s, False) for s in (*_lengths(module), (3, 5), (2, 3, 4))]
@@ -71,9 +68,8 @@ def observed(
     for shape, channels in (*tokens, ((2, 3, 4), True)):
         for place, (dtype, sizes) in enumerate(every):
             if place == len(copies):
-                copier = Copier(sizes, whole=True, dtype=dtype, quick=True)
-                copy = copier.module(module, host_class, False, {}).train(training)
-                copies.append((copier, copy))
+                copier = Copier(sizes, class_of, whole=True, dtype=dtype, quick=True)
+                copies.append((copier, copier.copy(module).train(training)))
             copier, copy = copies[place]
             x = example(copier.generator, *shape, width_of(copy)).detach().to(dtype)
             x = x.movedim(-1, 1).contiguous() if channels else x
