@@ -98,13 +98,14 @@ def plan_of(module: Any) -> tuple[Plan, list[Any]] | None:
 
 
 def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
-    """Makes the plan of a module whose fused forward is to run, for calls like this one."""
+    """Makes the plan of a module whose verdict was just asked and whose fused forward is to run,
+    for calls like this one."""
     found = known.get(module)
     if found is None or found.reason is not None or is_observed() or recompute.noted:
         return
-    modules = found.facts.held(module)
-    state = None if modules is None else state_of(modules)
-    if modules is None or state is None:
+    modules = found.facts.modules(module)  # as described: the verdict compared them
+    state = state_of(modules)
+    if state is None:
         return
     if state not in found.plans:
         if len(found.plans) >= MOST:
