@@ -23,10 +23,8 @@ def verdict(module: Any) -> str | None:
     found = known.get(module)
     if found is not None and found.facts.hold(module):
         return found.reason
-    return None if module in TRUSTED else _learn(module)
-
-
-def _learn(module: Any) -> str | None:
+    if module in TRUSTED:
+        return None
     try:
         blocked = module.fused_blocked()
         if blocked is not None:
