@@ -15,9 +15,8 @@ from torch import nn
 
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
-from .facts import level_of
+from .facts import leaves, level_of
 from .hosts.fused import Fused, Unfused
-from .observe import leaves
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, is_ours, make_report
 from .verdicts import patched, refusal, unproven

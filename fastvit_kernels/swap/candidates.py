@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
-from .facts import PRIVATE
+from .facts import PRIVATE, leaves
 from .hosts.searched import AttentionRoles, MlpRoles
-from .observe import Event, Observation, leaves
+from .observe import Event, Observation, Refused, Unlike
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
@@ -20,14 +20,6 @@ MATMULS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm")
 SDPA = "scaled_dot_product_attention"
 SOFTMAX = ("softmax", "Softmax", "_softmax")
 MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
-
-
-class Refused(Exception):
-    """Why a module is of no kind that has a fused forward."""
-
-
-class Unlike(Refused):
-    """The same of a module that nobody would take for one; the report does not name it."""
 
 
 def _linears(module: nn.Module, seen: Observation) -> list[Event]:

@@ -10,7 +10,7 @@ in a few microseconds whether a module is still the one that was described.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
@@ -63,6 +63,15 @@ _AS_IMPORTED = _functionals(F)
 def torch_is_patched() -> bool:
     """Whether somebody replaced one of torch's functions that our ops stand for."""
     return _functionals(F) != _AS_IMPORTED
+
+
+def leaves(value: Any, kind: type) -> Iterator[Any]:
+    """What is of this class in nested tuples, lists and dicts."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from leaves(v, kind)
 
 
 def host_of(cls: type) -> type:

@@ -29,8 +29,7 @@ from ..runtime.backend import backend
 from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .draws import own_draws
-from .facts import ClassOf, Facts, host_of, is_recognised
-from .observe import leaves
+from .facts import ClassOf, Facts, host_of, is_recognised, leaves
 from .rates import TRIED, Asked, Rate, answers_hold, noted
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12

@@ -1,10 +1,10 @@
 """Attentions, MLPs and residual blocks of hosts that no table knows, found by what they do.
 
-observe -> candidates -> roles -> proof: a run of a small copy (runs.py) shows which parts a forward
-calls on which values, and where its softmax or its sum stands (observe.py). That gives candidates
-(candidates.py, steps.py): roles for the fused forwards of hosts/, most likely first. Each is proven
-like any other swap until one holds. Names only order the candidates. Equal configurations share a
-search.
+observe -> candidates -> roles -> proof: a run of a small copy shows which parts a forward calls on
+which values, and where its softmax or its sum stands (observe.py). That gives candidates, roles for
+the fused forwards of hosts/, most likely first (candidates.py, steps.py). Each is proven like any
+other swap until one holds (prove.py). Names only order the candidates. Equal configurations share
+a search.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
-from .candidates import Refused, Unlike, attention_roles, mlp_roles
+from .candidates import attention_roles, mlp_roles
 from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
 from .hosts import searched
 from .hosts.fused import arguments_of
-from .prove import aside, prove
-from .runs import (
+from .observe import (
     HEAVY,
+    Refused,
+    Unlike,
     angle_argument,
     angles_for,
     extras_of_block,
@@ -35,6 +36,7 @@ from .runs import (
     observed,
     open_parts,
 )
+from .prove import aside, prove
 from .steps import block_roles
 
 BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from .candidates import PRODUCTS, SUMS, Refused, Unlike, attention_roles, mlp_roles, origins
+from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
 from .hosts.fused import arguments_of
 from .hosts.searched import BlockRoles, Step
-from .observe import Event, Observation, Value
+from .observe import Event, Observation, Refused, Unlike, Value
 
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.

@@ -168,7 +168,8 @@ FAULTS: list[Fault] = [
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
     ),
     Fault(
-        "status-ours-swapped", "swap/apply.py", "_Swap.decide", "swap_in changes our own PatchEmbed",
+        "status-ours-swapped", "swap/apply.py", "_Swap.decide",
+        "swap_in changes our own PatchEmbed",
         "is_ours(module) or (is_ours(above) and not module._modules)", "False", only=OURS,
     ),
     Fault(
@@ -214,7 +215,8 @@ FAULTS: list[Fault] = [
         only=CALLED,
     ),
     Fault(
-        "report-moved", REPORT, "_Maker.count", "the share of what PyTorch moves, of the rest alone",
+        "report-moved", REPORT, "_Maker.count",
+        "the share of what PyTorch moves, of the rest alone",
         "moved = sum(self.moved.values())", "moved = 0", only=MOVED,
     ),
     Fault(

@@ -456,7 +456,8 @@ FAULTS = [
         only=("swap/test_swap.py::test_swap_rejects",),
     ),
     Fault(
-        "swap-left-out", "swap/apply.py", "_Swap.decide", "only= and skip= name what is none of ours",
+        "swap-left-out", "swap/apply.py", "_Swap.decide",
+        "only= and skip= name what is none of ours",
         "left_out if reason is None else reason", "left_out",
         only=("swap/test_swap.py::test_only_and_skip",),
     ),
