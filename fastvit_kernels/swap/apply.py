@@ -17,9 +17,9 @@ from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
 from .facts import leaves, level_of
 from .hosts.fused import Fused, Unfused
+from .plans import patched, refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, is_ours, make_report
-from .verdicts import patched, refusal, unproven
 
 Memory = Literal["default", "low"]
 

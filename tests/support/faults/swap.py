@@ -416,14 +416,14 @@ FAULTS = [
         only=(BY_STRUCTURE + "test_a_function_of_its_module_that_is_replaced_is_seen",),
     ),
     Fault(
-        "verdict-of-a-mode", "swap/verdicts.py", "verdict",
+        "verdict-of-a-mode", "swap/plans.py", "verdict",
         "what blocks in training blocks for good", "            return blocked or ANOTHER  #",
         "            known[module] = Known(Facts(module), blocked, {})\n"
         "            return blocked or ANOTHER  #",
         only=(POSITIONS + "test_another_share_of_samples_runs_fused_in_evaluation_only",),
     ),
     Fault(
-        "verdict-inner-hook", "swap/verdicts.py", "_judge",
+        "verdict-inner-hook", "swap/plans.py", "_judge",
         "a hook inside a part keeps the block from running fused",
         "                continue  # it is called", "                pass",
         only=(BY_STRUCTURE + "test_a_hook_inside_a_part_leaves_the_block_fused",),
@@ -517,7 +517,7 @@ FAULTS = [
         "x.get_device()", only=(ORDER,),
     ),
     Fault(
-        "proof-facts-once", "swap/verdicts.py", "verdict", "facts are read once and kept",
+        "proof-facts-once", "swap/plans.py", "verdict", "facts are read once and kept",
         "if found is not None and found.facts.hold(module):", "if found is not None:",
         only=DECIDES,
     ),
