@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -182,16 +183,8 @@ class Search:
             return self.norm
         if cls.forward is nn.Module.forward or (library == "torch" and cls is not nn.Sequential):
             return None
-        if isinstance(module, nn.Linear):
-            masked = len(module._buffers) == 1 and module.bias is not None
-            return self.masked_linear if masked else None
-        if not module._modules:
-            own = [p for p in module._parameters.values() if p is not None]
-            if module._buffers or len(own) > 1:
-                return None
-            if own:
-                return self.scale if own[0].ndim == 1 else None
-            return self.path if any(map(_names_rate, vars(module))) else None
+        if isinstance(module, nn.Linear) or not module._modules:
+            return self.leaf
         parts = list(open_parts(module, self.class_of))
         classes = [self.class_of(m) for _, m in parts]
         levels = [*map(level_of, classes)]
@@ -218,12 +211,12 @@ class Search:
         levels = {level_of(without(m)) for _, m in open_parts(self.module, without)}
         try:
             roles = (inner.block if levels & {"attention", "mlp"} else inner.whole)()
-        except Refused:
+        except Refused as apart:
             try:
                 return self.block()
             except Refused:
                 self.trials = inner.trials
-            raise
+                raise apart from None
         self.trials, self.absorbed = inner.trials, tuple(partial)
         return roles
 
@@ -332,7 +325,7 @@ class Search:
             unlike = any(isinstance(refused, Unlike) for refused in why)
             raise (Unlike if unlike else Refused)(str(why[0]))
 
-    # Small parts. The report names none of them but norms.
+    # Parts without parts. The report names none of them but norms.
 
     def norm(self) -> Any:
         axes = len(self.module.normalized_shape)
@@ -341,35 +334,32 @@ class Search:
         both = (False, True)
         return self.first(searched.NormRoles(fp32, rounded) for rounded in both for fp32 in both)
 
-    def masked_linear(self) -> Any:
-        return self.small([searched.LinearRoles(next(iter(self.module._buffers)))])
-
-    def scale(self) -> Any:
-        """RMSNorm, else LayerScale: a weight for each column."""
-        own = vars(self.module).items()
-        name = next(n for n, p in self.module._parameters.items() if p is not None)
-        eps = [n for n, v in own if isinstance(v, float) and 0 < v < 0.1]
-        kept = bool(eps) and _keeps_dtype(self.module)
-        norms = [searched.RmsRoles(name, n, kept, fp32) for fp32 in (False, True) for n in eps]
-        return self.small([*norms, searched.ScaleRoles(name)])
-
-    def path(self) -> Any:
-        own = vars(self.module).items()
-        rates = [n for n, v in own if _names_rate(n) and isinstance(v, (int, float, type(None)))]
-        return self.small(
-            searched.PathRoles(rate, drawn, scaled)
-            for rate in rates for scaled in (True, False) for drawn in ("bernoulli", "rand")
-        )  # fmt: skip
-
-    def small(self, candidates: Iterable[Any]) -> Any:
+    def leaf(self) -> Any:
         try:
-            return self.first(candidates)
+            return self.first(_leaf_roles(self.module))
         except Refused as refused:
             raise Unlike(str(refused)) from None
 
 
-def _names_rate(name: str) -> bool:
-    return "drop" in name or name in ("p", "prob")
+def _leaf_roles(module: Any) -> Iterator[Any]:
+    """A Linear with a mask of its bias; RMSNorm, else LayerScale; stochastic depth."""
+    own, buffers = vars(module).items(), list(module._buffers)
+    parameters = [n for n, p in module._parameters.items() if p is not None]
+    if isinstance(module, nn.Linear):
+        if len(buffers) == 1 and module.bias is not None:
+            yield searched.LinearRoles(buffers[0])
+    elif len(parameters) == 1 and not buffers and module._parameters[parameters[0]].ndim == 1:
+        eps = [n for n, v in own if isinstance(v, float) and 0 < v < 0.1]
+        kept = bool(eps) and _keeps_dtype(module)
+        for rounded in (False, True):
+            yield from (searched.RmsRoles(parameters[0], n, kept, rounded) for n in eps)
+        yield searched.ScaleRoles(parameters[0])
+    elif not parameters and not buffers:
+        numbers = [n for n, v in own if isinstance(v, (int, float, type(None)))]
+        rates = [n for n in numbers if "drop" in n or n in ("p", "prob")]
+        for rate, scaled in product(rates, (True, False)):
+            yield searched.PathRoles(rate, "bernoulli", scaled)
+            yield searched.PathRoles(rate, "rand", scaled)
 
 
 def _keeps_dtype(module: nn.Module) -> bool:
