@@ -144,13 +144,13 @@ class _Swap:
             if cls is not None and cls.fused_level != "epilogue":
                 self.refused[name] = left_out if reason is None else reason
             return
-        if reason is None:
+        if cls is not None and reason is None:
             self.planned[module] = cls
             reason = None if issubclass(cls, Unfused) else unproven(module, self.class_of)
             if reason is not None:
                 del self.planned[module]
         if cls is not None and reason != "":
-            candidate = f"{cls.fused_level}, by the table of its library"
+            candidate = f"{level_of(cls)}, by the table of its library"
             self.tried[name] = ((candidate, reason or PROVEN),)
         if cls is None and _is_read_through(name, self.modules):
             return  # by an earlier call

@@ -79,8 +79,8 @@ def host_of(cls: type) -> type:
     return getattr(cls, "fused_host", cls)
 
 
-def level_of(cls: type) -> str:
-    """At which level a swapped class computes; "" of any other class."""
+def level_of(cls: Any) -> str:
+    """At which level a swapped class computes; "" for any other class, and for none."""
     return getattr(cls, "fused_level", "")
 
 
@@ -216,10 +216,10 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     if REPLICA in own:
         tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
         own = {n: v for n, v in own.items() if n not in tensors and n != REPLICA}
+    held = ((n, v) for n, v in own.items() if n not in PRIVATE)
     settings = tuple(
-        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v))
-        for n, v in own.items() if n not in PRIVATE
-    )  # fmt: skip
+        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v)) for n, v in held
+    )
     tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)
@@ -241,7 +241,7 @@ class Objects:
         self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
         self.found = [id(own[n]) for n in self.names]
         inner = (_inside(own[n]) for n in self.names)
-        self.inner = [dict(d) if isinstance(d, dict) else None for d in inner]
+        self.inner = [None if d is None else dict(d) for d in inner]
 
     def hold(self, own: dict[str, Any]) -> bool:
         values = [own.get(n) for n in self.names]
@@ -283,7 +283,7 @@ class Facts:
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
                 self.set.append(len(self.known))
-                self.getters.append(itemgetter(*settings))
+                self.getters.append(itemgetter(*settings, settings[0]))  # a tuple, of one too
                 self.values.append(copy.deepcopy(self.getters[-1](own)))  # lists may change
                 self.settings.append(settings)
             if within and (objects := Objects(own)).names:
@@ -372,10 +372,7 @@ class Facts:
         changed = [i for i, value in enumerate(values) if value != self.values[i]]
         for i in changed:
             names, place = self.settings[i], self.known[self.set[i]]
-            pair = values[i], self.values[i]
-            for name, now, then in zip(
-                names, *(pair if len(names) > 1 else zip(pair)), strict=True
-            ):
+            for name, now, then in zip(names, values[i], self.values[i], strict=False):
                 if now != then and not (is_rate(name, now) and is_rate(name, then)):
                     return False
                 if (place, name) in rates:

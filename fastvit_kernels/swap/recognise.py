@@ -211,12 +211,12 @@ class Search:
         levels = {level_of(without(m)) for _, m in open_parts(self.module, without)}
         try:
             roles = (inner.block if levels & {"attention", "mlp"} else inner.whole)()
-        except Refused as apart:
+        except Refused as refused:
             try:
                 return self.block()
             except Refused:
                 self.trials = inner.trials
-                raise apart from None
+                raise refused from None
         self.trials, self.absorbed = inner.trials, tuple(partial)
         return roles
 

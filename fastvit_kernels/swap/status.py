@@ -334,8 +334,9 @@ def _made(
     for left in report.left:  # of what is swapped it is a caveat: what the call did is known
         not_called = left.reason == NOT_CALLED
         ways.setdefault(left.name, (NOT_CALLED, "") if not_called else ("host", left.reason))
-    for name in ways if calls is not None else ():
-        if name not in calls and levels[name] and _is_compiled(modules, name):
+    seen = modules.keys() if calls is None else calls.keys()
+    for name in ways.keys() - seen:
+        if levels[name] and _is_compiled(modules, name):
             ways[name] = "compiled", ""
     for name, module in modules.items():
         if name not in ways and (levels[name] or module._parameters):
