@@ -15,11 +15,11 @@ from torch import nn
 
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
+from .facts import leaves, level_of
 from .hosts.fused import Fused, Unfused
-from .observe import leaves
+from .plans import patched, refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, is_ours, make_report
-from .verdicts import patched, refusal, unproven
 
 Memory = Literal["default", "low"]
 
@@ -93,66 +93,89 @@ def swap_in(
         raise ValueError(f"swap_in: memory must be one of {get_args(Memory)}, got {memory!r}")
     check_drop_path("swap_in", "drop_path", drop_path)
     modules = dict(model.named_modules())
-    wanted = set(modules) if only is None else _selected("only", only, modules)
-    unwanted = set() if skip is None else _selected("skip", skip, modules)
-    refused: dict[str, str] = {}
-    guesses: dict[str, str] = {}  # reasons of modules that no table knows
-    planned: dict[nn.Module, Any] = {}
-    tried: dict[str, tuple[Trial, ...]] = {}
-
-    def class_of(module: nn.Module) -> type:
-        return planned.get(module, type(module))
-
+    left_out = {} if skip is None else dict.fromkeys(_selected("skip", skip, modules), "in skip=")
+    if only is not None:
+        unwanted = modules.keys() - _selected("only", only, modules)
+        left_out |= dict.fromkeys(unwanted, "not in only=")
+    swap = _Swap(modules)
     for name, module in reversed(modules.items()):  # children first: a parent's proof uses theirs
-        parent = type(modules[name.rpartition(".")[0]]) if name else None
-        cls: Any = hosts.swapped_class(type(module), parent)  # None: no table has it
-        reason = "" if cls is None else refusal(module, cls)
-        above = modules[name.rpartition(".")[0]] if name else None
-        if is_ours(module) or (is_ours(above) and not module._modules):
-            continue  # it reads the weight of its Conv2d itself
-        left_out = "not in only=" if name not in wanted else "in skip=" if name in unwanted else ""
-        if left_out:
-            if cls is not None and cls.fused_level != "epilogue":
-                refused[name] = left_out if reason is None else reason
-            continue
-        if cls is not None and reason is None:
-            planned[module] = cls
-            reason = None if issubclass(cls, Unfused) else unproven(module, class_of)
-        if cls is not None and reason != "":
-            tried[name] = ((f"{cls.fused_level}, by the table of its library", reason or PROVEN),)
-        if reason is not None:
-            planned.pop(module, None)
-        if cls is None and _is_read_through(name, modules):
-            continue  # by an earlier call
-        # Unknown to the tables, or of a version that they do not describe.
-        if reason == "" or (reason and module._modules and patched(module, cls) is None):
-            found, search = recognise(module, class_of)
-            nothing = (("no candidate", search.reason),) if search.reason else ()
-            tried[name] = tried.get(name, ()) + (search.trials or nothing)
-            if found is not None:
-                cls, reason = found, refusal(module, found)
-            elif not (reason or search.unlike):
-                guesses[name] = search.reason
-            if reason is None:
-                planned[module] = cls
-                for part in search.absorbed:
-                    planned.pop(module.get_submodule(part), None)
-        if reason and getattr(cls, "fused_level", "") != "epilogue":
-            refused[name] = reason
-    for module in unused(planned):
-        del planned[module]
+        swap.decide(name, module, left_out.get(name, ""))
+    for module in unused(swap.planned):
+        del swap.planned[module]
         name = next(n for n, m in modules.items() if m is module)
-        guesses[name] = "its caller gets the probabilities"
-    for module, cls in planned.items():
+        swap.guesses[name] = "its caller gets the probabilities"
+    for module, cls in swap.planned.items():
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
-        if hasattr(type(module), "fused_memory") and name in wanted and name not in unwanted:
+        if hasattr(type(module), "fused_memory") and name not in left_out:
             _remember(module, fused_memory=memory, fused_drop_path=drop_path)
-    left = {n: refused[n] for n in modules if n in refused}
-    report = make_report(modules, left, guesses, drop_path)
+    refused = {n: swap.refused[n] for n in modules if n in swap.refused}
+    report = make_report(modules, refused, swap.guesses, drop_path)
     if explain:
-        report.explanation = explanation(modules, tried)
+        report.explanation = explanation(modules, swap.tried)
     return report
+
+
+class _Swap:
+    """What each module of a model is to become, or why it stays; no module is changed."""
+
+    def __init__(self, modules: dict[str, nn.Module]):
+        self.modules = modules
+        self.planned: dict[nn.Module, Any] = {}  # the class that it is to have
+        self.refused: dict[str, str] = {}  # why a module of a known class stays
+        self.guesses: dict[str, str] = {}  # the same of modules that no table knows
+        self.tried: dict[str, tuple[Trial, ...]] = {}
+
+    def class_of(self, module: nn.Module) -> type:
+        return self.planned.get(module, type(module))
+
+    def decide(self, name: str, module: nn.Module, left_out: str) -> None:
+        """By the table of its library, else by its structure.
+
+        Args:
+            left_out: by only= or skip=.
+        """
+        above = self.modules[name.rpartition(".")[0]] if name else None
+        if is_ours(module) or (is_ours(above) and not module._modules):
+            return  # it reads the weight of its Conv2d itself
+        cls: Any = hosts.swapped_class(type(module), type(above))  # None: no table has it
+        reason = "" if cls is None else refusal(module, cls)
+        if left_out:
+            if cls is not None and cls.fused_level != "epilogue":
+                self.refused[name] = left_out if reason is None else reason
+            return
+        if cls is not None and reason is None:
+            self.planned[module] = cls
+            reason = None if issubclass(cls, Unfused) else unproven(module, self.class_of)
+            if reason is not None:
+                del self.planned[module]
+        if cls is not None and reason != "":
+            candidate = f"{level_of(cls)}, by the table of its library"
+            self.tried[name] = ((candidate, reason or PROVEN),)
+        if cls is None and _is_read_through(name, self.modules):
+            return  # by an earlier call
+        # Unknown to the tables, or of a version that they do not describe.
+        if reason == "" or (reason and module._modules and patched(module, cls) is None):
+            cls, reason = self.search(name, module, cls, reason)
+        if reason and level_of(cls) != "epilogue":
+            self.refused[name] = reason
+
+    def search(self, name: str, module: nn.Module, cls: Any, reason: str) -> tuple[Any, str | None]:
+        """The class that is found by structure, and why the module does not become one; what the
+        table said where none is."""
+        found, search = recognise(module, self.class_of)
+        nothing = (("no candidate", search.reason),) if search.reason else ()
+        self.tried[name] = self.tried.get(name, ()) + (search.trials or nothing)
+        if found is None:
+            if not (reason or search.unlike):
+                self.guesses[name] = search.reason
+            return cls, reason
+        refused = refusal(module, found)
+        if refused is None:
+            self.planned[module] = found
+            for part in search.absorbed:
+                self.planned.pop(module.get_submodule(part), None)
+        return found, refused
 
 
 def _is_read_through(name: str, modules: dict[str, nn.Module]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
-from .facts import PRIVATE
+from .facts import PRIVATE, leaves
 from .hosts.searched import AttentionRoles, MlpRoles
-from .observe import Event, Observation, leaves
+from .observe import Event, Observation, Refused, Unlike
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
@@ -19,14 +20,6 @@ MATMULS = ("matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm")
 SDPA = "scaled_dot_product_attention"
 SOFTMAX = ("softmax", "Softmax", "_softmax")
 MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
-
-
-class Refused(Exception):
-    """Why a module is of no kind that has a fused forward."""
-
-
-class Unlike(Refused):
-    """The same of a module that nobody would take for one; the report does not name it."""
 
 
 def _linears(module: nn.Module, seen: Observation) -> list[Event]:
@@ -79,12 +72,6 @@ def attention_roles(
     if not cores:
         return None
     core = next((e for e in cores if e.function == SDPA), cores[0])
-    return _attention_roles(module, seen, core, whole)
-
-
-def _attention_roles(
-    module: Any, seen: Observation, core: Event, whole: bool
-) -> Iterator[AttentionRoles]:
     is_sdpa, place = core.function == SDPA, seen.events.index(core)
     linears = _linears(module, seen)
     before = [e for e in linears if seen.events.index(e) < place]
@@ -93,19 +80,23 @@ def _attention_roles(
         counts = f"{len(before)} Linears before its softmax and {len(behind)} behind"
         raise Refused(f"an attention with {counts}")
     shape = seen.shape(seen.first)
-    grid, B = len(shape) == 4, shape[0]
-    T = shape[1] * shape[2] if grid else shape[1]
-    heads = _heads(seen, core, B, T)
+    T = math.prod(shape[1:-1])
+    heads = _heads(seen, core, shape[0], T)
     named = {e.output: e.part for e in before}
     order = _query_key_value(seen, core, set(named)) or list(named)
+    projections = tuple(named[n] for n in order)
+    around = _around(module, seen, core, before, behind)
+    upcast = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
     roles = AttentionRoles(
-        tuple(named[n] for n in order), heads, behind[0].part if behind else "", grid=grid,
+        projections,
+        heads,
+        behind[0].part if behind else "",
+        grid=len(shape) == 4,
         result=seen.place,
-    )  # fmt: skip
-    roles = roles._replace(**_around(module, seen, core, before, behind))
-    rounds = not is_sdpa and _argument(core, 2, "dtype", None) == torch.float32
-    rounds = rounds or any(e.function == "float" for e in seen.events)
-    roles = roles._replace(rounded=rounds, **_raw(seen, roles.projections))
+        rounded=upcast or any(e.function == "float" for e in seen.events),
+        **around,
+        **_raw(seen, projections),
+    )
     if roles.raw and not whole:
         raise Refused("it reads the weights of Linears without calling them")
     if roles.turn:
@@ -123,24 +114,24 @@ def _attention_roles(
         roles = roles._replace(**_bias(module, seen, roles))
         _all_known(module, roles)
     settings = _floats(module, [*roles.projections, roles.out])
+    scales: list[Any] = [*sorted(settings, key=lambda n: "scal" not in n), None, 1.0]
     drops = [roles.dropout]
     if is_sdpa:
         roles = roles._replace(causal=bool(_argument(core, 5, "is_causal", False)))
         asked = _argument(core, 6, "scale", None)
         usual = asked is None or abs(asked * seen.shape(core.inputs[0])[-1] ** 0.5 - 1) < 1e-12
         scales = [n for n, v in settings.items() if v == asked]
-        scales += [None] if usual else []
-        scales += [asked] if asked is not None else []
+        scales += [None] * usual + [asked] * (asked is not None)
         if _argument(core, 4, "dropout_p", 0.0):
             drops = _rates(module) or drops
-    else:
-        scales = [*sorted(settings, key=lambda n: "scal" not in n), None, 1.0]
     masked = any(e.function in MASKS for e in seen.events)
-    for causal in (roles.causal, True) if masked and not roles.causal else (roles.causal,):
-        for layout in ("3HD", "H3D", "HD3") if len(before) == 1 else ("3HD",):
-            for scale in scales:
-                for drop in drops:
-                    yield roles._replace(layout=layout, scale=scale, causal=causal, dropout=drop)
+    return (
+        roles._replace(layout=layout, scale=scale, causal=causal, dropout=drop)
+        for causal in ((roles.causal, True) if masked and not roles.causal else (roles.causal,))
+        for layout in (("3HD", "H3D", "HD3") if len(before) == 1 else ("3HD",))
+        for scale in scales
+        for drop in drops
+    )
 
 
 def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from .rates import Rate
 
 LARGEST = 2**24  # values in a copy
 REPEATED = 99_991  # values of a large weight before they repeat; a prime, so that rows differ
-PLACES = 61_797  # from the place where one begins to that of the next
 # What nn.Module.__call__ runs in place of hooks and forward, where a module has it.
 CALL = "_compiled_call_impl"
 RATE = 0.4  # every probability between 0 and 1 in a copy
@@ -43,16 +42,22 @@ class Copier:
     """Copies modules to the CPU in float64, with new weights and narrower."""
 
     sizes: dict[int, int]
-    planned: ClassOf = type  # the class that a module is to have, in whichever copy
+    class_of: ClassOf = type  # the class that a module is to have
     whole: bool = False  # the root was recognised by structure, or is to be
     dtype: torch.dtype = torch.float64
     quick: bool = False  # large weights repeat their values
-    rates: dict[Any, Rate] = field(
-        default_factory=dict
-    )  # id of a module, its setting -> the copy's
+    rates: dict[Any, Rate] = field(default_factory=dict)  # (id of a module, setting) -> the copy's
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-    drawn: Tensor | None = None  # what large weights repeat, each from a place of its own
+
+    def copy(self, original: nn.Module, host: bool = True, called: bool = False) -> Any:
+        """A copy that calls no hook, no global one either.
+
+        Args:
+            host: of the hosts' classes; else of those that the modules are to have.
+            called: nothing below it may be bypassed.
+        """
+        return self._module(original, host, called, {}, frozenset())
 
     def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
         if id(original) not in self.tensors:
@@ -70,14 +75,9 @@ class Copier:
 
     def random(self, shape: list[int]) -> Tensor:
         n = math.prod(shape)
-        if not self.quick or n < REPEATED:
-            return torch.randn(shape, generator=self.generator, dtype=self.dtype, device="cpu")
-        if self.drawn is None:
-            self.drawn = torch.randn(
-                REPEATED, generator=self.generator, dtype=self.dtype, device="cpu"
-            )
-        first = len(self.tensors) * PLACES % REPEATED
-        return self.drawn.roll(-first).repeat(n // REPEATED + 1)[:n].view(shape)
+        few = REPEATED if self.quick and n > REPEATED else n
+        made = torch.randn(few, generator=self.generator, dtype=self.dtype, device="cpu")
+        return (made.repeat(n // few + 1)[:n] if few < n else made).view(shape)
 
     def setting(self, name: str, value: Any, off: frozenset[str], rate: float = RATE) -> Any:
         if isinstance(value, Tensor):
@@ -94,38 +94,37 @@ class Copier:
             return type(value)(self.setting(name, v, off) for v in value)
         return dict(value) if type(value) is dict else value
 
-    def module(
-        self, original: nn.Module, class_of: ClassOf, called: bool,
-        seen: dict[int, nn.Module], off: frozenset[str] = frozenset(),
-    ) -> nn.Module:  # fmt: skip
-        """A copy of class `class_of(original)`, which calls no hook, no global one either.
-
+    def _module(
+        self,
+        original: nn.Module,
+        host: bool,
+        called: bool,
+        seen: dict[int, nn.Module],
+        off: frozenset[str],
+    ) -> nn.Module:
+        """
         Args:
-            called: nothing below it may be bypassed.
             seen: the copies of this tree, by the original's id; empty for a root.
             off: probabilities that are 0 in the copy: settings or children, by dotted names.
         """
         if id(original) in seen:
             return seen[id(original)]
-        cls: Any = class_of(original)
-        is_root = not seen
-        if called and not is_root:
-            cls = host_of(cls)
+        is_root, planned = not seen, self.class_of(original)
+        cls: Any = host_of(planned) if host or (called and not is_root) else planned
         if cls is nn.Linear and (called or not is_plain(original)):
             cls = CalledLinear
-        whole = self.whole or is_recognised(class_of(original))
         made = seen[id(original)] = cls.__new__(cls)
         nn.Module.__init__(made)
         made.__dict__[CALL] = _forward_of(made)
-        exact = whole and keeps_rates(original)
+        exact = (self.whole or is_recognised(planned)) and keeps_rates(original)
         # Dropout of attention draws numbers of its own, by its layout.
-        quiet = getattr(self.planned(original), "fused_attention_dropout", frozenset[str]())
+        off |= getattr(planned, "fused_attention_dropout", frozenset())
         for name, value in vars(original).items():
             # A proof compares with the host, which masks.
             if name not in PRIVATE and name not in ("forward", "fused_drop_path", CALL):
                 rate: Any = self.rates.get((id(original), name), value) if exact else RATE
-                made.__dict__[name] = self.setting(name, value, off | quiet, rate)
-        derived = getattr(self.planned(original), "fused_derived", None)
+                made.__dict__[name] = self.setting(name, value, off, rate)
+        derived = getattr(planned, "fused_derived", None)
         if derived is not None:
             made.__dict__.update(derived(made))
         for name, p in original._parameters.items():
@@ -134,9 +133,9 @@ class Copier:
             made._buffers[name] = None if b is None else self.tensor(b, False)
         for name, child in original._modules.items():
             if child is not None:
-                inner = {n[len(name) + 1 :] for n in off | quiet if n.startswith(f"{name}.")}
-                inner |= {"p"} if name in off | quiet else set()
-                child = self.module(child, class_of, called, seen, frozenset(inner))
+                inner = {n[len(name) + 1 :] for n in off if n.startswith(f"{name}.")}
+                inner |= {"p"} if name in off else set()
+                child = self._module(child, host, called, seen, frozenset(inner))
             made._modules[name] = child
         if called and not is_root and not made._modules:
             made.register_forward_hook(lambda module, args, output: None)
@@ -219,16 +218,16 @@ def shorter_tables(modules: list[nn.Module]) -> dict[int, int]:
 
 
 def _narrower(modules: list[nn.Module]) -> Iterator[dict[int, int]]:
+    """By one factor that divides all, then by the largest for a head, with widths that it does not
+    divide rounded to even numbers."""
     widths, heads = widths_of(modules)
     every = [n for n in widths | heads if n > 8]
-    if every:
-        target, unit = (8, min(heads)) if heads else (16, min(every))
-        common = math.gcd(*every)
-        for factor in range(unit // target, 1, -1):
-            if common % factor == 0 and (unit % target or unit // factor % target == 0):
-                yield {n: n // factor for n in every}
-                break
-        for factor in range(unit // target, 1, -1):
-            if unit % factor == 0:
-                yield {n: n // factor if n % factor == 0 else 2 * (n // factor // 2) for n in every}
-                break
+    if not every:
+        return
+    target, unit = (8, min(heads)) if heads else (16, min(every))
+    common = math.gcd(*every)
+    factors = range(unit // target, 1, -1)
+    exact = [f for f in factors if unit % target or unit // f % target == 0 if common % f == 0]
+    rounded = [f for f in factors if unit % f == 0]
+    for f in dict.fromkeys((*exact[:1], *rounded[:1])):
+        yield {n: n // f if n % f == 0 else 2 * (n // f // 2) for n in every}

@@ -10,7 +10,7 @@ in a few microseconds whether a module is still the one that was described.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
@@ -65,16 +65,30 @@ def torch_is_patched() -> bool:
     return _functionals(F) != _AS_IMPORTED
 
 
+def leaves(value: Any, kind: type) -> Iterator[Any]:
+    """What is of this class in nested tuples, lists and dicts."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from leaves(v, kind)
+
+
 def host_of(cls: type) -> type:
     """The host's class under a swapped one; any other class itself."""
     return getattr(cls, "fused_host", cls)
+
+
+def level_of(cls: Any) -> str:
+    """At which level a swapped class computes; "" for any other class, and for none."""
+    return getattr(cls, "fused_level", "")
 
 
 def swapped_of(module: nn.Module) -> type:
     """The class that swap_in gave a module, also where torch.distributed has made another of it
     (fully_shard): such a class computes the same, and cannot be made of nothing."""
     cls = type(module)
-    if not hasattr(cls, "fused_level"):
+    if not level_of(cls):
         return cls
     homes = ((base, str(vars(base).get("__module__"))) for base in cls.__mro__)
     return next(base for base, home in homes if not home.startswith("torch.distributed."))
@@ -159,7 +173,7 @@ def is_recognised(cls: type) -> bool:
 def _is_known(cls: type) -> bool:
     """Whether a fused forward may look inside: a module of any other class is only ever called."""
     plain = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
-    return hasattr(cls, "fused_level") or cls in plain or is_activation(cls)
+    return bool(level_of(cls)) or cls in plain or is_activation(cls)
 
 
 def keeps_rates(module: nn.Module) -> bool:
@@ -202,14 +216,14 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     if REPLICA in own:
         tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
         own = {n: v for n, v in own.items() if n not in tensors and n != REPLICA}
+    held = ((n, v) for n, v in own.items() if n not in PRIVATE)
     settings = tuple(
-        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v))
-        for n, v in own.items() if n not in PRIVATE
-    )  # fmt: skip
+        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v)) for n, v in held
+    )
     tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)
-    return host_of(cls), hasattr(cls, "fused_level"), settings, tensors, plain, absent
+    return host_of(cls), bool(level_of(cls)), settings, tensors, plain, absent
 
 
 def _drops(known: Any) -> bool:
@@ -227,7 +241,7 @@ class Objects:
         self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
         self.found = [id(own[n]) for n in self.names]
         inner = (_inside(own[n]) for n in self.names)
-        self.inner = [dict(d) if isinstance(d, dict) else None for d in inner]
+        self.inner = [None if d is None else dict(d) for d in inner]
 
     def hold(self, own: dict[str, Any]) -> bool:
         values = [own.get(n) for n in self.names]
@@ -269,7 +283,7 @@ class Facts:
             settings = [n for n, v in own.items() if n not in PRIVATE and _is_simple(v)]
             if settings:
                 self.set.append(len(self.known))
-                self.getters.append(itemgetter(*settings))
+                self.getters.append(itemgetter(*settings, settings[0]))  # a tuple, of one too
                 self.values.append(copy.deepcopy(self.getters[-1](own)))  # lists may change
                 self.settings.append(settings)
             if within and (objects := Objects(own)).names:
@@ -358,10 +372,7 @@ class Facts:
         changed = [i for i, value in enumerate(values) if value != self.values[i]]
         for i in changed:
             names, place = self.settings[i], self.known[self.set[i]]
-            pair = values[i], self.values[i]
-            for name, now, then in zip(
-                names, *(pair if len(names) > 1 else zip(pair)), strict=True
-            ):
+            for name, now, then in zip(names, values[i], self.values[i], strict=False):
                 if now != then and not (is_rate(name, now) and is_rate(name, then)):
                     return False
                 if (place, name) in rates:

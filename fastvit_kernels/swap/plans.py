@@ -1,12 +1,15 @@
-"""The way that a swapped module takes, resolved once for each state that it is in.
+"""What is known of a swapped module: whether its fused forward may run, and the way that takes.
 
-What a call decides anew, it decides from the module's facts (facts.py), from which parts train,
-which tensors they hold and who hooks them, and from its own arguments. The first three are a state:
-compared by functions of C. A state that was met before has a plan, and the call runs it at once;
-any other call decides part by part, and makes the plan of its state. Where somebody looks on (a
-hook, a mode, a tracer, a listener, a checkpoint that remembers a yes) no state is asked.
+A verdict is None, or the reason why the host's own forward runs. It is kept for the module and
+holds as long as its facts do (facts.py); then the module is looked at again, and proven again where
+its configuration is new.
 
-A plan holds places of modules, no module and no tensor: weights may be replaced between calls.
+The way is resolved once for each state: the facts, which parts train, which tensors they hold and
+who hooks them, compared by functions of C. A state that was met before has a plan, and the call
+runs it at once; any other call decides part by part, and makes the plan of its state. Where
+somebody looks on (a hook, a mode, a tracer, a listener, a checkpoint that remembers a yes) no state
+is asked. A plan holds places of modules, no module and no tensor: weights may be replaced between
+calls.
 """
 
 from __future__ import annotations
@@ -23,7 +26,18 @@ from torch import Tensor, nn
 
 from ..runtime import dispatch, recompute
 from ..runtime.compat import is_observed
-from .facts import Facts, is_there, torch_is_patched
+from .facts import (
+    ClassOf,
+    Facts,
+    host_of,
+    is_there,
+    level_of,
+    replaced_method,
+    shadowed_method,
+    swapped_of,
+    torch_is_patched,
+)
+from .prove import TRUSTED, prove
 
 _hooks = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -34,6 +48,8 @@ _memory = attrgetter("layout", "is_nested")
 _KINDS = frozenset((Tensor, nn.Parameter, NoneType))
 _DENSE = {(torch.strided, False)}
 
+MOST = 64  # states of a module, and kinds of input
+ANOTHER = "it has become another kind of module"
 # (the described modules, the input, the other arguments) -> the result
 Run = Callable[[list[Any], Any, dict[str, Any]], Any]
 
@@ -58,6 +74,85 @@ class Plan(NamedTuple):
 
 
 known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+
+
+# Whether the fused forward may run.
+
+
+def verdict(module: Any) -> str | None:
+    """Why the host's own forward runs on `module`, a swapped one; None: the fused one may."""
+    found = known.get(module)
+    if found is not None and found.facts.hold(module):
+        return found.reason
+    if module in TRUSTED:
+        return None
+    try:
+        blocked = module.fused_blocked()
+        if blocked is not None:
+            return blocked or ANOTHER  # by a mode or a hook: of this call alone
+        facts = Facts(module)
+        reason = _judge(module, facts)
+    except Exception as error:  # a state that we cannot read is the host's business
+        return f"its state could not be read: {error}"
+    known[module] = Known(facts, reason, {})
+    return reason
+
+
+def _judge(module: Any, facts: Facts) -> str | None:
+    reason = refusal(module, type(module))
+    if reason is not None:
+        return reason or ANOTHER
+    for name, inner in zip(facts.names, facts.modules(module), strict=True):
+        if name and level_of(type(inner)):
+            inner: Any
+            if inner.fused_blocked() is not None:
+                continue  # it is called
+            reason = refusal(inner, type(inner))
+            if reason is None:
+                reason = inner.fused_verdict()
+            if reason is not None:
+                return f"{name}: {reason or ANOTHER}"
+    return prove(module, facts, swapped_of)
+
+
+def patched(module: nn.Module, cls: Any) -> str | None:
+    """Which method of a module that would run the fused forward of `cls` somebody replaced."""
+    name = shadowed_method(module)
+    if name is not None and (name != "forward" or not level_of(type(module))):
+        return f"its {name} was replaced on the instance"
+    name = replaced_method(host_of(cls))
+    if name is not None:
+        return f"{host_of(cls).__name__}.{name} was replaced"
+    return None
+
+
+def refusal(module: nn.Module, cls: Any) -> str | None:
+    """Why a module must not run the fused forward of `cls`, from what it is and has; "" where it is
+    of no kind of ours. Whether the two compute the same is prove's question."""
+    reason = patched(module, cls)
+    if reason is not None:
+        return reason
+    present = {n for n, m in module._modules.items() if m is not None}
+    present |= {n for n, p in module._parameters.items() if p is not None}
+    ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
+    if ours:
+        return f"a part of it has a name of ours: {', '.join(ours)}"
+    parts = cls.fused_known()
+    unknown = sorted(present - parts) if parts else []
+    if unknown:
+        return f"it has a part that we do not know: {', '.join(unknown)}"
+    return cls.fused_reject(module)
+
+
+def unproven(module: nn.Module, class_of: ClassOf) -> str | None:
+    """Why a module may not become `class_of(module)`: the two are not known to compute the same."""
+    try:
+        return prove(module, Facts(module, class_of), class_of)
+    except Exception as error:
+        return f"its state could not be read: {error}"
+
+
+# The way that it takes.
 
 
 def state_of(modules: list[Any]) -> Any:
@@ -98,13 +193,14 @@ def plan_of(module: Any) -> tuple[Plan, list[Any]] | None:
 
 
 def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
-    """Makes the plan of a module whose fused forward is to run, for calls like this one."""
+    """Makes the plan of a module whose verdict was just asked and whose fused forward is to run,
+    for calls like this one."""
     found = known.get(module)
     if found is None or found.reason is not None or is_observed() or recompute.noted:
         return
-    modules = found.facts.held(module)
-    state = None if modules is None else state_of(modules)
-    if modules is None or state is None:
+    modules = found.facts.modules(module)  # as described: the verdict compared them
+    state = state_of(modules)
+    if state is None:
         return
     if state not in found.plans:
         if len(found.plans) >= MOST:
@@ -116,9 +212,6 @@ def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
             run = None
         found.plans[state] = Plan(run or _undecided, set())
     found.plans[state].note(x, extras)
-
-
-MOST = 64  # states of a module, and kinds of input
 
 
 def _undecided(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:

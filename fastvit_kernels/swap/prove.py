@@ -29,8 +29,7 @@ from ..runtime.backend import backend
 from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .draws import own_draws
-from .facts import ClassOf, Facts, host_of, is_recognised
-from .observe import leaves
+from .facts import ClassOf, Facts, host_of, is_recognised, leaves
 from .rates import TRIED, Asked, Rate, answers_hold, noted
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
@@ -236,8 +235,8 @@ def _typed(value: Any, dtype: torch.dtype) -> Any:
     return {k: _typed(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _wanted(ours: Any, host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return ours.fused_wanted(host.forward(*args, **kwargs))
+def _wanted(ours: Any, host: nn.Module, call: Call) -> Any:
+    return ours.fused_wanted(host.forward(*call[0], **call[1]))
 
 
 class _Unrounded(TorchFunctionMode):
@@ -257,68 +256,57 @@ def _compare(
     module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
     briefly: bool = False, rates: dict[Any, Rate] | None = None,
 ) -> str | None:  # fmt: skip
-    def host_class(m: nn.Module) -> type:
-        return host_of(class_of(m))
-
-    calls: list[Call] = []
+    recognised = is_recognised(class_of(module))
     least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
+    calls: list[Call] = []
     for called in (False,) if briefly else (False, True):
-        copier = Copier(
-            sizes, class_of, is_recognised(class_of(module)), dtype, briefly, rates or {}
-        )
+        copier = Copier(sizes, class_of, recognised, dtype, briefly, rates or {})
         try:
-            host = copier.module(module, host_class, called, {})
-        except Exception as error:
-            raise _NotTried(first_line(error)) from error
-        ours: Any = copier.module(module, class_of, called, {})
-        TRUSTED.update(ours.modules())
-        ROOTS.add(ours)
-        # a part may round to fp32, whatever the dtype
-        tolerance = max(least, *(getattr(type(m), "fused_tolerance", 0.0) for m in ours.modules()))
-        if all(ours.train(mode).fused_blocked() is not None for mode in (True, False)):
-            return None  # it runs the host's forward as things are
-        try:
+            host, ours = (copier.copy(module, of_host, called) for of_host in (True, False))
+            TRUSTED.update(ours.modules())
+            ROOTS.add(ours)
+            if all(ours.train(mode).fused_blocked() is not None for mode in (True, False)):
+                return None  # it runs the host's forward as things are
             calls = calls or [_typed(c, dtype) for c in _calls(ours, copier.generator)]
         except Exception as error:
             raise _NotTried(first_line(error)) from error
+        # a part may round to fp32, whatever the dtype
+        tolerance = max(least, *(getattr(type(m), "fused_tolerance", 0.0) for m in ours.modules()))
         tried, failed = 0, None
         if briefly:  # the last, perhaps a smaller one, and the first
             calls = calls[:: -max(len(calls) - 1, 1)]
-        for (args, kwargs), training in _modes(calls[:1] if called else calls):
+        for call, training in _modes(calls[:1] if called else calls):
             host.train(training)
             ours.train(training)
-            given = ours.fused_given(args, kwargs)
+            given = ours.fused_given(*call)
             if given is None or ours.fused_blocked() is not None:
                 continue
-            x, extras = given
+            by_host = partial(_run, host, partial(_wanted, ours, host, call), call, briefly)
+            fused = partial(ours.fused_forward, given[0], **given[1])
+            by_ours = partial(_run, ours, fused, call, briefly)
             try:
-                compute = partial(_wanted, ours, host, args, kwargs)
-                wanted = _run(host, compute, (args, kwargs), briefly)
+                wanted = by_host()
             except Exception as error:  # a call that the host does not take
                 failed = error
                 continue
             tried += 1
-            fused = partial(ours.fused_forward, x, **extras)
             try:
-                got = _run(ours, fused, (args, kwargs), briefly)
+                found = _difference(wanted, by_ours(), tolerance)
             except Exception as error:
                 return f"the fused forward raises: {first_line(error)}"
-            found = _difference(wanted, got, tolerance)
             if found is None and tolerance > least and not (called or briefly):
-                try:
-                    with _Unrounded():
-                        wanted = _run(host, compute, (args, kwargs), briefly)
-                except Exception:  # it wants fp32
-                    continue
                 with _Unrounded():
-                    got = _run(ours, fused, (args, kwargs), briefly)
-                found = _difference(wanted, got, least)
+                    try:
+                        wanted = by_host()
+                    except Exception:  # it wants fp32
+                        continue
+                    found = _difference(wanted, by_ours(), least)
             if found is not None:
                 mode = "training" if training else "evaluation"
                 return f"computes something else: {found} in {mode}"
-            if briefly and sum(t.numel() for t in leaves(x, Tensor)) > LONG:
+            if briefly and sum(t.numel() for t in leaves(given[0], Tensor)) > LONG:
                 break
-        if tried and failed is not None and is_recognised(class_of(module)):
+        if tried and failed is not None and recognised:
             return f"the host does not take such a call: {first_line(failed)}"
         if not tried:
             raise _NotTried(first_line(failed) if failed else "there is no example of a call")

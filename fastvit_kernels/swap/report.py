@@ -16,7 +16,8 @@ from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
-from .hosts.fused import Fused, Norm, can_inline, is_noop, part, why_not_plain, width_of
+from .facts import level_of
+from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, part, why_not_plain, width_of
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
@@ -154,22 +155,13 @@ def verdict_of(module: Any) -> str | None:
     return module.fused_verdict() if isinstance(module, Fused) else None
 
 
-def _called_pieces(block: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """The children of a block that it must call, with the reason."""
-    for name in block.fused_pieces:
-        child = part(block, name)
-        if isinstance(child, nn.Module) and not (is_noop(child) or can_inline(child)):
-            if is_hooked(child):
-                reason = "it is hooked"
-            else:
-                reason = child.fused_verdict() if isinstance(child, Fused) else None
-            yield name, child, reason or "no fused class for it: the block calls it"
-
-
 def make_report(
-    modules: dict[str, nn.Module], refused: dict[str, str], guesses: dict[str, str],
-    drop_path: DropPathMode = "mask", why: Why = verdict_of,
-) -> SwapReport:  # fmt: skip
+    modules: dict[str, nn.Module],
+    refused: dict[str, str],
+    guesses: dict[str, str],
+    drop_path: DropPathMode = "mask",
+    why: Why = verdict_of,
+) -> SwapReport:
     """The report on a model whose modules are these. It never raises.
 
     Args:
@@ -178,132 +170,224 @@ def make_report(
         drop_path: what was asked for.
         why: of a swapped module or one of ours; a verdict holds for any call.
     """
-    report = SwapReport()
-    left: dict[str, Left] = {}
-
-    def leave(name: str, module: nn.Module, reason: str) -> None:
-        if reason:
-            left.setdefault(name, Left(name, type(module).__name__, reason))
-
+    maker = _Maker(modules, why)
     for name, reason in refused.items():
-        leave(name, modules[name], reason)
-    reached = _note_skipping(report, modules, why)
-    if drop_path == "skip":
-        _leave_masks(modules, reached, leave)
-    covered: set[str] = set()  # names whose module a wider one bypasses
-    moved: Counter[str] = Counter()
+        maker.leave(name, modules[name], reason)
+    maker.note_skipping(drop_path)
     for name, module in modules.items():
         if is_ours(module):
-            _count_ours(report, name, module, modules, why, leave)
-        if not isinstance(module, Fused):
-            continue
-        try:
-            _count_swapped(report, name, module, modules, covered, moved, leave, why)
-        except Exception:  # a host's module in a state that nobody foresaw
-            report.uncounted.append(name)
-    for name in sorted(guesses.keys() - covered, key=[*modules].index):
-        leave(name, modules[name], guesses[name])
-    for name, module in modules.items():
-        around = [modules[a] for a in ancestors(name) if a in modules]
-        inside = any(is_ours(m) or _computes_all(m) for m in around)
-        if not inside and module._parameters and not module._modules:
-            plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
-            leave(name, module, "a plain product" if plain else "no fused class for it")
-    report.left = list(left.values())
-    report.tokens = _tokens(modules)
-    total = _count_flops(report, modules, why)
-    report.pytorch = {what: n / (total + sum(moved.values())) for what, n in moved.items()}
-    return report
+            maker.note_ours(name, module)
+        elif isinstance(module, Fused):
+            try:
+                maker.note_swapped(name, module)
+            except Exception:  # a host's module in a state that nobody foresaw
+                maker.report.uncounted.append(name)
+    for name in modules:
+        if name in guesses and name not in maker.covered:
+            maker.leave(name, modules[name], guesses[name])
+    maker.note_leaves()
+    maker.count()
+    return maker.report
 
 
-def _note_skipping(report: SwapReport, modules: dict[str, nn.Module], why: Why) -> set[int]:
-    """The branches that skip what they drop; the ids of their DropPaths."""
-    reached: set[int] = set()
-    for name, module in modules.items():
-        if hasattr(module, "fused_skips") and _runs_fused(module, why):
-            for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
-                report.skipping.append(f"{name}.{norm}" if name else norm)
-                reached.add(id(path))
-    return reached
+class _Maker:
+    """A report in the making."""
 
+    def __init__(self, modules: dict[str, nn.Module], why: Why):
+        self.report, self.modules = SwapReport(tokens=_tokens(modules)), modules
+        fusing = [m for m in modules.values() if isinstance(m, Fused) or is_ours(m)]
+        # why each runs its host's forward; None: fused
+        self.reasons = {id(m): why(m) for m in fusing}
+        self.left: set[str] = set()
+        self.covered: set[str] = set()  # names whose module a wider one bypasses
+        self.moved: Counter[str] = Counter()  # elements that PyTorch reads and writes inside
 
-def _leave_masks(modules: dict[str, nn.Module], reached: set[int], leave: Any) -> None:
-    """Each DropPath whose branch computes what it drops."""
-    for name, module in modules.items():
-        rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
-        if id(module) not in reached and rate and "Path" in type(module).__name__:
-            leave(name, module, 'drop_path="skip" does not reach it: its branch computes all')
+    def leave(self, name: str, module: Any, reason: str) -> None:
+        if reason and name not in self.left:
+            self.left.add(name)
+            self.report.left.append(Left(name, type(module).__name__, reason))
 
+    def runs_fused(self, module: Any) -> bool:
+        return self.reasons.get(id(module), "not swapped") is None
 
-def _count_swapped(
-    report: SwapReport, name: str, module: Any, modules: dict[str, nn.Module],
-    covered: set[str], moved: Counter[str], leave: Any, why: Why,
-) -> None:  # fmt: skip
-    prefix = f"{name}." if name else ""
-    if module.fused_level == "epilogue":
-        return
-    reason = why(module)
-    if reason is not None:
-        leave(name, module, reason)
-        return
-    for child, m, because in module.fused_unfused_children():
-        leave(prefix + child, m, because)
-    for what, elements in module.fused_pytorch():
-        moved[what] += round(elements)
-    if module.fused_level == "block":
-        called = {prefix + child: (m, because) for child, m, because in _called_pieces(module)}
-        for child, (m, because) in called.items():
-            leave(child, m, because)
+    def above(self, name: str) -> list[Any]:
+        """The modules around this one, the next first."""
+        return [self.modules[a] for a in ancestors(name) if a != name and a in self.modules]
+
+    # What runs fused, and what is left.
+
+    def note_skipping(self, drop_path: DropPathMode) -> None:
+        """The branches that skip what they drop; with drop_path="skip" each DropPath of no such
+        branch is left."""
+        reached: set[int] = set()
+        for name, module in self.modules.items():
+            if hasattr(module, "fused_skips") and self.runs_fused(module):
+                for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
+                    self.report.skipping.append(f"{name}.{norm}" if name else norm)
+                    reached.add(id(path))
+        for name, module in self.modules.items() if drop_path == "skip" else ():
+            rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
+            if id(module) not in reached and rate and "Path" in type(module).__name__:
+                reason = 'drop_path="skip" does not reach it: its branch computes all'
+                self.leave(name, module, reason)
+
+    def note_ours(self, name: str, module: nn.Module) -> None:
+        """A part of our own models; the widest has the row."""
+        for child, m in module._modules.items():
+            if m is not None and hasattr(m, "in_features") and not is_plain(m):
+                self.leave(f"{name}.{child}" if name else child, m, why_not_plain(m))
+        if any(map(is_ours, self.above(name))):
+            return
+        reason = self.reasons[id(module)]
+        if reason is None:
+            self.report.swapped.append(Swapped(name, type(module).__name__, "ours"))
+        else:
+            self.leave(name, module, reason)
+
+    def note_swapped(self, name: str, module: Any) -> None:
+        prefix, report = f"{name}." if name else "", self.report
+        level, reason = module.fused_level, self.reasons[id(module)]
+        if level == "epilogue":
+            return
+        if reason is not None:
+            self.leave(name, module, reason)
+            return
+        for child, m, because in module.fused_unfused_children():
+            self.leave(prefix + child, m, because)
+        for what, elements in module.fused_pytorch():
+            self.moved[what] += round(elements)
+        if level != "block":
+            if name not in self.covered:
+                report.swapped.append(Swapped(name, type(module).__name__, level))
+                self.leave(name, module, module.fused_caveat)
+            return
+        called = {prefix + child: because for child, because in _called_pieces(module)}
+        for child, because in called.items():
+            m = self.modules[child]
+            self.leave(child, m, because)
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
-                moved[type(m).__name__] += 2 * widths[0] if widths else 0
+                self.moved[type(m).__name__] += 2 * widths[0] if widths else 0
         rebuilt = list(module.fused_rebuilt()) if hasattr(module, "fused_rebuilt") else []
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
         whole = not any(prefix + body in called for body in module.fused_bodies)
         report.swapped.append(Swapped(name, type(module).__name__, "block" if whole else "parts"))
-        if name and _gets_masks(name, module, modules):
-            leave(name, module, MASKED)
-        covered |= {
-            n for n in modules
-            if n.startswith(prefix) and not any(a in called for a in ancestors(n))
-        }  # fmt: skip
-    elif name not in covered:
-        report.swapped.append(Swapped(name, type(module).__name__, module.fused_level))
-        leave(name, module, module.fused_caveat)
+        if name and self.gets_masks(name, module):
+            self.leave(name, module, MASKED)
+        inside = (n for n in self.modules if n.startswith(prefix))
+        self.covered |= {n for n in inside if called.keys().isdisjoint(ancestors(n))}
 
-
-def _count_ours(
-    report: SwapReport, name: str, module: nn.Module, modules: dict[str, nn.Module], why: Why,
-    leave: Any,
-) -> None:  # fmt: skip
-    """A part of our own models; the widest has the row."""
-    for child, m in module._modules.items():
-        if m is not None and hasattr(m, "in_features") and not is_plain(m):
-            leave(f"{name}.{child}" if name else child, m, why_not_plain(m))
-    if any(is_ours(modules[a]) for a in ancestors(name) if a != name):
-        return
-    reason = why(module)
-    if reason is None:
-        report.swapped.append(Swapped(name, type(module).__name__, "ours"))
-    else:
-        leave(name, module, reason)
-
-
-def _gets_masks(name: str, block: Any, modules: dict[str, nn.Module]) -> bool:
-    """Whether what calls a fused block holds a mask for it, as open_clip's text tower does, and the
-    host's forward runs with one."""
-    names = block.fused_arguments.names[1:]
-    if not any("mask" in n and n not in block.fused_extra_kwargs for n in names):
+    def gets_masks(self, name: str, block: Any) -> bool:
+        """Whether what calls a fused block holds a mask for it, as open_clip's text tower does, and
+        the host's forward runs with one."""
+        names = block.fused_arguments.names[1:]
+        if not any("mask" in n and n not in block.fused_extra_kwargs for n in names):
+            return False
+        for above in self.above(name):
+            buffers = above._buffers.items()
+            if any("mask" in n and b is not None and b.ndim > 1 for n, b in buffers):
+                return True
+            if any("pos" in n for n in above._parameters):
+                return False  # a tower of its own
         return False
-    for above in ancestors(name.rpartition(".")[0]):
-        own = modules[above]
-        if any("mask" in n and b is not None and b.ndim > 1 for n, b in own._buffers.items()):
-            return True
-        if any("pos" in n for n in own._parameters):
-            return False  # a tower of its own
-    return False
+
+    def note_leaves(self) -> None:
+        """What has weights and is inside of nothing that has a row."""
+        for name, module in self.modules.items():
+            if not module._parameters or module._modules:
+                continue
+            if not any(is_ours(m) or _computes_all(m) for m in (module, *self.above(name))):
+                plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
+                self.leave(name, module, "a plain product" if plain else "no fused class for it")
+
+    # FLOPs, and elements that are read and written for each token.
+
+    def count(self) -> None:
+        report = self.report
+        fused: list[Any] = [m for m in self.modules.values() if isinstance(m, Fused)]
+        fused = [m for m in fused if self.runs_fused(m)]
+        inside = {id(m) for f in fused for m in f.fused_products()}
+        windows = {id(m): size for f in fused for m, size in f.fused_windows()}
+        masked = {row.name for row in report.left if row.reason == MASKED}
+        inlined = 4 * report.tokens**2 * sum(width for m in fused for width in m.fused_widths())
+        report.flops = report.fused_flops = inlined
+        moved = sum(self.moved.values())
+        for name, module in self.modules.items():
+            parent = self.modules.get(name.rpartition(".")[0]) if name else None
+            keys = windows.get(id(module), report.tokens)
+            try:
+                flops, is_fused, elements = self.flops(name, module, parent, keys, inside)
+            except Exception:
+                report.uncounted.append(name)
+                continue
+            report.flops += flops
+            moved += elements
+            if not is_fused:
+                continue
+            depends = self.depends(name, module) or self.depends(name.rpartition(".")[0], parent)
+            if depends or not masked.isdisjoint(ancestors(name)):
+                report.depending_flops += flops
+            else:
+                report.fused_flops += flops
+        report.pytorch = {what: n / moved for what, n in self.moved.items()}
+
+    def depends(self, name: str, module: Any) -> bool:
+        """Whether a module runs fused only where its caller asks for nothing else. A fused block
+        that calls it never gives it a mask."""
+        if not (isinstance(module, Fused) and module.fused_caveat):
+            return False
+        blocks = (m for m in self.above(name) if isinstance(m, Fused) and m.fused_level == "block")
+        return not any(map(self.runs_fused, blocks))
+
+    def flops(
+        self, name: str, module: Any, parent: Any, keys: int, inside: set[int]
+    ) -> tuple[int, bool, int]:
+        """(FLOPs, whether they run fused, elements for each token)
+
+        Args:
+            keys: how many tokens a token attends to.
+            inside: ids of what a module further up computes, where that is plain.
+        """
+        tokens = self.report.tokens
+        rows = tokens if _in_stack(name) else 1
+        fused = self.runs_fused(module)
+        if isinstance(module, nn.Linear):
+            covered = (is_ours(parent) or _computes_all(parent)) and self.runs_fused(parent)
+            fused = fused or ((covered or id(module) in inside) and is_plain(module))
+            if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
+                fused = self.runs_fused(parent)  # its weight is read without a call
+            elements = module.in_features + module.out_features
+            return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            by_ours = isinstance(parent, PatchEmbed) and is_ours(parent) and not is_hooked(module)
+            fused = fused or (by_ours and self.runs_fused(parent))
+            return 2 * module.weight.numel() * tokens, fused, 0
+        mixin: Any = type(module)
+        mixin = mixin if isinstance(module, Fused) else hosts.swapped_class(mixin) or Unfused
+        if isinstance(module, nn.LayerNorm) or issubclass(mixin, Norm):
+            known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
+            return 0, fused, 2 * width_of(module) * (rows > 1) if known else 0
+        if isinstance(module, Attention):
+            width = module.num_heads * module.head_dim
+        elif level_of(mixin) == "attention":
+            width = _attention_width(module)
+        else:
+            return 0, False, 0
+        flops = 4 * tokens * keys * width
+        if isinstance(module, nn.MultiheadAttention):
+            flops += 2 * 3 * module.embed_dim**2 * rows
+        return flops, fused, 4 * width
+
+
+def _called_pieces(block: Any) -> Iterator[tuple[str, str]]:
+    """The children of a block that it must call, with the reason."""
+    for name in block.fused_pieces:
+        child = part(block, name)
+        if isinstance(child, nn.Module) and not (is_noop(child) or can_inline(child)):
+            reason = "it is hooked" if is_hooked(child) else verdict_of(child)
+            yield name, reason or "no fused class for it: the block calls it"
 
 
 def _tokens(modules: dict[str, nn.Module]) -> int:
@@ -319,10 +403,6 @@ def _computes_all(module: Any) -> bool:
     return isinstance(module, Fused) and module.fused_level != "model"
 
 
-def _runs_fused(module: Any, why: Why) -> bool:
-    return (isinstance(module, Fused) or is_ours(module)) and why(module) is None
-
-
 def _attention_width(module: Any) -> int:
     """H D of an attention module, from its heads or from its projections."""
     if hasattr(module, "fused_width"):
@@ -336,82 +416,3 @@ def _attention_width(module: Any) -> int:
         if isinstance(getattr(projection, "out_features", None), int):
             return projection.out_features // third
     raise ValueError("neither heads nor projections are known")
-
-
-def _count_flops(report: SwapReport, modules: dict[str, nn.Module], why: Why) -> int:
-    """Fills in the FLOPs; returns the elements that the layers read and write for each token."""
-    moved = 0
-    fused: list[Any] = [m for m in modules.values() if isinstance(m, Fused) and why(m) is None]
-    inside = {id(m) for f in fused for m in f.fused_products()}
-    windows = {id(m): size for f in fused for m, size in f.fused_windows()}
-    masked = {row.name for row in report.left if row.reason == MASKED}
-    inlined = 4 * report.tokens**2 * sum(width for m in fused for width in m.fused_widths())
-    report.flops += inlined
-    report.fused_flops += inlined
-    for name, module in modules.items():
-        parent = modules.get(name.rpartition(".")[0]) if name else None
-        try:
-            flops, is_fused, elements = _flops(
-                name, module, parent, id(module) in inside, report.tokens,
-                windows.get(id(module), report.tokens), why,
-            )  # fmt: skip
-        except Exception:
-            report.uncounted.append(name)
-            continue
-        report.flops += flops
-        moved += elements
-        depends = not masked.isdisjoint(ancestors(name)) or any(
-            isinstance(m, Fused) and m.fused_caveat and not _is_covered(n, modules, why)
-            for n, m in ((name, module), (name.rpartition(".")[0], parent))
-        )
-        if is_fused and depends:
-            report.depending_flops += flops
-        elif is_fused:
-            report.fused_flops += flops
-    return moved
-
-
-def _is_covered(name: str, modules: dict[str, nn.Module], why: Why) -> bool:
-    """Whether a fused block calls this module, and never with a mask."""
-    above: list[Any] = [modules.get(a) for a in ancestors(name) if a != name]
-    return any(isinstance(m, Fused) and m.fused_level == "block" and why(m) is None for m in above)
-
-
-def _flops(
-    name: str, module: Any, parent: nn.Module | None, inside: bool, tokens: int, keys: int,
-    why: Why,
-) -> tuple[int, bool, int]:  # fmt: skip
-    """(FLOPs, whether they run fused, elements that are read and written for each token)
-
-    Args:
-        inside: a module further up computes this one, where it is plain.
-        keys: how many tokens a token attends to.
-    """
-    rows = tokens if _in_stack(name) else 1
-    mixin: Any = type(module) if isinstance(module, Fused) else hosts.swapped_class(type(module))
-    if isinstance(module, nn.Linear):
-        whole = is_ours(parent) or _computes_all(parent)
-        covered = inside or (whole and _runs_fused(parent, why))
-        fused = _runs_fused(module, why) or (covered and is_plain(module))
-        if type(module) is not nn.Linear and isinstance(parent, nn.MultiheadAttention):
-            fused = _runs_fused(parent, why)  # its weight is read without a call
-        elements = module.in_features + module.out_features
-        return 2 * module.in_features * module.out_features * rows, fused, elements * (rows > 1)
-    if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-        fused = _runs_fused(module, why)
-        if isinstance(parent, PatchEmbed) and not is_hooked(module):
-            fused = fused or (is_ours(parent) and why(parent) is None)
-        return 2 * module.weight.numel() * tokens, fused, 0
-    if isinstance(module, nn.LayerNorm) or (mixin is not None and issubclass(mixin, Norm)):
-        known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
-        return 0, _runs_fused(module, why), 2 * width_of(module) * (rows > 1) if known else 0
-    if isinstance(module, Attention):
-        width = module.num_heads * module.head_dim
-        return 4 * tokens * keys * width, _runs_fused(module, why), 4 * width
-    if mixin is None or mixin.fused_level != "attention":
-        return 0, False, 0
-    width = _attention_width(module)
-    flops = 4 * tokens * keys * width
-    if isinstance(module, nn.MultiheadAttention):
-        flops += 2 * 3 * module.embed_dim**2 * rows
-    return flops, _runs_fused(module, why), 4 * width

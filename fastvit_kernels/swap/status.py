@@ -270,11 +270,7 @@ class _Listener:
         if name is None or in_backward():
             yield
             return
-        reason = None
-        if host:
-            reason = _why_watched() or verdict_of(module) or module.fused_blocked()
-            reason = reason or _why_hooked(module)
-            reason = reason or _why_not_taken(module, args, kwargs)
+        reason = (why_now(module) or _why_not_taken(module, args, kwargs)) if host else None
         ops: list[OpRun] = []
         stack = vars(self.running).setdefault("stack", [])
         stack.append((module, ops))
@@ -330,34 +326,31 @@ def _is_compiled(modules: dict[str, nn.Module], name: str) -> bool:
 def _made(
     modules: dict[str, nn.Module], why: Why, calls: dict[str, _Call] | None = None
 ) -> ModelStatus:
-    """The status of these modules; `calls` are what a watch saw."""
+    """The status of these modules, from the rows of a report; `calls` are what a watch saw."""
     report = make_report(modules, _not_swapped(modules), {}, why=why)
-    found = ModelStatus(watched=calls is not None, backend=get_backend(), tokens=report.tokens)
-    found.flops, found.fused_flops = report.flops, report.fused_flops
-    rows: dict[str, ModuleStatus] = {}
-
-    def add(name: str, host: str, level: str, way: Way, reason: str = "") -> None:
-        call = (calls or {}).get(name)
-        if found.watched and call is None and level and _is_compiled(modules, name):
-            way, reason = "compiled", ""
-        ops = tuple(call.ops) if call and way == "fused" else ()
-        count = call.calls if call else 0
-        rows[name] = ModuleStatus(name, host, level, way, reason, ops, count)
-
-    for row in report.swapped:
-        add(row.name, row.host, row.level, "fused")
-    for left in report.left:
-        if left.name in rows:
-            continue  # a caveat of the report: what the call did is known
-        called = left.reason != NOT_CALLED
-        level = _level(modules[left.name])
-        add(left.name, left.host, level, "host" if called else NOT_CALLED, left.reason * called)
+    levels = {name: _level(module) for name, module in modules.items()}
+    levels |= {row.name: row.level for row in report.swapped}
+    ways: dict[str, tuple[Way, str]] = {row.name: ("fused", "") for row in report.swapped}
+    for left in report.left:  # of what is swapped it is a caveat: what the call did is known
+        not_called = left.reason == NOT_CALLED
+        ways.setdefault(left.name, (NOT_CALLED, "") if not_called else ("host", left.reason))
+    seen = modules.keys() if calls is None else calls.keys()
+    for name in ways.keys() - seen:
+        if levels[name] and _is_compiled(modules, name):
+            ways[name] = "compiled", ""
     for name, module in modules.items():
-        if name not in rows and (_level(module) or module._parameters):
-            above = next((a for a in ancestors(name) if a in rows and rows[a].way == "fused"), "")
-            if above in rows:
-                add(name, type(module).__name__, _level(module), "inside", above)
-    found.modules = [rows[name] for name in modules if name in rows]
+        if name not in ways and (levels[name] or module._parameters):
+            above = next((a for a in ancestors(name) if ways.get(a) == ("fused", "")), None)
+            if above is not None:
+                ways[name] = "inside", above
+    found = ModelStatus([], calls is not None, get_backend(), tokens=report.tokens)
+    found.flops, found.fused_flops = report.flops, report.fused_flops
+    for name in filter(ways.__contains__, modules):
+        (way, reason), call = ways[name], (calls or {}).get(name, _Call(None, [], 0))
+        ops = tuple(call.ops) if way == "fused" else ()
+        host = type(modules[name]).__name__
+        row = ModuleStatus(name, host, levels[name], way, reason, ops, call.calls)
+        found.modules.append(row)
     return found
 
 

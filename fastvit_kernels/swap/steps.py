@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from .candidates import PRODUCTS, SUMS, Refused, Unlike, attention_roles, mlp_roles, origins
-from .facts import ClassOf
+from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
+from .facts import ClassOf, level_of
 from .hosts.fused import arguments_of
 from .hosts.searched import BlockRoles, Step
-from .observe import Event, Observation, Value
-from .runs import level_of
+from .observe import Event, Observation, Refused, Unlike, Value
 
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.
-MOVES = ("view", "reshape", "permute", "transpose", "contiguous", "pad", "__getitem__", "flatten",
-         "unflatten")  # fmt: skip
+MOVES = ("view", "reshape", "permute", "transpose", "flatten", "unflatten", "contiguous", "pad",
+         "__getitem__")  # fmt: skip
+# A step whose values have the numbers of the run, and the roles that its inline body may have.
+Branch = tuple[Step, list[Any]]
 
 
 def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iterator[BlockRoles]:
@@ -26,47 +27,201 @@ def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iter
 
     Raises: Refused where the forward does more than add branches and call parts.
     """
-    seen, channels = _channels(seen)
-    found: list[tuple[Step, list[Any]]] = []  # and the candidates of an inline branch
-    taken: set[int] = set()  # outputs of events that a step has
-    if seen.others:
-        raise Refused("its result has a tensor besides: a hidden state")
-    for event in seen.events:
-        if event.function in SUMS and len(event.inputs) == 2 and not event.part:
-            step = _sum(module, class_of, seen, event, taken)
-            if step is not None:
-                found.append(step)
-    if not any(step.residual >= 0 for step, _ in found):
-        raise Unlike("it has no residual")
-    for event in seen.events:
-        if event.output in taken:
-            continue
-        if not event.part:
-            if not origins(seen, seen.result, {event.output}):
-                continue  # the result was made without it
-            raise Refused(f"its forward has a step that is none of ours: {event.function}")
-        call = _call(event, module.get_submodule(event.part), seen.extras)
-        step = Step(event.output, event.inputs[0], body=event.part, **call)
-        found.append((step, []))
-    order = {e.output: i for i, e in enumerate(seen.events)}
-    found.sort(key=lambda f: order[f[0].output])
-    if found[-1][0].output != seen.result:
-        raise Refused("its result is not the end of its last branch")
-    numbers = {seen.first: 0} | {step.output: i + 1 for i, (step, _) in enumerate(found)}
-    for i, (step, inlined) in enumerate(found):
-        if step.source not in numbers or (step.residual >= 0 and step.residual not in numbers):
+    return _Block(module, class_of, seen).candidates()
+
+
+class _Block:
+    """A run of a block that is taken apart into steps, from their ends."""
+
+    def __init__(self, module: nn.Module, class_of: ClassOf, seen: Observation):
+        self.module, self.class_of = module, class_of
+        self.seen, self.channels = _channels(seen)
+        self.taken: set[int] = set()  # outputs of events that a step has
+
+    def candidates(self) -> Iterator[BlockRoles]:
+        found = self.numbered(self.branches())
+        for turn in range(max(len(inlined) or 1 for _, inlined in found)):
+            steps = tuple(
+                step._replace(inline=inlined[turn % len(inlined)]) if inlined else step
+                for step, inlined in found
+            )
+            yield BlockRoles(
+                steps,
+                self.through(steps),
+                self.seen.place,
+                rounded=any(map(self.rounds, steps)),
+                channels=self.channels,
+            )
+
+    def branches(self) -> list[Branch]:
+        """The steps in their order: those that end in a sum, and calls of other parts."""
+        seen = self.seen
+        if seen.others:
+            raise Refused("its result has a tensor besides: a hidden state")
+        sums = [e for e in seen.events if e.function in SUMS and len(e.inputs) == 2 and not e.part]
+        found = [*filter(None, map(self.ending_in, sums))]
+        if not found:
+            raise Unlike("it has no residual")
+        for event in seen.events:
+            if event.output in self.taken:
+                continue
+            if event.part:
+                how = self.call(event)
+                found.append((Step(event.output, event.inputs[0], body=event.part, **how), []))
+            elif origins(seen, seen.result, {event.output}):  # the result was made with it
+                raise Refused(f"its forward has a step that is none of ours: {event.function}")
+        order = [e.output for e in seen.events]
+        return sorted(found, key=lambda branch: order.index(branch[0].output))
+
+    def numbered(self, found: list[Branch]) -> list[Branch]:
+        """The same with the numbers that a block's steps give their values."""
+        if found[-1][0].output != self.seen.result:
+            raise Refused("its result is not the end of its last branch")
+        numbers = {self.seen.first: 0} | {s.output: i + 1 for i, (s, _) in enumerate(found)}
+        if not numbers.keys() >= {s.source for s, _ in found} | {
+            s.residual for s, _ in found if s.residual >= 0
+        }:
             raise Refused("a branch begins with a value that is none of ours")
-        residual = numbers[step.residual] if step.residual >= 0 else -1
-        step = step._replace(output=i + 1, source=numbers[step.source], residual=residual)
-        found[i] = step, inlined
-    for turn in range(max(len(inlined) or 1 for _, inlined in found)):
-        steps = tuple(
-            step._replace(inline=inlined[turn % len(inlined)]) if inlined else step
+        return [
+            (
+                step._replace(
+                    output=numbers[step.output],
+                    source=numbers[step.source],
+                    residual=numbers.get(step.residual, -1),
+                ),
+                inlined,
+            )
             for step, inlined in found
-        )
-        rounded = any(_rounds(module, class_of, step) for step in steps)
-        yield BlockRoles(
-            steps, _through(module, steps), seen.place, rounded=rounded, channels=channels
+        ]
+
+    def ending_in(self, event: Event) -> Branch | None:
+        """residual + tail(body(norm(source))) that ends in this sum; None where no branch does."""
+        seen = self.seen
+        for residual, end in (event.inputs, event.inputs[::-1]):
+            tail: list[str] = []
+            path: list[int] = [event.output]
+            moved = False
+            while end in seen.made and seen.uses(end) == 1:
+                inner = seen.made[end]
+                part: Any = self.module.get_submodule(inner.part) if inner.part else None
+                step = Step(event.output, -1, residual, tail=tuple(tail[::-1]))
+                if part is not None and hasattr(self.class_of(part), "fused_branch"):
+                    path.append(end)
+                    how = self.call(inner)
+                    step = step._replace(source=inner.inputs[0], body=inner.part, **how)
+                    windowed = self.windowed(step, path) if moved else step
+                    if windowed is None:
+                        break
+                    return self.with_norm(windowed, path), []
+                if isinstance(part, nn.Linear):
+                    found = self.inline(residual, end, path)
+                    if found is None:
+                        break
+                    return self.with_norm(step._replace(source=found[0]), path), found[1]
+                path.append(end)
+                scale = [n for n in inner.inputs if n in seen.parameters]
+                if part is None and inner.function in MOVES:
+                    moved, end = True, inner.inputs[0]
+                elif part is not None and len(inner.inputs) == 1:
+                    tail.append(inner.part)
+                    end = inner.inputs[0]
+                elif inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
+                    tail.append(seen.parameters[scale[0]])
+                    end = next(n for n in inner.inputs if n != scale[0])
+                else:
+                    break
+        return None
+
+    def windowed(self, step: Step, path: list[int]) -> Step | None:
+        """The step with the setting that has the size of the windows that its source is cut into,
+        and with what was cut."""
+        seen, source = self.seen, step.source
+        sizes = [n for n, v in seen.settings.items() if (v, v) == seen.shape(source)[1:-1]]
+        while (event := seen.made.get(source)) and not event.part and event.function in MOVES:
+            path.append(source)
+            source = event.inputs[0]
+        return step._replace(window=sizes[0], source=source) if sizes else None
+
+    def with_norm(self, step: Step, path: list[int]) -> Step:
+        """The step with the norm before it, where that reads the residual and nobody else reads
+        it. What lies on the path is taken."""
+        norm = self.seen.made.get(step.source)
+        alone = all(e.output in path for e in self.seen.events if step.source in e.inputs)
+        if norm is not None and alone and self.is_norm_of(norm, step.residual):
+            path.append(norm.output)
+            step = step._replace(norm=norm.part, source=step.residual)
+        self.taken.update(path)
+        return step
+
+    def is_norm_of(self, event: Event, *values: int) -> bool:
+        if not event.part or event.inputs[0] not in values:
+            return False
+        cls = self.class_of(self.module.get_submodule(event.part))
+        return level_of(cls) in ("layer_norm", "rms_norm")
+
+    def inline(self, residual: int, end: int, path: list[int]) -> tuple[int, list[Any]] | None:
+        """(source, candidates) of a branch whose last Linear gives the value `end`."""
+        seen, begin = self.seen, (residual, self.seen.first)
+        normed = {e.output for e in seen.events if self.is_norm_of(e, *begin)}
+        sources = origins(seen, end, {*begin, *normed})
+        if len(sources) != 1:
+            return None
+        inside = [end]
+        for number in inside:  # grows as we go
+            inputs = seen.made[number].inputs if number in seen.made else ()
+            inside += [n for n in dict.fromkeys(inputs) if n not in inside and n != sources[0]]
+        events = [e for e in seen.events if e.output in inside]
+        branch = Observation(events, seen.tensors, seen.parameters, sources[0], end)
+        candidates = attention_roles(self.module, branch, whole=False)
+        if candidates is None:
+            candidates = mlp_roles(self.module, branch, whole=False)
+        path += [e.output for e in events]
+        return sources[0], list(candidates)[:MOST]
+
+    def call(self, event: Event) -> dict[str, Any]:
+        """How the host calls a part, for a Step: "x" stands for the first tensor; a value of the
+        block's own argument is context."""
+
+        def read(value: Any) -> Any:
+            if isinstance(value, Value):
+                if value.number == event.inputs[0]:
+                    return "x"
+                raise Refused(f"{event.part} is called with more than its input")
+            if value is None or isinstance(value, (bool, int, float)):
+                return value
+            raise Refused(f"{event.part} is called with a {type(value).__name__}")
+
+        names = arguments_of(type(self.module.get_submodule(event.part)).forward).names
+        given = {**dict(enumerate(event.args)), **event.kwargs}
+        args, kwargs, context = [], {}, {}
+        for name, value in given.items():
+            own = [n for n, v in self.seen.extras.items() if v == value]
+            if isinstance(name, int) and not (own or context):
+                args.append(read(value))
+                continue
+            name = names[name] if isinstance(name, int) else name
+            if own:
+                context[name] = own[0]
+            else:
+                kwargs[name] = read(value)
+        how = tuple(args), tuple(kwargs.items())
+        return {"arguments": how, "context": tuple(context.items()), "item": event.item}
+
+    def rounds(self, step: Step) -> bool:
+        """Whether a part of a step gives what fp32 gives, in any dtype."""
+        named = [self.class_of(self.module.get_submodule(n)) for n in (step.norm, step.body) if n]
+        rounds = any(getattr(c, "fused_tolerance", 0.0) > 1e-9 for c in named)
+        return rounds or getattr(step.inline, "rounded", False)
+
+    def through(self, steps: tuple[Step, ...]) -> tuple[str, ...]:
+        """The modules whose forwards the steps stand for, beside the block's own."""
+        called = tuple(f"{n}." for s in steps for n in (s.norm, s.body, *s.tail) if n)
+        return tuple(
+            name
+            for name, m in self.module.named_modules()
+            if name
+            and type(m).forward is not nn.Module.forward
+            and not f"{name}.".startswith(called)
         )
 
 
@@ -81,160 +236,3 @@ def _channels(seen: Observation) -> tuple[Observation, bool]:
     events = [e for e in seen.events if e is not first[0] and e is not last]
     inner = replace(seen, events=events, first=first[0].output, result=last.inputs[0])
     return inner, True
-
-
-def _rounds(module: nn.Module, class_of: ClassOf, step: Step) -> bool:
-    """Whether a part of a step gives what fp32 gives, in any dtype."""
-    named = [class_of(module.get_submodule(n)) for n in (step.norm, step.body) if n]
-    rounds = any(getattr(c, "fused_tolerance", 0.0) > 1e-9 for c in named)
-    return rounds or getattr(step.inline, "rounded", False)
-
-
-def _through(module: nn.Module, steps: tuple[Step, ...]) -> tuple[str, ...]:
-    """The modules whose forwards the steps stand for, beside the block's own."""
-    called = [n for s in steps for n in (s.norm, s.body, *s.tail) if n]
-    return tuple(
-        name for name, m in module.named_modules()
-        if name and type(m).forward is not nn.Module.forward
-        and not any(name == n or name.startswith(f"{n}.") for n in called)
-    )  # fmt: skip
-
-
-def _call(event: Event, part: Any, extras: dict[str, Any]) -> dict[str, Any]:
-    """How the host calls a part, for a Step: "x" stands for the first tensor; a value of the
-    block's own argument is context."""
-
-    def read(value: Any) -> Any:
-        if isinstance(value, Value):
-            if value.number == event.inputs[0]:
-                return "x"
-            raise Refused(f"{event.part} is called with more than its input")
-        if value is None or isinstance(value, (bool, int, float)):
-            return value
-        raise Refused(f"{event.part} is called with a {type(value).__name__}")
-
-    names = arguments_of(type(part).forward).names
-    args, kwargs, context = [], {}, {}
-    for place, value in enumerate(event.args):
-        own = [n for n, v in extras.items() if v == value]
-        if own:
-            context[names[place]] = own[0]
-        elif context:
-            kwargs[names[place]] = read(value)
-        else:
-            args.append(read(value))
-    for name, value in event.kwargs.items():
-        own = [n for n, v in extras.items() if v == value]
-        if own:
-            context[name] = own[0]
-        else:
-            kwargs[name] = read(value)
-    return {
-        "arguments": (tuple(args), tuple(kwargs.items())),
-        "context": tuple(context.items()),
-        "item": event.item,
-    }
-
-
-def _sum(
-    module: nn.Module, class_of: ClassOf, seen: Observation, event: Event, taken: set[int]
-) -> tuple[Step, list[Any]] | None:
-    """residual + tail(body(norm(source))) that ends in this sum, with the candidates of an inline
-    body; None where no branch ends in it."""
-    for residual, end in (event.inputs, event.inputs[::-1]):
-        tail: list[str] = []
-        path: list[int] = [event.output]
-        moved = False
-        while end in seen.made and seen.uses(end) == 1:
-            inner = seen.made[end]
-            part: Any = module.get_submodule(inner.part) if inner.part else None
-            if part is not None and hasattr(class_of(part), "fused_branch"):
-                step = Step(
-                    event.output, inner.inputs[0], residual, "", inner.part, tuple(tail[::-1]),
-                    **_call(inner, part, seen.extras),
-                )  # fmt: skip
-                path.append(end)
-                if moved:
-                    window = _window(seen, step.source, path)
-                    if window is None:
-                        break
-                    step = step._replace(window=window[0], source=window[1])
-                return _with_norm(module, class_of, seen, step, path, taken), []
-            if isinstance(part, nn.Linear):
-                found = _inline(module, class_of, seen, residual, end, path)
-                if found is None:
-                    break
-                source, inlined = found
-                step = Step(event.output, source, residual, tail=tuple(tail[::-1]))
-                return _with_norm(module, class_of, seen, step, path, taken), inlined
-            path.append(end)
-            scale = [n for n in inner.inputs if n in seen.parameters]
-            if part is None and inner.function in MOVES:
-                moved, end = True, inner.inputs[0]
-            elif part is not None and len(inner.inputs) == 1:
-                tail.append(inner.part)
-                end = inner.inputs[0]
-            elif inner.function in PRODUCTS and len(inner.inputs) == 2 and len(scale) == 1:
-                tail.append(seen.parameters[scale[0]])
-                end = next(n for n in inner.inputs if n != scale[0])
-            else:
-                break
-    return None
-
-
-def _window(seen: Observation, number: int, path: list[int]) -> tuple[str, int] | None:
-    """The setting with the size of the windows that a value is cut into, and what was cut."""
-    shape = seen.shape(number)
-    sizes = [n for n, v in seen.settings.items() if (v, v) == shape[1:-1]]
-    while (event := seen.made.get(number)) and not event.part and event.function in MOVES:
-        path.append(number)
-        number = event.inputs[0]
-    return (sizes[0], number) if sizes else None
-
-
-def _is_norm(module: nn.Module, class_of: ClassOf, event: Event) -> bool:
-    levels = ("layer_norm", "rms_norm")
-    return bool(event.part) and level_of(class_of(module.get_submodule(event.part))) in levels
-
-
-def _with_norm(
-    module: nn.Module, class_of: ClassOf, seen: Observation, step: Step, path: list[int],
-    taken: set[int],
-) -> Step:  # fmt: skip
-    """The step with the norm before it, where that reads the residual and nobody else reads it."""
-    norm = seen.made.get(step.source)
-    if norm is not None and _is_norm(module, class_of, norm) and norm.inputs[0] == step.residual:
-        readers = [e for e in seen.events if step.source in e.inputs]
-        if all(e.output in path for e in readers):
-            path.append(norm.output)
-            step = step._replace(norm=norm.part, source=step.residual)
-    taken.update(path)
-    return step
-
-
-def _inline(
-    module: nn.Module, class_of: ClassOf, seen: Observation, residual: int, end: int,
-    path: list[int],
-) -> tuple[int, list[Any]] | None:  # fmt: skip
-    """(source, candidates) of a branch whose last Linear gives the value `end`."""
-    stop = {residual, seen.first} | {
-        e.output for e in seen.events
-        if _is_norm(module, class_of, e) and e.inputs[0] in (residual, seen.first)
-    }  # fmt: skip
-    sources = origins(seen, end, stop)
-    if len(sources) != 1:
-        return None
-    inside, todo = {end}, [end]
-    while todo:
-        event = seen.made.get(todo.pop())
-        for n in event.inputs if event is not None else ():
-            if n not in inside and n != sources[0]:
-                inside.add(n)
-                todo.append(n)
-    events = [e for e in seen.events if e.output in inside]
-    branch = Observation(events, seen.tensors, seen.parameters, sources[0], end)
-    candidates = attention_roles(module, branch, whole=False)
-    if candidates is None:
-        candidates = mlp_roles(module, branch, whole=False)
-    path += [e.output for e in events]
-    return sources[0], list(candidates)[:MOST]

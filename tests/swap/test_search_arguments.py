@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.swap import runs
+from fastvit_kernels.swap import observe
 from fastvit_kernels.swap.hosts import attention
 
 
@@ -43,16 +43,16 @@ class Separate(nn.Module):
 )
 def test_tables_are_a_head_wide_and_without_the_prefix(module, projections, heads, wanted):
     roles = projections and SimpleNamespace(projections=projections, heads=heads, prefix=2)
-    (tables,) = runs.angles_for(module.double(), 7, "rope", roles).values()
+    (tables,) = observe.angles_for(module.double(), 7, "rope", roles).values()
     assert [tuple(t.shape) for t in tables] == [wanted] * 2
     assert {t.dtype for t in tables} == {torch.float64} and not torch.equal(*tables)
 
 
 def test_the_argument_with_the_angles_is_known_by_its_name():
-    assert runs.angle_argument(Packed()) == "rope_tables"
-    assert runs.angle_argument(Separate()) == "position_embeddings"
-    assert runs.angle_argument(nn.Linear(2, 2)) is None
-    masks = {n: runs.is_mask(n) for n in ("attn_mask", "rel_pos_bias", "rope", "x")}
+    assert observe.angle_argument(Packed()) == "rope_tables"
+    assert observe.angle_argument(Separate()) == "position_embeddings"
+    assert observe.angle_argument(nn.Linear(2, 2)) is None
+    masks = {n: observe.is_mask(n) for n in ("attn_mask", "rel_pos_bias", "rope", "x")}
     assert masks == {"attn_mask": True, "rel_pos_bias": True, "rope": False, "x": False}
 
 

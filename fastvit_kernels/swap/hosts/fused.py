@@ -2,7 +2,7 @@
 
 A swapped module runs its fused forward where three things hold, and its host's own forward
 everywhere else: the call gives the arguments that were proven and leaves the others at their
-defaults; the module is as it was proven (verdicts.py); and nobody traces, counts or watches what
+defaults; the module is as it was proven (plans.py); and nobody traces, counts or watches what
 runs inside. A child may be bypassed when it was swapped itself, nobody watches it, and its settings
 are those that the fused path computes. Any other child is called.
 
@@ -33,7 +33,7 @@ from ...runtime.compat import (
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from .. import plans
 from ..facts import torch_is_patched
-from ..verdicts import verdict
+from ..plans import verdict
 
 Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward

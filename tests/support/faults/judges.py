@@ -491,15 +491,15 @@ FAULTS = [
     ),
     # the search for unknown hosts
     Fault(
-        "judge-head-width", "swap/runs.py", "angles_for", "packed heads are three times as wide",
+        "judge-head-width", "swap/observe.py", "angles_for", "packed heads are three times as wide",
         "3 if len(names) == 1 else 1", "1", SEARCH,
     ),
     Fault(
-        "judge-head-width-unknown", "swap/runs.py", "angles_for",
+        "judge-head-width-unknown", "swap/observe.py", "angles_for",
         "a head as wide as the module", "default=1)", "default=1) ** 0", SEARCH,
     ),
     Fault(
-        "judge-rope-prefix", "swap/runs.py", "angles_for", "tables for the prefix too",
+        "judge-rope-prefix", "swap/observe.py", "angles_for", "tables for the prefix too",
         "tokens - roles.prefix", "tokens", SEARCH,
     ),
     Fault(
@@ -508,7 +508,7 @@ FAULTS = [
         '("cos before sin", "cos before sin")', SEARCH,
     ),
     Fault(
-        "judge-rope-name", "swap/runs.py", "angle_argument",
+        "judge-rope-name", "swap/observe.py", "angle_argument",
         "an argument named position_embeddings is no angles", "|position_emb", "", SEARCH,
     ),
 ]  # fmt: skip

@@ -138,8 +138,8 @@ FAULTS: list[Fault] = [
         'found.pytorch = reason or ""', 'found.pytorch = ""', only=NEXT,
     ),
     Fault(
-        "status-lora", "swap/report.py", "_flops", "a Linear that is called counts as fused",
-        "(covered and is_plain(module))", "covered", only=_test("test_status_tells_of_lora"),
+        "status-lora", REPORT, "_Maker.flops", "a Linear that is called counts as fused",
+        " and is_plain(module))", ")", only=_test("test_status_tells_of_lora"),
     ),
     Fault(
         "status-argument", STATUS, "_why_not_taken", "the argument that sends a call to its host",
@@ -170,12 +170,13 @@ FAULTS: list[Fault] = [
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
     ),
     Fault(
-        "status-ours-swapped", "swap/apply.py", "swap_in", "swap_in changes our own PatchEmbed",
+        "status-ours-swapped", "swap/apply.py", "_Swap.decide",
+        "swap_in changes our own PatchEmbed",
         "is_ours(module) or (is_ours(above) and not module._modules)", "False", only=OURS,
     ),
     Fault(
-        "status-ours-unfused", REPORT, "_runs_fused", "our own modules count as PyTorch's",
-        " or is_ours(module)", "", only=OURS,
+        "status-ours-unfused", REPORT, "_Maker.runs_fused", "our own modules count as PyTorch's",
+        "is None", "is None and isinstance(module, Fused)", only=OURS,
     ),
     Fault(
         "status-ours-ops", STATUS, "_Listener.op", "ops of our own modules belong to nobody",
@@ -216,19 +217,20 @@ FAULTS: list[Fault] = [
         only=CALLED,
     ),
     Fault(
-        "report-moved", REPORT, "make_report", "the share of what PyTorch moves, of the rest alone",
-        "n / (total + sum(moved.values()))", "n / total", only=MOVED,
+        "report-moved", REPORT, "_Maker.count",
+        "the share of what PyTorch moves, of the rest alone",
+        "moved = sum(self.moved.values())", "moved = 0", only=MOVED,
     ),
     Fault(
-        "report-moved-norms", REPORT, "_flops", "a norm reads and writes nothing",
+        "report-moved-norms", REPORT, "_Maker.flops", "a norm reads and writes nothing",
         "2 * width_of(module) * (rows > 1)", "width_of(module) * (rows > 1)", only=MOVED,
     ),
     Fault(
-        "report-inlined", REPORT, "_count_flops", "half of an inline attention's FLOPs",
+        "report-inlined", REPORT, "_Maker.count", "half of an inline attention's FLOPs",
         "inlined = 4 * report.tokens**2", "inlined = 2 * report.tokens**2", only=FLOPS,
     ),
     Fault(
-        "report-packed", REPORT, "_flops", "half of nn.MultiheadAttention's projection",
+        "report-packed", REPORT, "_Maker.flops", "half of nn.MultiheadAttention's projection",
         "2 * 3 * module.embed_dim**2 * rows", "3 * module.embed_dim**2 * rows", only=FLOPS,
     ),
     Fault(

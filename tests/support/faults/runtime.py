@@ -63,9 +63,9 @@ FAULTS: list[Fault] = [
     Fault(
         "compat-second-swap",
         "swap/apply.py",
-        "swap_in",
+        "_Swap.decide",
         "a second swap_in gives a class to what a wider part reads",
-        "cls is None and _is_read_through(name, modules)",
+        "cls is None and _is_read_through(name, self.modules)",
         "False",
         only=("swap/test_recognise.py::test_a_second_call_swaps_nothing_that_a_wider_part_reads",),
     ),

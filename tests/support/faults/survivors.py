@@ -25,7 +25,7 @@ SURVIVORS = {
     ),
     "tools/aot.py:tracing.compile_only: timings.append(0.0 if cache_hit else times.total / 1000000.0) -> (0.0 if cache_hit else times.total / 1000000.0)": "how long a compile took; 0 from the cache, too",  # noqa: E501
     "weights/names.py:to_timm: 1 -> (2) #2": "for sources without patches: nothing reads it",
-    "swap/verdicts.py:_judge: type(module) -> (module)": "a module has what its class has",
+    "swap/plans.py:_judge: type(module) -> (module)": "a module has what its class has",
     "swap/hosts/special/towers.py:GemmaAttention.fused_examples: torch.zeros(batch, tokens, 2, dtype=torch.long) -> (torch.zeros(batch, tokens, 2))": "an example of a call to try, as good as another: the host reads its shape",  # noqa: E501
     "swap/hosts/special/bias.py:OwnBias.fused_examples: 1 -> (2) #3": "an example of a call to try, as good as another",  # noqa: E501
     "swap/hosts/special/windows.py:HfSwinLayer.fused_examples: 2 -> (3)": "an example of a call to try, as good as another",  # noqa: E501

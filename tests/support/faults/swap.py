@@ -316,7 +316,7 @@ FAULTS = [
         "raise Foreign(f", "return func(*args, **kwargs) or (f", only=FOLLOW,
     ),
     Fault(
-        "proof-calls-hooks", "swap/copies.py", "Copier.module", "copies call global hooks",
+        "proof-calls-hooks", "swap/copies.py", "Copier._module", "copies call global hooks",
         "made.__dict__[CALL] = _forward_of(made)", "", only=HOOKS,
     ),
     Fault(
@@ -415,14 +415,14 @@ FAULTS = [
         only=(BY_STRUCTURE + "test_a_function_of_its_module_that_is_replaced_is_seen",),
     ),
     Fault(
-        "verdict-of-a-mode", "swap/verdicts.py", "_learn",
+        "verdict-of-a-mode", "swap/plans.py", "verdict",
         "what blocks in training blocks for good", "            return blocked or ANOTHER  #",
-        "            _known[module] = Facts(module), blocked\n"
+        "            known[module] = Known(Facts(module), blocked, {})\n"
         "            return blocked or ANOTHER  #",
         only=(POSITIONS + "test_another_share_of_samples_runs_fused_in_evaluation_only",),
     ),
     Fault(
-        "verdict-inner-hook", "swap/verdicts.py", "_judge",
+        "verdict-inner-hook", "swap/plans.py", "_judge",
         "a hook inside a part keeps the block from running fused",
         "                continue  # it is called", "                pass",
         only=(BY_STRUCTURE + "test_a_hook_inside_a_part_leaves_the_block_fused",),
@@ -433,7 +433,7 @@ FAULTS = [
         only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[gate_last]",),
     ),
     Fault(
-        "search-own-mask", "swap/candidates.py", "_attention_roles",
+        "search-own-mask", "swap/candidates.py", "attention_roles",
         "a causal mask of the host's own is not looked for",
         "masked = any(e.function in MASKS for e in seen.events)", "masked = False",
         only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[masked_by_itself]",),
@@ -446,7 +446,7 @@ FAULTS = [
     ),
     Fault(
         "swap-memory-skip", "swap/apply.py", "swap_in", "memory= is set for what is skipped, too",
-        "and name in wanted and name not in unwanted", "and name in wanted",
+        " and name not in left_out", "",
         only=("swap/test_swap_memory.py::test_low_memory_is_reported_and_undone",),
     ),
     Fault(
@@ -455,7 +455,8 @@ FAULTS = [
         only=("swap/test_swap.py::test_swap_rejects",),
     ),
     Fault(
-        "swap-left-out", "swap/apply.py", "swap_in", "only= and skip= name what is none of ours",
+        "swap-left-out", "swap/apply.py", "_Swap.decide",
+        "only= and skip= name what is none of ours",
         "left_out if reason is None else reason", "left_out",
         only=("swap/test_swap.py::test_only_and_skip",),
     ),
@@ -515,7 +516,7 @@ FAULTS = [
         "x.get_device()", only=(ORDER,),
     ),
     Fault(
-        "proof-facts-once", "swap/verdicts.py", "verdict", "facts are read once and kept",
+        "proof-facts-once", "swap/plans.py", "verdict", "facts are read once and kept",
         "if found is not None and found.facts.hold(module):", "if found is not None:",
         only=DECIDES,
     ),
