@@ -1,43 +1,39 @@
-"""What Block and VisionTransformer check of their arguments; their parts check the rest."""
+"""Arguments by name, and those of timm's that our models lack, with what to do instead."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
-from ..runtime.arguments import (
-    check_eps,
-    check_flags,
-    check_int,
-    check_number,
-    check_probability,
-)
-from .gated_mlp import MLP_LAYERS
-from .norms import NORM_LAYERS
+_SWAP = "build the model with timm and call swap_in(model)"
+_LOAD = "build the model, then call load_weights(model, path)"
 
-Memory = Literal["default", "low"]
-GlobalPool = Literal["", "avg", "token"]
-PosEmbed = Literal["learn", "none"]
-
-
-def check_block(
-    op: str, mlp_ratio: Any, init_values: Any, norm_eps: Any, memory: Any, mlp_layer: Any,
-    scale_mlp_norm: Any, norm_layer: Any, **counts: Any,
-) -> None:  # fmt: skip
-    """What both take."""
-    if memory not in get_args(Memory):
-        raise ValueError(f"{op}: memory must be one of {get_args(Memory)}, got {memory!r}")
-    check_choice(op, "mlp_layer", mlp_layer, sorted(MLP_LAYERS))
-    check_flags(op, scale_mlp_norm=scale_mlp_norm)
-    if scale_mlp_norm and mlp_layer == "Mlp":
-        raise ValueError(f"{op}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
-    check_choice(op, "norm_layer", norm_layer, sorted(NORM_LAYERS))
-    check_counts(op, 1, **counts)
-    check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
-    if init_values is not None:
-        check_number(op, "init_values", init_values)
-    check_eps(op, norm_eps, "norm_eps")
+# Name -> the value that asks for nothing, which is taken as None is; what to do instead.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "pretrained": (
+        False,
+        "nothing is downloaded: call load_weights(model, source) with a file or with the "
+        "state_dict of timm's pretrained model",
+    ),
+    "pretrained_cfg": (None, _LOAD),
+    "pretrained_cfg_overlay": (None, _LOAD),
+    "checkpoint_path": ("", _LOAD),
+    "cache_dir": (None, _LOAD),
+    "features_only": (
+        False, f"forward_features(images) gives the last tokens; for those of other blocks {_SWAP}"
+    ),
+    "out_indices": (None, _SWAP),
+    "scriptable": (False, "torch.export and torch.compile take the model as it is"),
+    "dynamic_img_pad": (
+        False, "pad the images to whole patches; dynamic_img_size=True takes any number of them"
+    ),
+    "strict_img_size": (True, "dynamic_img_size=True takes images of any size"),
+    "scale_attn_norm": (False, _SWAP),
+    "embed_layer": (None, f"conv_stem_configs puts convolutions before the patches; else {_SWAP}"),
+    "block_fn": (None, _SWAP),
+    "attn_layer": (None, f"qk_norm, attn_head_dim and rope_type vary the attention; else {_SWAP}"),
+}  # fmt: skip
+_HOLDS = ("exportable", "no_jit")  # of every model of ours
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
@@ -47,25 +43,13 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> N
         raise error(f"{op}: {name} must be one of {choices}, got {value!r}")
 
 
-def check_counts(op: str, least: int, **counts: Any) -> None:
-    """Raise unless each is an int from `least`."""
-    for name, count in counts.items():
-        check_int(op, name, count, least=least)
-
-
-def check_rates(op: str, **rates: Any) -> None:
-    """Raise unless each is a probability."""
-    for name, rate in rates.items():
-        check_probability(op, name, rate)
-
-
-def check_pool(op: str, global_pool: Any, class_token: bool) -> None:
-    if global_pool not in get_args(GlobalPool):
-        raise ValueError(f"{op}: global_pool must be '', 'avg' or 'token', got {global_pool!r}")
-    if global_pool == "token" and not class_token:
-        raise ValueError(f"{op}: global_pool 'token' needs class_token=True")
-
-
-def check_pos_embed(op: str, pos_embed: Any) -> None:
-    if pos_embed not in get_args(PosEmbed):
-        raise ValueError(f"{op}: pos_embed must be 'learn' or 'none', got {pos_embed!r}")
+def refuse(op: str, arguments: dict[str, Any]) -> None:
+    """Raise TypeError for what asks for something that our models do not have."""
+    for name, value in arguments.items():
+        if name in _HOLDS:
+            continue
+        if name not in REFUSED:
+            raise TypeError(f"{op}.__init__() got an unexpected keyword argument {name!r}")
+        usual, instead = REFUSED[name]
+        if value not in (None, usual):
+            raise TypeError(f"{op}: {name} is timm's alone, got {value!r}; {instead}")

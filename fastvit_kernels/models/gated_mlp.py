@@ -159,11 +159,8 @@ MLP_LAYERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def create_mlp(
-    mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_layer: NormLayer | None,
-    bias: bool, drop: float,
-) -> nn.Module:  # fmt: skip
+    mlp_layer: str, dim: int, hidden_features: int, *, norm_layer: NormLayer | None, **options: Any
+) -> nn.Module:
     """The MLP of a block, with a norm of its hidden layer unless norm_layer is None."""
     norm = {} if norm_layer is None else dict(norm_layer=norm_layer)
-    return MLP_LAYERS[mlp_layer](
-        dim, hidden_features, act_layer=act_layer, bias=bias, drop=drop, **norm
-    )
+    return MLP_LAYERS[mlp_layer](dim, hidden_features, **options, **norm)

@@ -359,8 +359,6 @@ class DropPath(nn.Module):
     nothing; "mask" drops each by chance.
     """
 
-    mode: DropPathMode = "mask"
-
     def __init__(self, drop_prob: float = 0.0, mode: DropPathMode = "mask"):
         super().__init__()
         check_probability("DropPath", "drop_prob", drop_prob)

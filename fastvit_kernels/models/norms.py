@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
+from ..ops.rebuilt_norm import rebuilt_norm
 from ..runtime.arguments import autocast_dtype, check_eps, check_flags, check_int, check_tensor
+from ..runtime.plain import is_hooked
 
 NormLayer = Callable[[int], nn.Module]  # width -> norm
 
@@ -78,3 +81,17 @@ class RmsNorm(nn.RMSNorm):
 
 # By the names of timm's classes, as Block and VisionTransformer take them.
 NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
+
+
+def can_rebuild(norm: nn.Module) -> bool:
+    """Whether a backward may run the norm again, with nobody to notice."""
+    return type(norm) in (LayerNorm, RmsNorm) and not is_hooked(norm)
+
+
+def rebuilt_output(
+    norm: Any, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None, samples: Tensor | None
+) -> AbstractContextManager[None]:
+    """Inside, what would save y = norm(x) saves nothing: the backward rebuilds it."""
+    kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
+    bias = getattr(norm, "bias", None)
+    return rebuilt_norm(y, x, norm.weight, bias, norm.eps, again, kind, samples)

@@ -37,8 +37,7 @@ class RotaryEmbedding(nn.Module):
         op = "RotaryEmbedding"
         check_choice(op, "rope_type", rope_type or None, get_args(RopeType))
         check_flags(op, rotate_half=rotate_half)
-        if grid_indexing not in get_args(GridIndexing):
-            raise ValueError(f"{op}: grid_indexing must be 'ij' or 'xy', got {grid_indexing!r}")
+        check_choice(op, "grid_indexing", grid_indexing, get_args(GridIndexing))
         if rope_type == "dinov3" and (grid_indexing != "ij" or grid_offset or ref_feat_shape):
             raise ValueError(
                 f"{op}: grid_indexing, grid_offset and ref_feat_shape are of rope_type 'cat', "
