@@ -19,8 +19,8 @@ from ..runtime.tuned_table import fields
 from . import all_configs
 from .all_configs import Run
 from .isolated import Job, run_isolated
-from .kept import Kept
 from .op import Case
+from .results_cache import ResultsCache
 from .runner import Result, run_case
 from .worker import cases_of, check_job, config_job, dtype_of, rest_of, result_of, runs_of
 
@@ -38,7 +38,7 @@ class Selection:
     only: str
     jobs: int  # 0: all in this process
     timeout: float
-    kept: Kept
+    kept: ResultsCache
     budget: float = math.inf
     left_out: int = 0  # that the budget did not allow
 

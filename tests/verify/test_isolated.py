@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -18,8 +17,10 @@ from numerics import DEVICE
 from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import all_configs, isolated, kept, selection, worker
+from fastvit_kernels.verify import all_configs, isolated, selection, worker
+from fastvit_kernels.verify import results_cache as cache
 from fastvit_kernels.verify.isolated import Job, Outcome, run_isolated
+from fastvit_kernels.verify.results_cache import ResultsCache
 from fastvit_kernels.verify.runner import device_lost, run_case
 
 pytest.importorskip("rich")
@@ -196,29 +197,18 @@ def test_a_config_job_gives_what_this_process_gives():
     assert runs[0] == all_configs.run_config(reached, wanted[0])
 
 
-class Process:
-    """Stands in for one that prints so many lines, then ends or falls silent."""
-
-    def __init__(self, out, lines, ends):
-        self.out, self.lines, self.ends = out, lines, ends
-
-    def wait(self, timeout):
-        if not self.lines and self.ends:
-            return 0
-        if self.lines:
-            self.lines -= 1
-            self.out.write("{}\n")
-            self.out.flush()
-        raise subprocess.TimeoutExpired("", timeout)
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_each_line_gives_a_job_its_time_anew(tmp_path, ends):
-    ticks = itertools.count(step=600.0)
-    with (tmp_path / "out").open("w") as out:
-        status = isolated._status(Process(out, 40, ends), out, 1000.0, lambda: next(ticks))
-    assert status == (0 if ends else None)
-    assert next(ticks) > 24_000.0
+def test_each_line_gives_a_job_its_time_anew():
+    running = isolated._Running(job("hangs", "import time; time.sleep(6000)"), 1000.0, 0.0)
+    try:
+        for i in range(1, 40):
+            running.out.write(b"{}\n")
+            running.out.flush()
+            assert running.outcome(600.0 * i) is None
+        assert running.outcome(600.0 * 40) is None  # silent for 600 s
+        outcome = running.outcome(600.0 * 41)
+    finally:
+        running.kill()
+    assert outcome.failure == "not finished after 1000 s, killed" and len(outcome.lines) == 39
 
 
 def test_the_budget_ends_what_still_runs(tmp_path):
@@ -346,7 +336,7 @@ def config_job_entry(table):
 
 def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
     """In any folder of the package, by name and content."""
-    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+    monkeypatch.setattr(cache, "PACKAGE", tmp_path)
     (tmp_path / "ops").mkdir()
     path = tmp_path / "ops" / "one.py"
     hashes = []
@@ -354,9 +344,9 @@ def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
         path.unlink(missing_ok=True)
         path = path.with_name(f"{name}.py")
         path.write_text(content)
-        kept.package_hash.cache_clear()
-        hashes.append(kept.package_hash())
-    kept.package_hash.cache_clear()
+        cache.package_hash.cache_clear()
+        hashes.append(cache.package_hash())
+    cache.package_hash.cache_clear()
     assert len({*hashes}) == 3 and hashes[2] == hashes[3]
 
 
@@ -386,7 +376,7 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
         return outcomes if budget > 0 else []
 
     monkeypatch.setattr(selection, "run_isolated", run)
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), budget)
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), budget)
     found = [result.name for result in selection.run_cases(wanted)]
     assert len(found) == 3 - left_out and wanted.left_out == left_out
 
@@ -401,7 +391,7 @@ def test_configs_run_in_processes_where_jobs_are_asked_for(monkeypatch, jobs):
     monkeypatch.setattr(
         selection, "run_isolated", lambda given, *_, **__: apart.extend(given) or []
     )
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), math.inf)
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), math.inf)
     found = [*selection.run_configs(wanted)]
     assert bool(here) == (not jobs) == bool(found) and len(apart) == bool(jobs)
 
@@ -426,7 +416,7 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
         file.write('{"name": "torn')
     assert cli.main(words) == 1 and len(started) == 2
     assert "1 of 2 cases passed" in capsys.readouterr().out
-    monkeypatch.setattr(kept.Kept.__init__, "__defaults__", (lambda: "mended",))
+    monkeypatch.setattr(ResultsCache.__init__, "__defaults__", (lambda: "mended",))
     assert cli.main(words) == 1 and len(started) == 4
 
 
