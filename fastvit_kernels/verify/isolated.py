@@ -60,7 +60,8 @@ class _Running:
 
     def __init__(self, job: Job, timeout: float, now: float):
         self.job, self.timeout = job, timeout if job.timeout is None else job.timeout
-        self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.out = tempfile.TemporaryFile()  # noqa: SIM115, closed as it is read
+        self.err = tempfile.TemporaryFile()  # noqa: SIM115
         self.printed, self.since = 0, now
         self.process = subprocess.Popen(
             job.command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err,

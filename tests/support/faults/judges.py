@@ -626,7 +626,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{CONFIGS}kept_configs_of_one_dtype_are_not_another_dtypes",),
     ),
     Fault(
-        "judge-kept-folders", "verify/results_cache.py", "package_hash", "kept results outlive the kernels",
+        "judge-kept-folders", "verify/results_cache.py", "package_hash",
+        "kept results outlive the kernels",
         'PACKAGE.rglob("*.py")', 'PACKAGE.glob("*.py")',
         (f"{LATE}kept_lines_are_of_the_same_sources",),
     ),
