@@ -1,9 +1,101 @@
-"""Arguments by name, and those of timm's that our models lack, with what to do instead."""
+"""What arguments of modules must be: annotations say it, `checked` looks.
+
+    @checked
+    def __init__(self, dim: Count, bias: Flag = True, attn_head_dim: Count | None = None): ...
+
+None passes where it is the default. Arguments that timm alone has are refused with what to do
+instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, ParamSpec, get_args, get_origin, get_type_hints
+
+from ..ops.common.activation import ACTIVATIONS, check_activation
+from ..runtime.arguments import (
+    check_dropout,
+    check_eps,
+    check_flags,
+    check_int,
+    check_number,
+    check_probability,
+)
+
+Arguments = ParamSpec("Arguments")
+
+
+def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless it is one of the choices: TypeError where it is no string."""
+    if not isinstance(value, str) or value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{op}: {name} must be one of {choices}, got {value!r}")
+
+
+def one_of(choices: Sequence[str]) -> Callable[..., None]:
+    return functools.partial(check_choice, choices=choices)
+
+
+def _check_activation(op: str, name: str, value: Any) -> None:
+    if value is None:
+        raise TypeError(f"{op}: {name} must be one of {sorted(ACTIVATIONS)}, got None")
+    check_activation(op, value, name)
+
+
+Count = Annotated[int, check_int]
+Number = Annotated[int, functools.partial(check_int, least=0)]
+Flag = Annotated[bool, lambda op, name, x: check_flags(op, **{name: x})]
+Rate = Annotated[float, check_probability]
+Dropout = Annotated[float, lambda op, name, x: check_dropout(op, x, name)]
+Eps = Annotated[float, lambda op, name, x: check_eps(op, x, name)]
+Scale = Annotated[float, check_number]
+Ratio = Annotated[
+    float, functools.partial(check_number, least=sys.float_info.min, wanted="finite and above 0")
+]
+Activation = Annotated[str, _check_activation]
+
+
+@functools.cache
+def _checks(annotated: Callable[..., Any]) -> list[tuple[str, bool, Callable[..., None]]]:
+    """(argument, whether None passes, check) by annotations; of a Literal one of its choices."""
+    found = []
+    parameters = inspect.signature(annotated).parameters
+    for name, hint in get_type_hints(annotated, include_extras=True).items():
+        if name in parameters:
+            checks = [
+                m for part in (hint, *get_args(hint)) for m in getattr(part, "__metadata__", ())
+            ]
+            if get_origin(hint) is Literal:
+                checks = [one_of(get_args(hint))]
+            found += [(name, parameters[name].default is None, check) for check in checks]
+    return found
+
+
+def check_arguments(op: str, annotated: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for the first value that is not as its annotation says."""
+    for name, optional, check in _checks(annotated):
+        if name in values and not (optional and values[name] is None):
+            check(op, name, values[name])
+
+
+def checked(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """For an __init__: its arguments are checked before anything is made or drawn."""
+    signature, op = inspect.signature(init), init.__qualname__.partition(".")[0]
+
+    @functools.wraps(init)
+    def __init__(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            values = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # Python's own says more
+            values = {}
+        check_arguments(op, init, values)
+        init(*args, **kwargs)
+
+    return __init__
+
 
 _SWAP = "build the model with timm and call swap_in(model)"
 _LOAD = "build the model, then call load_weights(model, path)"
@@ -34,13 +126,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "attn_layer": (None, f"qk_norm, attn_head_dim and rope_type vary the attention; else {_SWAP}"),
 }  # fmt: skip
 _HOLDS = ("exportable", "no_jit")  # of every model of ours
-
-
-def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise unless it is one of the choices: TypeError where it is no string."""
-    if not isinstance(value, str) or value not in choices:
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{op}: {name} must be one of {choices}, got {value!r}")
 
 
 def refuse(op: str, arguments: dict[str, Any]) -> None:

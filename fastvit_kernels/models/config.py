@@ -7,62 +7,38 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, TypeVar
 
 import torch
 
 from ..ops.common.samples import DropPathMode
-from ..runtime.arguments import check_eps, check_flags, check_int, check_number, check_probability
-from .checks import check_choice, refuse
+from .checks import (
+    Activation,
+    Arguments,
+    Count,
+    Dropout,
+    Eps,
+    Flag,
+    Number,
+    Rate,
+    Ratio,
+    Scale,
+    check_arguments,
+    one_of,
+    refuse,
+)
 from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit
 from .modules import Size
 from .norms import NORM_LAYERS, NormLayer
 from .rotary import GridIndexing, RopeType
 
-Arguments = ParamSpec("Arguments")
 Config = TypeVar("Config")
 Memory = Literal["default", "low"]
-
-Count = Annotated[int, check_int]
-Number = Annotated[int, functools.partial(check_int, least=0)]
-Flag = Annotated[bool, lambda op, name, x: check_flags(op, **{name: x})]
-Rate = Annotated[float, check_probability]
-Eps = Annotated[float, lambda op, name, x: check_eps(op, x, name)]
-Scale = Annotated[float, check_number]
-Ratio = Annotated[
-    float,
-    functools.partial(check_number, least=sys.float_info.min, wanted="finite and above 0"),
-]
-NormName = Annotated[str, functools.partial(check_choice, choices=sorted(NORM_LAYERS))]
-MlpName = Annotated[str, functools.partial(check_choice, choices=sorted(MLP_LAYERS))]
-
-
-@functools.cache
-def _checks(config: type) -> dict[str, list[Callable[..., None]]]:
-    """By field, what its annotation says: a check, or the choices of a Literal."""
-    found: dict[str, list[Callable[..., None]]] = {}
-    for name, hint in get_type_hints(config, include_extras=True).items():
-        if get_origin(hint) is Literal:
-            found[name] = [functools.partial(check_choice, choices=get_args(hint))]
-        else:  # of X, or of X where it is X | None
-            parts = (hint, *get_args(hint))
-            found[name] = [c for part in parts for c in getattr(part, "__metadata__", ())]
-    return found
+NormName = Annotated[str, one_of(sorted(NORM_LAYERS))]
+MlpName = Annotated[str, one_of(sorted(MLP_LAYERS))]
 
 
 class _Checked:
@@ -75,12 +51,7 @@ class _Checked:
     scale_mlp_norm: Flag
 
     def __post_init__(self) -> None:
-        checks = _checks(type(self))
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                for check in checks[field.name]:
-                    check(self.owner, field.name, value)
+        check_arguments(self.owner, type(self), vars(self))
         if self.scale_mlp_norm and self.mlp_layer == "Mlp":
             raise ValueError(f"{self.owner}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
 
@@ -100,12 +71,12 @@ class BlockConfig(_Checked):
     qkv_bias: Flag = False
     proj_bias: Flag = True
     proj_drop: Rate = 0.0
-    attn_drop: float = 0.0
+    attn_drop: Dropout = 0.0
     init_values: Scale | None = None
     drop_path: Rate = 0.0
-    act_layer: str = "gelu"
+    act_layer: Activation = "gelu"
     norm_eps: Eps = 1e-6
-    attn_head_dim: int | None = None
+    attn_head_dim: Count | None = None
     memory: Memory = "default"
     mlp_layer: MlpName = "Mlp"
     scale_mlp_norm: Flag = False
@@ -113,7 +84,7 @@ class BlockConfig(_Checked):
     qk_norm: Flag = False
     key_bias: Flag = True
     rotate_half: Flag = False
-    num_prefix_tokens: int = 0
+    num_prefix_tokens: Number = 0
     drop_path_mode: DropPathMode = "mask"
 
 
@@ -145,7 +116,7 @@ class ViTConfig(_Checked):
     proj_drop_rate: Rate = 0.0
     attn_drop_rate: Rate = 0.0
     drop_path_rate: Rate = 0.0
-    act_layer: str = "gelu"
+    act_layer: Activation = "gelu"
     norm_eps: Eps = 1e-6
     attn_head_dim: Count | None = None
     representation_size: Number | None = None
@@ -160,7 +131,7 @@ class ViTConfig(_Checked):
     pos_embed: Literal["learn", "none"] = "learn"
     rope_type: RopeType = ""
     rope_temperature: float = 10000.0
-    rope_rotate_half: bool = False
+    rope_rotate_half: Flag = False
     rope_grid_indexing: GridIndexing = "ij"
     rope_grid_offset: float = 0.0
     ref_feat_shape: Size | None = None
@@ -168,7 +139,7 @@ class ViTConfig(_Checked):
     drop_path: DropPathMode = "mask"
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    patch_drop_rate: float = 0.0
+    patch_drop_rate: Dropout = 0.0
     weight_init: WeightInit = ""
     fix_init: Flag = False
     device: torch.device | str | None = None

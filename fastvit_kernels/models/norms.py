@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ..ops.rebuilt_norm import rebuilt_norm
-from ..runtime.arguments import autocast_dtype, check_eps, check_flags, check_int, check_tensor
+from ..runtime.arguments import autocast_dtype, check_int, check_tensor
 from ..runtime.plain import is_hooked
+from .checks import Eps, Flag, checked
 
 NormLayer = Callable[[int], nn.Module]  # width -> norm
 
@@ -35,13 +36,12 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch; y is that
     of the samples that `samples` keeps, where it is given."""
 
+    @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
-        bias=True, device: Any = None, dtype: Any = None,
+        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-5,
+        elementwise_affine: Flag = True, bias: Flag = True, device: Any = None, dtype: Any = None,
     ):  # fmt: skip
         width = _only_axis("LayerNorm", normalized_shape)
-        check_eps("LayerNorm", eps)
-        check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):
@@ -61,13 +61,12 @@ class RmsNorm(nn.RMSNorm):
 
     eps: Any  # a float, where torch also takes None
 
+    @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-6, elementwise_affine=True,
-        device: Any = None, dtype: Any = None,
+        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-6,
+        elementwise_affine: Flag = True, device: Any = None, dtype: Any = None,
     ):  # fmt: skip
         width = _only_axis("RmsNorm", normalized_shape)
-        check_eps("RmsNorm", eps)
-        check_flags("RmsNorm", elementwise_affine=elementwise_affine)
         super().__init__(width, eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):

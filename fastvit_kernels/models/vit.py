@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ops.rebuilt_sum import rebuilt_sum
 from .config import BlockConfig, ViTConfig, configured_by
-from .gated_mlp import create_mlp
+from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, rebuilt_output
@@ -39,9 +39,9 @@ class Block(nn.Module):
         self.ls1 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path1 = DropPath(c.drop_path, c.drop_path_mode)
         self.norm2 = c.norm(c.dim)
-        self.mlp = create_mlp(
-            c.mlp_layer, c.dim, int(c.dim * c.mlp_ratio), act_layer=c.act_layer, bias=c.proj_bias,
-            drop=c.proj_drop, norm_layer=c.norm if c.scale_mlp_norm else None,
+        self.mlp = MLP_LAYERS[c.mlp_layer](
+            c.dim, int(c.dim * c.mlp_ratio), act_layer=c.act_layer, bias=c.proj_bias,
+            drop=c.proj_drop, **({"norm_layer": c.norm} if c.scale_mlp_norm else {}),
         )  # fmt: skip
         self.ls2 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)

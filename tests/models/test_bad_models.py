@@ -148,7 +148,7 @@ CONSTRUCTORS = [
     *_arguments(RotaryEmbedding, dict(dim=16, feat_shape=(2, 3), rope_type="dinov3"), {
         "dim": [(18, "dim must be a multiple of 4, got 18")],
         "feat_shape": [((2, 0), "grid must be at least 1, got 0")],
-        "rope_type": [("mixed", "rope_type must be one of .* got 'mixed'"), ("", "T:rope_type")],
+        "rope_type": [(x, f"rope_type must be one of .* got '{x}'") for x in ("mixed", "")],
         "temperature": [(0.5, "temperature must be finite and at least 1, got 0.5")],
         "rotate_half": _flag("rotate_half"),
         "grid_indexing": [("yx", "grid_indexing must be one of .* got 'yx'"), ("xy", _CAT)],

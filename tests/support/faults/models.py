@@ -374,7 +374,7 @@ FAULTS = [
     Fault(
         "model-norm-default-eps", "models/norms.py", "RmsNorm.__init__",
         "RmsNorm's default eps is torch's LayerNorm's",
-        "eps: float = 1e-6", "eps: float = 1e-5",
+        "eps: Eps = 1e-6", "eps: Eps = 1e-5",
         only=("models/test_vit.py::test_norms_have_their_hosts_eps",),
     ),
     Fault(
