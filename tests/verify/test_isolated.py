@@ -290,22 +290,17 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
 def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
     """Every later launch would fail: what is left goes to another process."""
     case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("layer_norm"))
-    reached = all_configs.reached_by(case, ())
-    table, configs = reached[0].table, reached[0].configs()[:2]
-    run = all_configs.Run(table, configs[0], case.name, 0.5, fault)
-    monkeypatch.setattr(worker, "run_config", lambda *_: run)
+    reached = all_configs.reached_by(case, ())[0]
+    run = all_configs.Run(reached.table, reached.configs()[0], case.name, 0.5, fault)
+    monkeypatch.setattr(worker.all_configs, "run_config", lambda *_: run)
     monkeypatch.setattr(worker, "device_lost", lambda device: lost)
-    forced = [{"table": table, "settings": [],
-               "configs": [TABLES[table].configs.index(c) for c in configs]}]  # fmt: skip
-    lines = []
-    try:
-        lines.extend(worker._config_lines(case, forced, DEVICE))
-        ended = 0
-    except SystemExit as error:
-        ended = error.code
-    said = capsys.readouterr().err
-    assert (ended == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said)
-    assert ended or [line["tried"] for line in lines] == [True, False] * 2
+    every = {(reached.table, c) for c in reached.configs()[:2]}
+    done = {(reached.table, c) for c in reached.configs()} - every
+    status = worker.main(worker.config_job([reached], "fp32", DEVICE, done).command[-1])
+    said = capsys.readouterr()
+    lines = [json.loads(line)["tried"] for line in said.out.splitlines()]
+    assert lines == [True, False] * tried
+    assert (status == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said.err)
 
 
 def test_what_a_process_said_before_it_died_is_no_result():
@@ -369,9 +364,9 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     cases = worker.cases_of(DEVICE, "fp32", False)[:3]
     result = run_case(cases[0], "fp32")
     monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
-    monkeypatch.setattr(selection, "run_case", lambda case, dtype: replace(result, name=case.name))
+    monkeypatch.setattr(worker, "run_case", lambda case, dtype: replace(result, name=case.name))
 
-    def run(given, *_, budget):
+    def run(given, *_, budget, then):
         outcomes = (Outcome(j, [{**result.as_dict(), "name": j.name}], None) for j in given)
         return outcomes if budget > 0 else []
 

@@ -637,8 +637,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
     ),
     Fault(
-        "judge-lost-device", "verify/worker.py", "_config_lines", "a lost device goes on",
-        "raise SystemExit(LOST)", "pass", (f"{LATE}a_process_ends_with_its_device",),
+        "judge-lost-device", "verify/worker.py", "main", "a lost device goes on",
+        "return LOST", "pass", (f"{LATE}a_process_ends_with_its_device",),
     ),
     Fault(
         "judge-rest", "verify/worker.py", "rest_of", "what another table tried is left out",
