@@ -23,7 +23,7 @@ from ..ops.linear.functions import linear
 from ..ops.mlp.functions import mlp
 from ..ops.patch_embed.arguments import check_pair, check_statistics
 from ..ops.patch_embed.functions import as_numbers, normalised_pixels, patch_embed
-from ..ops.rope import rope as turn
+from ..ops.rope import rope as apply_rope
 from ..runtime.arguments import check_int, check_tensor
 from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
 from .checks import Activation, Count, Dropout, Flag, Number, Rate, checked
@@ -253,7 +253,7 @@ class Attention(nn.Module):
         q, k, v = self._packed(projected).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
-            q, k = turn(
+            q, k = apply_rope(
                 q, k, *rope, interleaved=not self.rotate_half, prefix_tokens=self.num_prefix_tokens
             )
         return q, k, v

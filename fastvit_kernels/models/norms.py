@@ -88,9 +88,13 @@ def can_rebuild(norm: nn.Module) -> bool:
 
 
 def rebuilt_output(
-    norm: Any, y: Tensor, x: Tensor, again: Callable[[], Tensor] | None, samples: Tensor | None
+    norm: Any,
+    y: Tensor,
+    x: Tensor,
+    recompute_fn: Callable[[], Tensor] | None,
+    samples: Tensor | None,
 ) -> AbstractContextManager[None]:
     """Inside, what would save y = norm(x) saves nothing: the backward rebuilds it."""
     kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
     bias = getattr(norm, "bias", None)
-    return rebuilt_norm(y, x, norm.weight, bias, norm.eps, again, kind, samples)
+    return rebuilt_norm(y, x, norm.weight, bias, norm.eps, recompute_fn, kind, samples)

@@ -62,9 +62,9 @@ class Block(nn.Module):
         samples = drop_path.samples(x)
         given = {} if samples is None else {"samples": samples}  # a replacement may not accept it
         low = self.memory == "low" and can_rebuild(norm)
-        with rebuilt_sum(x) if low and norm is self.norm2 else nullcontext() as again:
+        with rebuilt_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
             y, x = norm(x, and_input=True, **given)
-        with rebuilt_output(norm, y, x, again, samples) if low else nullcontext():
+        with rebuilt_output(norm, y, x, recompute_fn, samples) if low else nullcontext():
             rows = drop_path.row_scale(x) if samples is None else samples
             return branch(y, x, None if scale is None else scale.gamma, rows, **more)
 
@@ -81,27 +81,30 @@ class Blocks(nn.Sequential):
 class VisionTransformer(nn.Module):
     """A Vision Transformer on the fused ops; arXiv:2010.11929.
 
-    Arguments have timm's names and meaning, except that `act_layer` is a name ("gelu", "gelu_tanh",
-    "quick_gelu", "silu"), `norm_eps` is the eps of every norm, and `attn_head_dim` decouples
-    the attention width from embed_dim. torchvision has `representation_size` (Linear + tanh before
-    the head) and `conv_stem_configs` (convolutions before the projection). memory="low" keeps no
-    LayerNorm output of a block for the backward, which rebuilds it with the same bits, nor the sum
-    after attention, which it computes again: under bf16 autocast 20 C bytes a token and block
-    instead of 28 C, for one more LayerNorm forward each and one more product of the projection.
-    `mlp_layer` is the name of timm's class: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant) or
-    "SwiGLU"; as there, act_layer is the gate's, so that a SwiGLU wants "silu", and mlp_ratio counts
-    gate and value of the packed two. `norm_layer` and `embed_norm_layer`, which norms the patches,
-    are "LayerNorm" or "RmsNorm". `rope_type` turns queries and keys by their patch's place: "cat"
-    as EVA02, Perception Encoder and RoPE-ViT do, "dinov3", or "" for none; the other `rope_` names
-    and `ref_feat_shape` are those of timm's Eva. `qk_norm` norms each head's queries and keys by
-    norm_layer; key_bias=False biases queries and values alone, as EVA and DINOv3 do.
-    drop_path="skip": in training a block's branches compute nothing for samples that they drop, of
-    which there are as many at every step, as DINOv2 does; docs/drop_path.md.
-    dynamic_img_size=True takes images of any size: learned positions are resampled to their grid,
-    rotary ones computed for it. With `mean` and `std`, numbers for each channel, the model also
-    takes uint8 images and normalises them as it reads them. A training step with `patch_drop_rate`
-    keeps that much less of each image's patches, and reads no pixel of the others. Arguments that
-    timm alone has raise TypeError and say what to do instead.
+    Arguments have timm's names and meaning, except these (docs/models.md has them all):
+
+    act_layer         a name: "gelu", "gelu_tanh", "quick_gelu", "silu", which SwiGLU wants
+    mlp_layer         timm's class by name: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant, whose
+                      mlp_ratio counts gate and value), "SwiGLU"; scale_mlp_norm norms inside
+    norm_layer        "LayerNorm" or "RmsNorm", as embed_norm_layer, which norms the patches;
+                      norm_eps is the eps of each, qk_norm norms each head's queries and keys
+    attn_head_dim     decouples the attention width from embed_dim
+    key_bias          False biases queries and values alone, as EVA and DINOv3 do
+    rope_type         turns queries and keys by their patch's place: "cat" as EVA02, Perception
+                      Encoder and RoPE-ViT, "dinov3", "" for none; timm's Eva has the other rope_
+                      arguments and ref_feat_shape
+    representation_size, conv_stem_configs    torchvision's: Linear + tanh before the head;
+                      convolutions before the projection
+    dynamic_img_size  images of any size: learned positions are resampled, rotary ones computed
+    mean, std         numbers for each channel: uint8 images too, normalised as they are read
+    patch_drop_rate   a training step leaves out that share of each image's patches, unread
+    drop_path         "skip": a branch computes nothing for the samples it drops, a fixed count at
+                      each step, as DINOv2; docs/drop_path.md
+    memory            "low": the backward rebuilds what a block's norms gave, bit for bit, and the
+                      sum after attention: under bf16 autocast 20 C bytes a token and block instead
+                      of 28 C, for one more LayerNorm forward each and one more projection
+
+    Arguments that timm alone has raise TypeError and say what to do instead.
     """
 
     @configured_by(ViTConfig)

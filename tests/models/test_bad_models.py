@@ -3,6 +3,7 @@ wanted, and everything as it was."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -234,6 +235,19 @@ def test_bad_constructor(call, error, message):
         call()
     assert type(caught.value) is error
     assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value))
+
+
+def test_constructors_show_their_arguments_and_name_what_is_missing():
+    for kind, names in ((fk.Block, ["dim", "num_heads"]), (fk.VisionTransformer, ["img_size"])):
+        parameters = inspect.signature(kind).parameters
+        assert list(parameters)[: len(names)] == names and parameters["memory"].default == "default"
+        with pytest.raises(TypeError, match=rf"{kind.__name__}.* unexpected .* 'nonsense'"):
+            kind(16, 2, nonsense=1)
+    assert fk.Block(16, 2, 3.0).mlp.fc1.out_features == 48
+    with pytest.raises(TypeError, match="missing .* 'num_heads'"):
+        fk.Block(16)
+    with pytest.raises(TypeError, match=r"Mlp.__init__\(\) missing .* 'hidden_features'"):
+        fk.Mlp(16)
 
 
 PARTS = [row for row in CONSTRUCTORS if not row[0].startswith(("Block", "Vision", "create"))]
