@@ -244,7 +244,7 @@ def test_constructors_show_their_arguments_and_name_what_is_missing():
         with pytest.raises(TypeError, match=rf"{kind.__name__}.* unexpected .* 'nonsense'"):
             kind(16, 2, nonsense=1)
     assert fk.Block(16, 2, 3.0).mlp.fc1.out_features == 48
-    with pytest.raises(TypeError, match="missing .* 'num_heads'"):
+    with pytest.raises(TypeError, match=r"missing .* 'num_heads'"):
         fk.Block(16)
     with pytest.raises(TypeError, match=r"Mlp.__init__\(\) missing .* 'hidden_features'"):
         fk.Mlp(16)
