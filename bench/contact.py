@@ -25,7 +25,7 @@ from bench.stages import EVENTS, LOG, Interrupted, Stage, Stages, interruptible,
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned
 from fastvit_kernels.verify.isolated import python
-from fastvit_kernels.verify.kept import Kept
+from fastvit_kernels.verify.results_cache import ResultsCache
 from fastvit_kernels.verify.runner import Result
 
 CHECKED = "check.jsonl"
@@ -100,7 +100,7 @@ def wrong(folder: Path, run: Stages | None, rows: Sequence[Row]) -> Iterator[str
     for ending in run.endings if run else ():
         if ending.failed or ending.state in ("unfinished", "killed"):
             yield f"stage {ending.stage}: {ending.state}, exit status {ending.status}"
-    for line in Kept(folder / CHECKED).lines:
+    for line in ResultsCache(folder / CHECKED).lines:
         if "tensors" in line:
             result = Result.from_dict(line)
             if not result.passed:

@@ -24,7 +24,7 @@ from bench.stages import DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, S
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.isolated import Job
-from fastvit_kernels.verify.kept import Kept
+from fastvit_kernels.verify.results_cache import ResultsCache
 
 SECONDS = 1e6  # of the stub clock
 
@@ -264,7 +264,7 @@ def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
 
 
 def test_the_report_names_what_is_wrong_first_and_fits_a_screen(tmp_path):
-    kept = Kept(tmp_path / contact.CHECKED)
+    kept = ResultsCache(tmp_path / contact.CHECKED)
     kept.add(name="mlp", dtype="bf16", failure="killed", seconds=1.0, tensors=[], passed=False)
     kept.add(name="linear", dtype="bf16", failure=None, seconds=1.0, tensors=[], passed=True)
     kept.add(table="linear_fwd", config={"w": 4}, case="linear, fp16", share=0.0, fault="differs")

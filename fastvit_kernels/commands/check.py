@@ -34,8 +34,8 @@ from ..runtime.tuned_table import fields
 from ..verify import all_configs
 from ..verify.accuracy import Error
 from ..verify.all_configs import Run
-from ..verify.kept import Kept, finite
 from ..verify.plain_vit import worst_error
+from ..verify.results_cache import ResultsCache, finite
 from ..verify.runner import Result, quiet_interpreter
 from ..verify.selection import NoSuchCase, Selection, as_dict, run_cases, run_configs
 from . import options
@@ -201,7 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtypes.remove("bf16")
     dtypes.sort(key=lambda name: name != "bf16")  # what models train in comes first
     with refusing(f"--keep {arguments.keep}", OSError, ValueError):
-        kept = Kept(arguments.keep)
+        kept = ResultsCache(arguments.keep)
     wanted = Selection(
         device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout, kept,
         arguments.time_budget or math.inf,

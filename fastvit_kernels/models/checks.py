@@ -1,43 +1,31 @@
-"""What Block and VisionTransformer check of their arguments; their parts check the rest."""
+"""What arguments of modules must be: annotations say it, `checked` looks.
+
+    @checked
+    def __init__(self, dim: Count, bias: Flag = True, attn_head_dim: Count | None = None): ...
+
+None passes where it is the default. Arguments that timm alone has are refused with what to do
+instead.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, ParamSpec, get_args, get_origin, get_type_hints
 
+from ..ops.common.activation import ACTIVATIONS, check_activation
 from ..runtime.arguments import (
+    check_dropout,
     check_eps,
     check_flags,
     check_int,
     check_number,
     check_probability,
 )
-from .gated_mlp import MLP_LAYERS
-from .norms import NORM_LAYERS
 
-Memory = Literal["default", "low"]
-GlobalPool = Literal["", "avg", "token"]
-PosEmbed = Literal["learn", "none"]
-
-
-def check_block(
-    op: str, mlp_ratio: Any, init_values: Any, norm_eps: Any, memory: Any, mlp_layer: Any,
-    scale_mlp_norm: Any, norm_layer: Any, **counts: Any,
-) -> None:  # fmt: skip
-    """What both take."""
-    if memory not in get_args(Memory):
-        raise ValueError(f"{op}: memory must be one of {get_args(Memory)}, got {memory!r}")
-    check_choice(op, "mlp_layer", mlp_layer, sorted(MLP_LAYERS))
-    check_flags(op, scale_mlp_norm=scale_mlp_norm)
-    if scale_mlp_norm and mlp_layer == "Mlp":
-        raise ValueError(f"{op}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
-    check_choice(op, "norm_layer", norm_layer, sorted(NORM_LAYERS))
-    check_counts(op, 1, **counts)
-    check_number(op, "mlp_ratio", mlp_ratio, sys.float_info.min, wanted="finite and above 0")
-    if init_values is not None:
-        check_number(op, "init_values", init_values)
-    check_eps(op, norm_eps, "norm_eps")
+Arguments = ParamSpec("Arguments")
 
 
 def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> None:
@@ -47,25 +35,106 @@ def check_choice(op: str, name: str, value: object, choices: Sequence[str]) -> N
         raise error(f"{op}: {name} must be one of {choices}, got {value!r}")
 
 
-def check_counts(op: str, least: int, **counts: Any) -> None:
-    """Raise unless each is an int from `least`."""
-    for name, count in counts.items():
-        check_int(op, name, count, least=least)
+def one_of(choices: Sequence[str]) -> Callable[..., None]:
+    return functools.partial(check_choice, choices=choices)
 
 
-def check_rates(op: str, **rates: Any) -> None:
-    """Raise unless each is a probability."""
-    for name, rate in rates.items():
-        check_probability(op, name, rate)
+def _check_activation(op: str, name: str, value: Any) -> None:
+    if value is None:
+        raise TypeError(f"{op}: {name} must be one of {sorted(ACTIVATIONS)}, got None")
+    check_activation(op, value, name)
 
 
-def check_pool(op: str, global_pool: Any, class_token: bool) -> None:
-    if global_pool not in get_args(GlobalPool):
-        raise ValueError(f"{op}: global_pool must be '', 'avg' or 'token', got {global_pool!r}")
-    if global_pool == "token" and not class_token:
-        raise ValueError(f"{op}: global_pool 'token' needs class_token=True")
+Count = Annotated[int, check_int]
+Number = Annotated[int, functools.partial(check_int, least=0)]
+Flag = Annotated[bool, lambda op, name, x: check_flags(op, **{name: x})]
+Rate = Annotated[float, check_probability]
+Dropout = Annotated[float, lambda op, name, x: check_dropout(op, x, name)]
+Eps = Annotated[float, lambda op, name, x: check_eps(op, x, name)]
+Scale = Annotated[float, check_number]
+Ratio = Annotated[
+    float, functools.partial(check_number, least=sys.float_info.min, wanted="finite and above 0")
+]
+Activation = Annotated[str, _check_activation]
 
 
-def check_pos_embed(op: str, pos_embed: Any) -> None:
-    if pos_embed not in get_args(PosEmbed):
-        raise ValueError(f"{op}: pos_embed must be 'learn' or 'none', got {pos_embed!r}")
+@functools.cache
+def _checks(annotated: Callable[..., Any]) -> list[tuple[str, bool, Callable[..., None]]]:
+    """(argument, whether None passes, check) by annotations; of a Literal one of its choices."""
+    found = []
+    parameters = inspect.signature(annotated).parameters
+    for name, hint in get_type_hints(annotated, include_extras=True).items():
+        if name in parameters:
+            checks = [
+                m for part in (hint, *get_args(hint)) for m in getattr(part, "__metadata__", ())
+            ]
+            if get_origin(hint) is Literal:
+                checks = [one_of(get_args(hint))]
+            found += [(name, parameters[name].default is None, check) for check in checks]
+    return found
+
+
+def check_arguments(op: str, annotated: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for the first value that is not as its annotation says."""
+    for name, optional, check in _checks(annotated):
+        if name in values and not (optional and values[name] is None):
+            check(op, name, values[name])
+
+
+def checked(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """For an __init__: its arguments are checked before anything is made or drawn."""
+    signature, op = inspect.signature(init), init.__qualname__.partition(".")[0]
+
+    @functools.wraps(init)
+    def __init__(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            values = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # Python's own says more
+            values = {}
+        check_arguments(op, init, values)
+        init(*args, **kwargs)
+
+    return __init__
+
+
+_SWAP = "build the model with timm and call swap_in(model)"
+_LOAD = "build the model, then call load_weights(model, path)"
+
+# Name -> the value that asks for nothing, which is taken as None is; what to do instead.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "pretrained": (
+        False,
+        "nothing is downloaded: call load_weights(model, source) with a file or with the "
+        "state_dict of timm's pretrained model",
+    ),
+    "pretrained_cfg": (None, _LOAD),
+    "pretrained_cfg_overlay": (None, _LOAD),
+    "checkpoint_path": ("", _LOAD),
+    "cache_dir": (None, _LOAD),
+    "features_only": (
+        False, f"forward_features(images) gives the last tokens; for those of other blocks {_SWAP}"
+    ),
+    "out_indices": (None, _SWAP),
+    "scriptable": (False, "torch.export and torch.compile take the model as it is"),
+    "dynamic_img_pad": (
+        False, "pad the images to whole patches; dynamic_img_size=True takes any number of them"
+    ),
+    "strict_img_size": (True, "dynamic_img_size=True takes images of any size"),
+    "scale_attn_norm": (False, _SWAP),
+    "embed_layer": (None, f"conv_stem_configs puts convolutions before the patches; else {_SWAP}"),
+    "block_fn": (None, _SWAP),
+    "attn_layer": (None, f"qk_norm, attn_head_dim and rope_type vary the attention; else {_SWAP}"),
+}  # fmt: skip
+_HOLDS = ("exportable", "no_jit")  # of every model of ours
+
+
+def refuse(op: str, arguments: dict[str, Any]) -> None:
+    """Raise TypeError for what asks for something that our models do not have."""
+    for name, value in arguments.items():
+        if name in _HOLDS:
+            continue
+        if name not in REFUSED:
+            raise TypeError(f"{op}.__init__() got an unexpected keyword argument {name!r}")
+        usual, instead = REFUSED[name]
+        if value not in (None, usual):
+            raise TypeError(f"{op}: {name} is timm's alone, got {value!r}; {instead}")

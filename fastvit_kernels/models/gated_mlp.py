@@ -8,41 +8,34 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.common.activation import ACTIVATIONS, check_activation
+from ..ops.common.activation import ACTIVATIONS
 from ..ops.gated_mlp.functions import gated_mlp
-from ..runtime.arguments import check_flags, check_int, check_probability
 from ..runtime.plain import add_branch, is_hooked, is_plain, is_raw
+from .checks import Activation, Count, Flag, Number, Rate, checked
 from .modules import Mlp
 from .norms import LayerNorm, NormLayer
 
 
 class _GatedMlp(nn.Module):
-    """What both share: the activation, the norm of the hidden layer, fc2."""
+    """act(gate) * value, [norm], fc2, after the layers of a subclass."""
 
     fc2: nn.Linear
 
     def __init__(
-        self, in_features: int, hidden_features: int, width: int, act_layer: str,
+        self, layers: dict[str, int], in_features: int, width: int, act_layer: str,
         norm_layer: NormLayer | None, bias: bool, drop: float,
     ):  # fmt: skip
         super().__init__()
-        op = type(self).__name__
-        if act_layer is None:
-            raise TypeError(f"{op}: act_layer must be one of {sorted(ACTIVATIONS)}, got None")
-        check_activation(op, act_layer, "act_layer")
-        check_flags(op, bias=bias)
-        check_probability(op, "drop", drop)
         if norm_layer is not None and not callable(norm_layer):
+            op = type(self).__name__
             raise TypeError(f"{op}: norm_layer must be None or a class, got {norm_layer!r}")
         self.act_layer = act_layer
         self.recompute = True  # False saves the hidden layer too and rebuilds nothing
-        self._add_first(in_features, width, bias)
+        for name, rows in layers.items():
+            setattr(self, name, nn.Linear(in_features, rows, bias))
         self.norm = nn.Identity() if norm_layer is None else norm_layer(width)
         self.fc2 = nn.Linear(width, in_features, bias)
         self.drop = nn.Dropout(drop)
-
-    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
-        raise NotImplementedError
 
     def _fused(
         self, first: nn.Linear, gate: nn.Linear | None, x: Tensor, **epilogue: Any
@@ -81,24 +74,22 @@ class GluMlp(_GatedMlp):
     SwiGLUPacked, DINOv2's SwiGLUFFN.
     """
 
+    fc1: nn.Linear
+
+    @checked
     def __init__(
-        self, in_features: int, hidden_features: int, act_layer: str = "silu",
-        norm_layer: NormLayer | None = None, bias=True, drop=0.0, gate_last=True,
+        self, in_features: Count, hidden_features: Count, act_layer: Activation = "silu",
+        norm_layer: NormLayer | None = None, bias: Flag = True, drop: Rate = 0.0,
+        gate_last: Flag = True,
     ):  # fmt: skip
-        check_int("GluMlp", "in_features", in_features)
-        check_int("GluMlp", "hidden_features", hidden_features, least=2)
-        check_flags("GluMlp", gate_last=gate_last)
-        if hidden_features % 2:
+        width = hidden_features // 2
+        if hidden_features != 2 * width:
             raise ValueError(
                 f"GluMlp: hidden_features must be even, gate and value, got {hidden_features}"
             )
-        super().__init__(
-            in_features, hidden_features, hidden_features // 2, act_layer, norm_layer, bias, drop
-        )
+        layers = {"fc1": hidden_features}
+        super().__init__(layers, in_features, width, act_layer, norm_layer, bias, drop)
         self.gate_last = gate_last
-
-    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
-        self.fc1 = nn.Linear(in_features, 2 * width, bias)
 
     def init_weights(self) -> None:
         """timm's: the second half begins near 0 with a bias of 1."""
@@ -120,22 +111,18 @@ class GluMlp(_GatedMlp):
 class SwiGLU(_GatedMlp):
     """(B, T, C) -> (B, T, C): fc1_g and fc1_x, act(gate) * value, [norm], fc2."""
 
-    def __init__(
-        self, in_features: int, hidden_features: int, act_layer: str = "silu",
-        norm_layer: NormLayer | None = None, bias=True, drop=0.0, align_to=0,
-    ):  # fmt: skip
-        check_int("SwiGLU", "in_features", in_features)
-        check_int("SwiGLU", "hidden_features", hidden_features)
-        check_int("SwiGLU", "align_to", align_to, least=0)
-        if align_to:
-            hidden_features += -hidden_features % align_to
-        super().__init__(
-            in_features, hidden_features, hidden_features, act_layer, norm_layer, bias, drop
-        )
+    fc1_g: nn.Linear
+    fc1_x: nn.Linear
 
-    def _add_first(self, in_features: int, width: int, bias: bool) -> None:
-        self.fc1_g = nn.Linear(in_features, width, bias)
-        self.fc1_x = nn.Linear(in_features, width, bias)
+    @checked
+    def __init__(
+        self, in_features: Count, hidden_features: Count, act_layer: Activation = "silu",
+        norm_layer: NormLayer | None = None, bias: Flag = True, drop: Rate = 0.0,
+        align_to: Number = 0,
+    ):  # fmt: skip
+        width = hidden_features + (-hidden_features % align_to if align_to else 0)
+        layers = {"fc1_g": width, "fc1_x": width}
+        super().__init__(layers, in_features, width, act_layer, norm_layer, bias, drop)
 
     def init_weights(self) -> None:
         """timm's: the gate begins near 0 with a bias of 1."""
@@ -156,14 +143,3 @@ MLP_LAYERS: dict[str, Callable[..., nn.Module]] = {
     "SwiGLUPacked": partial(GluMlp, gate_last=False),
     "SwiGLU": SwiGLU,
 }
-
-
-def create_mlp(
-    mlp_layer: str, dim: int, hidden_features: int, act_layer: str, norm_layer: NormLayer | None,
-    bias: bool, drop: float,
-) -> nn.Module:  # fmt: skip
-    """The MLP of a block, with a norm of its hidden layer unless norm_layer is None."""
-    norm = {} if norm_layer is None else dict(norm_layer=norm_layer)
-    return MLP_LAYERS[mlp_layer](
-        dim, hidden_features, act_layer=act_layer, bias=bias, drop=drop, **norm
-    )

@@ -17,21 +17,16 @@ from ..ops.attention.functions import attention, check_head_dim
 from ..ops.attention.projected import qkv_attention
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
-from ..ops.common.activation import ACTIVATIONS, check_activation
-from ..ops.common.samples import DropPathMode, check_drop_path, keep_samples
+from ..ops.common.activation import ACTIVATIONS
+from ..ops.common.samples import DropPathMode, keep_samples
 from ..ops.linear.functions import linear
 from ..ops.mlp.functions import mlp
 from ..ops.patch_embed.arguments import check_pair, check_statistics
 from ..ops.patch_embed.functions import as_numbers, normalised_pixels, patch_embed
-from ..ops.rope import rope as turn
-from ..runtime.arguments import (
-    check_dropout,
-    check_flags,
-    check_int,
-    check_probability,
-    check_tensor,
-)
+from ..ops.rope import rope as apply_rope
+from ..runtime.arguments import check_int, check_tensor
 from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
+from .checks import Activation, Count, Dropout, Flag, Number, Rate, checked
 from .norms import LayerNorm, NormLayer, RmsNorm
 from .rope_tables import Tables
 
@@ -83,18 +78,17 @@ class PatchEmbed(nn.Module):
     normalised as they are read. `keep` (B, K) lists the patches of each image to keep.
     """
 
+    @checked
     def __init__(
-        self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
-        embed_dim: int = 768, bias=True, conv_stem_configs: Sequence[Sequence[Any]] | None = None,
-        norm_layer: NormLayer | None = None, strict_img_size=True,
+        self, img_size: Size = 224, patch_size: Size = 16, in_chans: Count = 3,
+        embed_dim: Count = 768, bias: Flag = True,
+        conv_stem_configs: Sequence[Sequence[Any]] | None = None,
+        norm_layer: NormLayer | None = None, strict_img_size: Flag = True,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
     ):  # fmt: skip
         super().__init__()
         self.img_size = _pair("img_size", img_size)
         self.patch_size = _pair("patch_size", patch_size)
-        check_int("PatchEmbed", "in_chans", in_chans)
-        check_int("PatchEmbed", "embed_dim", embed_dim)
-        check_flags("PatchEmbed", bias=bias, strict_img_size=strict_img_size)
         self.in_chans, self.strict_img_size = in_chans, strict_img_size
         check_pair("PatchEmbed", mean, std)
         self.mean, self.std = as_numbers(mean), as_numbers(std)
@@ -216,25 +210,15 @@ class Attention(nn.Module):
     and values are biased, by the parameters q_bias and v_bias.
     """
 
+    @checked
     def __init__(
-        self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
-        qkv_bias: bool = False, proj_bias: bool = True, attn_drop=0.0, proj_drop=0.0,
-        qk_norm=False, norm_layer: NormLayer = LayerNorm, key_bias=True, rotate_half=False,
-        num_prefix_tokens: int = 0,
+        self, dim: Count, num_heads: Count = 8, attn_head_dim: Count | None = None,
+        qkv_bias: Flag = False, proj_bias: Flag = True, attn_drop: Dropout = 0.0,
+        proj_drop: Rate = 0.0, qk_norm: Flag = False, norm_layer: NormLayer = LayerNorm,
+        key_bias: Flag = True, rotate_half: Flag = False, num_prefix_tokens: Number = 0,
     ):  # fmt: skip
         super().__init__()
-        check_int("Attention", "dim", dim)
-        check_int("Attention", "num_heads", num_heads)
-        check_int("Attention", "num_prefix_tokens", num_prefix_tokens, least=0)
-        check_flags(
-            "Attention", qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, key_bias=key_bias,
-            rotate_half=rotate_half,
-        )  # fmt: skip
-        check_dropout("Attention", attn_drop, "attn_drop")
-        check_probability("Attention", "proj_drop", proj_drop)
-        if attn_head_dim is not None:
-            check_int("Attention", "attn_head_dim", attn_head_dim)
-        elif dim % num_heads:
+        if attn_head_dim is None and dim % num_heads:
             raise ValueError(f"Attention: dim {dim} must be a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim = num_heads, attn_head_dim or dim // num_heads
         check_head_dim("Attention", self.head_dim)
@@ -269,7 +253,7 @@ class Attention(nn.Module):
         q, k, v = self._packed(projected).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
-            q, k = turn(
+            q, k = apply_rope(
                 q, k, *rope, interleaved=not self.rotate_half, prefix_tokens=self.num_prefix_tokens
             )
         return q, k, v
@@ -315,17 +299,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """(B, T, C) -> (B, T, C): fc1, activation, fc2; then scales and residual."""
 
+    @checked
     def __init__(
-        self, in_features: int, hidden_features: int, act_layer: str = "gelu", bias=True, drop=0.0
-    ):
+        self, in_features: Count, hidden_features: Count, act_layer: Activation = "gelu",
+        bias: Flag = True, drop: Rate = 0.0,
+    ):  # fmt: skip
         super().__init__()
-        check_int("Mlp", "in_features", in_features)
-        check_int("Mlp", "hidden_features", hidden_features)
-        if act_layer is None:
-            raise TypeError(f"Mlp: act_layer must be one of {sorted(ACTIVATIONS)}, got None")
-        check_activation("Mlp", act_layer, "act_layer")
-        check_flags("Mlp", bias=bias)
-        check_probability("Mlp", "drop", drop)
         self.fc1 = nn.Linear(in_features, hidden_features, bias)
         self.act_layer = act_layer
         self.fc2 = nn.Linear(hidden_features, in_features, bias)
@@ -359,12 +338,9 @@ class DropPath(nn.Module):
     nothing; "mask" drops each by chance.
     """
 
-    mode: DropPathMode = "mask"
-
-    def __init__(self, drop_prob: float = 0.0, mode: DropPathMode = "mask"):
+    @checked
+    def __init__(self, drop_prob: Rate = 0.0, mode: DropPathMode = "mask"):
         super().__init__()
-        check_probability("DropPath", "drop_prob", drop_prob)
-        check_drop_path("DropPath", "mode", mode)
         self.drop_prob, self.mode = drop_prob, mode
 
     def samples(self, x: Tensor) -> Tensor | None:

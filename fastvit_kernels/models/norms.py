@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
-from ..runtime.arguments import autocast_dtype, check_eps, check_flags, check_int, check_tensor
+from ..ops.rebuilt_norm import rebuilt_norm
+from ..runtime.arguments import autocast_dtype, check_int, check_tensor
+from ..runtime.plain import is_hooked
+from .checks import Eps, Flag, checked
 
 NormLayer = Callable[[int], nn.Module]  # width -> norm
 
@@ -32,13 +36,12 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch; y is that
     of the samples that `samples` keeps, where it is given."""
 
+    @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine=True,
-        bias=True, device: Any = None, dtype: Any = None,
+        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-5,
+        elementwise_affine: Flag = True, bias: Flag = True, device: Any = None, dtype: Any = None,
     ):  # fmt: skip
         width = _only_axis("LayerNorm", normalized_shape)
-        check_eps("LayerNorm", eps)
-        check_flags("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):
@@ -58,13 +61,12 @@ class RmsNorm(nn.RMSNorm):
 
     eps: Any  # a float, where torch also takes None
 
+    @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-6, elementwise_affine=True,
-        device: Any = None, dtype: Any = None,
+        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-6,
+        elementwise_affine: Flag = True, device: Any = None, dtype: Any = None,
     ):  # fmt: skip
         width = _only_axis("RmsNorm", normalized_shape)
-        check_eps("RmsNorm", eps)
-        check_flags("RmsNorm", elementwise_affine=elementwise_affine)
         super().__init__(width, eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor, and_input: bool = False, samples: Tensor | None = None):
@@ -78,3 +80,21 @@ class RmsNorm(nn.RMSNorm):
 
 # By the names of timm's classes, as Block and VisionTransformer take them.
 NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
+
+
+def can_rebuild(norm: nn.Module) -> bool:
+    """Whether a backward may run the norm again, with nobody to notice."""
+    return type(norm) in (LayerNorm, RmsNorm) and not is_hooked(norm)
+
+
+def rebuilt_output(
+    norm: Any,
+    y: Tensor,
+    x: Tensor,
+    recompute_fn: Callable[[], Tensor] | None,
+    samples: Tensor | None,
+) -> AbstractContextManager[None]:
+    """Inside, what would save y = norm(x) saves nothing: the backward rebuilds it."""
+    kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
+    bias = getattr(norm, "bias", None)
+    return rebuilt_norm(y, x, norm.weight, bias, norm.eps, recompute_fn, kind, samples)

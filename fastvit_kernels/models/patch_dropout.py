@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..runtime.arguments import check_dropout
+from .checks import Dropout, checked
 from .rope_tables import Tables
 
 
@@ -22,9 +22,9 @@ class PatchDropout(nn.Module):
     Draws what timm's PatchDropout draws.
     """
 
-    def __init__(self, prob: float = 0.0):
+    @checked
+    def __init__(self, prob: Dropout = 0.0):
         super().__init__()
-        check_dropout("PatchDropout", prob, "prob")
         self.prob = prob
 
     def forward(self, images: Tensor, num_patches: int) -> Tensor | None:

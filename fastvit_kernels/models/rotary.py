@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ..runtime.arguments import check_flags
-from .checks import check_choice
+from .checks import Flag, checked
 from .rope_tables import Tables, centered_table, index_table
 
 RopeType = Literal["", "cat", "dinov3"]
@@ -28,21 +27,18 @@ class RotaryEmbedding(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
+    @checked
     def __init__(
-        self, dim: int, feat_shape: Sequence[int], rope_type: RopeType = "cat",
-        temperature: float = 10000.0, rotate_half=False, grid_indexing: GridIndexing = "ij",
-        grid_offset: float = 0.0, ref_feat_shape: Sequence[int] | int | None = None,
+        self, dim: int, feat_shape: Sequence[int], rope_type: Literal["cat", "dinov3"] = "cat",
+        temperature: float = 10000.0, rotate_half: Flag = False,
+        grid_indexing: GridIndexing = "ij", grid_offset: float = 0.0,
+        ref_feat_shape: Sequence[int] | int | None = None,
     ):  # fmt: skip
         super().__init__()
-        op = "RotaryEmbedding"
-        check_choice(op, "rope_type", rope_type or None, get_args(RopeType))
-        check_flags(op, rotate_half=rotate_half)
-        if grid_indexing not in get_args(GridIndexing):
-            raise ValueError(f"{op}: grid_indexing must be 'ij' or 'xy', got {grid_indexing!r}")
         if rope_type == "dinov3" and (grid_indexing != "ij" or grid_offset or ref_feat_shape):
             raise ValueError(
-                f"{op}: grid_indexing, grid_offset and ref_feat_shape are of rope_type 'cat', "
-                f"got rope_type 'dinov3'"
+                "RotaryEmbedding: grid_indexing, grid_offset and ref_feat_shape are of rope_type "
+                "'cat', got rope_type 'dinov3'"
             )
         if isinstance(ref_feat_shape, int):
             ref_feat_shape = ref_feat_shape, ref_feat_shape

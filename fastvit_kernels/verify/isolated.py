@@ -2,7 +2,8 @@
 
 An illegal access ends every later launch of its process, and a kernel that hangs cannot be
 interrupted from Python. So each job has a process, in a process group with whatever it starts. A
-job hangs when it prints nothing for its timeout.
+job hangs when it prints nothing for its timeout. Not concurrent.futures: a process that dies breaks
+its whole pool, and a pool can neither kill one that hangs nor say what a dead one complained of.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-POLL_S = 0.2
+POLL_S = 0.05
 REAPED_S = 10.0  # how long a killed process may take to end: one that hangs in a driver never does
 
 
@@ -44,39 +45,6 @@ class Outcome:
     failure: str | None
 
 
-class _Processes:
-    """Those that run, so that none outlives an interrupt."""
-
-    def __init__(self) -> None:
-        self._lock, self._running, self._closed = threading.Lock(), set(), False
-
-    def start(self, job: Job, stdout: Any, stderr: Any) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._closed:
-                raise KeyboardInterrupt
-            process = subprocess.Popen(
-                job.command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                start_new_session=True,
-            )  # fmt: skip
-            self._running.add(process)
-        return process
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """The process and what it started. It may have ended by itself."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    def ended(self, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._running.discard(process)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for process in self._running:
-                self.kill(process)
-
-
 def _lines(text: str) -> list[dict[str, Any]]:
     """The JSON objects of an output; what else it holds, and a torn last line, are left out."""
     found = []
@@ -87,46 +55,58 @@ def _lines(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _status(
-    process: subprocess.Popen[bytes], out: Any, timeout: float, now: Callable[[], float]
-) -> int | None:
-    """The status of a process; None where it prints nothing for `timeout` seconds."""
-    size, since = 0, now()
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_S)
-        printed = os.fstat(out.fileno()).st_size
-        if printed != size:
-            size, since = printed, now()
-        elif now() - since > timeout:
+class _Running:
+    """A job at work."""
+
+    def __init__(self, job: Job, timeout: float, now: float):
+        self.job, self.timeout = job, timeout if job.timeout is None else job.timeout
+        self.out = tempfile.TemporaryFile()  # noqa: SIM115, closed as it is read
+        self.err = tempfile.TemporaryFile()  # noqa: SIM115
+        self.printed, self.since = 0, now
+        self.process = subprocess.Popen(
+            job.command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it printed nothing for its timeout."""
+        printed = os.fstat(self.out.fileno()).st_size
+        if printed != self.printed:
+            self.printed, self.since = printed, now
+        return now - self.since > self.timeout
+
+    def kill(self) -> None:
+        """The process and what it started. It may have ended by itself."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def outcome(self, now: float) -> Outcome | None:
+        """None while it works."""
+        status = self.process.poll()
+        if status is None and not self.is_silent(now):
             return None
-
-
-def _run(job: Job, timeout: float, processes: _Processes, now: Callable[[], float]) -> Outcome:
-    timeout = timeout if job.timeout is None else job.timeout
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = processes.start(job, out, err)
         failure = None
-        status = _status(process, out, timeout, now)
         if status is None:
-            failure = f"not finished after {timeout:g} s, killed"
+            failure = f"not finished after {self.timeout:g} s, killed"
         elif status < 0:
             failure = f"the process was ended by {signal.Signals(-status).name}"
         elif status > 0:
             failure = f"the process ended with status {status}"
-        processes.kill(process)
+        self.kill()
         try:
-            process.wait(REAPED_S)
+            self.process.wait(REAPED_S)
         except subprocess.TimeoutExpired:
             failure = f"{failure}, and still there {REAPED_S:g} s later"
-        processes.ended(process)
-        out.seek(0)
-        err.seek(0)
-        printed = out.read().decode(errors="replace")
-        complaints = err.read().decode(errors="replace").strip().splitlines()
-    if failure is not None and complaints:
-        failure = f"{failure}: {complaints[-1].strip()[:300]}"
-    return Outcome(job, _lines(printed), failure)
+        printed, complaints = self._read(self.out), self._read(self.err).strip().splitlines()
+        if failure is not None and complaints:
+            failure = f"{failure}: {complaints[-1].strip()[:300]}"
+        return Outcome(self.job, _lines(printed), failure)
+
+    @staticmethod
+    def _read(file: Any) -> str:
+        with file:
+            file.seek(0)
+            return file.read().decode(errors="replace")
 
 
 @contextmanager
@@ -156,21 +136,22 @@ def run_isolated(
         then: further jobs that follow from an outcome: what a dead process has left undone.
     Yields: the outcome of each as it ends.
     """
-    processes, end = _Processes(), now() + budget
-    with term_interrupts(), ThreadPoolExecutor(workers) as pool:
+    waiting, running, end = deque(jobs), list[_Running](), now() + budget
+    with term_interrupts():
         try:
-            pending = {pool.submit(_run, job, timeout, processes, now) for job in jobs}
-            while pending and (left := end - now()) > 0:
-                most = None if math.isinf(left) else left
-                done, pending = wait(pending, most, return_when=FIRST_COMPLETED)
-                for future in done:
-                    outcome = future.result()
-                    more = then(outcome)
-                    pending |= {pool.submit(_run, j, timeout, processes, now) for j in more}
-                    yield outcome
+            while (waiting or running) and now() < end:
+                while waiting and len(running) < workers:
+                    running.append(_Running(waiting.popleft(), timeout, now()))
+                time.sleep(POLL_S)
+                for one in [*running]:
+                    outcome = one.outcome(now())
+                    if outcome is not None:
+                        running.remove(one)
+                        waiting += then(outcome)
+                        yield outcome
         finally:
-            processes.close()
-            pool.shutdown(wait=False, cancel_futures=True)
+            for one in running:
+                one.kill()
 
 
 def python(*words: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ class Arg:
     grad: bool = True  # the kernels have its gradient
     trained: bool = True  # a step of training asks for its gradient
     usual: bool = True  # most models give it
-    accepts: tuple[str, ...] = ()  # kinds of tests/ops/test_bad_calls.py that are no mistake here
 
 
 class Whole(NamedTuple):
@@ -90,37 +89,6 @@ class Whole(NamedTuple):
             return torch.randint(self.below, shape, generator=generator, dtype=self.dtype)
         order = torch.rand(*shape[:-1], self.below, generator=generator).argsort(-1)
         return order[..., : shape[-1]].to(self.dtype, memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True)
-class Option:
-    """An argument that is no tensor. Its kind is a key of OPTIONS in tests/ops/test_bad_calls.py:
-    the values that it refuses."""
-
-    kind: str
-    draws: tuple[Any, ...] = ()  # what the fuzz test takes; nothing: it follows from the sizes
-
-
-class Pick(Protocol):
-    """Random choices of the fuzz test, which can shrink what they give."""
-
-    low: bool  # whether products are of 16 bits
-
-    def __call__(self, *options: Any) -> Any:
-        """One of the options."""
-        ...
-
-    def integer(self, low: int, high: int) -> int:
-        """low ... high, both included."""
-        ...
-
-    def up_to(self, most: int) -> int:
-        """1 ... most, small ones and those next to a tile's edge more often."""
-        ...
-
-    def rows(self, most: int, *, none: bool = False) -> Shape:
-        """Leading axes of at most `most` rows: mostly (B, T), seldom empty, () where `none`."""
-        ...
 
 
 class Draw:
@@ -207,36 +175,23 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A public op: what every list of cases is derived from."""
+    """A public op: what lists of cases are derived from; for tests, op_facts.py has the rest."""
 
     function: Function
     specification: Function  # plain PyTorch, called as `function` is
     args: Mapping[str, Arg]
     shapes: Callable[[Any], dict[str, Shape]]  # of the sizes, as attributes
-    tiny: Mapping[str, Any]  # sizes of the smallest call that has every tensor
     at: Callable[[Sizes], Mapping[str, Any]]  # sizes in a ViT
-    fuzz: Callable[[Pick], Mapping[str, Any]]  # random sizes; "given": tensors that they need
     check: Callable[[Sizes], Sequence[Example]]  # what `check` runs
     configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
-    options: Mapping[str, Option] = field(default_factory=dict)
     settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # what follows from sizes
     integers: Callable[[Any], dict[str, Whole]] = lambda s: {}  # tensors that hold no floats
-    fuzz_share: int = 3  # of the random calls
-    fuzz_autocast: tuple[str | None, ...] = (None, None, "bf16", "fp16")
     outputs: int = 1
-    # its outputs are of one shape, each of other tensors; else one depends on all
-    alike: bool = False
     eager: Function | None = None  # what models call for the usual tensors; else the specification
 
     @property
     def name(self) -> str:
         return self.function.__name__
-
-    def single(self, outputs: Any) -> Tensor:
-        """One tensor that depends on all the op's tensors."""
-        if self.alike:
-            return torch.stack(outputs)
-        return outputs[0] if self.outputs > 1 else outputs
 
     def shapes_of(self, sizes: Mapping[str, Any]) -> dict[str, Shape]:
         """By argument, in the order of `args`; without those that these sizes do not have."""

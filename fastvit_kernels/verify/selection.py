@@ -18,11 +18,11 @@ from ..runtime.configs import TABLES
 from ..runtime.tuned_table import fields
 from . import all_configs
 from .all_configs import Run
-from .isolated import Job, run_isolated
-from .kept import Kept
+from .isolated import Job, Outcome, run_isolated
 from .op import Case
-from .runner import Result, run_case
-from .worker import cases_of, check_job, config_job, dtype_of, rest_of, result_of, runs_of
+from .results_cache import ResultsCache
+from .runner import Result
+from .worker import asked, cases_of, check_job, config_job, lines_of, rest_of, result_of, runs_of
 
 
 class NoSuchCase(ValueError):
@@ -38,9 +38,29 @@ class Selection:
     only: str
     jobs: int  # 0: all in this process
     timeout: float
-    kept: Kept
+    kept: ResultsCache
     budget: float = math.inf
-    left_out: int = 0  # that the budget did not allow
+    left_out: int = 0  # jobs that the budget did not allow
+
+
+def _outcomes(wanted: Selection, jobs: Mapping[Job, Case]) -> Iterator[Outcome]:
+    """Of each job in a process of its own; else of each line of each job."""
+    wanted.left_out = len(jobs)
+    if wanted.jobs:
+        for outcome in run_isolated(
+            [*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget, then=rest_of
+        ):
+            wanted.left_out += len(rest_of(outcome)) - 1
+            yield outcome
+        return
+    end = time.monotonic() + wanted.budget
+    for job, case in jobs.items():
+        lines = lines_of(job, case)
+        while time.monotonic() <= end and (line := next(lines, None)) is not None:
+            yield Outcome(job, [line], None)
+        if time.monotonic() > end:
+            return
+        wanted.left_out -= 1
 
 
 def run_cases(wanted: Selection) -> Iterator[Result]:
@@ -57,25 +77,12 @@ def run_cases(wanted: Selection) -> Iterator[Result]:
     for result in [Result.from_dict(line) for line in wanted.kept.lines if "tensors" in line]:
         if pairs.pop((result.name, result.dtype), None) is not None:
             yield result
-    for result in _results(pairs, wanted):
+    jobs = {check_job(*pair, wanted.device): case for pair, case in pairs.items()}
+    dtypes = dict(zip(jobs, (dtype for _, dtype in pairs), strict=True))
+    for outcome in _outcomes(wanted, jobs):
+        result = result_of(outcome, dtypes[outcome.job])
         wanted.kept.add(**result.as_dict())
         yield result
-
-
-def _results(pairs: Mapping[tuple[str, str], Case], wanted: Selection) -> Iterator[Result]:
-    wanted.left_out = len(pairs)
-    if not wanted.jobs:
-        end = time.monotonic() + wanted.budget
-        for (_, dtype), case in pairs.items():
-            if time.monotonic() > end:
-                return
-            wanted.left_out -= 1
-            yield run_case(case, dtype)
-        return
-    jobs = {check_job(name, dtype, wanted.device): dtype for name, dtype in pairs}
-    for outcome in run_isolated([*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget):
-        wanted.left_out -= 1
-        yield result_of(outcome, jobs[outcome.job])
 
 
 def run_configs(wanted: Selection) -> Iterator[Run]:
@@ -88,10 +95,28 @@ def run_configs(wanted: Selection) -> Iterator[Run]:
         raise NoSuchCase("no case of --all-configs")
     former = [_run_of(line) for line in wanted.kept.lines if "share" in line]
     yield from former
-    done = {(run.table, run.config, run.case) for run in former}
-    for run in _runs(cases, done, wanted):
+    for run in _runs(cases, {(run.table, run.config, run.case) for run in former}, wanted):
         wanted.kept.add(**as_dict(run))
         yield run
+
+
+def _runs(
+    cases: dict[str, list[Case]], done: set[tuple[str, Any, str]], wanted: Selection
+) -> Iterator[Run]:
+    jobs: dict[Job, Case] = {}
+    for dtype, own in cases.items():
+        found, faults = all_configs.reach(own)
+        yield from (replace(run, case=f"{run.case}, {dtype}") for run in faults)
+        found.sort(key=lambda r: r.case.name)
+        for name, group in itertools.groupby(found, lambda r: r.case.name):
+            reached = [*group]
+            ours = [(table, c) for table, c, case in done if case == f"{name}, {dtype}"]
+            job = config_job(reached, dtype, wanted.device, ours)
+            if job is not None and ("", None) not in ours:  # died before its first config
+                jobs[job] = reached[0].case
+    for outcome in _outcomes(wanted, jobs):
+        dtype = asked(outcome.job)["dtype"]
+        yield from (replace(run, case=f"{run.case}, {dtype}") for run in runs_of(outcome))
 
 
 def as_dict(run: Run) -> dict[str, Any]:
@@ -103,39 +128,3 @@ def _run_of(line: dict[str, Any]) -> Run:
     configs = TABLES[line["table"]].configs if line["table"] else ()
     config = next((c for c in configs if fields(c) == line["config"]), None)
     return Run(line["table"], config, line["case"], line["share"], line["fault"])
-
-
-def _runs(
-    cases: dict[str, list[Case]], done: set[tuple[str, Any, str]], wanted: Selection
-) -> Iterator[Run]:
-    def named(run: Run, dtype: str) -> Run:
-        return replace(run, case=f"{run.case}, {dtype}")
-
-    jobs: list[Job] = []
-    end = time.monotonic() + wanted.budget
-    for dtype, own in cases.items():
-        found, faults = all_configs.reach(own)
-        yield from (named(run, dtype) for run in faults)
-        groups = itertools.groupby(sorted(found, key=lambda r: r.case.name), lambda r: r.case.name)
-        for name, group in groups:
-            ours = [(table, c) for table, c, case in done if case == f"{name}, {dtype}"]
-            if ("", None) in ours:  # its process died before the first config
-                continue
-            if wanted.jobs:
-                job = config_job(list(group), dtype, wanted.device, ours)
-                jobs += [] if job is None else [job]
-                continue
-            for reached in group:
-                for config in reached.configs(ours):
-                    if time.monotonic() > end:
-                        wanted.left_out += 1
-                    else:
-                        yield named(all_configs.run_config(reached, config), dtype)
-    wanted.left_out += len(jobs)
-    budget = end - time.monotonic()
-    for outcome in run_isolated(
-        jobs, wanted.jobs or 1, wanted.timeout, budget=budget, then=rest_of
-    ):
-        wanted.left_out += len(rest_of(outcome)) - 1
-        for run in runs_of(outcome):
-            yield named(run, dtype_of(outcome.job))

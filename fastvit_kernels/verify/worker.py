@@ -1,10 +1,11 @@
-"""What runs in a process of its own: one case of `check` in one dtype, a JSON line for each result.
+"""What one job of `check` runs: a case in one dtype, a JSON line for each result.
 
 python -m fastvit_kernels.verify.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}'
 
 `forced` is None for the case as it ships; else the settings behind which its tables are reached,
-each of whose configs runs. Before a config a line says that it is tried, so that the one that ends
-the process can be named. A process whose device is lost ends, and what it has left goes to another.
+each of whose configs runs, by their places in the tables. Before a config a line says that it is
+tried, so that the one that ends the process can be named. A process whose device is lost ends, and
+what it has left goes to another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 
 from ..runtime.configs import TABLES
 from ..runtime.dtypes import DTYPES
-from .all_configs import Forced, Reached, Run, reached_by, run_config
+from . import all_configs
+from .all_configs import Reached, Run
 from .cases import check_cases, config_cases
 from .isolated import Job, Outcome, python
 from .op import LARGE, SMALL, Case
@@ -34,14 +36,6 @@ def cases_of(device: torch.device, dtype: str, all_configs: bool) -> list[Case]:
     if all_configs:
         return config_cases(large, device, DTYPES[dtype])
     return check_cases(LARGE if large else SMALL, device, DTYPES[dtype])
-
-
-def _indices(settings: Forced) -> list[tuple[str, int]]:
-    return [(table, TABLES[table].configs.index(config)) for table, config in settings]
-
-
-def _settings(indices: Sequence[Sequence[Any]]) -> Forced:
-    return tuple((table, TABLES[table].configs[index]) for table, index in indices)
 
 
 def check_job(
@@ -59,19 +53,27 @@ def config_job(
     """Every config that one case reaches but those `done`, by table; None where none is left."""
     forced = []
     for r in reached:
-        index = TABLES[r.table].configs.index
-        if left := [index(config) for config in r.configs(done)]:
-            settings = _indices(r.settings)
+        if left := [_place(r.table, config) for config in r.configs(done)]:
+            settings = [(table, _place(table, config)) for table, config in r.settings]
             forced.append({"table": r.table, "settings": settings, "configs": left})
     return check_job(reached[0].case.name, dtype, device, forced) if forced else None
 
 
+def _place(table: str, config: Any) -> int:
+    return TABLES[table].configs.index(config)
+
+
+def asked(job: Job) -> dict[str, Any]:
+    """What the job is told."""
+    return json.loads(job.command[-1])
+
+
 def rest_of(outcome: Outcome) -> list[Job]:
     """A job for the configs that a dead process of a `config_job` has not tried."""
-    tried = {(line["table"], line["config"]) for line in outcome.lines}
+    tried = {(line["table"], line["config"]) for line in outcome.lines if "tried" in line}
     if outcome.failure is None or not tried:  # one that dies before the first would die again
         return []
-    what = json.loads(outcome.job.command[-1])
+    what = asked(outcome.job)
     for entry in what["forced"]:
         entry["configs"] = [i for i in entry["configs"] if (entry["table"], i) not in tried]
     what["forced"] = [entry for entry in what["forced"] if entry["configs"]]
@@ -87,58 +89,56 @@ def result_of(outcome: Outcome, dtype: str) -> Result:
     return Result(outcome.job.name, dtype, [], failure, 0.0)
 
 
-def dtype_of(job: Job) -> str:
-    return json.loads(job.command[-1])["dtype"]
-
-
 def runs_of(outcome: Outcome) -> list[Run]:
     """Of a `config_job`; where it was cut short, the fault of the config that it last tried."""
     runs: list[Run] = []
+    case = outcome.job.name
     tried: tuple[str, Any] = ("", None)
     for line in outcome.lines:
-        table, index = line["table"], line["config"]
-        config = TABLES[table].configs[index]
+        at = line["table"], TABLES[line["table"]].configs[line["config"]]
         if line["tried"]:
-            tried = (table, config)
+            tried = at
         else:
-            runs.append(Run(table, config, outcome.job.name, line["share"], line["fault"]))
+            runs.append(Run(*at, case, line["share"], line["fault"]))
     if outcome.failure is None:
         return runs
     if runs and (runs[-1].table, runs[-1].config) == tried:  # it had ended: its fault says more
         fault = f"{runs[-1].fault or 'passed'}; then {outcome.failure}"
         return [*runs[:-1], replace(runs[-1], fault=fault)]
-    return [*runs, Run(*tried, outcome.job.name, 0.0, outcome.failure)]
+    return [*runs, Run(*tried, case, 0.0, outcome.failure)]
 
 
-def _config_lines(
-    case: Case, forced: Sequence[dict[str, Any]], device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Lines for each config, until the device is lost."""
-    for entry in forced:
-        settings = _settings(entry["settings"])
-        (reached,) = (r for r in reached_by(case, settings) if r.table == entry["table"])
-        for index in entry["configs"]:
-            line = {"table": reached.table, "config": index}
+def lines_of(job: Job, case: Case) -> Iterator[dict[str, Any]]:
+    """What the job says, as it goes."""
+    what = asked(job)
+    if what["forced"] is None:
+        yield run_case(case, what["dtype"]).as_dict()
+        return
+    for entry in what["forced"]:
+        settings = tuple((table, TABLES[table].configs[i]) for table, i in entry["settings"])
+        (reached,) = (
+            r for r in all_configs.reached_by(case, settings) if r.table == entry["table"]
+        )
+        for i in entry["configs"]:
+            line = {"table": reached.table, "config": i}
             yield {**line, "tried": True}
-            run = run_config(reached, TABLES[reached.table].configs[index])
+            run = all_configs.run_config(reached, TABLES[reached.table].configs[i])
             yield {**line, "tried": False, "share": run.share, "fault": run.fault}
-            if run.fault is not None and (lost := device_lost(device)) is not None:
-                print(f"the device is lost: {lost}", file=sys.stderr)
-                raise SystemExit(LOST)
 
 
 def main(argument: str) -> int:
-    """Run what the JSON says."""
-    what = json.loads(argument)
-    device, forced = torch.device(what["device"]), what["forced"]
-    cases = cases_of(device, what["dtype"], forced is not None)
+    """Run what the JSON says, until the device is lost."""
+    job = Job("", (argument,))
+    what = asked(job)
+    device = torch.device(what["device"])
+    cases = cases_of(device, what["dtype"], what["forced"] is not None)
     (case,) = (case for case in cases if case.name == what["name"])
-    if forced is None:
-        print(json.dumps(run_case(case, what["dtype"]).as_dict()), flush=True)
-        return 0
     with quiet_interpreter():
-        for line in _config_lines(case, forced, device):
+        for line in lines_of(job, case):
             print(json.dumps(line), flush=True)
+            if line.get("fault") is not None and (lost := device_lost(device)) is not None:
+                print(f"the device is lost: {lost}", file=sys.stderr)
+                return LOST
     return 0
 
 

@@ -3,6 +3,7 @@ wanted, and everything as it was."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -148,10 +149,10 @@ CONSTRUCTORS = [
     *_arguments(RotaryEmbedding, dict(dim=16, feat_shape=(2, 3), rope_type="dinov3"), {
         "dim": [(18, "dim must be a multiple of 4, got 18")],
         "feat_shape": [((2, 0), "grid must be at least 1, got 0")],
-        "rope_type": [("mixed", "rope_type must be one of .* got 'mixed'"), ("", "T:rope_type")],
+        "rope_type": [(x, f"rope_type must be one of .* got '{x}'") for x in ("mixed", "")],
         "temperature": [(0.5, "temperature must be finite and at least 1, got 0.5")],
         "rotate_half": _flag("rotate_half"),
-        "grid_indexing": [("yx", "grid_indexing must be 'ij' or 'xy', got 'yx'"), ("xy", _CAT)],
+        "grid_indexing": [("yx", "grid_indexing must be one of .* got 'yx'"), ("xy", _CAT)],
         "grid_offset": [(1.0, _CAT)],
         "ref_feat_shape": [(16, _CAT)],
     }),
@@ -180,8 +181,8 @@ CONSTRUCTORS = [
         "patch_size": _sizes("patch_size"),
         "in_chans": _count("in_chans"),
         "num_classes": _count("num_classes", 0),
-        "global_pool": [(x, "global_pool must be '', 'avg' or 'token', got")
-                        for x in ("map", None, 3, ["avg"], True)],
+        "global_pool": [("map", r"global_pool must be one of \('', 'avg', 'token'\), got 'map'"),
+                        *((x, "T:global_pool must be one of") for x in (None, 3, ["avg"]))],
         "embed_dim": [*_count("embed_dim"), (20, "D must be a multiple of 8, got 10")],
         "depth": _count("depth", 0),
         "num_heads": _count("num_heads"),
@@ -205,7 +206,8 @@ CONSTRUCTORS = [
         "norm_layer": _NORM,
         "embed_norm_layer": [("rms", "embed_norm_layer must be one of"), (nn.LayerNorm, "T:embed")],
         "qk_norm": _flag("qk_norm"),
-        "pos_embed": [(x, "pos_embed must be 'learn' or 'none', got") for x in ("rope", None, 3)],
+        "pos_embed": [("rope", r"pos_embed must be one of \('learn', 'none'\), got 'rope'"),
+                      (None, "T:pos_embed must be one of")],
         "rope_type": [("mixed", r"rope_type must be one of \('', 'cat', 'dinov3'\), got 'mixed'"),
                       (None, "T:rope_type must be one of")],
         "dynamic_img_size": _flag("dynamic_img_size"),
@@ -233,6 +235,19 @@ def test_bad_constructor(call, error, message):
         call()
     assert type(caught.value) is error
     assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value))
+
+
+def test_constructors_show_their_arguments_and_name_what_is_missing():
+    for kind, names in ((fk.Block, ["dim", "num_heads"]), (fk.VisionTransformer, ["img_size"])):
+        parameters = inspect.signature(kind).parameters
+        assert list(parameters)[: len(names)] == names and parameters["memory"].default == "default"
+        with pytest.raises(TypeError, match=rf"{kind.__name__}.* unexpected .* 'nonsense'"):
+            kind(16, 2, nonsense=1)
+    assert fk.Block(16, 2, 3.0).mlp.fc1.out_features == 48
+    with pytest.raises(TypeError, match=r"missing .* 'num_heads'"):
+        fk.Block(16)
+    with pytest.raises(TypeError, match=r"Mlp.__init__\(\) missing .* 'hidden_features'"):
+        fk.Mlp(16)
 
 
 PARTS = [row for row in CONSTRUCTORS if not row[0].startswith(("Block", "Vision", "create"))]

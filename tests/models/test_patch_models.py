@@ -68,7 +68,9 @@ def test_bytes_without_statistics_are_refused():
         PatchEmbed(16, 4, mean=(0.5,) * 3, std=(0.1, 0, 0.1))
     with pytest.raises(ValueError, match="mean must have 3 numbers, one a channel, got 1"):
         PatchEmbed(16, 4, mean=[0.5], std=[0.5])
-    with pytest.raises(ValueError, match=r"PatchDropout: prob must be in \[0, 1\), got 1"):
+    with pytest.raises(
+        ValueError, match=r"VisionTransformer: patch_drop_rate must be in \[0, 1\), got 1"
+    ):
         _model(patch_drop_rate=1.0)
 
 

@@ -205,9 +205,3 @@ def test_rejects(error, mode):
         VisionTransformer(drop_path=mode)
     with pytest.raises(error, match=r"^DropPath: mode must be"):
         DropPath(0.1, mode)
-
-
-def test_a_drop_path_of_an_older_pickle_masks():
-    path = DropPath(0.5)
-    del path.__dict__["mode"]
-    assert path.mode == "mask" and path.samples(torch.zeros(4, 2)) is None

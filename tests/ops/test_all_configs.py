@@ -20,7 +20,7 @@ from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify import all_configs, selection
+from fastvit_kernels.verify import all_configs, selection, worker
 from fastvit_kernels.verify.cases import config_cases
 from fastvit_kernels.verify.op import Case
 
@@ -96,6 +96,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(all_configs, "TABLES", tables)
     monkeypatch.setattr(check, "TABLES", tables)
     monkeypatch.setattr(selection, "TABLES", tables)
+    monkeypatch.setattr(worker, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
     here = gpu(torch.device("cpu"))
     route = ConfigTable(

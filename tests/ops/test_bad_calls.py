@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numerics import DEVICE, rand
+from op_facts import FACTS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -30,9 +31,9 @@ class Good:
     op: Op
 
     def __call__(self) -> dict[str, Any]:
-        shapes = self.op.shapes_of(self.op.tiny).items()
+        shapes = self.op.shapes_of(FACTS[self.op.name].tiny).items()
         tensors = {n: rand(*s, seed=i, grad=False) for i, (n, s) in enumerate(shapes)}
-        return {**tensors, **self.op.settings_of(self.op.tiny, DEVICE)}
+        return {**tensors, **self.op.settings_of(FACTS[self.op.name].tiny, DEVICE)}
 
     def call(self, **arguments: Any) -> Tensor:
         """The first output."""
@@ -96,10 +97,10 @@ def _generic() -> list[Bad]:
     """Each tensor argument of each op, wrong in each of KINDS, in dtype, device, rank, shape."""
     cases = []
     for name, op in OPS.items():
-        shapes = op.shapes_of(op.tiny)
+        shapes = op.shapes_of(FACTS[name].tiny)
         first, *_ = shapes
         for argument, shape in shapes.items():
-            arg = op.args[argument]
+            arg, accepts = op.args[argument], FACTS[name].accepts.get(argument, ())
 
             def add(kind, error, message, change, name=name, argument=argument):
                 def changes(good):
@@ -110,7 +111,7 @@ def _generic() -> list[Bad]:
             if arg.required:
                 add("None", TypeError, "must be a Tensor, got NoneType", lambda x: None)
             for kind, (make, error, message) in KINDS.items():
-                if kind not in arg.accepts:
+                if kind not in accepts:
                     add(kind, error, message, make)
             if arg.operand and argument != first:
                 wanted = f"must have the dtype of {first}, torch.float32, got torch.float64"
@@ -119,9 +120,9 @@ def _generic() -> list[Bad]:
                 wanted = rf"must be on {DEVICE.type}(:\d)?, got meta"
                 add("meta", ValueError, wanted, lambda x: x.to("meta"))
                 wider = (*shape[:-1], shape[-1] + 1)
-                if "wider" not in arg.accepts:
+                if "wider" not in accepts:
                     add("wider", ValueError, rf".*{re.escape(str(wider))}|.* \d+", _wider)
-            if "scalar" not in arg.accepts:
+            if "scalar" not in accepts:
                 add("scalar", ValueError, "must|needs", lambda x: x.new_ones(()))
     return cases
 
@@ -184,7 +185,7 @@ def _options() -> list[Bad]:
     cases = []
     for name, op in OPS.items():
         masks = {argument: None for argument, arg in op.args.items() if arg.kind == "mask"}
-        for argument, option in op.options.items():
+        for argument, option in FACTS[name].options.items():
             for values, error, message in OPTIONS[option.kind]:
                 for value in values:
                     wanted = message.replace("{value}", str(value))
@@ -476,7 +477,7 @@ def test_float64_takes_the_torch_path(op):
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, -2])
-@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "scale" in op.options])
+@pytest.mark.parametrize("op", [name for name in OPS if "scale" in FACTS[name].options])
 def test_scale_not_positive_takes_the_torch_path(op, scale):
     good = GOOD[op]()
     y = GOOD[op].call(**good, scale=scale)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from op_facts import FACTS, single
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -113,7 +114,7 @@ def _op(
     shapes = {n: s for n, s in shapes.items() if op.args[n].grad}
 
     def first(function: Any) -> Any:
-        return lambda **inputs: op.single(function(**inputs, **options))
+        return lambda **inputs: single(op, function(**inputs, **options))
 
     def inputs() -> dict[str, Tensor]:
         return {name: rand(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
@@ -127,7 +128,7 @@ def _heads(T: int) -> dict[str, Tensor]:
 
 OPS: dict[str, tuple[Any, Any, Any]] = {name: _op(op) for name, op in REGISTRY.items()}
 for _name, _found in REGISTRY.items():
-    _kind = _found.options.get("activation")
+    _kind = FACTS[_name].options.get("activation")
     for _activation in _kind.draws if _kind is not None and None in _kind.draws else ():
         if _activation is not None:
             OPS[f"{_name}_{_activation}"] = _op(_found, activation=_activation)

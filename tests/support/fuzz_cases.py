@@ -10,6 +10,7 @@ import torch
 from fuzz import LAYOUTS, Case, Integers, Spec
 from hypothesis import strategies as st
 from numerics import DEVICE
+from op_facts import FACTS
 
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.cases import OPS
@@ -46,7 +47,7 @@ BATCH = (1, 2, 0, 1, 2, 3, 5)
 
 
 class Pick:
-    """Choices by hypothesis: verify/op.py says what each is."""
+    """Choices by hypothesis: op_facts.py says what each is."""
 
     def __init__(self, draw: Draw, low: bool):
         self.draw, self.low = draw, low
@@ -96,7 +97,7 @@ def _spec(draw: Draw, arg: Arg, shape: Shape, operand: Callable[[], str]) -> Spe
 
 @st.composite
 def _case(draw: Draw, op: Op) -> Case:
-    autocast = draw(st.sampled_from(op.fuzz_autocast))
+    autocast = draw(st.sampled_from(FACTS[op.name].autocast))
     shared = draw(st.sampled_from(FLOATS))
 
     def operand() -> str:
@@ -104,7 +105,7 @@ def _case(draw: Draw, op: Op) -> Case:
         return shared if autocast is None else draw(st.sampled_from(FLOATS))
 
     pick = Pick(draw, low=(autocast or shared) != "fp32")
-    sizes = op.fuzz(pick)
+    sizes = FACTS[op.name].fuzz(pick)
     inputs: dict[str, Spec | Integers | None] = {}
     integers = op.integers_of(sizes)
     for name, shape in op.shapes_of(sizes).items():
@@ -114,14 +115,16 @@ def _case(draw: Draw, op: Op) -> Case:
             continue
         given = arg.required or name in sizes.get("given", ()) or pick(False, True)
         inputs[name] = _spec(draw, arg, shape, operand) if given else None
-    options = {n: pick(*option.draws) for n, option in op.options.items() if option.draws}
+    options = {
+        n: pick(*option.draws) for n, option in FACTS[op.name].options.items() if option.draws
+    }
     first = next(iter(inputs.values()))
     route = pick(None, "triton") if "residual" in op.args else None
     return Case(
         op.name, inputs, {**options, **op.settings_of(sizes, DEVICE)}, upstream=draw(_layout(3)),
         autocast=autocast, route=route, seed=draw(st.integers(0, 2**20)), direct=pick(False, True),
         # an input without a gradient is handed on without one
-        first_output=op.outputs > 1 and not op.alike
+        first_output=op.outputs > 1 and not FACTS[op.name].alike
         and not (isinstance(first, Spec) and first.grad and pick(False, True)),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from numerics import DEVICE, rand
+from op_facts import FACTS
 
 import fastvit_kernels as fk
 from fastvit_kernels.verify.cases import OPS as REGISTRY
@@ -12,14 +13,14 @@ from fastvit_kernels.verify.cases import OPS as REGISTRY
 
 def _op(op, **options):
     """(function of the tensors of the smallest call that get a gradient, their shapes)"""
-    shapes = op.shapes_of(op.tiny)
+    shapes = op.shapes_of(FACTS[op.name].tiny)
     names = [name for name in shapes if op.args[name].grad]
     fixed = {
         name: rand(*shape, grad=False)
         for name, shape in shapes.items()
         if op.args[name].required and name not in names
     }
-    options = {**op.settings_of(op.tiny, DEVICE), **options, **fixed}
+    options = {**op.settings_of(FACTS[op.name].tiny, DEVICE), **options, **fixed}
 
     def function(*tensors):
         result = op.function(**dict(zip(names, tensors, strict=True)), **options)
@@ -29,13 +30,13 @@ def _op(op, **options):
 
 
 OPS = {
-    name: _op(op, **({"activation": "gelu"} if "activation" in op.options else {}))
+    name: _op(op, **({"activation": "gelu"} if "activation" in FACTS[name].options else {}))
     for name, op in REGISTRY.items()
 }
 DROPOUTS = {
     f"{name}_dropout": _op(op, dropout_p=0.5)
     for name, op in REGISTRY.items()
-    if "dropout_p" in op.options
+    if "dropout_p" in FACTS[name].options
 }
 every_op = pytest.mark.parametrize("op", OPS)
 every_launch = pytest.mark.parametrize("op", [*OPS, *DROPOUTS])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_facts import FACTS
 
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
@@ -108,24 +109,26 @@ def _summary(found):
 
 def _drawn(op):
     """A line for each size that the fuzz test draws, and how large its tensors get."""
+    facts = FACTS[op.name]
     picks, values, largest = (_Pick(False), _Pick(True)), {}, {}
     for i in range(400):
-        sizes = dict(op.fuzz(picks[i % 2]))
+        sizes = dict(facts.fuzz(picks[i % 2]))
         for name, shape in op.shapes_of(sizes).items():
             largest[name] = max(largest.get(name, 0), math.prod(shape))
         for name, value in sizes.items():
             values.setdefault(name, set()).add(value)
     yield from (f"{op.name}: {name}: {_summary(found)}" for name, found in sorted(values.items()))
     yield f"{op.name}: numbers: " + ", ".join(f"{name} {n}" for name, n in largest.items())
-    options = {name: option.draws for name, option in op.options.items() if option.draws}
-    yield f"{op.name}: {options}, autocast {op.fuzz_autocast}, a share of {op.fuzz_share}"
+    options = {name: option.draws for name, option in facts.options.items() if option.draws}
+    yield f"{op.name}: {options}, autocast {facts.autocast}, a share of {facts.share}"
 
 
 def _arguments(op):
     """Each tensor with the facts that are not as usual."""
-    usual = Arg()
+    usual, accepts = Arg(), FACTS[op.name].accepts
     for name, arg in op.args.items():
         facts = [f"{k}={v!r}" for k, v in vars(arg).items() if v != getattr(usual, k)]
+        facts += [f"accepts={accepts[name]!r}"] if name in accepts else []
         yield f"{name} ({', '.join(facts)})" if facts else name
 
 
@@ -133,7 +136,7 @@ def sections():
     model = check_cases(SMALL, CPU, torch.float16)[-1]
     return {
         "arguments": [f"{op.name}: {'; '.join(_arguments(op))}" for op in OPS.values()],
-        "smallest": [f"{op.name}: {dict(op.tiny)}" for op in OPS.values()],
+        "smallest": [f"{op.name}: {dict(FACTS[op.name].tiny)}" for op in OPS.values()],
         "in a ViT": [f"{v}" for v in (SMALL, LARGE)]
         + [f"{op.name}: {dict(op.at(LARGE))}" for op in OPS.values()],
         "check": [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -18,8 +17,10 @@ from numerics import DEVICE
 from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import all_configs, isolated, kept, selection, worker
+from fastvit_kernels.verify import all_configs, isolated, selection, worker
+from fastvit_kernels.verify import results_cache as cache
 from fastvit_kernels.verify.isolated import Job, Outcome, run_isolated
+from fastvit_kernels.verify.results_cache import ResultsCache
 from fastvit_kernels.verify.runner import device_lost, run_case
 
 pytest.importorskip("rich")
@@ -196,29 +197,18 @@ def test_a_config_job_gives_what_this_process_gives():
     assert runs[0] == all_configs.run_config(reached, wanted[0])
 
 
-class Process:
-    """Stands in for one that prints so many lines, then ends or falls silent."""
-
-    def __init__(self, out, lines, ends):
-        self.out, self.lines, self.ends = out, lines, ends
-
-    def wait(self, timeout):
-        if not self.lines and self.ends:
-            return 0
-        if self.lines:
-            self.lines -= 1
-            self.out.write("{}\n")
-            self.out.flush()
-        raise subprocess.TimeoutExpired("", timeout)
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_each_line_gives_a_job_its_time_anew(tmp_path, ends):
-    ticks = itertools.count(step=600.0)
-    with (tmp_path / "out").open("w") as out:
-        status = isolated._status(Process(out, 40, ends), out, 1000.0, lambda: next(ticks))
-    assert status == (0 if ends else None)
-    assert next(ticks) > 24_000.0
+def test_each_line_gives_a_job_its_time_anew():
+    running = isolated._Running(job("hangs", "import time; time.sleep(6000)"), 1000.0, 0.0)
+    try:
+        for i in range(1, 40):
+            running.out.write(b"{}\n")
+            running.out.flush()
+            assert running.outcome(600.0 * i) is None
+        assert running.outcome(600.0 * 40) is None  # silent for 600 s
+        outcome = running.outcome(600.0 * 41)
+    finally:
+        running.kill()
+    assert outcome.failure == "not finished after 1000 s, killed" and len(outcome.lines) == 39
 
 
 def test_the_budget_ends_what_still_runs(tmp_path):
@@ -300,22 +290,17 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
 def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
     """Every later launch would fail: what is left goes to another process."""
     case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("layer_norm"))
-    reached = all_configs.reached_by(case, ())
-    table, configs = reached[0].table, reached[0].configs()[:2]
-    run = all_configs.Run(table, configs[0], case.name, 0.5, fault)
-    monkeypatch.setattr(worker, "run_config", lambda *_: run)
+    reached = all_configs.reached_by(case, ())[0]
+    run = all_configs.Run(reached.table, reached.configs()[0], case.name, 0.5, fault)
+    monkeypatch.setattr(worker.all_configs, "run_config", lambda *_: run)
     monkeypatch.setattr(worker, "device_lost", lambda device: lost)
-    forced = [{"table": table, "settings": [],
-               "configs": [TABLES[table].configs.index(c) for c in configs]}]  # fmt: skip
-    lines = []
-    try:
-        lines.extend(worker._config_lines(case, forced, DEVICE))
-        ended = 0
-    except SystemExit as error:
-        ended = error.code
-    said = capsys.readouterr().err
-    assert (ended == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said)
-    assert ended or [line["tried"] for line in lines] == [True, False] * 2
+    every = {(reached.table, c) for c in reached.configs()[:2]}
+    done = {(reached.table, c) for c in reached.configs()} - every
+    status = worker.main(worker.config_job([reached], "fp32", DEVICE, done).command[-1])
+    said = capsys.readouterr()
+    lines = [json.loads(line)["tried"] for line in said.out.splitlines()]
+    assert lines == [True, False] * tried
+    assert (status == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said.err)
 
 
 def test_what_a_process_said_before_it_died_is_no_result():
@@ -346,7 +331,7 @@ def config_job_entry(table):
 
 def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
     """In any folder of the package, by name and content."""
-    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+    monkeypatch.setattr(cache, "PACKAGE", tmp_path)
     (tmp_path / "ops").mkdir()
     path = tmp_path / "ops" / "one.py"
     hashes = []
@@ -354,9 +339,9 @@ def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
         path.unlink(missing_ok=True)
         path = path.with_name(f"{name}.py")
         path.write_text(content)
-        kept.package_hash.cache_clear()
-        hashes.append(kept.package_hash())
-    kept.package_hash.cache_clear()
+        cache.package_hash.cache_clear()
+        hashes.append(cache.package_hash())
+    cache.package_hash.cache_clear()
     assert len({*hashes}) == 3 and hashes[2] == hashes[3]
 
 
@@ -379,14 +364,14 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     cases = worker.cases_of(DEVICE, "fp32", False)[:3]
     result = run_case(cases[0], "fp32")
     monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
-    monkeypatch.setattr(selection, "run_case", lambda case, dtype: replace(result, name=case.name))
+    monkeypatch.setattr(worker, "run_case", lambda case, dtype: replace(result, name=case.name))
 
-    def run(given, *_, budget):
+    def run(given, *_, budget, then):
         outcomes = (Outcome(j, [{**result.as_dict(), "name": j.name}], None) for j in given)
         return outcomes if budget > 0 else []
 
     monkeypatch.setattr(selection, "run_isolated", run)
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), budget)
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), budget)
     found = [result.name for result in selection.run_cases(wanted)]
     assert len(found) == 3 - left_out and wanted.left_out == left_out
 
@@ -401,7 +386,7 @@ def test_configs_run_in_processes_where_jobs_are_asked_for(monkeypatch, jobs):
     monkeypatch.setattr(
         selection, "run_isolated", lambda given, *_, **__: apart.extend(given) or []
     )
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), math.inf)
+    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), math.inf)
     found = [*selection.run_configs(wanted)]
     assert bool(here) == (not jobs) == bool(found) and len(apart) == bool(jobs)
 
@@ -426,7 +411,7 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
         file.write('{"name": "torn')
     assert cli.main(words) == 1 and len(started) == 2
     assert "1 of 2 cases passed" in capsys.readouterr().out
-    monkeypatch.setattr(kept.Kept.__init__, "__defaults__", (lambda: "mended",))
+    monkeypatch.setattr(ResultsCache.__init__, "__defaults__", (lambda: "mended",))
     assert cli.main(words) == 1 and len(started) == 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..op import Arg, Option, Pick, SampleShape, Shape
+from ..op import Arg, SampleShape, Shape
 
 FIRST = Arg(required=True, operand=True)
 MATRIX = Arg("matrix", required=True, operand=True)
@@ -13,8 +13,6 @@ EPILOGUE = {
     "residual": Arg(), "layer_scale": Arg(usual=False),
     "row_scale": Arg("keep", grad=False, usual=False),
 }  # fmt: skip
-SCALE = Option("scale", (None, 0.3, 1.0))
-SCORES = {"scale": SCALE, "dropout_p": Option("probability below 1")}
 
 
 def ignoring(option: str, function: Any) -> Any:
@@ -37,10 +35,3 @@ def with_epilogue(shapes: dict[str, Shape], s: Any) -> dict[str, Shape]:
         row_scale = {"row_scale": SampleShape(kept, rows[0])}
         shapes = {**shapes, "x": (kept, *shapes["x"][1:])}
     return {**shapes, "residual": (*rows, s.N), "layer_scale": (s.N,), **row_scale}
-
-
-def some_kept(pick: Pick, rows: Shape, *given: str) -> dict[str, Any]:
-    """Sizes of the fuzz test: now and then a share of the samples alone, with what that needs."""
-    if len(rows) < 2 or not rows[0] or pick.integer(0, 2):
-        return {}
-    return dict(kept=pick.integer(1, rows[0]), given=given)

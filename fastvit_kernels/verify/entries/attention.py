@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,8 +11,8 @@ from ...ops.attention.functions import attention, attention_ref
 from ...ops.attention.projected import qkv_attention, qkv_attention_ref
 from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
-from ..op import Arg, Example, Op, Option, Pick, Shape, Sizes, in_memory, sized
-from .arguments import FIRST, MATRIX, OPERAND, SCALE, SCORES, ignoring
+from ..op import Arg, Example, Op, Shape, Sizes, in_memory, sized
+from .arguments import FIRST, MATRIX, OPERAND, ignoring
 from .rope import ROPE, TABLES, rope_at, rope_shapes
 
 
@@ -21,17 +20,6 @@ def _attention_shapes(s: Any) -> dict[str, Shape]:
     shapes: dict[str, Shape] = dict(qkv=(s.B, s.T, 3, s.H, s.D))
     mask = getattr(s, "mask", None)
     return shapes if mask is None else {**shapes, "attn_mask": mask}
-
-
-def _attention_fuzz(pick: Pick) -> Mapping[str, Any]:
-    sizes: dict[str, Any] = _heads(pick)
-    if pick(False, False, True):
-        B, H, T = sizes["B"], sizes["H"], sizes["T"]
-        windows = pick(*(n for n in range(1, B + 1) if B % n == 0)) if B else 0
-        sizes["mask"] = (windows, pick(H, 1), pick(T, T, 1), pick(T, T, T, 1))[pick(0, 0, 1) :]
-        if len(sizes["mask"]) == 3 and pick(False, True):
-            sizes["mask"] = sizes["mask"][1:]
-    return sizes
 
 
 def _attention_check(v: Sizes) -> list[Example]:
@@ -69,27 +57,12 @@ def _attention_configs(large: bool) -> list[Example]:
     ]
 
 
-def _heads(pick: Pick) -> dict[str, int]:
-    """Within the interpreter's patience: a long T has one head, and that is narrow."""
-    most = pick(*[24] * 5, *[70] * 6, *[130] * 2, 257, 600)
-    T = pick.up_to(most if pick.low else min(most, 257))
-    if T > 130:
-        return dict(B=1, H=1, T=T, D=pick(8, 32, 64, *(() if T > 260 else (72, 128))))
-    B, H = pick(1, 2, 0, 1, 2, 3, 5), pick(1, 2, 3)
-    if T > 33:
-        B, H = min(B, 1), min(H, 2)
-    D = pick(pick(8, 16, 32, 64, 72, 80, 96, 128), 8 * pick.integer(1, 32))
-    return dict(B=B, H=H, T=T, D=D)
-
-
 ATTENTION = Op(
     attention, ignoring("dropout_p", attention_ref), eager=attention_ref,
-    args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False, accepts=("wider", "bool", "scalar"))},
-    options=SCORES,
+    args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False)},
     shapes=_attention_shapes,
-    tiny=dict(B=1, T=5, H=2, D=8, mask=(2, 5, 5)),
     at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, mask=None),
-    fuzz=_attention_fuzz, check=_attention_check, configs=_attention_configs,
+    check=_attention_check, configs=_attention_configs,
 )  # fmt: skip
 
 
@@ -100,25 +73,12 @@ def _projected_shapes(s: Any) -> dict[str, Shape]:
 QKV_ATTENTION = Op(
     qkv_attention, ignoring("dropout_p", qkv_attention_ref), eager=qkv_attention_ref,
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
-    options={"num_heads": Option("count"), **SCORES},
     settings=lambda s: dict(num_heads=s.H),
     shapes=_projected_shapes,
-    tiny=dict(B=1, T=5, H=2, D=8, C=16),
     at=(_qkv_at := lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, C=v.C)),
-    fuzz=lambda pick: dict(**_heads(pick), C=pick.up_to(100)), fuzz_share=2,
     check=lambda v: [Example(_qkv_at(v))],
     configs=lambda large: [],  # the kernels of `attention`
 )  # fmt: skip
-
-
-def _rope_attention_fuzz(pick: Pick) -> Mapping[str, Any]:
-    heads = _heads(pick)
-    D, T = heads["D"], heads["T"]
-    return dict(
-        **heads, lead=pick((), (), (1, heads["H"])), prefix=pick(0, pick.integer(0, T)),
-        C=pick.up_to(100), R=pick(D, 2 * pick.integer(1, D // 2)),
-        norm=pick(None, "layer_norm", "rms_norm"),
-    )  # fmt: skip
 
 
 ROPE_ATTENTION = Op(
@@ -127,12 +87,9 @@ ROPE_ATTENTION = Op(
         "x": FIRST, "weight": MATRIX, "bias": OPERAND,
         **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
     },
-    options={"num_heads": Option("count"), **ROPE.options, **SCORES},
     settings=lambda s: dict(num_heads=s.H, prefix_tokens=s.prefix, norm=s.norm),
     shapes=lambda s: rope_shapes(s) | _projected_shapes(s),
-    tiny=dict(B=1, T=5, H=2, D=8, C=16, R=6, prefix=1, lead=(), norm="layer_norm"),
     at=lambda v: dict(**rope_at(v), C=v.C),
-    fuzz=_rope_attention_fuzz, fuzz_share=2,
     check=lambda v: [
         Example({**rope_at(v), "C": v.C}, frozen=TABLES),
         Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm", frozen=TABLES),
@@ -178,34 +135,14 @@ def _sdpa_configs(large: bool) -> list[Example]:
     return [*each(197, 261, 64), each(130, 197, 128)[1]] if large else each(37, 42, 32)
 
 
-def _sdpa_fuzz(pick: Pick) -> Mapping[str, Any]:
-    sizes: dict[str, Any] = _heads(pick)
-    T = sizes["T"]
-    sizes["S"] = pick(T, pick.up_to(24 if T > 64 else 70))
-    sizes |= dict(is_causal=pick(False, True), mask=None)
-    if not sizes["is_causal"] and pick(False, True):
-        whole = (sizes["B"], sizes["H"], T, sizes["S"])
-        sizes["mask"] = tuple(pick(n, n, 1) for n in whole)[pick(0, 2) :]
-    return sizes
-
-
-_MASKS = ("nested", "jagged")
 SDPA = Op(
     scaled_dot_product_attention, ignoring("dropout_p", _sdpa),
     eager=F.scaled_dot_product_attention,
     args={
-        "query": Arg(required=True, operand=True, accepts=_MASKS),
-        "key": Arg(required=True, operand=True, accepts=_MASKS),
-        "value": Arg(required=True, operand=True, accepts=("wider", *_MASKS)),
-        "attn_mask": Arg("mask", usual=False, accepts=("bool", "scalar", *_MASKS)),
-    },
-    options={
-        "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": SCALE,
-        "enable_gqa": Option("flag"),
+        "query": FIRST, "key": FIRST, "value": FIRST, "attn_mask": Arg("mask", usual=False),
     },
     settings=lambda s: dict(is_causal=getattr(s, "is_causal", False)),
     shapes=_sdpa_shapes,
-    tiny=dict(B=1, H=2, T=5, S=6, D=8, mask=(5, 6)),
     at=lambda v: dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H, mask=None),
-    fuzz=_sdpa_fuzz, fuzz_share=4, check=_sdpa_check, configs=_sdpa_configs,
+    check=_sdpa_check, configs=_sdpa_configs,
 )  # fmt: skip

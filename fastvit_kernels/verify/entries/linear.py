@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,8 +10,8 @@ from torch import Tensor
 from ...ops.common.activation import ACTIVATIONS
 from ...ops.linear.functions import linear, linear_ref
 from ...ops.mlp.functions import mlp, mlp_ref
-from ..op import Example, Op, Option, Pick, Shape, Sizes, sized
-from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, ignoring, some_kept, with_epilogue
+from ..op import Example, Op, Shape, Sizes, sized
+from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, ignoring, with_epilogue
 
 
 def _linear_check(v: Sizes) -> list[Example]:
@@ -43,23 +42,13 @@ def _linear_configs(large: bool) -> list[Example]:
     ]
 
 
-def _linear_fuzz(pick: Pick) -> Mapping[str, Any]:
-    K, N = pick.up_to(260), pick.up_to(260)
-    rows = pick.rows(min(600, 2_000_000 // (K * N)), none=True)
-    return dict(rows=rows, K=K, N=N) | some_kept(pick, rows, "residual", "row_scale")
-
-
 LINEAR = Op(
     linear, linear_ref,
-    args={"x": FIRST, "weight": MATRIX, "bias": OPERAND, **EPILOGUE},
-    options={"activation": Option("activation or None", (None, *ACTIVATIONS))},
-    shapes=lambda s: with_epilogue(
-        dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s
-    ),
-    tiny=dict(rows=(2, 3), K=8, N=4),
-    at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
-    fuzz=_linear_fuzz, fuzz_share=4, check=_linear_check, configs=_linear_configs,
     eager=lambda x, weight, bias, residual: residual + F.linear(x, weight, bias),
+    args={"x": FIRST, "weight": MATRIX, "bias": OPERAND, **EPILOGUE},
+    shapes=lambda s: with_epilogue(dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s),
+    at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
+    check=_linear_check, configs=_linear_configs,
 )  # fmt: skip
 
 
@@ -100,23 +89,11 @@ def _mlp_configs(large: bool) -> list[Example]:
     return [*trained, *(inference((3, 197), C, 4 * C) for C in (64, 100, 192, 256))]
 
 
-def _mlp_fuzz(pick: Pick) -> Mapping[str, Any]:
-    C, hidden, N = (pick.up_to(130) for _ in range(3))
-    rows = pick.rows(max(1, min(600, 1_500_000 // (hidden * (C + N)))))
-    sizes = dict(rows=rows, C=C, F=hidden, N=N)
-    return sizes | some_kept(pick, rows, "residual", "row_scale")
-
-
 MLP = Op(
-    mlp, ignoring("recompute", mlp_ref),
+    mlp, ignoring("recompute", mlp_ref), eager=_eager_mlp,
     args=FC_ARGS | EPILOGUE,
-    options={
-        "activation": Option("activation", tuple(ACTIVATIONS)),
-        "recompute": Option("flag", (False, True)),
-    },
     shapes=lambda s: with_epilogue(fc_shapes(s, s.F), s),
-    tiny=dict(rows=(2, 3), C=8, F=6, N=4),
     at=(_mlp_at := lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
-    fuzz=_mlp_fuzz, fuzz_share=4, configs=_mlp_configs, eager=_eager_mlp,
     check=lambda v: [Example(_mlp_at(v)), Example(_mlp_at(v), "stored", dict(recompute=False))],
+    configs=_mlp_configs,
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from ...ops.norm.functions import (
     rms_norm_ref,
 )
 from ...runtime.arguments import autocast_dtype
-from ..op import Arg, Example, Op, Option, Pick, SampleShape, Shape, padded, sized
-from .arguments import some_kept
+from ..op import Arg, Example, Op, SampleShape, Shape, Sizes, padded, sized
 
 
 def _norm(reference: Any) -> Any:
@@ -50,95 +48,59 @@ def _and_input(norm: Any) -> Any:
 _layer_norm, _rms_norm = _norm(layer_norm_ref), _norm(rms_norm_ref)
 
 
-def _norm_fuzz(pick: Pick) -> Mapping[str, Any]:
-    C = pick(pick.up_to(600), pick.up_to(600), 768, 1000, 1025, 2049)
-    return dict(rows=pick.rows(60_000 // (C + 40), none=True), C=C)
+def _at(v: Sizes) -> dict[str, Any]:
+    return dict(rows=(v.B, v.T), C=v.C)
 
 
-def _with_samples(norm: Mapping[str, Any]) -> dict[str, Any]:
-    """What the variant that hands its input on says besides."""
-
-    def shapes(s: Any) -> dict[str, Shape]:
-        kept = getattr(s, "kept", 0)
-        return norm["shapes"](s) | ({"samples": SampleShape(kept, s.rows[0])} if kept else {})
-
-    def fuzz(pick: Pick) -> Mapping[str, Any]:
-        sizes = norm["fuzz"](pick)
-        return sizes | some_kept(pick, sizes["rows"], "samples")
-
-    return {
-        **norm,
-        "args": {**norm["args"], "samples": Arg("keep", grad=False, trained=False, usual=False)},
-        "shapes": shapes,
-        "fuzz": fuzz,
-        "check": lambda v: [
-            Example(sizes := dict(rows=(v.B, v.T), C=v.C)),
-            Example(sizes | dict(kept=(v.B + 1) // 2), "kept samples"),
-        ],
-    }
+def _shapes(s: Any) -> dict[str, Shape]:
+    whole: Shape = (*s.rows, s.C)
+    shapes: dict[str, Shape] = dict(x=whole, weight=(s.C,), bias=(s.C,), residual=whole)
+    if kept := getattr(s, "kept", 0):
+        shapes["samples"] = SampleShape(kept, s.rows[0])
+    return shapes
 
 
-def _with_residual(norm: Mapping[str, Any]) -> dict[str, Any]:
-    """What a norm that adds says besides."""
-    shapes = norm["shapes"]
-    return {
-        **norm,
-        "args": {**norm["args"], "residual": Arg(usual=False)},
-        "shapes": lambda s: shapes(s) | dict(residual=(*s.rows, s.C)),
-        "check": lambda v: [
-            Example(sizes := dict(rows=(v.B, v.T), C=v.C), without=("residual",)),
-            Example(sizes, "residual"),
-        ],
-    }
+def _check(v: Sizes) -> list[Example]:
+    return [Example(_at(v), without=("residual",)), Example(_at(v), "residual")]
 
 
-def _norm_configs(large: bool) -> list[Example]:
-    found = []
-    for C in (60, 96, 200, 384, 768, 1280, 3000, *((8192,) if large else ())):
-        sizes = dict(rows=(8 * 197 + 3 if large else 5,), C=C)
+def _check_and_input(v: Sizes) -> list[Example]:
+    return [Example(_at(v)), Example(_at(v) | dict(kept=(v.B + 1) // 2), "kept samples")]
+
+
+def _configs(large: bool) -> list[Example]:
+    widths = (60, 96, 200, 384, 768, 1280, 3000, *((8192,) if large else ()))
+    rows, found = (8 * 197 + 3 if large else 5,), []
+    for C in widths:
+        sizes = dict(rows=rows, C=C)
         strided = C % 128 == 0
-        found.append(
-            sized(sizes, "strided", strided=padded(8)) if strided else sized(sizes)
-        )  # fmt: skip
+        found.append(sized(sizes, "strided", strided=padded(8)) if strided else sized(sizes))
     return found
 
 
-_NORM: dict[str, Any] = dict(
-    args={"x": Arg(required=True), "weight": Arg(), "bias": Arg()},
-    options={
-        "eps": Option("eps", (1e-6, 1e-5, 1e-12)),
-        "out_dtype": Option("dtype", (torch.float32, torch.float16, torch.bfloat16)),
-    },
-    shapes=lambda s: dict(x=(*s.rows, s.C), weight=(s.C,), bias=(s.C,)),
-    tiny=dict(rows=(2, 3), C=8),
-    at=lambda v: dict(rows=(v.B, v.T), C=v.C),
-    fuzz=_norm_fuzz,
-    fuzz_autocast=(None, "bf16"),
-    check=lambda v: [Example(dict(rows=(v.B, v.T), C=v.C))],
-)  # fmt: skip
+_RMS = {"x": Arg(required=True), "weight": Arg()}
+_LAYER = {**_RMS, "bias": Arg()}
+_RESIDUAL = {"residual": Arg(usual=False)}
+_SAMPLES = {"samples": Arg("keep", grad=False, trained=False, usual=False)}
+# The variants that hand their input on have the same kernels, and a second gradient: they reach
+# the configs of both.
+_ALONE: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check, configs=lambda large: [])
+_BOTH: dict[str, Any] = dict(
+    shapes=_shapes, at=_at, check=_check_and_input, configs=_configs, outputs=2
+)
 LAYER_NORM = Op(
-    layer_norm, _layer_norm, configs=lambda large: [],
+    layer_norm, _layer_norm, _LAYER | _RESIDUAL, **_ALONE,
     eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6),
-    **_with_residual(_NORM),
 )  # fmt: skip
-# The same kernels, and a second gradient: it reaches the configs of both.
 LAYER_NORM_AND_INPUT = Op(
-    layer_norm_and_input, _and_input(_layer_norm), configs=_norm_configs, fuzz_share=2, outputs=2,
+    layer_norm_and_input, _and_input(_layer_norm), _LAYER | _SAMPLES, **_BOTH,
     eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
-    **_with_samples(_NORM),
 )  # fmt: skip
-_RMS: dict[str, Any] = {
-    **_NORM,
-    "args": {"x": Arg(required=True), "weight": Arg()},
-    "shapes": lambda s: dict(x=(*s.rows, s.C), weight=(s.C,)),
-}
 RMS_NORM = Op(
-    rms_norm, _rms_norm, configs=lambda large: [],
+    rms_norm, _rms_norm, _RMS | _RESIDUAL, **_ALONE,
     eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
-    **_with_residual(_RMS),
 )  # fmt: skip
 RMS_NORM_AND_INPUT = Op(
-    rms_norm_and_input, _and_input(_rms_norm), configs=_norm_configs, fuzz_share=2, outputs=2,
+    rms_norm_and_input, _and_input(_rms_norm), _RMS | _SAMPLES, **_BOTH,
     eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x),
-    **_with_samples(_RMS),
 )  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...ops.patch_embed.functions import patch_embed, patch_embed_ref
-from ..op import Arg, Example, Op, Pick, Shape, Sizes, Whole, sized
-from .arguments import OPERAND
+from ..op import Arg, Example, Op, Shape, Sizes, Whole, sized
+from .arguments import MATRIX, OPERAND
 
 # Besides what every call has, sizes may say `kept`, how many patches of an image are listed, and
 # `uint8`. A grid and a patch of three axes are a video's.
@@ -54,27 +53,6 @@ def _patch_settings(s: Any) -> dict[str, Any]:
     )
 
 
-def _patch_fuzz(pick: Pick) -> Mapping[str, Any]:
-    B, C, channels = pick(1, 2, 0, 1, 2, 3, 5), pick.up_to(130), pick(1, 3, 4)
-    height, width = (pick(1, 2, 3, 4, 5, 7, 8, 14, 16) for _ in range(2))
-    depth = pick(0, 0, 1, 2, 3)  # frames of a patch, 0 for an image
-    most = 20_000 // (height * width * channels * max(1, depth))
-    most = max(1, min(600, most) // max(1, B))
-    rows = pick.integer(1, min(24, most))
-    columns = pick.integer(1, max(1, min(25, most // rows)))
-    frames = pick.integer(1, max(1, min(4, most // (rows * columns))))
-    grid, patch = (rows, columns), (height, width)
-    if depth:
-        grid, patch = (frames, *grid), (depth, *patch)
-    prefix, num_patches = pick(0, pick.integer(0, 5)), math.prod(grid)
-    return dict(
-        B=B, channels=channels, grid=grid, patch=patch, C=C, prefix=prefix,
-        lead=pick((), (1,)), pos=num_patches + pick(0, prefix), given=("prefix_tokens",),
-        kept=pick(0, pick.integer(1, num_patches)), index=pick(torch.int64, torch.int32),
-        uint8=pick(False, False, True),
-    )  # fmt: skip
-
-
 def _patch_configs(large: bool) -> list[Example]:
     def example(B: int, size: Shape, patch: int, C: int, **more: Any) -> Example:
         return sized(_patch_sizes(Sizes(B, 0, C, 0, 0, (size[0], size[1]), patch)) | more)
@@ -104,12 +82,9 @@ PATCH_EMBED = Op(
     patch_embed, patch_embed_ref,
     args={
         "images": Arg(required=True, operand=True, trained=False),
-        "weight": Arg("matrix", required=True, operand=True, accepts=("wider",)),
-        "bias": OPERAND, "prefix_tokens": Arg(), "pos_embed": Arg(),
+        "weight": MATRIX, "bias": OPERAND, "prefix_tokens": Arg(), "pos_embed": Arg(),
         "keep": Arg(grad=False, trained=False, usual=False),
     },
-    shapes=_patch_shapes,
-    tiny=dict(B=2, channels=3, grid=(2, 1), patch=(4, 4), C=8, prefix=1),
-    at=_patch_sizes, settings=_patch_settings, integers=_patch_integers,
-    fuzz=_patch_fuzz, configs=_patch_configs, check=_patch_check,
+    shapes=_patch_shapes, settings=_patch_settings, integers=_patch_integers,
+    at=_patch_sizes, check=_patch_check, configs=_patch_configs,
 )  # fmt: skip

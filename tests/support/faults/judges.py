@@ -546,7 +546,7 @@ FAULTS += [  # what the judges are asked, and with which numbers
         "dict(uint8=True)", "dict(uint8=False)", ASKED,
     ),
     Fault(
-        "entry-frozen", f"{ENTRIES}rope.py", "_rope_configs", "each has the tables' gradient",
+        "entry-frozen", f"{ENTRIES}rope.py", "_configs", "each has the tables' gradient",
         "case(*head, frozen=TABLES) for", "case(*head) for", ASKED,
     ),
     Fault(
@@ -570,10 +570,6 @@ FAULTS += [  # what the judges are asked, and with which numbers
         "entry-split", f"{ENTRIES}attention.py", "_attention_check",
         "check sees no tokens past the one-pass backward", '{**one, "T": 260}', '{**one, "T": 26}',
         ASKED,
-    ),
-    Fault(
-        "entry-fuzz", f"{ENTRIES}patch_embed.py", "_patch_fuzz", "random patches are a frame less",
-        "pick(0, 0, 1, 2, 3)", "pick(0, 0, 1, 2)", ASKED,
     ),
     Fault(
         "entry-gradients", "verify/op.py", "Op.inputs", "no gradient is looked at",
@@ -642,7 +638,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{CONFIGS}kept_configs_of_one_dtype_are_not_another_dtypes",),
     ),
     Fault(
-        "judge-kept-folders", "verify/kept.py", "package_hash", "kept results outlive the kernels",
+        "judge-kept-folders", "verify/results_cache.py", "package_hash",
+        "kept results outlive the kernels",
         'PACKAGE.rglob("*.py")', 'PACKAGE.glob("*.py")',
         (f"{LATE}kept_lines_are_of_the_same_sources",),
     ),
@@ -652,8 +649,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
     ),
     Fault(
-        "judge-lost-device", "verify/worker.py", "_config_lines", "a lost device goes on",
-        "raise SystemExit(LOST)", "pass", (f"{LATE}a_process_ends_with_its_device",),
+        "judge-lost-device", "verify/worker.py", "main", "a lost device goes on",
+        "return LOST", "pass", (f"{LATE}a_process_ends_with_its_device",),
     ),
     Fault(
         "judge-rest", "verify/worker.py", "rest_of", "what another table tried is left out",

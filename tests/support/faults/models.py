@@ -221,15 +221,15 @@ FAULTS = [
         only=(f"{_ROPE_MODELS}test_every_preset_has_timms_arguments",),
     ),
     Fault(
-        "model-drop-path-rates", "models/vit.py", "VisionTransformer.__init__",
+        "model-drop-path-rates", "models/config.py", "ViTConfig.block",
         "the last block drops less than the rate",
-        "drop_path_rate * i / max(depth - 1, 1)", "drop_path_rate * i / depth",
+        "drop_path_rate * i / max(self.depth - 1, 1)", "drop_path_rate * i / self.depth",
         only=("models/test_vit.py::test_drop_path_rates_are_timms",),
     ),
     Fault(
         "model-drop-path-second", "models/vit.py", "Block.__init__",
         "the second branch is never dropped",
-        "self.drop_path2 = DropPath(drop_path, drop_path_mode)", "self.drop_path2 = DropPath()",
+        "self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)", "self.drop_path2 = DropPath()",
         only=("models/test_vit.py::test_drop_path_rates_are_timms",),
     ),
     Fault(
@@ -259,7 +259,7 @@ FAULTS = [
     Fault(
         "model-fc-norm-default", "models/vit.py", "VisionTransformer.__init__",
         "a mean of unnormed patches' norms, as if the norm came before",
-        'global_pool == "avg" if fc_norm is None else fc_norm', "bool(fc_norm)",
+        'c.global_pool == "avg" if c.fc_norm is None else c.fc_norm', "bool(c.fc_norm)",
         only=("models/test_vit.py::test_features_and_head_are_timms",),
     ),
     Fault(
@@ -374,7 +374,7 @@ FAULTS = [
     Fault(
         "model-norm-default-eps", "models/norms.py", "RmsNorm.__init__",
         "RmsNorm's default eps is torch's LayerNorm's",
-        "eps: float = 1e-6", "eps: float = 1e-5",
+        "eps: Eps = 1e-6", "eps: Eps = 1e-5",
         only=("models/test_vit.py::test_norms_have_their_hosts_eps",),
     ),
     Fault(
@@ -395,7 +395,7 @@ FAULTS = [
     Fault(
         "init-again-skipped", "models/vit.py", "VisionTransformer.__init__",
         "a model that skipped its initial weights begins with zeros later",
-        '"reset" if weight_init == "skip" else weight_init', "weight_init",
+        '"reset" if c.weight_init == "skip" else c.weight_init', "c.weight_init",
         only=(
             "models/test_vit.py::"
             "test_weights_are_drawn_anew_by_the_scheme_that_is_named_else_the_constructors[skip]",
@@ -404,7 +404,7 @@ FAULTS = [
     Fault(
         "model-dtype-alone", "models/vit.py", "VisionTransformer.__init__",
         "a dtype without a device is ignored",
-        "if device is not None or dtype is not None:", "if device is not None:",
+        "if c.device is not None or c.dtype is not None:", "if c.device is not None:",
         only=("models/test_vit.py::test_a_model_is_made_in_a_dtype_on_a_device",),
     ),
     Fault(
@@ -428,7 +428,8 @@ FAULTS = [
     Fault(
         "model-rope-head-dim", "models/vit.py", "VisionTransformer.__init__",
         "angles for heads of another width than attn_head_dim",
-        "attn_head_dim or embed_dim // num_heads, self", "embed_dim // num_heads, self",
+        "c.attn_head_dim or c.embed_dim // c.num_heads, self",
+        "c.embed_dim // c.num_heads, self",
         only=("models/test_rope_models.py::test_agreement_with_plain_pytorch",),
     ),
     Fault(
@@ -544,7 +545,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "model-refused-usual", "models/refused.py", "",
+        "model-refused-usual", "models/checks.py", "",
         "what our models are is refused, what they are not is taken",
         '"strict_img_size": (True,', '"strict_img_size": (False,',
         only=(

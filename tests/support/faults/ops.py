@@ -114,7 +114,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "op-timm-refused",
-        "models/refused.py",
+        "models/checks.py",
         "refuse",
         "an argument of timm's that we lack is taken and does nothing",
         "value not in (None, usual)",

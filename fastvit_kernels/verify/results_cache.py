@@ -36,7 +36,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Kept:
+class ResultsCache:
     """The lines of one file; without a path, of this process alone."""
 
     def __init__(self, path: Path | None, sources: Callable[[], str] = package_hash):
