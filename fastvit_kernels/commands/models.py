@@ -142,6 +142,43 @@ def fused_model(name: str, **overrides: Any) -> nn.Module:
     return model
 
 
+def snapshot(repository: str) -> Path:
+    """The folder of a repository of the Hub in the cache of huggingface_hub; nothing is fetched.
+
+    Raises: CommandError where it is not there.
+    """
+    hub: Any = require("huggingface_hub", "huggingface_hub", "huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(repository, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"{repository} is not in {hub.constants.HF_HUB_CACHE}, and this command downloads "
+            f"nothing; fetch it first: hf download {repository}"
+        ) from error
+
+
+def source_folder(source: str) -> Path:
+    """The folder of hf:NAME: one on the disk, or a repository in the cache."""
+    name = source.partition(":")[2]
+    return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a repository's folder, all shards where it has several.
+
+    Raises: CommandError where there are none.
+    """
+    names = ("model.safetensors", "pytorch_model.bin")
+    for name in names:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+            return [folder / shard for shard in sorted(shards)]
+    raise CommandError(f"{folder} holds none of {', '.join(names)}")
+
+
 def input_shape(model: nn.Module) -> tuple[int, int, int]:
     """(channels, height, width) of the images that a model of `build_model` takes."""
     found: Any = model

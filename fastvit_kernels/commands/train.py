@@ -18,11 +18,11 @@ from . import options
 from .console import CommandError, make_console, refusing, require
 from .options import MOST, MOST_PROCESSES, part, positive, share, within
 from .training.folder import open_run, read_run
-from .training.images import add_reading, open_images
 from .training.processes import Processes, ended_together, join, leave
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
 from .training.settings import DEFAULTS, Settings, given_options
+from .training.streaming import add_reading, open_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,15 +11,16 @@ from test_resume import Runs
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.models import build_model
-from fastvit_kernels.commands.training import cached, checkpoint, finetune
-from fastvit_kernels.commands.training.model import model_of
+from fastvit_kernels.commands.models import build_model, snapshot, source_folder, weight_files
+from fastvit_kernels.commands.training import checkpoint
+from fastvit_kernels.commands.training.model import load_into, merged, model_of, tensors_in
 from fastvit_kernels.commands.training.settings import make_settings
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("transformers")
 timm = pytest.importorskip("timm")
+hub = pytest.importorskip("huggingface_hub")
 CONFIG = dict(
     model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
     intermediate_size=32, image_size=8, patch_size=4, num_channels=1, num_labels=3,
@@ -81,7 +82,7 @@ def test_what_lora_trains(tmp_path, pretrained):
         head = set() if freeze else {"classifier.weight", "classifier.bias"}
         assert trained - low == head
         before = {n: v.clone() for n, v in model.state_dict().items()}
-        assert set(finetune.merged(model, settings).state_dict()) == set(pretrained.state_dict())
+        assert set(merged(model, settings).state_dict()) == set(pretrained.state_dict())
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
         assert before.keys() == model.state_dict().keys()
 
@@ -123,10 +124,10 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path):
         change(wrong)
         torch.save(wrong, tmp_path / "wrong.pth")
         with pytest.raises(CommandError, match=message):
-            finetune.load_into(model, str(tmp_path / "wrong.pth"))
+            load_into(model, str(tmp_path / "wrong.pth"))
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     with pytest.raises(CommandError, match=r"there is no file .*absent.pth"):
-        finetune.load_into(model, str(tmp_path / "absent.pth"))
+        load_into(model, str(tmp_path / "absent.pth"))
 
 
 def test_another_head_and_another_grid(tmp_path):
@@ -137,7 +138,7 @@ def test_another_head_and_another_grid(tmp_path):
     for name in ("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"):
         model = build_model(name, img_size=32, num_classes=4, depth=1)
         head = model.get_parameter("head.weight").clone()
-        line = finetune.load_into(model, str(tmp_path / "file.pth"))
+        line = load_into(model, str(tmp_path / "file.pth"))
         assert "new: head" in line
         weight = "blocks.0.attn.qkv.weight"
         assert torch.equal(model.get_parameter(weight), source.get_parameter(weight))
@@ -156,33 +157,26 @@ def test_another_head_and_another_grid(tmp_path):
 )  # fmt: skip
 def test_the_tensors_in_a_file_of_another_trainer(wrap):
     state = {"head.weight": torch.ones(2), "norm.bias": torch.zeros(1)}
-    assert finetune.tensors_in(wrap({**state, "step": 3}), "file") == state
+    assert tensors_in(wrap({**state, "step": 3}), "file") == state
 
 
-def test_where_the_cache_is(tmp_path, monkeypatch):
-    """HF_HUB_CACHE, else hub in HF_HOME, else in the user's cache; all shards of a repository."""
-    home = tmp_path / "home"
-    for name in ("HF_HUB_CACHE", "HF_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cached.Path, "home", lambda: home)
-    for folder, name in (
-        (home / ".cache" / "huggingface" / "hub", None), (tmp_path / "hf" / "hub", "HF_HOME"),
-        (tmp_path / "cache", "HF_HUB_CACHE"),
-    ):  # fmt: skip
-        if name is not None:
-            monkeypatch.setenv(name, str(tmp_path / "hf" if name == "HF_HOME" else folder))
-        with pytest.raises(CommandError, match=f"a/b is not in {folder}, .*hf download a/b"):
-            cached.snapshot("a/b")
-        found = folder / "models--a--b" / "snapshots" / "abc"
-        found.mkdir(parents=True)
-        (folder / "models--a--b" / "refs").mkdir()
-        (folder / "models--a--b" / "refs" / "main").write_text("abc\n")
-        assert cached.snapshot("a/b") == found == cached.source_folder("hf:a/b")
+def test_a_repository_of_the_cache(tmp_path, monkeypatch):
+    """As huggingface_hub lays it out, at its branch main; all shards of its weights."""
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CommandError, match=f"a/b is not in {tmp_path}, .*hf download a/b"):
+        snapshot("a/b")
+    with pytest.raises(CommandError, match=r"not a name is not in .*"):
+        snapshot("not a name")
+    found = tmp_path / "models--a--b" / "snapshots" / "abc"
+    found.mkdir(parents=True)
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("abc")
+    assert snapshot("a/b") == found == source_folder("hf:a/b")
     with pytest.raises(CommandError, match=r"holds none of model\.safetensors"):
-        cached.weight_files(found)
+        weight_files(found)
     index = {"weight_map": {"x": "2.safetensors", "y": "1.safetensors", "z": "2.safetensors"}}
     (found / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert cached.weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
+    assert weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
 
 
 def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -195,7 +189,7 @@ def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):
     """As `hf download` leaves them; what is not there is not fetched."""
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     words = ["--weights", "timm:vit_tiny_patch16_224", "--img-size", 32, "--in-chans", 1]
     assert train(*words, *DIGITS, "--out", "run") == 2
     err = capsys.readouterr().err
@@ -207,11 +201,11 @@ def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):
     source = build_model("timm:vit_tiny_patch16_224")
     safetensors.save_file(source.state_dict(), folder / "snapshots" / "abc" / "model.safetensors")
     model = build_model("timm:vit_tiny_patch16_224", img_size=32, num_classes=10)
-    assert "new: head" in finetune.load_into(model, "timm:vit_tiny_patch16_224")
+    assert "new: head" in load_into(model, "timm:vit_tiny_patch16_224")
     name = "blocks.11.mlp.fc1.weight"
     assert torch.equal(model.get_parameter(name), source.get_parameter(name))
     with pytest.raises(CommandError, match="hf download facebook/absent"):
-        finetune.load_into(model, "hf:facebook/absent")
+        load_into(model, "hf:facebook/absent")
 
 
 def test_lora_is_for_models_of_other_libraries(tmp_path, monkeypatch, capsys):

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_data import Image, write_images
+from test_data import Image
 
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.training import checkpoint, records
 from fastvit_kernels.commands.training import folder as names
-from fastvit_kernels.commands.training.records import Files, Part, Rows, Shards
+from fastvit_kernels.commands.training.records import Files, Rows
 
 
 def shard(path, *members):
@@ -101,16 +101,16 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
 
 
 def test_the_digest_of_each_kind_of_records(tmp_path):
-    write_images(tmp_path, count=5)
-    whole = Files([tmp_path / "cat" / "0.png", tmp_path / "dog" / "0.png"], [0, 1])
-    place = (Path("0.tar"), "a.png", 512, 100)
+    place, other = (tmp_path / "a.png", "", 0, 7), (tmp_path / "b.png", "", 0, 7)
+    whole = Files([place, other], [0, 1])
+    rows = Rows(SimpleNamespace(_fingerprint="a"), "image", range(2), [0, 1])
     kinds = [
-        whole, Files(whole.paths[::-1], [0, 1]), Files(whole.paths, [0, 0]),
-        Part(whole, [0]), Part(whole, [1]), Part(Files(whole.paths, [0, 0]), [0]),
-        Shards([place], [0]), Shards([place], [1]), Shards([(*place[:3], 101)], [0]),
-        Rows(SimpleNamespace(_fingerprint="a"), "image", [0]),
-        Rows(SimpleNamespace(_fingerprint="b"), "image", [0]),
-        Rows(SimpleNamespace(_fingerprint="a"), "image", [1]),
+        whole, Files([other, place], [0, 1]), Files([place, other], [0, 0]),
+        Files([(*place[:3], 8), other], [0, 1]), Files([place, (*other[:2], 9, 7)], [0, 1]),
+        Files([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part([0]), whole.part([1]),
+        rows, Rows(SimpleNamespace(_fingerprint="b"), "image", range(2), [0, 1]),
+        Rows(rows.split, "image", range(2), [1, 1]), rows.part([0]), rows.part([1]),
+        Rows(rows.split, "image", [1], [0]),
     ]  # fmt: skip
     digests = [kind.digest() for kind in kinds]
     assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]

@@ -16,7 +16,8 @@ from torch.distributed import checkpoint as dcp
 
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import processes, sharded
+from fastvit_kernels.commands.training import folder as names
+from fastvit_kernels.commands.training import processes
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -125,19 +126,18 @@ def test_fsdp_needs_torchrun(capsys):
 def test_shards_of_another_model(tmp_path):
     held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
     dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
-    wanted = {"model.a": torch.ones(2, 4), "model.new": torch.ones(1)}
+    wanted = {"model": {"a": torch.ones(2, 4), "new": torch.ones(1)}}
     with pytest.raises(CommandError, match="is a checkpoint of another model") as raised:
-        sharded.load(tmp_path / "shards", wanted)
+        names.restore(tmp_path / "shards", wanted, {})
     for difference in ("model.a is (2, 3) there and (2, 4) here", "gone is only there", "new is"):
         assert difference in str(raised.value)
-    assert wanted["model.a"].min() == 1, "nothing was read"
-    assert (
-        sharded.load(tmp_path / "shards", {n: torch.ones(t.shape) for n, t in held.items()})
-        == set()
-    )
+    assert wanted["model"]["a"].min() == 1, "nothing was read"
+    fits = {"model": {"a": torch.ones(2, 3), "gone": torch.ones(1)}}
+    assert names.restore(tmp_path / "shards", fits, {}) == set()
+    assert fits["model"]["a"].max() == 0
     (tmp_path / "shards" / ".metadata").write_bytes(b"half")
     with pytest.raises(CommandError, match="cannot be read as a checkpoint"):
-        sharded.load(tmp_path / "shards", wanted)
+        names.restore(tmp_path / "shards", wanted, {})
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ import torch.distributed.fsdp
 from small_training import shrink
 
 from fastvit_kernels.commands import cli
+from fastvit_kernels.commands.training import folder
 from fastvit_kernels.commands.training import run as training
-from fastvit_kernels.commands.training import sharded
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 START = ["--epochs", "2", "--batch", "64", "--no-check", "--device", "cpu", "--backend", "torch"]
@@ -82,7 +82,7 @@ def die_half_way() -> None:
         calls += 1
         return kill_me() if calls == 3 else write(*arguments)
 
-    sharded.dcp.FileSystemWriter.write_data = counted
+    folder.dcp.FileSystemWriter.write_data = counted
 
 
 def rank_of(rank: int, world: int, words: list[str], out: Path, dies: str, meeting: Path) -> int:

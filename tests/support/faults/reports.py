@@ -503,14 +503,15 @@ FAULTS: list[Fault] = [
         only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
     ),
     Fault(
-        "report-maps-missing", ATTENTION_MAPS, "", "missing weights are taken",
-        'if key not in ("head.weight", "head.bias")', 'if "weight" not in key',
+        "report-maps-loaded", ATTENTION_MAPS, "", "the weights are not read",
+        '    load_into(model, str(weights))',
+        '    pass',
         only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
     ),
     Fault(
         "report-maps-title", ATTENTION_MAPS, "", "each drawing is of the first layer",
-        "figures.draw_attention_layer(image, layer,",
-        "figures.draw_attention_layer(image, layers[0],",
+        'figures.draw_attention(image, [layer],',
+        'figures.draw_attention(image, layers[:1],',
         only=(_CLI + "test_each_layer_of_an_image_is_drawn",),
     ),
 ]  # fmt: skip
