@@ -94,19 +94,17 @@ def _choose_backend(settings: Settings, device: torch.device, console: Any) -> B
 
 def _train(run: Run, console: Any) -> None:
     """The epochs that remain, with a progress bar; a checkpoint after each."""
-    progress = require("rich.progress", "rich")
+    rich: Any = require("rich.progress", "rich")
     settings, done = run.settings, len(run.history)
     columns = (
-        progress.TextColumn("{task.description}"), progress.BarColumn(),
-        progress.TextColumn("{task.completed}/{task.total} steps"),
-        progress.TimeElapsedColumn(), progress.TextColumn("elapsed,"),
-        progress.TimeRemainingColumn(), progress.TextColumn("left"),
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
+        rich.TextColumn("steps"), rich.TimeElapsedColumn(), rich.TextColumn("elapsed,"),
+        rich.TimeRemainingColumn(), rich.TextColumn("left"),
     )  # fmt: skip
     steps = run.steps_per_epoch * len(run.learners)
     every = max(1, settings.epochs // 10)
-    with progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    shown = console.is_terminal
+    with rich.Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
         for epoch in range(done + 1, settings.epochs + 1):
 
@@ -152,8 +150,13 @@ def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Erro
     return None
 
 
-def _check_settings(settings: Settings, processes: Processes) -> None:
-    """Raises: CommandError for what several processes cannot do."""
+def _open(
+    arguments: argparse.Namespace, processes: Processes, device: torch.device
+) -> tuple[Path, Settings, Path | None]:
+    """`open_run` of a run that these processes can do."""
+    folder, settings, path = open_run(
+        given_options(arguments), arguments.out, arguments.resume, device
+    )
     if processes.launched and settings.compare:
         raise CommandError("--compare trains beside plain PyTorch in one process, without torchrun")
     if settings.batch_size < processes.world:
@@ -161,11 +164,7 @@ def _check_settings(settings: Settings, processes: Processes) -> None:
             f"--batch {settings.batch_size} is shared among the processes: {processes.world} of "
             "them need as many images or more"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    with refusing(f"--out {folder} cannot be written", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+    return folder, settings, path
 
 
 def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
@@ -186,8 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes, device = join(arguments.device, arguments.fsdp)
     console = make_console(quiet=not processes.first)
     require("matplotlib.figure", "matplotlib")
-    device = device or options.chosen_device(arguments)
-    status = _run(arguments, processes, device, console)
+    status = _run(arguments, processes, device or options.chosen_device(arguments), console)
     leave(processes)
     return status
 
@@ -195,16 +193,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, processes: Processes, device: torch.device, console: Any
 ) -> int:
-    folder, settings, path = processes.agree(
-        lambda: open_run(given_options(arguments), arguments.out, arguments.resume, device)
-    )
-    processes.agree(lambda: _check_settings(settings, processes))
+    folder, settings, path = processes.agree(lambda: _open(arguments, processes, device))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
     say = None if path is not None else lambda line: console.print(line, markup=False)
-    images = open_images(settings, arguments, console)
-    training = Run(settings, images, device, folder, processes, say)
+    source = open_images(settings, arguments, console)
+    training = Run(settings, source, device, folder, processes, say)
     errors = processes.agree(lambda: _checked(training, arguments, console))
     if errors is None:
         return 1
@@ -218,19 +213,21 @@ def _run(
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)
     if path is None:
-        processes.agree(lambda: _make_folder(folder))
+        with refusing(f"--out {folder} cannot be written", OSError):
+            processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
         with refusing("nothing was trained", OSError):
             training.save()
-    with ended_together(
-        processes,
-        lambda why: console.out(f"\nThe run stops: {why}. {_how_far(folder, settings, processes)}"),
-    ):
+
+    def stopped(why: str) -> None:
+        console.out(f"\n{why}. {_how_far(folder, settings, processes)}")
+
+    with ended_together(processes, lambda why: stopped(f"The run stops: {why}")):
         try:
             with backend(steps_backend):
                 _train(training, console)
                 write_report(training, errors, console)
         except KeyboardInterrupt:
-            console.out(f"\nInterrupted. {_how_far(folder, settings, processes)}")
+            stopped("Interrupted")
             return 130
         except OSError as error:  # such as a full disk
             if not processes.first:

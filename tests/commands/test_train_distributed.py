@@ -23,7 +23,10 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 PROGRAM = Path(__file__).parent.parent / "support" / "distributed_training.py"
-SCENARIOS = ("one", "ddp", "fsdp", "step", "half", "term", "grown", "bf16", "rows", "few", "beside")
+SCENARIOS = (
+    "one", "ddp", "fsdp", "average", "averages", "step", "half", "term", "grown", "bf16", "rows",
+    "few", "beside",
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -59,6 +62,14 @@ def test_two_processes_give_the_losses_of_one(runs, name):
     assert losses(folder, name) == pytest.approx(losses(folder, "one"), rel=1e-4)
     whole = [path.name for path in (folder / name).glob("*checkpoint*")]
     assert whole == ["checkpoint-0002"], "the older ones are gone"
+
+
+def test_the_average_is_sharded_with_the_model(runs):
+    folder, statuses = runs
+    assert (statuses["average"], statuses["averages"]) == ([[0]], [[0, 0], [0]])
+    assert losses(folder, "averages") == pytest.approx(losses(folder, "average"), rel=1e-4)
+    held = [losses(folder, name)[2::4] for name in ("average", "one")]
+    assert held[0] != pytest.approx(held[1], rel=1e-2), "the average's own"
 
 
 @pytest.mark.parametrize(

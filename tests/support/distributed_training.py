@@ -38,6 +38,8 @@ SCENARIOS: dict[str, list[tuple[int, list[str], int | None, str]]] = {
     "one": [(0, START, None, "")],
     "ddp": [(2, START, None, "")],
     "fsdp": [(2, [*START, "--fsdp"], None, "")],
+    "average": [(0, [*START, "--ema", "0.5"], None, "")],
+    "averages": [(2, [*START, "--ema", "0.5", "--fsdp"], None, ""), (1, RESUME, None, "")],
     "step": [(2, START, 1, "step"), (1, RESUME, None, "")],
     "half": [(2, [*START, "--fsdp"], 1, "half"), (0, RESUME, None, "")],
     "term": [(2, START, 0, "term")],
