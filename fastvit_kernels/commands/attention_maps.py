@@ -19,7 +19,7 @@ from . import options
 from .console import CommandError, make_console, refusing, require
 from .models import build_model, input_shape
 from .training import checkpoint, data, figures
-from .training.folder import WEIGHTS, read_run
+from .training.folder import CHECKPOINT, WEIGHTS
 from .training.model import UNFIT, load_into, model_of
 from .training.records import Files
 from .training.settings import read_settings
@@ -68,10 +68,8 @@ def _named_model(
 
 def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
     """The model of a run: from its checkpoint.pt, or its weights.pth with checkpoint.pt beside."""
-    if weights.name == WEIGHTS:
-        content, run = read_run(weights.parent)
-    else:
-        content, run = checkpoint.load(weights), weights
+    run = weights.with_name(CHECKPOINT) if weights.name == WEIGHTS else weights
+    content = checkpoint.load(run)
     settings = read_settings(content, run)
     if run != weights:  # weights.pth has LoRA added in
         settings.lora = 0

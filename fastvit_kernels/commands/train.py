@@ -17,7 +17,8 @@ from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
 from .options import MOST, MOST_PROCESSES, part, positive, share, within
-from .training.folder import open_run, read_run
+from .training import checkpoint
+from .training.folder import CHECKPOINT, open_run
 from .training.processes import Processes, ended_together, join, leave
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
@@ -152,11 +153,9 @@ def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Erro
 
 def _open(
     arguments: argparse.Namespace, processes: Processes, device: torch.device
-) -> tuple[Path, Settings, Path | None]:
+) -> tuple[Path, Settings]:
     """`open_run` of a run that these processes can do."""
-    folder, settings, path = open_run(
-        given_options(arguments), arguments.out, arguments.resume, device
-    )
+    folder, settings = open_run(given_options(arguments), arguments.out, arguments.resume, device)
     if processes.launched and settings.compare:
         raise CommandError("--compare trains beside plain PyTorch in one process, without torchrun")
     if settings.batch_size < processes.world:
@@ -164,18 +163,18 @@ def _open(
             f"--batch {settings.batch_size} is shared among the processes: {processes.world} of "
             "them need as many images or more"
         )
-    return folder, settings, path
+    return folder, settings
 
 
 def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
     """What the checkpoint holds, and the command that goes on with it."""
-    content, path = read_run(folder)
+    done = len(checkpoint.load(folder / CHECKPOINT)["history"])
     launch = "fastvit-kernels train"
     if processes.launched:
         launch = f"torchrun --nproc-per-node {processes.world} -m fastvit_kernels train"
     return (
-        f"{path} holds the run after epoch {len(content['history'])} of {settings.epochs}; go on "
-        f"with: {launch} --resume --out {folder}"
+        f"{folder / CHECKPOINT} holds the run after epoch {done} of {settings.epochs}; go on with: "
+        f"{launch} --resume --out {folder}"
     )
 
 
@@ -193,11 +192,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, processes: Processes, device: torch.device, console: Any
 ) -> int:
-    folder, settings, path = processes.agree(lambda: _open(arguments, processes, device))
+    folder, settings = processes.agree(lambda: _open(arguments, processes, device))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
-    say = None if path is not None else lambda line: console.print(line, markup=False)
+    say = None if arguments.resume else lambda line: console.print(line, markup=False)
     source = open_images(settings, arguments, console)
     training = Run(settings, source, device, folder, processes, say)
     errors = processes.agree(lambda: _checked(training, arguments, console))
@@ -205,14 +204,14 @@ def _run(
         return 1
     if processes.launched:
         training.distribute(arguments.fsdp)
-    if path is not None:
-        training.restore(path)
+    if arguments.resume:
+        training.restore()
         if processes.first:
             training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)
-    if path is None:
+    if not arguments.resume:
         with refusing(f"--out {folder} cannot be written", OSError):
             processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
         with refusing("nothing was trained", OSError):

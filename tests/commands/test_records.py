@@ -122,20 +122,8 @@ def _checkpoint(path, epochs):
     checkpoint.save(path, {**parts, "history": [{}] * epochs})
 
 
-def test_the_newer_checkpoint_of_a_run_is_read(tmp_path):
-    """Of one process or of several, whatever the number of digits."""
-    _checkpoint(tmp_path / "checkpoint.pt", 9998)
-    for epochs in (9999, 10000):
-        _checkpoint(tmp_path / f"checkpoint-{epochs:04d}" / "run.pt", epochs)
-    content, path = names.read_run(tmp_path)
-    assert path == tmp_path / "checkpoint-10000" and len(content["history"]) == 10000
-    _checkpoint(tmp_path / "checkpoint.pt", 10001)
-    content, path = names.read_run(tmp_path)
-    assert path == tmp_path / "checkpoint.pt" and len(content["history"]) == 10001
-
-
 def test_which_folder_a_run_takes(tmp_path, monkeypatch):
-    """The first that is free; the latest where it goes on; none that holds another's shards."""
+    """The first that is free; the latest where it goes on; none that holds a run already."""
     monkeypatch.chdir(tmp_path)
     cpu = torch.device("cpu")
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits")
@@ -144,7 +132,5 @@ def test_which_folder_a_run_takes(tmp_path, monkeypatch):
     Path("runs/digits-11").mkdir()  # holds no run
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits-3")
     assert names._latest_folder("digits") == Path("runs/digits-10")
-    _checkpoint(Path("runs/digits-12/checkpoint-0001/run.pt"), 1)
-    assert names._latest_folder("digits") == Path("runs/digits-12")
-    with pytest.raises(CommandError, match=r"digits-12 holds a run already .checkpoint-0001"):
-        names.open_run({}, Path("runs/digits-12"), False, cpu)
+    with pytest.raises(CommandError, match=r"digits-9 holds a run already .checkpoint.pt"):
+        names.open_run({}, Path("runs/digits-9"), False, cpu)

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import folder as names
-from fastvit_kernels.commands.training import processes
+from fastvit_kernels.commands.training import checkpoint, processes
+from fastvit_kernels.commands.training.run import restore_tensors
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -61,7 +60,7 @@ def test_two_processes_give_the_losses_of_one(runs, name):
     assert statuses["one"] == [[0]] and statuses[name] == [[0, 0]], log(folder, name)
     assert losses(folder, name) == pytest.approx(losses(folder, "one"), rel=1e-4)
     whole = [path.name for path in (folder / name).glob("*checkpoint*")]
-    assert whole == ["checkpoint-0002"], "the older ones are gone"
+    assert whole == ["checkpoint.pt"], "one file, and nothing half"
 
 
 def test_the_average_is_sharded_with_the_model(runs):
@@ -75,8 +74,8 @@ def test_the_average_is_sharded_with_the_model(runs):
 @pytest.mark.parametrize(
     ("name", "statuses", "message"),
     [
-        ("step", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
-        ("half", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
+        ("step", [[1, -9], [0]], "checkpoint.pt holds the run after epoch 1 of 2"),
+        ("half", [[1, -9], [0]], "checkpoint.pt holds the run after epoch 1 of 2"),
         ("grown", [[-9], [0, 0]], ""),
     ],
 )
@@ -97,7 +96,7 @@ def test_sigterm_says_how_far_the_run_has_come(runs):
     folder, statuses = runs
     text = log(folder, "term")
     assert statuses["term"] == [[143, 1]], text
-    assert "SIGTERM" in text and "checkpoint-0001 holds the run after epoch 1 of 2" in text
+    assert "SIGTERM" in text and "checkpoint.pt holds the run after epoch 1 of 2" in text
 
 
 def test_a_last_batch_smaller_than_the_number_of_processes(runs):
@@ -134,21 +133,14 @@ def test_fsdp_needs_torchrun(capsys):
     assert "torchrun --nproc-per-node N -m fastvit_kernels train --fsdp" in capsys.readouterr().err
 
 
-def test_shards_of_another_model(tmp_path):
-    held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
-    dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
+def test_a_checkpoint_of_another_model(tmp_path):
+    held = {"model": {"a": torch.zeros(2, 3), "gone": torch.zeros(1)}}
     wanted = {"model": {"a": torch.ones(2, 4), "new": torch.ones(1)}}
     with pytest.raises(CommandError, match="is a checkpoint of another model") as raised:
-        names.restore(tmp_path / "shards", wanted, {})
+        restore_tensors(tmp_path, wanted, held)
     for difference in ("model.a is (2, 3) there and (2, 4) here", "gone is only there", "new is"):
         assert difference in str(raised.value)
-    assert wanted["model"]["a"].min() == 1, "nothing was read"
-    fits = {"model": {"a": torch.ones(2, 3), "gone": torch.ones(1)}}
-    assert names.restore(tmp_path / "shards", fits, {}) == set()
-    assert fits["model"]["a"].max() == 0
-    (tmp_path / "shards" / ".metadata").write_bytes(b"half")
-    with pytest.raises(CommandError, match="cannot be read as a checkpoint"):
-        names.restore(tmp_path / "shards", wanted, {})
+    assert wanted["model"]["a"].min() == 1, "nothing was copied"
 
 
 @pytest.mark.parametrize(
@@ -255,10 +247,9 @@ def test_the_line_of_the_manual(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
     names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}
-    assert {"checkpoint-0001", "weights.pth", "summary.json", "attention.png"} <= names
+    assert {"checkpoint.pt", "weights.pth", "summary.json", "attention.png"} <= names
     folder = tmp_path / "runs" / "digits"
     weights = torch.load(folder / "weights.pth", weights_only=True)
-    held = {f"model.{name}": torch.empty_like(value) for name, value in weights.items()}
-    reader = dcp.FileSystemReader(folder / "checkpoint-0001")
-    dcp.load(held, storage_reader=reader, no_dist=True)
-    assert all(torch.equal(held[f"model.{name}"], value) for name, value in weights.items())
+    held = checkpoint.load(folder / "checkpoint.pt")["model"]
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[name], value) for name, value in weights.items())

@@ -22,12 +22,10 @@ import rich.progress
 import rich.table
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from small_training import shrink
 
 from fastvit_kernels.commands import cli
-from fastvit_kernels.commands.training import folder
 from fastvit_kernels.commands.training import run as training
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
@@ -76,15 +74,15 @@ def die_in_step(count: int, die: Callable[[], None] = kill_me) -> None:
 
 
 def die_half_way() -> None:
-    """Kill this process in the checkpoint of the second epoch, before it writes its shards."""
-    write, calls = dcp.FileSystemWriter.write_data, 0
+    """Kill this process in the checkpoint of the second epoch, before it gives its shards."""
+    whole_state, calls = training.Run._whole_state, 0
 
-    def counted(*arguments):
+    def counted(run: training.Run) -> training.State:
         nonlocal calls
         calls += 1
-        return kill_me() if calls == 3 else write(*arguments)
+        return kill_me() if calls == 3 else whole_state(run)
 
-    folder.dcp.FileSystemWriter.write_data = counted
+    training.Run._whole_state = counted
 
 
 def rank_of(rank: int, world: int, words: list[str], out: Path, dies: str, meeting: Path) -> int:

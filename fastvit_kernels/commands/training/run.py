@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -25,22 +26,14 @@ from ...models.vit import VisionTransformer
 from ..console import CommandError, refusing
 from ..models import logits_of
 from . import checkpoint
-from .folder import (
-    CHECKPOINT,
-    METRICS,
-    RUN,
-    State,
-    read_run,
-    remove_shards,
-    restore,
-    save_shards,
-)
+from .folder import CHECKPOINT, METRICS
 from .model import model_of, plain_copy
 from .processes import Processes, distribute
 from .settings import Settings
 from .streaming import Source, Streamed, transforms
 
 GRADIENT_NORM = 1.0  # clipped to this
+State = dict[str, dict[str, Tensor]]  # "model", "optimizer", ...: tensors by name
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -109,6 +102,37 @@ class Learner:
         for name, parameter in self.model.named_parameters():
             if f"{self.name}optimizer.{name}.step" in missing:
                 self.optimizer.state.pop(parameter, None)
+
+
+def by_name(state: State) -> dict[str, Tensor]:
+    """Tensors by names such as model.blocks.0.norm1.weight."""
+    return {f"{part}.{name}": t for part, tensors in state.items() for name, t in tensors.items()}
+
+
+@torch.no_grad()
+def restore_tensors(path: Path, state: State, content: dict[str, Any]) -> set[str]:
+    """Copy the tensors of a checkpoint into those of `state`, and give the names that it lacks.
+
+    Raises: CommandError where it is of another model; KeyError where it lacks a part of the state.
+    """
+    wanted, held = by_name(state), by_name({part: content[part] for part in state})
+    missing = set(wanted) - set(held)
+    differences = [
+        f"{name} is {tuple(value.shape)} there and {tuple(wanted[name].shape)} here"
+        for name, value in held.items()
+        if name in wanted and value.shape != wanted[name].shape
+    ]
+    differences += [f"{name} is only there" for name in sorted(set(held) - set(wanted))]
+    differences += [f"{name} is only here" for name in sorted(missing) if name.startswith("model.")]
+    if differences:
+        raise CommandError(f"{path} is a checkpoint of another model: {'; '.join(differences[:3])}")
+    for name, value in held.items():
+        target = wanted[name]
+        if isinstance(target, DTensor):
+            value = value.to(target.device)
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        target.copy_(value)
+    return missing
 
 
 class Run:
@@ -290,30 +314,41 @@ class Run:
         if not all(math.isfinite(value) for value in row.values()):
             raise CommandError(
                 f"the loss of epoch {row['epoch']} is not finite; try a smaller --lr. The "
-                f"checkpoint of epoch {row['epoch'] - 1} is in {read_run(self.folder)[1]}"
+                f"checkpoint of epoch {row['epoch'] - 1} is in {self.folder / CHECKPOINT}"
             )
 
     def state(self) -> State:
-        """The tensors of a checkpoint, each under the same name with and without torchrun."""
+        """The tensors of a checkpoint; under FSDP2 DTensors."""
         return {part: ts for learner in self.learners for part, ts in learner.state().items()}
 
+    def _whole_state(self) -> State:
+        """Those of all processes in the first one, on its CPU. Every process must call it."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+                return tensor.cpu() if self.processes.first else tensor.new_empty(0)
+            return tensor
+
+        return {part: {n: whole(t) for n, t in ts.items()} for part, ts in self.state().items()}
+
     def save(self) -> None:
-        """The checkpoint and metrics.csv, each replaced as a whole."""
-        content = {
-            "settings": asdict(self.settings),
-            "classes": self.classes,
-            "normalization": asdict(self.normalization),
-            "data_digest": self.source.digest() if self.processes.first else "",
-            "history": self.history,
-        }
-        if self.processes.launched:
-            save_shards(self.folder, content, self.state(), self.processes)
-        else:
-            content |= {"rng": checkpoint.rng_state(), **self.state()}
-            checkpoint.save(self.folder / CHECKPOINT, content)
-            remove_shards(self.folder)
-        if self.processes.first:
+        """The checkpoint and metrics.csv, each replaced as a whole, by the first process."""
+        state = self._whole_state()
+
+        def write() -> None:
+            content = {
+                "settings": asdict(self.settings),
+                "classes": self.classes,
+                "normalization": asdict(self.normalization),
+                "data_digest": self.source.digest(),
+                "history": self.history,
+                "rng": checkpoint.rng_state(),
+            }
+            checkpoint.save(self.folder / CHECKPOINT, {**content, **state})
             self.write_metrics()
+
+        self.processes.agree(write)
 
     def write_metrics(self) -> None:
         """metrics.csv from the history; a kill may leave it an epoch behind checkpoint.pt."""
@@ -322,14 +357,14 @@ class Run:
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
             checkpoint.write_text(self.folder / METRICS, "\n".join(lines) + "\n")
 
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, history, and where one process goes on
+    def restore(self) -> None:
+        """Go on from the checkpoint: weights, optimizer, history, and where one process goes on
         alone, every random generator.
 
         Raises: CommandError where data or model differ from those of the checkpoint.
         """
-        alone = path.is_file()
-        content = checkpoint.load(path if alone else path / RUN)
+        path = self.folder / CHECKPOINT
+        content = checkpoint.load(path)
 
         def same_data() -> None:
             if content["data_digest"] != self.source.digest():
@@ -344,10 +379,10 @@ class Run:
         with refusing(f"{path} cannot be read as a checkpoint", *damaged):
             for learner in self.learners if self.history else ():
                 learner.make_state()
-            missing = restore(path, self.state(), content)
+            missing = restore_tensors(path, self.state(), content)
             for learner in self.learners:
                 learner.forget(missing)
-            if alone and not self.processes.launched:
+            if not self.processes.launched:
                 checkpoint.set_rng_state(content["rng"])
 
     def whole_model(self) -> nn.Module | None:

@@ -157,7 +157,7 @@ FAULTS: list[Fault] = [
         only=RESUMED,
     ),
     Fault(
-        "train-ema-not-restored", FOLDER, "restore", "the average not restored on resume",
+        "train-ema-not-restored", RUN, "restore_tensors", "the average not restored on resume",
         'target.copy_(value)',
         'name.startswith("average.") or target.copy_(value)',
         only=RESUMED,
@@ -168,7 +168,7 @@ FAULTS: list[Fault] = [
     ),
     # Resume.
     Fault(
-        "train-optimizer-not-restored", FOLDER, "restore", "AdamW's state begins anew",
+        "train-optimizer-not-restored", RUN, "restore_tensors", "AdamW's state begins anew",
         'target.copy_(value)',
         'name.startswith("optimizer.") or target.copy_(value)',
         only=RESUMED,
@@ -184,13 +184,13 @@ FAULTS: list[Fault] = [
         'self.history = content["history"]', "self.history = []", only=RESUMED,
     ),
     Fault(
-        "train-reference-not-restored", FOLDER, "restore", "the plain model begins anew",
+        "train-reference-not-restored", RUN, "restore_tensors", "the plain model begins anew",
         'target.copy_(value)',
         'name.startswith("reference_model.") or target.copy_(value)',
         only=RESUMED,
     ),
     Fault(
-        "train-reference-optimizer", FOLDER, "restore", "the plain model's AdamW begins anew",
+        "train-reference-optimizer", RUN, "restore_tensors", "the plain model's AdamW begins anew",
         'target.copy_(value)',
         'name.startswith("reference_optimizer.") or target.copy_(value)',
         only=RESUMED,
@@ -257,7 +257,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-overwrites", FOLDER, "open_run",
-        "--out takes a folder that holds a run", "    if taken:", "    if False:",
+        "--out takes a folder that holds a run", "for n in WRITTEN if", "for n in () if",
         only=(_TRAIN + "test_runs_never_overwrite_each_other",),
     ),
     # Files: whole, refused, named.
@@ -297,28 +297,6 @@ FAULTS: list[Fault] = [
         "train-full-disk-coverage", "commands/coverage.py", "write_table",
         "a full disk loses the former table", "write_text(out, ", "out.write_text(",
         only=(_RESUME + "test_a_disk_that_is_full_elsewhere",),
-    ),
-    Fault(
-        "train-full-disk-shards", FOLDER, "save_shards", "a full disk of shards: torch's own error",
-        "except (OSError, dcp.CheckpointException) as error:", "except OSError as error:",
-        only=(_RESUME + "test_a_disk_that_fills_in_a_sharded_checkpoint",),
-    ),
-    Fault(
-        "train-older-shards-first", FOLDER, "save_shards", "older shards go before newer come",
-        "    try:", "    remove_shards(folder)\n    try:",
-        only=(_RESUME + "test_a_disk_that_fills_in_a_sharded_checkpoint",),
-    ),
-    Fault(
-        "train-pickle-metadata", FOLDER, "_restore_shards", ".metadata is read with pickle",
-        "_Reader(path)", "dcp.FileSystemReader(path)", only=POISON,
-    ),
-    Fault(
-        "train-pickle-any-name", FOLDER, "find_class", "what .metadata names is called",
-        "if dtype or name in _NAMED.get(module, ()):", "if True:", only=POISON,
-    ),
-    Fault(
-        "train-pickle-entries", FOLDER, "", "entries that are no tensors are read with pickle",
-        '"ChunkStorageMetadata",', '"ChunkStorageMetadata", "BytesStorageMetadata",', only=POISON,
     ),
     Fault(
         "train-pickle-checkpoint", CHECKPOINT, "load", "a checkpoint is read with pickle",
@@ -850,24 +828,8 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_patch_attention_reads_the_class_token_or_the_mean",),
     ),
     Fault(
-        "train-latest-name", FOLDER, "", "checkpoint-9999 is newer than 10000",
-        'key=lambda path: int(path.name.rpartition("-")[2])', "key=lambda path: path.name",
-        only=(_RECORDS + "test_the_newer_checkpoint_of_a_run_is_read",),
-    ),
-    Fault(
-        "train-alone-newer", FOLDER, "read_run", "the older checkpoint is read",
-        '"]) > len(',
-        '"]) < len(',
-        only=(_RECORDS + "test_the_newer_checkpoint_of_a_run_is_read",),
-    ),
-    Fault(
         "train-latest-folder", FOLDER, "", "digits-9 is later than digits-10",
         "max(found, key=number)", "max(found)",
-        only=(_RECORDS + "test_which_folder_a_run_takes",),
-    ),
-    Fault(
-        "train-written-shards", FOLDER, "", "--out takes a folder with shards",
-        "taken.append(shards.name)", "pass",
         only=(_RECORDS + "test_which_folder_a_run_takes",),
     ),
     Fault(
@@ -912,6 +874,12 @@ FAULTS: list[Fault] = [
         "train-shards-held-class", RECORDS, "", "held-out shards may have another class",
         "if max(rest.labels) >= len(classes)", "if max(rest.labels) > len(classes)",
         only=(_RECORDS + "test_classes_of_shards_are_those_of_training",),
+    ),
+    Fault(
+        "train-fsdp-whole", RUN, "_whole_state", "a checkpoint holds the shards of one process",
+        'tensor.full_tensor()',
+        'tensor.to_local()',
+        only=(_DISTRIBUTED + "test_the_line_of_the_manual",),
     ),
     Fault(
         "train-fsdp-reduce", PROCESSES, "", "FSDP2 reduces gradients in bf16",
