@@ -283,9 +283,9 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
     ),
     Fault(
-        "report-check-cut", CHECK, "", "a failure hides what was left out",
-        "return CUT_SHORT if wanted.left_out else status",
-        "return status or (CUT_SHORT if wanted.left_out else 0)",
+        "report-check-cut", CHECK, "run", "a failure hides what was left out",
+        'CUT_SHORT if wanted.left_out else int(not passed)',
+        'int(not passed) or (CUT_SHORT if wanted.left_out else 0)',
         only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
@@ -301,9 +301,9 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
     ),
     Fault(
-        "report-check-faults", CHECK, "", "a selection of configs always passes",
-        "passed = not faults if partial else all_configs.passed(runs)",
-        "passed = all_configs.passed(runs) or bool(partial)",
+        "report-check-faults", CHECK, "run", "a selection of configs always passes",
+        '    passed = not failed',
+        '    passed = every or not failed',
         only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
