@@ -252,12 +252,32 @@ def test_every_tensor_is_restored(tmp_path, monkeypatch, of, to):
         run.epoch(1, lambda: None)
     run.save()
     again.restore()
-    first, second = training.by_name(run.state()), training.by_name(again.state())
-    assert first.keys() == second.keys() and not [n for n in first if "optimizer.unused" in n]
-    assert {n.partition(".")[0] for n in first} == {"model", "average", "optimizer"}
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    first, second = (r.learners[0].state() for r in (run, again))
+    assert not [name for name in first["optimizer"] if name.startswith("unused")]
+    assert first.keys() == second.keys() == {"model", "average", "optimizer"}
+    for part, tensors in first.items():
+        assert tensors and tensors.keys() == second[part].keys()
+        for name, value in tensors.items():
+            assert torch.equal(value, second[part][name]), name
     assert again.history == run.history
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda s: s.update({"head.bias": torch.zeros(3)}), "size mismatch for head.bias"),
+        (lambda s: s.update(new=torch.zeros(3)), 'Unexpected key(s) in state_dict: "new"'),
+        (lambda s: s.pop("head.bias"), "head.bias is only here"),
+    ],
+    ids=["shape", "there", "here"],
+)
+def test_a_checkpoint_of_another_model(tmp_path, one_line, change, difference):
+    _small_run(tmp_path).save()
+    content = checkpoint.load(tmp_path / "checkpoint.pt")
+    change(content["model"])
+    torch.save(content, tmp_path / "checkpoint.pt")
+    line = one_line("train", "--resume", "--no-check", "--out", tmp_path)
+    assert "is a checkpoint of another model" in line and difference in line
 
 
 @pytest.mark.parametrize("part", ["pixels", "labels", "classes"])

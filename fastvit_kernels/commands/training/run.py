@@ -17,7 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -76,63 +80,58 @@ class Learner:
             return self.model, self.call
         return self.average.module, self.average.module
 
-    def make_state(self) -> None:
-        """What AdamW's first step would make, by one of zero gradients and rate zero."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def state(self, keep: bool = True) -> State:
+        """All tensors by name: weights, their average, and what AdamW keeps of each; whole, and on
+        the CPU where they are shards. Every process must call it.
 
-    def state(self) -> State:
-        """All tensors by name: weights, their average, and what AdamW keeps of each."""
+        Args:
+            keep: False where another process is the one that writes them.
+        """
+
+        def whole(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+                return tensor.cpu() if keep else tensor.new_empty(0)
+            return tensor
+
         moments = {
-            f"{name}.{key}": value
+            f"{name}.{key}": whole(value)
             for name, parameter in self.model.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        state: State = {"model": self.model.state_dict(), "optimizer": moments}
+        state: State = {"model": whole_weights(self.model), "optimizer": moments}
         if self.average is not None:
-            state["average"] = self.average.module.state_dict()
+            state["average"] = whole_weights(self.average.module)
         return {self.name + part: tensors for part, tensors in state.items()}
 
-    def forget(self, missing: set[str]) -> None:
-        """Drop what `make_state` has made for parameters that no gradient has reached."""
-        for name, parameter in self.model.named_parameters():
-            if f"{self.name}optimizer.{name}.step" in missing:
-                self.optimizer.state.pop(parameter, None)
+    def restore(self, path: Path, content: dict[str, Any]) -> None:
+        """Undo `state`.
+
+        Raises: CommandError where the checkpoint is of another model; KeyError where it lacks a
+            part.
+        """
+        models = {"model": self.model}
+        if self.average is not None:
+            models["average"] = self.average.module
+        for part, model in models.items():
+            held = content[self.name + part]
+            with refusing(f"{path} is a checkpoint of another model", RuntimeError):
+                if lacking := sorted(model.state_dict().keys() - held):
+                    raise RuntimeError(f"{', '.join(lacking[:3])} is only here")
+                set_model_state_dict(model, held, options=StateDictOptions(full_state_dict=True))
+        parameters = dict(self.model.named_parameters())
+        for name, value in content[f"{self.name}optimizer"].items():
+            name, _, key = name.rpartition(".")
+            parameter, value = parameters[name], value.to(parameters[name].device)
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            self.optimizer.state[parameter][key] = value
 
 
-def by_name(state: State) -> dict[str, Tensor]:
-    """Tensors by names such as model.blocks.0.norm1.weight."""
-    return {f"{part}.{name}": t for part, tensors in state.items() for name, t in tensors.items()}
-
-
-@torch.no_grad()
-def restore_tensors(path: Path, state: State, content: dict[str, Any]) -> set[str]:
-    """Copy the tensors of a checkpoint into those of `state`, and give the names that it lacks.
-
-    Raises: CommandError where it is of another model; KeyError where it lacks a part of the state.
-    """
-    wanted, held = by_name(state), by_name({part: content[part] for part in state})
-    missing = set(wanted) - set(held)
-    differences = [
-        f"{name} is {tuple(value.shape)} there and {tuple(wanted[name].shape)} here"
-        for name, value in held.items()
-        if name in wanted and value.shape != wanted[name].shape
-    ]
-    differences += [f"{name} is only there" for name in sorted(set(held) - set(wanted))]
-    differences += [f"{name} is only here" for name in sorted(missing) if name.startswith("model.")]
-    if differences:
-        raise CommandError(f"{path} is a checkpoint of another model: {'; '.join(differences[:3])}")
-    for name, value in held.items():
-        target = wanted[name]
-        if isinstance(target, DTensor):
-            value = value.to(target.device)
-            value = distribute_tensor(value, target.device_mesh, target.placements)
-        target.copy_(value)
-    return missing
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, of shards in the first process alone. Every process must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(model, options=options))
 
 
 class Run:
@@ -317,24 +316,11 @@ class Run:
                 f"checkpoint of epoch {row['epoch'] - 1} is in {self.folder / CHECKPOINT}"
             )
 
-    def state(self) -> State:
-        """The tensors of a checkpoint; under FSDP2 DTensors."""
-        return {part: ts for learner in self.learners for part, ts in learner.state().items()}
-
-    def _whole_state(self) -> State:
-        """Those of all processes in the first one, on its CPU. Every process must call it."""
-
-        def whole(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-                return tensor.cpu() if self.processes.first else tensor.new_empty(0)
-            return tensor
-
-        return {part: {n: whole(t) for n, t in ts.items()} for part, ts in self.state().items()}
-
     def save(self) -> None:
         """The checkpoint and metrics.csv, each replaced as a whole, by the first process."""
-        state = self._whole_state()
+        state: State = {}
+        for learner in self.learners:
+            state |= learner.state(self.processes.first)
 
         def write() -> None:
             content = {
@@ -377,11 +363,8 @@ class Run:
         self.history = content["history"]
         damaged = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
         with refusing(f"{path} cannot be read as a checkpoint", *damaged):
-            for learner in self.learners if self.history else ():
-                learner.make_state()
-            missing = restore_tensors(path, self.state(), content)
             for learner in self.learners:
-                learner.forget(missing)
+                learner.restore(path, content)
             if not self.processes.launched:
                 checkpoint.set_rng_state(content["rng"])
 
@@ -391,8 +374,7 @@ class Run:
         model, _ = self.learners[0].evaluated()
         if not self.sharded:
             return model if self.processes.first else None
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)
+        state = whole_weights(model)
         if not self.processes.first:
             return None
         model = model_of(self.settings, len(self.classes)).to(self.device)
