@@ -25,56 +25,59 @@ from .training.run import Run
 from .training.settings import DEFAULTS, Settings, given_options
 from .training.streaming import add_reading, open_images
 
+NUMBERS = (  # flag, what it takes, its name, help
+    ("--lora", positive(int, 4096), "RANK", "train LoRA (peft) of q, k, v, and a head"),
+    ("--epochs", positive(int), None, None),
+    ("--lr", positive(float, 1e300), None, "peak learning rate of AdamW"),
+    ("--weight-decay", share, None, "on matrices alone (default 0.05)"),
+    ("--warmup-epochs", within(int, 0, MOST), "EPOCHS", "linear, before the cosine"),
+    ("--label-smoothing", share, None, "default 0.1"),
+    ("--drop-path", share, None, "stochastic depth of the last block (default 0)"),
+    ("--crop-scale", part, "SHARE", "least part of a streamed image in a crop (default 0.08)"),
+    ("--randaugment", positive(int, 30), "M", "RandAugment of this magnitude"),
+    ("--mixup", within(float, 1e-3, 1e3), "ALPHA", "mix pairs of images, by Beta(ALPHA, ALPHA)"),
+    ("--ema", share, "DECAY", "also average the weights; those are reported"),
+    ("--held-out", part, "SHARE", "where there is no split (default 0.2)"),
+    ("--threads", positive(int, MOST_PROCESSES), None, "of the CPU (default: 1 or torch's)"),
+)
+SWITCHES = (
+    ("--augment", "random affine maps (default on)"),
+    ("--compare", "train plain PyTorch beside it: same weights, same batches"),
+    ("--check", "first compare our kernels with PyTorch on one batch (default on)"),
+)
+BACKEND = (
+    "auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the kernels, in "
+    "Triton's slow interpreter where there is no GPU"
+)
+DATA = "mnist: idx files; webdataset: tar shards; hf: what Hugging Face's datasets reads"
+WEIGHTS = "pretrained weights of --model; with timm: or hf: they bring their model"
+FREEZE = "parameters that stay: 'blocks.0.*'; backbone is all but the head"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels train`. None stands for "not given"."""
     add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files, "
-        "webdataset tar shards, hf a folder that Hugging Face's datasets reads")  # fmt: skip
+    add("--data", choices=sorted(DEFAULTS), help=f"default digits; {DATA}")
     add_reading(parser)
     options.add_model(parser, None, "default: by --data")
-    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="pretrained weights of --model; with "
-        "timm: or hf: they bring their model")  # fmt: skip
-    add("--freeze", nargs="+", metavar="PATTERN",
-        help="parameters that stay: 'blocks.0.*'; backbone is all but the head")  # fmt: skip
-    add("--lora", type=positive(int, 4096), metavar="RANK",
-        help="train LoRA (peft) of q, k, v, and a head")  # fmt: skip
+    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help=WEIGHTS)
+    add("--freeze", nargs="+", metavar="PATTERN", help=FREEZE)
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    add("--epochs", type=positive(int))
     options.add_batch(parser, dest="batch_size")
-    add("--lr", type=positive(float, 1e300), help="peak learning rate of AdamW")
-    add("--weight-decay", type=share, help="on matrices alone (default 0.05)")
-    add("--warmup-epochs", type=within(int, 0, MOST), metavar="EPOCHS",
-        help="linear, before the cosine")  # fmt: skip
-    add("--label-smoothing", type=share, help="default 0.1")
-    add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
-    add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
-    add("--crop-scale", type=part, metavar="SHARE",
-        help="smallest part of a streamed image that a crop keeps (default 0.08)")  # fmt: skip
-    add("--randaugment", type=positive(int, 30), metavar="M", help="RandAugment of this magnitude")
-    add("--mixup", type=within(float, 1e-3, 1e3), metavar="ALPHA",
-        help="mix pairs of images, by Beta(ALPHA, ALPHA)")  # fmt: skip
-    add("--ema", type=share, metavar="DECAY", help="also average the weights; those are reported")
-    add("--held-out", type=part, metavar="SHARE", help="where there is no split (default 0.2)")
+    for flag, kind, metavar, text in NUMBERS:
+        add(flag, type=kind, metavar=metavar, help=text)
+    for flag, text in SWITCHES:
+        add(flag, action=argparse.BooleanOptionalAction, help=text)
+    parser.set_defaults(check=True)
     options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
-    options.add_dtype(
-        parser, ("bf16", "fp32"), dest="precision",
-        help="of autocast; default bf16 on CUDA, else fp32",
-    )  # fmt: skip
-    add("--threads", type=positive(int, MOST_PROCESSES),
-        help="CPU threads (default 1 for digits, else torch's)")  # fmt: skip
-    add("--backend", choices=("auto", "triton", "torch"),
-        help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
-        "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
-    add("--compare", action=argparse.BooleanOptionalAction,
-        help="train plain PyTorch beside it: same weights, same batches")  # fmt: skip
+    precision = "of autocast; default bf16 on CUDA, else fp32"
+    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help=precision)
+    add("--backend", choices=("auto", "triton", "torch"), help=BACKEND)
     options.add_device(parser)
     options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
-    add("--check", action=argparse.BooleanOptionalAction, default=True,
-        help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
 
 
 def _choose_backend(settings: Settings, device: torch.device, console: Any) -> Backend:
