@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -143,18 +144,22 @@ def fused_model(name: str, **overrides: Any) -> nn.Module:
 
 
 def snapshot(repository: str) -> Path:
-    """The folder of a repository of the Hub in the cache of huggingface_hub; nothing is fetched.
+    """The folder of a repository in the cache of huggingface_hub, at its branch main. It is looked
+    up without that package, which could open a connection.
 
-    Raises: CommandError where it is not there.
+    Raises: CommandError where it has not been fetched.
     """
-    hub: Any = require("huggingface_hub", "huggingface_hub", "huggingface_hub")
-    try:
-        return Path(hub.snapshot_download(repository, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f"{repository} is not in {hub.constants.HF_HUB_CACHE}, and this command downloads "
-            f"nothing; fetch it first: hf download {repository}"
-        ) from error
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    with suppress(OSError):
+        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        if found.is_dir():
+            return found
+    raise CommandError(
+        f"{repository} is not in {cache}, and this command downloads nothing; fetch it first: "
+        f"hf download {repository}"
+    )
 
 
 def source_folder(source: str) -> Path:

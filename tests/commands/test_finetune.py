@@ -9,9 +9,9 @@ import torch
 from test_data import write_images
 from test_resume import Runs
 
-from fastvit_kernels.commands import cli
+from fastvit_kernels.commands import cli, models
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.models import build_model, snapshot, source_folder, weight_files
+from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.commands.training import checkpoint
 from fastvit_kernels.commands.training.model import load_into, merged, model_of, tensors_in
 from fastvit_kernels.commands.training.settings import make_settings
@@ -20,7 +20,6 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("transformers")
 timm = pytest.importorskip("timm")
-hub = pytest.importorskip("huggingface_hub")
 CONFIG = dict(
     model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
     intermediate_size=32, image_size=8, patch_size=4, num_channels=1, num_labels=3,
@@ -160,23 +159,30 @@ def test_the_tensors_in_a_file_of_another_trainer(wrap):
     assert tensors_in(wrap({**state, "step": 3}), "file") == state
 
 
-def test_a_repository_of_the_cache(tmp_path, monkeypatch):
-    """As huggingface_hub lays it out, at its branch main; all shards of its weights."""
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CommandError, match=f"a/b is not in {tmp_path}, .*hf download a/b"):
-        snapshot("a/b")
-    with pytest.raises(CommandError, match=r"not a name is not in .*"):
-        snapshot("not a name")
-    found = tmp_path / "models--a--b" / "snapshots" / "abc"
-    found.mkdir(parents=True)
-    (tmp_path / "models--a--b" / "refs").mkdir()
-    (tmp_path / "models--a--b" / "refs" / "main").write_text("abc")
-    assert snapshot("a/b") == found == source_folder("hf:a/b")
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    """HF_HUB_CACHE, else hub in HF_HOME, else in the user's cache; all shards of a repository."""
+    home = tmp_path / "home"
+    for name in ("HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(models.Path, "home", lambda: home)
+    for folder, name in (
+        (home / ".cache" / "huggingface" / "hub", None), (tmp_path / "hf" / "hub", "HF_HOME"),
+        (tmp_path / "cache", "HF_HUB_CACHE"),
+    ):  # fmt: skip
+        if name is not None:
+            monkeypatch.setenv(name, str(tmp_path / "hf" if name == "HF_HOME" else folder))
+        with pytest.raises(CommandError, match=f"a/b is not in {folder}, .*hf download a/b"):
+            models.snapshot("a/b")
+        found = folder / "models--a--b" / "snapshots" / "abc"
+        found.mkdir(parents=True)
+        (folder / "models--a--b" / "refs").mkdir()
+        (folder / "models--a--b" / "refs" / "main").write_text("abc\n")
+        assert models.snapshot("a/b") == found == models.source_folder("hf:a/b")
     with pytest.raises(CommandError, match=r"holds none of model\.safetensors"):
-        weight_files(found)
+        models.weight_files(found)
     index = {"weight_map": {"x": "2.safetensors", "y": "1.safetensors", "z": "2.safetensors"}}
     (found / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
+    assert models.weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
 
 
 def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -189,7 +195,7 @@ def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):
     """As `hf download` leaves them; what is not there is not fetched."""
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     words = ["--weights", "timm:vit_tiny_patch16_224", "--img-size", 32, "--in-chans", 1]
     assert train(*words, *DIGITS, "--out", "run") == 2
     err = capsys.readouterr().err

@@ -658,6 +658,27 @@ def test_an_average_begins_with_the_first_weights(tmp_path):
         torch.testing.assert_close(value, before[name] + (0 if frozen else 0.5), msg=name)
 
 
+def test_the_average_of_a_swapped_model_reads_its_own_weights(tmp_path):
+    pytest.importorskip("transformers")
+    settings = dict(
+        model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, image_size=8, patch_size=4,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    run = _small_run(tmp_path, ema=0.5, model=f"hf:{tmp_path}")
+    (learner,) = run.learners
+    with backend("torch"):
+        run.model.eval()(torch.zeros(1, 1, 8, 8))  # what a swapped block notes of its weights
+        with torch.no_grad():
+            for p in learner.average.module.parameters():
+                p.zero_()
+        loss, _ = run.evaluate(learner)
+        assert loss == pytest.approx(math.log(10))
+        assert any(p.abs().max() > 0 for p in run.model.parameters())
+        learner.average = None
+        assert run.evaluate(learner)[0] != pytest.approx(math.log(10), rel=1e-4)
+
+
 def test_the_seed_draws_weights_split_and_order(tmp_path, all_digits):
     def drawn(seed):
         settings = make_settings({"seed": seed}, torch.device("cpu"))

@@ -937,6 +937,11 @@ FAULTS: list[Fault] = [
         only=(_FINETUNE + "test_a_frozen_backbone",),
     ),
     Fault(
+        "train-hf-home", MODELS, "", "HF_HOME ignored",
+        'os.environ.get("HF_HOME") or ', "",
+        only=(_FINETUNE + "test_where_the_cache_is",),
+    ),
+    Fault(
         "train-shard-named", STREAMING, "_read", "a broken image of a shard is named in each epoch",
         '(name := images.records.name(number))',
         '(name := message)',
@@ -946,7 +951,7 @@ FAULTS: list[Fault] = [
         "train-shards-first", MODELS, "", "one shard of weights is read",
         "[folder / shard for shard in sorted(shards)]",
         "[folder / shard for shard in sorted(shards)[:1]]",
-        only=(_FINETUNE + "test_a_repository_of_the_cache",),
+        only=(_FINETUNE + "test_where_the_cache_is",),
     ),
     Fault(
         "train-knn-metric", PROBE, "", "neighbours by distance",
