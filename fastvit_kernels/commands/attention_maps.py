@@ -13,17 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from ..models.vit import VisionTransformer
 from ..runtime.backend import backend
 from ..weights.files import read_file
-from ..weights.load import load_weights
 from . import options
 from .console import CommandError, make_console, refusing, require
 from .models import build_model, input_shape
 from .training import checkpoint, data, figures
-from .training.finetune import UNFIT
-from .training.folder import WEIGHTS, read_run
-from .training.model import model_of
+from .training.folder import CHECKPOINT, WEIGHTS
+from .training.model import UNFIT, load_into, model_of
+from .training.records import Files
 from .training.settings import read_settings
 
 
@@ -55,27 +53,11 @@ def _overrides(options: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _state_dict(path: Path) -> dict[str, Any]:
-    content = read_file(path)
-    for wrapper in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, no tensors by name")
-    return content
-
-
 def _named_model(
     name: str, weights: Path, overrides: dict[str, Any]
 ) -> tuple[nn.Module, data.Normalization]:
     model = build_model(name, **overrides)
-    with refusing(str(weights), *UNFIT):
-        if isinstance(model, VisionTransformer):
-            missing = load_weights(model, weights).missing
-        else:
-            missing = model.load_state_dict(_state_dict(weights), strict=False).missing_keys
-    if missing := [key for key in missing if key not in ("head.weight", "head.bias")]:
-        raise CommandError(f"{weights} does not fit {name}: {', '.join(missing[:5])} missing")
+    load_into(model, str(weights))
     in_chans = input_shape(model)[0]
     mean = std = (0.5,) * in_chans  # pixels from -1 to 1, as the ViTs of the paper
     settings: dict[str, Any] = getattr(model, "pretrained_cfg", {})  # what timm's weights saw
@@ -86,16 +68,14 @@ def _named_model(
 
 def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
     """The model of a run: from its checkpoint.pt, or its weights.pth with checkpoint.pt beside."""
-    if weights.name == WEIGHTS:
-        content, run = read_run(weights.parent)
-    else:
-        content, run = checkpoint.load(weights), weights
+    run = weights.with_name(CHECKPOINT) if weights.name == WEIGHTS else weights
+    content = checkpoint.load(run)
     settings = read_settings(content, run)
     if run != weights:  # weights.pth has LoRA added in
         settings.lora = 0
     model = model_of(settings, len(content["classes"]))
-    with refusing(f"{weights} does not fit the run of {run}", *UNFIT):
-        model.load_state_dict(content["model"] if run == weights else _state_dict(weights))
+    with refusing(f"{weights} does not fit the run of {run}", KeyError, *UNFIT):
+        model.load_state_dict(content["model"] if run == weights else read_file(weights))
     return model, data.Normalization(**content["normalization"])
 
 
@@ -116,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     in_chans, height, width = input_shape(model)
     if height != width:
         raise CommandError(f"the model takes {height} x {width} images; a square one is wanted")
-    image = data.read_image(arguments.image, height, in_chans)
+    photo = Files([(arguments.image, "", 0, 0)], [0])
+    image = data.read_image(photo, 0, height, in_chans)
 
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
@@ -128,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         for index, layer in enumerate(layers):
             paths.append(arguments.out / f"{arguments.image.stem}-layer{index:02d}.png")
             title = f"{arguments.image.name}, layer {index}"
-            figures.draw_attention_layer(image, layer, from_cls, paths[-1], title)
+            figures.draw_attention(image, [layer], from_cls, paths[-1], title)
     console.print(
         f"{len(paths)} layers, {layers[0].shape[0]} heads each: {paths[0]} to {paths[-1]}"
     )

@@ -63,27 +63,20 @@ def _rows(result: Result, every: bool) -> list[Error]:
     return [worst_error(part) for part in (outputs, gradients) if part]
 
 
-def _print_table(results: list[Result], every: bool, console: Any) -> None:
+def _table(results: list[Result], every: bool) -> Any:
     escape = require("rich.markup", "rich").escape
     table = make_table("kernel and tensor", "dtype", figures=ERROR_COLUMNS)
     table.add_column("")
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.name, []).append(result)
-    for name, group in groups.items():
+    for name in dict.fromkeys(result.name for result in results):
         table.add_row(f"[bold]{escape(name)}[/bold]")
-        for result in group:
+        for result in (r for r in results if r.name == name):
             if result.failure is not None:
                 failed = ("  [red]raised[/red]", result.dtype, *[""] * 6, "[red]FAILED[/red]")
                 table.add_row(*failed)
             for e in _rows(result, every):
                 verdict = "ok" if e.passed else "[red]FAILED[/red]"
                 table.add_row(f"  {e.name}", result.dtype, *error_cells(e), verdict)
-    console.print(table)
-    for result in results:
-        if result.failure is not None:
-            text = escape(f"{result.name}, {result.dtype}: {result.failure}")
-            console.print(f"[red]{text}[/red]", soft_wrap=True)
+    return table
 
 
 CONFIG_HEADER = ("table", "shipped", "forced", "runs", "worst error / limit", "")
@@ -106,45 +99,23 @@ def config_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _config_name(config: Any) -> str:
-    return "" if config is None else ",".join(f"{k}={v}" for k, v in fields(config).items())
+def _name(found: Result | Run) -> str:
+    if isinstance(found, Result):
+        return f"{found.name}, {found.dtype}"
+    config = {} if found.config is None else fields(found.config)
+    return f"{found.table} [{','.join(f'{k}={v}' for k, v in config.items())}], {found.case}"
 
 
-def _failed(run: Run) -> str:
-    return f"FAILED {run.table} [{_config_name(run.config)}], {run.case}: {run.fault}"
-
-
-def _print_configs(runs: Sequence[Run], seconds: float, where: str) -> None:
-    print(aligned([CONFIG_HEADER, *config_rows(runs)]))
-    for run in runs:
-        if run.fault is not None:
-            print(_failed(run))
-    configs = {(run.table, run.config) for run in runs}
-    shipped = sum(len(table.configs) for table in TABLES.values())
-    print(
-        f"{len(configs)} of {shipped} configs of {len(TABLES)} tables fit here and ran, "
-        f"{len(runs)} runs of config and case, each twice for equal bits, {seconds:.0f} s, {where}."
-    )
+def _fault(found: Result | Run) -> str | None:
+    """What is wrong with it, in a line."""
+    if isinstance(found, Run):
+        return found.fault
+    return None if found.passed else found.why
 
 
 def _print_json(content: dict[str, Any]) -> None:
     """One line; a number that is not finite is null."""
     print(json.dumps(finite(content)), flush=True)
-
-
-def _summary(passed: bool, cases: int, failed: list[str], device: torch.device) -> dict[str, Any]:
-    return {
-        "passed": passed,
-        "cases": cases,
-        "failed": failed,
-        "device": _where(device),
-        "interpreted": INTERPRETED,
-        "versions": {
-            "fastvit_kernels": __version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__ if HAS_TRITON else None,
-        },
-    }
 
 
 def _where(device: torch.device) -> str:
@@ -206,65 +177,69 @@ def run(arguments: argparse.Namespace) -> int:
         device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout, kept,
         arguments.time_budget or math.inf,
     )  # fmt: skip
-    with refusing(f"--only {arguments.only}", NoSuchCase):
-        if arguments.all_configs:
-            status = _check_configs(arguments, device, run_configs(wanted), wanted)
-        else:
-            status = _check_cases(arguments, device, run_cases(wanted))
-    if wanted.left_out and not arguments.json:
-        print(f"the time is over: {wanted.left_out} did not run.")
-    return CUT_SHORT if wanted.left_out else status
-
-
-def _check_cases(
-    arguments: argparse.Namespace, device: torch.device, found: Iterator[Result]
-) -> int:
-    console = make_console()
-    results: list[Result] = []
+    every = arguments.all_configs
+    found: Iterator[Result | Run] = run_configs(wanted) if every else run_cases(wanted)
+    results: list[Any] = []
     started = time.perf_counter()
-    with console.status("checking") as status:
+    console = make_console(quiet=arguments.json)
+    checking = console.status("checking")
+    with refusing(f"--only {arguments.only}", NoSuchCase), checking as status, quiet_interpreter():
         for result in found:
             results.append(result)
-            status.update(f"checked {result.name}, {result.dtype}")
+            status.update(f"checked {_name(result)}")
             if arguments.json:
-                _print_json(result.as_dict())
-            elif arguments.keep and not result.passed:  # at once: what is wrong comes first
-                print(f"FAILED {result.name}, {result.dtype}: {result.why}", flush=True)
-    failed = [f"{r.name}, {r.dtype}" for r in results if not r.passed]
+                _print_json(result.as_dict() if isinstance(result, Result) else as_dict(result))
+            elif fault := _fault(result):  # at once: what is wrong comes first
+                print(f"FAILED {_name(result)}: {fault}", flush=True)
+    failed = [_name(result) for result in results if _fault(result)]
+    passed = not failed
+    # nobody asks of a selection, nor of what the time allowed, that it reaches every table
+    if every and not (arguments.only or wanted.left_out):
+        passed = all_configs.passed(results)
     if arguments.json:
-        _print_json(_summary(not failed, len(results), failed, device))
-        return 1 if failed else 0
+        _print_json(_summary(passed, len(results), failed, device))
+    else:
+        say = _say_configs if every else _say_cases
+        say(results, arguments, f"{time.perf_counter() - started:.0f} s", _where(device), console)
+    if wanted.left_out and not arguments.json:
+        print(f"the time is over: {wanted.left_out} did not run.")
+    return CUT_SHORT if wanted.left_out else int(not passed)
+
+
+def _summary(passed: bool, cases: int, failed: list[str], device: torch.device) -> dict[str, Any]:
+    return {
+        "passed": passed, "cases": cases, "failed": failed, "device": _where(device),
+        "interpreted": INTERPRETED,
+        "versions": {
+            "fastvit_kernels": __version__, "torch": torch.__version__,
+            "triton": triton.__version__ if HAS_TRITON else None,
+        },
+    }  # fmt: skip
+
+
+def _say_cases(
+    results: list[Result], arguments: argparse.Namespace, took: str, where: str, console: Any
+) -> None:
     if not arguments.keep:  # what it keeps says more
-        _print_table(results, arguments.all, console)
+        console.print(_table(results, arguments.all))
+    passed = sum(result.passed for result in results)
     tensors = sum(len(result.errors) for result in results)
     console.print(
-        f"{len(results) - len(failed)} of {len(results)} cases passed ({tensors} outputs and "
-        f"gradients, {time.perf_counter() - started:.0f} s), {_where(device)}. An error may be "
-        "twice PyTorch's own in the same dtype plus rounding, both against float64."
+        f"{passed} of {len(results)} cases passed ({tensors} outputs and gradients, {took}), "
+        f"{where}. An error may be twice PyTorch's own in the same dtype plus rounding, both "
+        "against float64."
     )
     if INTERPRETED and arguments.dtype is None:
         console.print("bf16 needs a GPU: Triton's interpreter multiplies it wrongly.")
-    return 1 if failed else 0
 
 
-def _check_configs(
-    arguments: argparse.Namespace, device: torch.device, found: Iterator[Run], wanted: Selection
-) -> int:
-    started = time.perf_counter()
-    runs: list[Run] = []
-    with quiet_interpreter():
-        for run in found:
-            runs.append(run)
-            if arguments.json:
-                _print_json(as_dict(run))
-            elif run.fault is not None:
-                print(_failed(run), flush=True)
-    faults = [f"{r.table} [{_config_name(r.config)}], {r.case}" for r in runs if r.fault]
-    # nobody asks of a selection, nor of what the time allowed, that it reaches every table
-    partial = arguments.only or wanted.left_out
-    passed = not faults if partial else all_configs.passed(runs)
-    if arguments.json:
-        _print_json(_summary(passed, len(runs), faults, device))
-    else:
-        _print_configs(runs, time.perf_counter() - started, _where(device))
-    return 0 if passed else 1
+def _say_configs(
+    runs: list[Run], arguments: argparse.Namespace, took: str, where: str, console: Any
+) -> None:
+    print(aligned([CONFIG_HEADER, *config_rows(runs)]))
+    configs = {(run.table, run.config) for run in runs}
+    shipped = sum(len(table.configs) for table in TABLES.values())
+    print(
+        f"{len(configs)} of {shipped} configs of {len(TABLES)} tables fit here and ran, "
+        f"{len(runs)} runs of config and case, each twice for equal bits, {took}, {where}."
+    )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,47 @@ def fused_model(name: str, **overrides: Any) -> nn.Module:
     if not isinstance(model, VisionTransformer) and swap_in(model).level == "none":
         raise CommandError(f"--model {name}: swap_in understands nothing of it")
     return model
+
+
+def snapshot(repository: str) -> Path:
+    """The folder of a repository in the cache of huggingface_hub, at its branch main. It is looked
+    up without that package, which could open a connection.
+
+    Raises: CommandError where it has not been fetched.
+    """
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    with suppress(OSError):
+        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        if found.is_dir():
+            return found
+    raise CommandError(
+        f"{repository} is not in {cache}, and this command downloads nothing; fetch it first: "
+        f"hf download {repository}"
+    )
+
+
+def source_folder(source: str) -> Path:
+    """The folder of hf:NAME: one on the disk, or a repository in the cache."""
+    name = source.partition(":")[2]
+    return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a repository's folder, all shards where it has several.
+
+    Raises: CommandError where there are none.
+    """
+    names = ("model.safetensors", "pytorch_model.bin")
+    for name in names:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+            return [folder / shard for shard in sorted(shards)]
+    raise CommandError(f"{folder} holds none of {', '.join(names)}")
 
 
 def input_shape(model: nn.Module) -> tuple[int, int, int]:

@@ -20,13 +20,10 @@ from . import options
 from .console import CommandError, make_console, require
 from .models import fused_model, input_shape, logits_of
 from .options import part, positive
-from .training import data
-from .training.finetune import load_into
-from .training.images import add_reading, open_images
+from .training.model import load_into
 from .training.processes import Processes
 from .training.settings import DEFAULTS, Settings, given_options, make_settings
-from .training.source import InMemory
-from .training.streaming import Streamed
+from .training.streaming import Source, add_reading, open_images
 
 HEADS = ("head", "heads", "classifier")
 
@@ -71,7 +68,7 @@ def feature_model(settings: Settings) -> nn.Module:
 
 @torch.no_grad()
 def features(
-    model: nn.Module, source: InMemory | Streamed, settings: Settings, device: torch.device
+    model: nn.Module, source: Source, settings: Settings, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Features and labels on the CPU: of the training images, then of the held-out ones."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -122,8 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = feature_model(settings)
     if settings.weights is not None:
         console.print(load_into(model, settings.weights), markup=False)
-    images = open_images(settings, arguments, console)
-    source = InMemory(images, settings) if isinstance(images, data.Dataset) else images
+    source = open_images(settings, arguments, console)
     source.to(device)
     model.to(device)
     if input_shape(model)[0] != settings.in_chans:

@@ -17,63 +17,67 @@ from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
 from .options import MOST, MOST_PROCESSES, part, positive, share, within
-from .training.folder import open_run, read_run
-from .training.images import add_reading, open_images
+from .training import checkpoint
+from .training.folder import CHECKPOINT, open_run
 from .training.processes import Processes, ended_together, join, leave
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
 from .training.settings import DEFAULTS, Settings, given_options
+from .training.streaming import add_reading, open_images
+
+NUMBERS = (  # flag, what it takes, its name, help
+    ("--lora", positive(int, 4096), "RANK", "train LoRA (peft) of q, k, v, and a head"),
+    ("--epochs", positive(int), None, None),
+    ("--lr", positive(float, 1e300), None, "peak learning rate of AdamW"),
+    ("--weight-decay", share, None, "on matrices alone (default 0.05)"),
+    ("--warmup-epochs", within(int, 0, MOST), "EPOCHS", "linear, before the cosine"),
+    ("--label-smoothing", share, None, "default 0.1"),
+    ("--drop-path", share, None, "stochastic depth of the last block (default 0)"),
+    ("--crop-scale", part, "SHARE", "least part of a streamed image in a crop (default 0.08)"),
+    ("--randaugment", positive(int, 30), "M", "RandAugment of this magnitude"),
+    ("--mixup", within(float, 1e-3, 1e3), "ALPHA", "mix pairs of images, by Beta(ALPHA, ALPHA)"),
+    ("--ema", share, "DECAY", "also average the weights; those are reported"),
+    ("--held-out", part, "SHARE", "where there is no split (default 0.2)"),
+    ("--threads", positive(int, MOST_PROCESSES), None, "of the CPU (default: 1 or torch's)"),
+)
+SWITCHES = (
+    ("--augment", "random affine maps (default on)"),
+    ("--compare", "train plain PyTorch beside it: same weights, same batches"),
+    ("--check", "first compare our kernels with PyTorch on one batch (default on)"),
+)
+BACKEND = (
+    "auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the kernels, in "
+    "Triton's slow interpreter where there is no GPU"
+)
+DATA = "mnist: idx files; webdataset: tar shards; hf: what Hugging Face's datasets reads"
+WEIGHTS = "pretrained weights of --model; with timm: or hf: they bring their model"
+FREEZE = "parameters that stay: 'blocks.0.*'; backbone is all but the head"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels train`. None stands for "not given"."""
     add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="default digits; mnist means idx files, "
-        "webdataset tar shards, hf a folder that Hugging Face's datasets reads")  # fmt: skip
+    add("--data", choices=sorted(DEFAULTS), help=f"default digits; {DATA}")
     add_reading(parser)
     options.add_model(parser, None, "default: by --data")
-    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="pretrained weights of --model; with "
-        "timm: or hf: they bring their model")  # fmt: skip
-    add("--freeze", nargs="+", metavar="PATTERN",
-        help="parameters that stay: 'blocks.0.*'; backbone is all but the head")  # fmt: skip
-    add("--lora", type=positive(int, 4096), metavar="RANK",
-        help="train LoRA (peft) of q, k, v, and a head")  # fmt: skip
+    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help=WEIGHTS)
+    add("--freeze", nargs="+", metavar="PATTERN", help=FREEZE)
     options.add_img_size(parser)
     add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    add("--epochs", type=positive(int))
     options.add_batch(parser, dest="batch_size")
-    add("--lr", type=positive(float, 1e300), help="peak learning rate of AdamW")
-    add("--weight-decay", type=share, help="on matrices alone (default 0.05)")
-    add("--warmup-epochs", type=within(int, 0, MOST), metavar="EPOCHS",
-        help="linear, before the cosine")  # fmt: skip
-    add("--label-smoothing", type=share, help="default 0.1")
-    add("--drop-path", type=share, help="stochastic depth of the last block (default 0)")
-    add("--augment", action=argparse.BooleanOptionalAction, help="random affine maps (default on)")
-    add("--crop-scale", type=part, metavar="SHARE",
-        help="smallest part of a streamed image that a crop keeps (default 0.08)")  # fmt: skip
-    add("--randaugment", type=positive(int, 30), metavar="M", help="RandAugment of this magnitude")
-    add("--mixup", type=within(float, 1e-3, 1e3), metavar="ALPHA",
-        help="mix pairs of images, by Beta(ALPHA, ALPHA)")  # fmt: skip
-    add("--ema", type=share, metavar="DECAY", help="also average the weights; those are reported")
-    add("--held-out", type=part, metavar="SHARE", help="where there is no split (default 0.2)")
+    for flag, kind, metavar, text in NUMBERS:
+        add(flag, type=kind, metavar=metavar, help=text)
+    for flag, text in SWITCHES:
+        add(flag, action=argparse.BooleanOptionalAction, help=text)
+    parser.set_defaults(check=True)
     options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
-    options.add_dtype(
-        parser, ("bf16", "fp32"), dest="precision",
-        help="of autocast; default bf16 on CUDA, else fp32",
-    )  # fmt: skip
-    add("--threads", type=positive(int, MOST_PROCESSES),
-        help="CPU threads (default 1 for digits, else torch's)")  # fmt: skip
-    add("--backend", choices=("auto", "triton", "torch"),
-        help="auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the "
-        "kernels, in Triton's slow interpreter where there is no GPU")  # fmt: skip
-    add("--compare", action=argparse.BooleanOptionalAction,
-        help="train plain PyTorch beside it: same weights, same batches")  # fmt: skip
+    precision = "of autocast; default bf16 on CUDA, else fp32"
+    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help=precision)
+    add("--backend", choices=("auto", "triton", "torch"), help=BACKEND)
     options.add_device(parser)
     options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
-    add("--check", action=argparse.BooleanOptionalAction, default=True,
-        help="first compare our kernels with PyTorch on one batch (default on)")  # fmt: skip
 
 
 def _choose_backend(settings: Settings, device: torch.device, console: Any) -> Backend:
@@ -94,19 +98,17 @@ def _choose_backend(settings: Settings, device: torch.device, console: Any) -> B
 
 def _train(run: Run, console: Any) -> None:
     """The epochs that remain, with a progress bar; a checkpoint after each."""
-    progress = require("rich.progress", "rich")
+    rich: Any = require("rich.progress", "rich")
     settings, done = run.settings, len(run.history)
     columns = (
-        progress.TextColumn("{task.description}"), progress.BarColumn(),
-        progress.TextColumn("{task.completed}/{task.total} steps"),
-        progress.TimeElapsedColumn(), progress.TextColumn("elapsed,"),
-        progress.TimeRemainingColumn(), progress.TextColumn("left"),
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
+        rich.TextColumn("steps"), rich.TimeElapsedColumn(), rich.TextColumn("elapsed,"),
+        rich.TimeRemainingColumn(), rich.TextColumn("left"),
     )  # fmt: skip
     steps = run.steps_per_epoch * len(run.learners)
     every = max(1, settings.epochs // 10)
-    with progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    shown = console.is_terminal
+    with rich.Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
         for epoch in range(done + 1, settings.epochs + 1):
 
@@ -152,8 +154,11 @@ def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Erro
     return None
 
 
-def _check_settings(settings: Settings, processes: Processes) -> None:
-    """Raises: CommandError for what several processes cannot do."""
+def _open(
+    arguments: argparse.Namespace, processes: Processes, device: torch.device
+) -> tuple[Path, Settings]:
+    """`open_run` of a run that these processes can do."""
+    folder, settings = open_run(given_options(arguments), arguments.out, arguments.resume, device)
     if processes.launched and settings.compare:
         raise CommandError("--compare trains beside plain PyTorch in one process, without torchrun")
     if settings.batch_size < processes.world:
@@ -161,22 +166,18 @@ def _check_settings(settings: Settings, processes: Processes) -> None:
             f"--batch {settings.batch_size} is shared among the processes: {processes.world} of "
             "them need as many images or more"
         )
-
-
-def _make_folder(folder: Path) -> None:
-    with refusing(f"--out {folder} cannot be written", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+    return folder, settings
 
 
 def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
     """What the checkpoint holds, and the command that goes on with it."""
-    content, path = read_run(folder)
+    done = len(checkpoint.load(folder / CHECKPOINT)["history"])
     launch = "fastvit-kernels train"
     if processes.launched:
         launch = f"torchrun --nproc-per-node {processes.world} -m fastvit_kernels train"
     return (
-        f"{path} holds the run after epoch {len(content['history'])} of {settings.epochs}; go on "
-        f"with: {launch} --resume --out {folder}"
+        f"{folder / CHECKPOINT} holds the run after epoch {done} of {settings.epochs}; go on with: "
+        f"{launch} --resume --out {folder}"
     )
 
 
@@ -186,8 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes, device = join(arguments.device, arguments.fsdp)
     console = make_console(quiet=not processes.first)
     require("matplotlib.figure", "matplotlib")
-    device = device or options.chosen_device(arguments)
-    status = _run(arguments, processes, device, console)
+    status = _run(arguments, processes, device or options.chosen_device(arguments), console)
     leave(processes)
     return status
 
@@ -195,42 +195,41 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, processes: Processes, device: torch.device, console: Any
 ) -> int:
-    folder, settings, path = processes.agree(
-        lambda: open_run(given_options(arguments), arguments.out, arguments.resume, device)
-    )
-    processes.agree(lambda: _check_settings(settings, processes))
+    folder, settings = processes.agree(lambda: _open(arguments, processes, device))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
-    say = None if path is not None else lambda line: console.print(line, markup=False)
-    images = open_images(settings, arguments, console)
-    training = Run(settings, images, device, folder, processes, say)
+    say = None if arguments.resume else lambda line: console.print(line, markup=False)
+    source = open_images(settings, arguments, console)
+    training = Run(settings, source, device, folder, processes, say)
     errors = processes.agree(lambda: _checked(training, arguments, console))
     if errors is None:
         return 1
     if processes.launched:
         training.distribute(arguments.fsdp)
-    if path is not None:
-        training.restore(path)
+    if arguments.resume:
+        training.restore()
         if processes.first:
             training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)
-    if path is None:
-        processes.agree(lambda: _make_folder(folder))
+    if not arguments.resume:
+        with refusing(f"--out {folder} cannot be written", OSError):
+            processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
         with refusing("nothing was trained", OSError):
             training.save()
-    with ended_together(
-        processes,
-        lambda why: console.out(f"\nThe run stops: {why}. {_how_far(folder, settings, processes)}"),
-    ):
+
+    def stopped(why: str) -> None:
+        console.out(f"\n{why}. {_how_far(folder, settings, processes)}")
+
+    with ended_together(processes, lambda why: stopped(f"The run stops: {why}")):
         try:
             with backend(steps_backend):
                 _train(training, console)
                 write_report(training, errors, console)
         except KeyboardInterrupt:
-            console.out(f"\nInterrupted. {_how_far(folder, settings, processes)}")
+            stopped("Interrupted")
             return 130
         except OSError as error:  # such as a full disk
             if not processes.first:

@@ -214,7 +214,7 @@ def test_the_pixels_that_a_named_model_sees(tmp_path):
         assert all(torch.equal(v, model.state_dict()[n]) for n, v in lacking.items())
         for lost in ("pos_embed", "blocks.0.norm1.weight", "blocks.0.mlp.fc1.bias"):
             torch.save({n: v for n, v in lacking.items() if n != lost}, tmp_path / "weights.pth")
-            with pytest.raises(console.CommandError, match=f"does not fit .*{lost} missing"):
+            with pytest.raises(console.CommandError, match=f"does not fit .*it lacks {lost}"):
                 attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
 
 
@@ -249,7 +249,7 @@ def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     drawn = []
     monkeypatch.setattr(
-        attention_maps.figures, "draw_attention_layer", lambda *words: drawn.append(words)
+        attention_maps.figures, "draw_attention", lambda *words: drawn.append(words)
     )
     words = ["--model", "vit_tiny_patch32_224", "--option", "depth=3", "--out", str(tmp_path / "o")]
     words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
@@ -260,7 +260,7 @@ def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
     with backend("torch"):
         maps = attention_maps.figures.attention_maps(model.eval(), normal(pixels[None]))
     assert len(drawn) == 3
-    for index, (image, layer, from_cls, path, title) in enumerate(drawn):
+    for index, (image, (layer,), from_cls, path, title) in enumerate(drawn):
         assert from_cls and path.name == f"photo-layer0{index}.png" and f"layer {index}" in title
         assert torch.equal(image, pixels)
         torch.testing.assert_close(layer, maps[index][0, :, 0, 1:].unflatten(-1, (7, 7)))

@@ -9,11 +9,11 @@ import torch
 from test_data import write_images
 from test_resume import Runs
 
-from fastvit_kernels.commands import cli
+from fastvit_kernels.commands import cli, models
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model
-from fastvit_kernels.commands.training import cached, checkpoint, finetune
-from fastvit_kernels.commands.training.model import model_of
+from fastvit_kernels.commands.training import checkpoint
+from fastvit_kernels.commands.training.model import load_into, merged, model_of, tensors_in
 from fastvit_kernels.commands.training.settings import make_settings
 
 pytest.importorskip("rich")
@@ -81,7 +81,7 @@ def test_what_lora_trains(tmp_path, pretrained):
         head = set() if freeze else {"classifier.weight", "classifier.bias"}
         assert trained - low == head
         before = {n: v.clone() for n, v in model.state_dict().items()}
-        assert set(finetune.merged(model, settings).state_dict()) == set(pretrained.state_dict())
+        assert set(merged(model, settings).state_dict()) == set(pretrained.state_dict())
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
         assert before.keys() == model.state_dict().keys()
 
@@ -123,10 +123,10 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path):
         change(wrong)
         torch.save(wrong, tmp_path / "wrong.pth")
         with pytest.raises(CommandError, match=message):
-            finetune.load_into(model, str(tmp_path / "wrong.pth"))
+            load_into(model, str(tmp_path / "wrong.pth"))
         assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     with pytest.raises(CommandError, match=r"there is no file .*absent.pth"):
-        finetune.load_into(model, str(tmp_path / "absent.pth"))
+        load_into(model, str(tmp_path / "absent.pth"))
 
 
 def test_another_head_and_another_grid(tmp_path):
@@ -137,7 +137,7 @@ def test_another_head_and_another_grid(tmp_path):
     for name in ("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"):
         model = build_model(name, img_size=32, num_classes=4, depth=1)
         head = model.get_parameter("head.weight").clone()
-        line = finetune.load_into(model, str(tmp_path / "file.pth"))
+        line = load_into(model, str(tmp_path / "file.pth"))
         assert "new: head" in line
         weight = "blocks.0.attn.qkv.weight"
         assert torch.equal(model.get_parameter(weight), source.get_parameter(weight))
@@ -156,7 +156,7 @@ def test_another_head_and_another_grid(tmp_path):
 )  # fmt: skip
 def test_the_tensors_in_a_file_of_another_trainer(wrap):
     state = {"head.weight": torch.ones(2), "norm.bias": torch.zeros(1)}
-    assert finetune.tensors_in(wrap({**state, "step": 3}), "file") == state
+    assert tensors_in(wrap({**state, "step": 3}), "file") == state
 
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
     home = tmp_path / "home"
     for name in ("HF_HUB_CACHE", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cached.Path, "home", lambda: home)
+    monkeypatch.setattr(models.Path, "home", lambda: home)
     for folder, name in (
         (home / ".cache" / "huggingface" / "hub", None), (tmp_path / "hf" / "hub", "HF_HOME"),
         (tmp_path / "cache", "HF_HUB_CACHE"),
@@ -172,17 +172,17 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
         if name is not None:
             monkeypatch.setenv(name, str(tmp_path / "hf" if name == "HF_HOME" else folder))
         with pytest.raises(CommandError, match=f"a/b is not in {folder}, .*hf download a/b"):
-            cached.snapshot("a/b")
+            models.snapshot("a/b")
         found = folder / "models--a--b" / "snapshots" / "abc"
         found.mkdir(parents=True)
         (folder / "models--a--b" / "refs").mkdir()
         (folder / "models--a--b" / "refs" / "main").write_text("abc\n")
-        assert cached.snapshot("a/b") == found == cached.source_folder("hf:a/b")
+        assert models.snapshot("a/b") == found == models.source_folder("hf:a/b")
     with pytest.raises(CommandError, match=r"holds none of model\.safetensors"):
-        cached.weight_files(found)
+        models.weight_files(found)
     index = {"weight_map": {"x": "2.safetensors", "y": "1.safetensors", "z": "2.safetensors"}}
     (found / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert cached.weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
+    assert models.weight_files(found) == [found / f"{i}.safetensors" for i in (1, 2)]
 
 
 def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -207,11 +207,11 @@ def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):
     source = build_model("timm:vit_tiny_patch16_224")
     safetensors.save_file(source.state_dict(), folder / "snapshots" / "abc" / "model.safetensors")
     model = build_model("timm:vit_tiny_patch16_224", img_size=32, num_classes=10)
-    assert "new: head" in finetune.load_into(model, "timm:vit_tiny_patch16_224")
+    assert "new: head" in load_into(model, "timm:vit_tiny_patch16_224")
     name = "blocks.11.mlp.fc1.weight"
     assert torch.equal(model.get_parameter(name), source.get_parameter(name))
     with pytest.raises(CommandError, match="hf download facebook/absent"):
-        finetune.load_into(model, "hf:facebook/absent")
+        load_into(model, "hf:facebook/absent")
 
 
 def test_lora_is_for_models_of_other_libraries(tmp_path, monkeypatch, capsys):

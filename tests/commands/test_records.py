@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_data import Image, write_images
+from test_data import Image
 
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.training import checkpoint, records
 from fastvit_kernels.commands.training import folder as names
-from fastvit_kernels.commands.training.records import Files, Part, Rows, Shards
+from fastvit_kernels.commands.training.records import Files, Rows
 
 
 def shard(path, *members):
@@ -101,16 +101,16 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
 
 
 def test_the_digest_of_each_kind_of_records(tmp_path):
-    write_images(tmp_path, count=5)
-    whole = Files([tmp_path / "cat" / "0.png", tmp_path / "dog" / "0.png"], [0, 1])
-    place = (Path("0.tar"), "a.png", 512, 100)
+    place, other = (tmp_path / "a.png", "", 0, 7), (tmp_path / "b.png", "", 0, 7)
+    whole = Files([place, other], [0, 1])
+    rows = Rows(SimpleNamespace(_fingerprint="a"), "image", range(2), [0, 1])
     kinds = [
-        whole, Files(whole.paths[::-1], [0, 1]), Files(whole.paths, [0, 0]),
-        Part(whole, [0]), Part(whole, [1]), Part(Files(whole.paths, [0, 0]), [0]),
-        Shards([place], [0]), Shards([place], [1]), Shards([(*place[:3], 101)], [0]),
-        Rows(SimpleNamespace(_fingerprint="a"), "image", [0]),
-        Rows(SimpleNamespace(_fingerprint="b"), "image", [0]),
-        Rows(SimpleNamespace(_fingerprint="a"), "image", [1]),
+        whole, Files([other, place], [0, 1]), Files([place, other], [0, 0]),
+        Files([(*place[:3], 8), other], [0, 1]), Files([place, (*other[:2], 9, 7)], [0, 1]),
+        Files([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part([0]), whole.part([1]),
+        rows, Rows(SimpleNamespace(_fingerprint="b"), "image", range(2), [0, 1]),
+        Rows(rows.split, "image", range(2), [1, 1]), rows.part([0]), rows.part([1]),
+        Rows(rows.split, "image", [1], [0]),
     ]  # fmt: skip
     digests = [kind.digest() for kind in kinds]
     assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]
@@ -122,20 +122,8 @@ def _checkpoint(path, epochs):
     checkpoint.save(path, {**parts, "history": [{}] * epochs})
 
 
-def test_the_newer_checkpoint_of_a_run_is_read(tmp_path):
-    """Of one process or of several, whatever the number of digits."""
-    _checkpoint(tmp_path / "checkpoint.pt", 9998)
-    for epochs in (9999, 10000):
-        _checkpoint(tmp_path / f"checkpoint-{epochs:04d}" / "run.pt", epochs)
-    content, path = names.read_run(tmp_path)
-    assert path == tmp_path / "checkpoint-10000" and len(content["history"]) == 10000
-    _checkpoint(tmp_path / "checkpoint.pt", 10001)
-    content, path = names.read_run(tmp_path)
-    assert path == tmp_path / "checkpoint.pt" and len(content["history"]) == 10001
-
-
 def test_which_folder_a_run_takes(tmp_path, monkeypatch):
-    """The first that is free; the latest where it goes on; none that holds another's shards."""
+    """The first that is free; the latest where it goes on; none that holds a run already."""
     monkeypatch.chdir(tmp_path)
     cpu = torch.device("cpu")
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits")
@@ -144,7 +132,5 @@ def test_which_folder_a_run_takes(tmp_path, monkeypatch):
     Path("runs/digits-11").mkdir()  # holds no run
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits-3")
     assert names._latest_folder("digits") == Path("runs/digits-10")
-    _checkpoint(Path("runs/digits-12/checkpoint-0001/run.pt"), 1)
-    assert names._latest_folder("digits") == Path("runs/digits-12")
-    with pytest.raises(CommandError, match=r"digits-12 holds a run already .checkpoint-0001"):
-        names.open_run({}, Path("runs/digits-12"), False, cpu)
+    with pytest.raises(CommandError, match=r"digits-9 holds a run already .checkpoint.pt"):
+        names.open_run({}, Path("runs/digits-9"), False, cpu)

@@ -142,8 +142,8 @@ def test_what_is_drawn_of_a_run(run, drawn):
 def test_each_panel_is_of_its_layer_and_head(tmp_path, drawn):
     image = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
     layers = [torch.rand(3, 2, 2), torch.rand(3, 2, 2)]
-    figures.draw_attention_layers(image, layers, True, tmp_path / "all.png", "title")
-    figures.draw_attention_layer(image, layers[1], False, tmp_path / "one.png", "title")
+    figures.draw_attention(image, layers, True, tmp_path / "all.png", "title")
+    figures.draw_attention(image, layers[1:], False, tmp_path / "one.png", "title")
     peak = max(layer.max().item() for layer in layers)
     panels = [axes for axes in drawn["all.png"].axes if axes.get_images()]
     assert [axes.get_title() for axes in panels[:4]] == ["image", "head 0", "head 1", "head 2"]

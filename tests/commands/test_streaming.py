@@ -16,7 +16,6 @@ from test_data import Image, write_images
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.commands.training import checkpoint, records, streaming
-from fastvit_kernels.commands.training import images as reading
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import make_settings
@@ -246,13 +245,13 @@ def test_mixup_is_by_beta_of_alpha(tmp_path):
 def test_the_number_of_workers(tmp_path, monkeypatch, cores, given, workers):
     write_images(tmp_path / "images", count=3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setattr(reading, "Streamed", lambda *words: words[4:6])
+    monkeypatch.setattr(streaming, "Streamed", lambda *words: words[4:6])
     settings = make_settings(
         {"data": "folder", "data_dir": str(tmp_path / "images")}, torch.device("cpu")
     )
     for on_error in ("skip", "stop"):
         words = argparse.Namespace(workers=given, on_error=on_error)
-        found = reading.open_images(settings, words, make_console(quiet=True))
+        found = streaming.open_images(settings, words, make_console(quiet=True))
         assert found == (workers, on_error == "skip")
 
 
@@ -349,6 +348,20 @@ def test_shards(tmp_path, capsys):
     (tmp_path / "all" / "001.tar").write_bytes(b"half")
     with pytest.raises(CommandError, match=r"001.tar cannot be read as a shard"):
         records.from_shards(tmp_path / "all", 0.2, 0)
+
+
+def test_a_broken_image_of_a_shard_is_named_once(tmp_path):
+    """Pillow's words about bytes in memory are others each time."""
+    shard = tmp_path / "0.tar"
+    write_shards(tmp_path / "all", shards=1)
+    content = (tmp_path / "all" / "000.tar").read_bytes()
+    shard.write_bytes(content.replace(b"\x89PNG", b"\x00PNG", 1))
+    said = []
+    images = streamed(tmp_path, data="webdataset", skip=True, say=said.append)
+    for epoch in (1, 2):
+        list(images.batches(epoch, Processes()))
+        list(images.held_out_batches(Processes()))
+    assert len(said) == len(images.broken) == 1 and f"left out: {shard}: 00000.png" in said[0]
 
 
 def test_datasets(tmp_path):

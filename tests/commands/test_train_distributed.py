@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import processes, sharded
+from fastvit_kernels.commands.training import checkpoint, processes
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 PROGRAM = Path(__file__).parent.parent / "support" / "distributed_training.py"
-SCENARIOS = ("one", "ddp", "fsdp", "step", "half", "term", "grown", "bf16", "rows", "few", "beside")
+SCENARIOS = (
+    "one", "ddp", "fsdp", "average", "averages", "step", "half", "term", "grown", "bf16", "rows",
+    "few", "beside",
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -57,14 +59,22 @@ def test_two_processes_give_the_losses_of_one(runs, name):
     assert statuses["one"] == [[0]] and statuses[name] == [[0, 0]], log(folder, name)
     assert losses(folder, name) == pytest.approx(losses(folder, "one"), rel=1e-4)
     whole = [path.name for path in (folder / name).glob("*checkpoint*")]
-    assert whole == ["checkpoint-0002"], "the older ones are gone"
+    assert whole == ["checkpoint.pt"], "one file, and nothing half"
+
+
+def test_the_average_is_sharded_with_the_model(runs):
+    folder, statuses = runs
+    assert (statuses["average"], statuses["averages"]) == ([[0]], [[0, 0], [0]])
+    assert losses(folder, "averages") == pytest.approx(losses(folder, "average"), rel=1e-4)
+    held = [losses(folder, name)[2::4] for name in ("average", "one")]
+    assert held[0] != pytest.approx(held[1], rel=1e-2), "the average's own"
 
 
 @pytest.mark.parametrize(
     ("name", "statuses", "message"),
     [
-        ("step", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
-        ("half", [[1, -9], [0]], "checkpoint-0001 holds the run after epoch 1 of 2"),
+        ("step", [[1, -9], [0]], "checkpoint.pt holds the run after epoch 1 of 2"),
+        ("half", [[1, -9], [0]], "checkpoint.pt holds the run after epoch 1 of 2"),
         ("grown", [[-9], [0, 0]], ""),
     ],
 )
@@ -85,7 +95,7 @@ def test_sigterm_says_how_far_the_run_has_come(runs):
     folder, statuses = runs
     text = log(folder, "term")
     assert statuses["term"] == [[143, 1]], text
-    assert "SIGTERM" in text and "checkpoint-0001 holds the run after epoch 1 of 2" in text
+    assert "SIGTERM" in text and "checkpoint.pt holds the run after epoch 1 of 2" in text
 
 
 def test_a_last_batch_smaller_than_the_number_of_processes(runs):
@@ -120,24 +130,6 @@ def test_fsdp_needs_torchrun(capsys):
 
     assert cli.main(["train", "--fsdp"]) == 2
     assert "torchrun --nproc-per-node N -m fastvit_kernels train --fsdp" in capsys.readouterr().err
-
-
-def test_shards_of_another_model(tmp_path):
-    held = {"model.a": torch.zeros(2, 3), "model.gone": torch.zeros(1)}
-    dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "shards"), no_dist=True)
-    wanted = {"model.a": torch.ones(2, 4), "model.new": torch.ones(1)}
-    with pytest.raises(CommandError, match="is a checkpoint of another model") as raised:
-        sharded.load(tmp_path / "shards", wanted)
-    for difference in ("model.a is (2, 3) there and (2, 4) here", "gone is only there", "new is"):
-        assert difference in str(raised.value)
-    assert wanted["model.a"].min() == 1, "nothing was read"
-    assert (
-        sharded.load(tmp_path / "shards", {n: torch.ones(t.shape) for n, t in held.items()})
-        == set()
-    )
-    (tmp_path / "shards" / ".metadata").write_bytes(b"half")
-    with pytest.raises(CommandError, match="cannot be read as a checkpoint"):
-        sharded.load(tmp_path / "shards", wanted)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +236,9 @@ def test_the_line_of_the_manual(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
     names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}
-    assert {"checkpoint-0001", "weights.pth", "summary.json", "attention.png"} <= names
+    assert {"checkpoint.pt", "weights.pth", "summary.json", "attention.png"} <= names
     folder = tmp_path / "runs" / "digits"
     weights = torch.load(folder / "weights.pth", weights_only=True)
-    held = {f"model.{name}": torch.empty_like(value) for name, value in weights.items()}
-    reader = dcp.FileSystemReader(folder / "checkpoint-0001")
-    dcp.load(held, storage_reader=reader, no_dist=True)
-    assert all(torch.equal(held[f"model.{name}"], value) for name, value in weights.items())
+    held = checkpoint.load(folder / "checkpoint.pt")["model"]
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[name], value) for name, value in weights.items())

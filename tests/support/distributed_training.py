@@ -22,13 +22,11 @@ import rich.progress
 import rich.table
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from small_training import shrink
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.training import run as training
-from fastvit_kernels.commands.training import sharded
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 START = ["--epochs", "2", "--batch", "64", "--no-check", "--device", "cpu", "--backend", "torch"]
@@ -38,6 +36,8 @@ SCENARIOS: dict[str, list[tuple[int, list[str], int | None, str]]] = {
     "one": [(0, START, None, "")],
     "ddp": [(2, START, None, "")],
     "fsdp": [(2, [*START, "--fsdp"], None, "")],
+    "average": [(0, [*START, "--ema", "0.5"], None, "")],
+    "averages": [(2, [*START, "--ema", "0.5", "--fsdp"], None, ""), (1, RESUME, None, "")],
     "step": [(2, START, 1, "step"), (1, RESUME, None, "")],
     "half": [(2, [*START, "--fsdp"], 1, "half"), (0, RESUME, None, "")],
     "term": [(2, START, 0, "term")],
@@ -74,15 +74,15 @@ def die_in_step(count: int, die: Callable[[], None] = kill_me) -> None:
 
 
 def die_half_way() -> None:
-    """Kill this process in the checkpoint of the second epoch, before it writes its shards."""
-    write, calls = dcp.FileSystemWriter.write_data, 0
+    """Kill this process in the checkpoint of the second epoch, before it gives its shards."""
+    save, calls = training.Run.save, 0
 
-    def counted(*arguments):
+    def counted(run: training.Run) -> None:
         nonlocal calls
         calls += 1
-        return kill_me() if calls == 3 else write(*arguments)
+        return kill_me() if calls == 3 else save(run)
 
-    sharded.dcp.FileSystemWriter.write_data = counted
+    training.Run.save = counted
 
 
 def rank_of(rank: int, world: int, words: list[str], out: Path, dies: str, meeting: Path) -> int:

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and all that a run needs to go on bit for bit."""
+"""Files that are either whole or not there, and the states of every random generator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from ...weights.files import read_pickle
 from ..console import CommandError, refusing
 
-FORMAT = 1
-NAME = "checkpoint.pt"
+FORMAT = 2
 PARTS = {"settings", "classes", "normalization", "data_digest", "history"}
 
 

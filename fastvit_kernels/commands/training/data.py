@@ -1,4 +1,4 @@
-"""Images for `train`: scikit-learn's digits, idx files, or class folders, all held in memory.
+"""Images for `train` in memory: scikit-learn's digits, idx files, class folders.
 
 Every image is read, decoded and resized before training starts, so that a damaged file stops the
 command at once, with its name, and not in the third epoch. Pixels stay uint8 until a batch is made.
@@ -7,11 +7,12 @@ command at once, with its name, and not in the third epoch. Pixels stay uint8 un
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..console import CommandError, refusing, require
+from .processes import Processes
+from .records import Records, from_folder, stratified_split
 from .settings import Settings
 
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 IDX_UINT8 = 0x08
 
 
@@ -36,7 +38,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: Tensor) -> Split:
+    def __getitem__(self, index: Tensor | slice) -> Split:
         return Split(self.images[index], self.labels[index])
 
     def to(self, device: torch.device) -> Split:
@@ -71,9 +73,10 @@ class Normalization:
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 (B, channels, height, width) -> fp32 of the same shape."""
-        shape = (1, -1, 1, 1)
-        mean = torch.tensor(self.mean, device=images.device).view(shape)
-        std = torch.tensor(self.std, device=images.device).view(shape)
+        mean, std = (
+            torch.tensor(values, device=images.device).view(1, -1, 1, 1)
+            for values in (self.mean, self.std)
+        )
         return (images.float() / 255 - mean) / std
 
 
@@ -113,16 +116,11 @@ class Augmentation:
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def stratified_split(labels: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices (train, held-out), each in order; every class gives the same share, by seed."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique():
-        members = (labels == label).nonzero()[:, 0]
-        # At least one of each side where a class has two images or more.
-        count = min(max(round(held_out * len(members)), 1), len(members) - 1)
-        mask[members[torch.randperm(len(members), generator=generator)[:count]]] = True
-    return (~mask).nonzero()[:, 0], mask.nonzero()[:, 0]
+AUGMENTATIONS = {
+    "digits": Augmentation(degrees=5, zoom=0.1, shift=0.5),
+    "mnist": Augmentation(degrees=10, zoom=0.1, shift=2),
+    "folder": Augmentation(degrees=5, zoom=0.2, shift=16, mirror=True),
+}
 
 
 def resize(images: Tensor, img_size: int) -> Tensor:
@@ -170,8 +168,7 @@ def read_idx(path: Path) -> Tensor:
             f"{path}: shape {shape} needs {math.prod(shape)} bytes, got {len(content) - start}"
         )
     # bytearray: torch wants memory that may be written.
-    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:]
-    return data.view(shape)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:].view(shape)
 
 
 def _idx_file(folder: Path, name: str) -> Path:
@@ -232,60 +229,16 @@ def fit(image: Any, img_size: int | None) -> Tensor:
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
 
-def read_image(path: Path, img_size: int, in_chans: int) -> Tensor:
-    """One file as (in_chans, img_size, img_size) uint8.
+def read_image(records: Records, index: int, img_size: int | None, in_chans: int) -> Tensor:
+    """One image as uint8 (in_chans, img_size, img_size), or of its own size for None.
 
-    Raises: CommandError naming the file.
+    Raises: CommandError naming it.
     """
-    pillow = require("PIL.Image", "pillow")
-    broken = (OSError, ValueError, SyntaxError, pillow.DecompressionBombError)
-    with refusing(f"{path} cannot be read as an image", *broken), pillow.open(path) as image:
+    bomb = require("PIL.Image", "pillow").DecompressionBombError
+    broken = (OSError, ValueError, SyntaxError, KeyError, bomb)
+    reading = refusing(f"{records.name(index)} cannot be read as an image", *broken)
+    with reading, records.open(index) as image:
         return fit(upright(image, in_chans), img_size)
-
-
-def _class_folders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-
-
-def folder_images(folder: Path, classes: list[str]) -> tuple[list[Path], list[int]]:
-    """Paths and labels of the images in these class folders, in order."""
-    paths, labels = [], []
-    for label, name in enumerate(classes):
-        found = sorted(
-            p for p in (folder / name).rglob("*")
-            if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".") and p.is_file()
-        )  # fmt: skip
-        paths += found
-        labels += [label] * len(found)
-    return paths, labels
-
-
-def split_folders(folder: Path) -> tuple[Path, Path | None, list[str]]:
-    """Where the training images of a folder are, where the held-out ones if there is such a place,
-    and the names of the classes.
-
-    Raises: CommandError where classes or images are missing.
-    """
-    train_folder = folder / "train"
-    held_folder = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
-    if train_folder.is_dir() != (held_folder is not None):
-        raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
-    root = folder if held_folder is None else train_folder
-    classes = [p.name for p in _class_folders(root)]
-    if len(classes) < 2:
-        raise CommandError(f"{root} needs two class folders or more, got {len(classes)}")
-    for name in classes:
-        if not folder_images(root, [name])[0]:
-            raise CommandError(
-                f"{root / name} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})"
-            )
-    if held_folder is not None:
-        unknown = sorted({p.name for p in _class_folders(held_folder)} - set(classes))
-        if unknown:
-            raise CommandError(f"{held_folder / unknown[0]} has no counterpart in {train_folder}")
-        if not folder_images(held_folder, classes)[0]:
-            raise CommandError(f"{held_folder} holds no image")
-    return root, held_folder, classes
 
 
 def _check_memory(count: int, bytes_each: int) -> None:
@@ -305,37 +258,21 @@ def load_folder(
     folder: Path, img_size: int, in_chans: int, held_out: float, seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Dataset:  # fmt: skip
-    """Class folders of images: folder/train/<class> with folder/val or folder/test, or
-    folder/<class> with a split by seed.
-
-    Args:
-        progress: called with (images read, all images).
-    """
-    root, held_folder, classes = split_folders(folder)
-    paths, labels = folder_images(root, classes)
-    num_train = len(paths)
-    if held_folder is not None:
-        held_paths, held_labels = folder_images(held_folder, classes)
-        paths, labels = paths + held_paths, labels + held_labels
-
-    _check_memory(len(paths), in_chans * img_size**2)
+    """The class folders of `records.from_folder`; progress(images read, all images)."""
+    train, rest, classes = from_folder(folder, held_out, seed)
+    places = [(records, i) for records in (train, rest) for i in range(len(records))]
+    _check_memory(len(places), in_chans * img_size**2)
     images = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
         try:
-            for image in pool.map(lambda path: read_image(path, img_size, in_chans), paths):
+            for image in pool.map(lambda p: read_image(*p, img_size, in_chans), places):
                 images.append(image)
-                progress(len(images), len(paths))
+                progress(len(images), len(places))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    everything = Split(torch.stack(images), torch.tensor(labels))
-    if held_folder is None:
-        train, rest = stratified_split(everything.labels, held_out, seed)
-        if len(rest) == 0:
-            raise CommandError(f"{folder}: no class has two images, so none can be held out")
-    else:
-        train, rest = torch.arange(num_train), torch.arange(num_train, len(paths))
-    return Dataset(everything[train], everything[rest], classes)
+    everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))
+    return Dataset(everything[: len(train)], everything[len(train) :], classes)
 
 
 def load(settings: Settings, progress: Callable[[int, int], None]) -> Dataset:
@@ -355,3 +292,62 @@ def data_folder(settings: Settings) -> Path:
     if not folder.is_dir():
         raise CommandError(f"--data-dir {folder} is not a folder")
     return folder
+
+
+class InMemory:
+    """The images of a run, batch by batch: all of them on the device as bytes."""
+
+    def __init__(self, dataset: Dataset, settings: Settings):
+        self.classes, self.settings = dataset.classes, settings
+        self.normalization = Normalization.of(dataset.train.images)
+        self.train, self.held_out = dataset.train, dataset.held_out
+        self.train_count, self.held_out_count = len(self.train), len(self.held_out)
+        self.broken: set[str] = set()
+
+    def to(self, device: torch.device) -> None:
+        self.train, self.held_out = self.train.to(device), self.held_out.to(device)
+
+    @property
+    def held_out_labels(self) -> Tensor:
+        return self.held_out.labels
+
+    def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """This process's rows of shuffled, augmented batches, and the weight of their mean loss in
+        that of the batch: the rows' share times the number of processes, over which DDP and FSDP2
+        average. The batches are a function of (seed, epoch) alone."""
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
+        order = torch.randperm(self.train_count, generator=generator).to(self.train.labels.device)
+        augmentation = AUGMENTATIONS[self.settings.data]
+        for index in order.split(self.settings.batch_size):
+            mine = processes.share(len(index))
+            weight = (mine.stop - mine.start) * processes.world / len(index)
+            if not weight:  # every process takes every step
+                mine = slice(0, 1)
+            draw = augmentation.draw(len(index), generator) if self.settings.augment else None
+            index = index[mine]
+            images = self.normalization(self.train.images[index])
+            if draw is not None:
+                images = augmentation.apply(images, draw[:, mine])
+            yield images, self.train.labels[index], weight
+
+    def held_out_batches(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers and pixels of this process's held-out images; where it has none of a batch, no
+        number and one image, because every process takes every step."""
+        numbers = torch.arange(self.held_out_count, device=self.held_out.labels.device)
+        for index in numbers.split(1024):
+            mine = index[processes.share(len(index))]
+            shown = mine if len(mine) else index[:1]
+            yield mine, self.normalization(self.held_out.images[shown])
+
+    def training_sample(self, count: int) -> Tensor:
+        return self.train.images[:count]
+
+    def held_out_sample(self) -> tuple[int, Tensor]:
+        return 0, self.held_out.images[:1]
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(repr(self.classes).encode())
+        for split in (self.train, self.held_out):
+            digest.update(split.images.cpu().contiguous().numpy().tobytes())
+            digest.update(split.labels.cpu().numpy().tobytes())
+        return digest.hexdigest()

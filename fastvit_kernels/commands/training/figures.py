@@ -103,86 +103,46 @@ def seen_pixels(model: Any, image: Tensor) -> Tensor:
     return image[:, :height, :width]
 
 
-def _show_image(axes: Any, image: Tensor) -> None:
-    """image: (1 or 3, height, width) uint8."""
-    if image.shape[0] == 1:
-        axes.imshow(image[0].numpy(), cmap="gray", vmin=0, vmax=255)
-    else:
-        axes.imshow(image.permute(1, 2, 0).numpy())
-
-
-def _show_overlay(axes: Any, image: Tensor, attention: Tensor, peak: float) -> Any:
-    """The image in grey under one head's attention, both on the image's own pixel axes."""
-    grey = image.float().mean(0)
-    height, width = grey.shape
-    axes.imshow(grey.numpy(), cmap="gray", vmin=0, vmax=255)
-    large = F.interpolate(attention[None, None].float(), (height, width), mode="nearest")[0, 0]
-    return axes.imshow(large.numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=peak)
-
-
-def _bare(axes: Any) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-
-
-def _whose(from_cls: bool) -> str:
-    return "of the class token" if from_cls else "mean over all patches"
-
-
-def draw_attention_layers(
+def draw_attention(
     image: Tensor, layers: Sequence[Tensor], from_cls: bool, path: Path, title: str
 ) -> None:
-    """One sample: the image, then a row a layer and a column a head, one scale for all.
+    """The image, then each head's attention over it, one scale for all: a row a layer, or the heads
+    of one layer in rows of five panels.
 
     Args:
         image: (1 or 3, height, width) uint8.
         layers: (H, rows, columns) a layer, from `patch_attention`.
         title: of the sample.
     """
-    depth, heads = len(layers), layers[0].shape[0]
+    several, height, width = len(layers) > 1, *image.shape[1:]
     peak = max(float(layer.max()) for layer in layers)
-    figure = _figure(1.5 * (heads + 1) + 1.2, 1.55 * depth + 0.9)
-    figure.suptitle(f"{title}\nattention to each patch, {_whose(from_cls)}", fontsize=10)
-    grid = figure.subplots(depth, heads + 1, squeeze=False)
-    shown = None
-    for row, layer in enumerate(layers):
-        for head in range(heads):
-            axes = grid[row][head + 1]
-            shown = _show_overlay(axes, image, layer[head], peak)
-            _bare(axes)
-            if row == 0:
-                axes.set_title(f"head {head}", fontsize=9)
-        grid[row][1].set_ylabel(f"layer {row}", fontsize=9)
-        if row:
-            grid[row][0].axis("off")
-    _show_image(grid[0][0], image)
-    _bare(grid[0][0])
-    grid[0][0].set_title("image", fontsize=9)
-    figure.colorbar(shown, ax=grid, label="attention probability", shrink=min(1.0, 4 / depth))
-    _save(figure, path, dpi=110)
-
-
-def draw_attention_layer(
-    image: Tensor, layer: Tensor, from_cls: bool, path: Path, title: str
-) -> None:
-    """One layer over an image: the image, then its heads in a grid, one scale for all heads."""
-    panels = layer.shape[0] + 1
-    columns = min(panels, 5)
-    rows = -(-panels // columns)
-    figure = _figure(2.4 * columns + 1.0, 2.55 * rows + 0.7)
-    figure.suptitle(f"{title}: attention to each patch, {_whose(from_cls)}", fontsize=11)
+    cells = [cell for layer in layers for cell in (None, *layer)]
+    columns = len(cells) // len(layers) if several else min(len(cells), 5)
+    rows, side = -(-len(cells) // columns), 1.5 if several else 2.4
+    figure = _figure(side * columns + 1.1, 1.05 * side * rows + 0.8)
+    whose = "of the class token" if from_cls else "mean over all patches"
+    figure.suptitle(f"{title}\nattention to each patch, {whose}", fontsize=10)
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    _show_image(grid[0], image)
-    grid[0].set_title("image", fontsize=10)
     shown = None
-    for head in range(layer.shape[0]):
-        shown = _show_overlay(grid[head + 1], image, layer[head], float(layer.max()))
-        grid[head + 1].set_title(f"head {head}", fontsize=10)
     for index, axes in enumerate(grid):
-        _bare(axes)
-        if index >= panels:
+        axes.set(xticks=[], yticks=[])
+        head = cells[index] if index < len(cells) else None
+        if head is not None:  # over the image in grey, both on the image's own pixel axes
+            axes.imshow(image.float().mean(0).numpy(), cmap="gray", vmin=0, vmax=255)
+            large = F.interpolate(head[None, None].float(), (height, width), mode="nearest")[0, 0]
+            shown = axes.imshow(large.numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=peak)
+        elif index == 0:
+            pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+            axes.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
+        else:
             axes.axis("off")
-    figure.colorbar(shown, ax=list(grid), label="attention probability", shrink=0.9)
+        if index < (columns if several else len(cells)):
+            axes.set_title(f"head {index - 1}" if index else "image", fontsize=9)
+        if several and index % columns == 1:
+            axes.set_ylabel(f"layer {index // columns}", fontsize=9)
+    figure.colorbar(
+        shown, ax=list(grid), label="attention probability", shrink=min(0.9, 4 / len(layers))
+    )
     _save(figure, path)
 
 

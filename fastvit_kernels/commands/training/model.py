@@ -1,10 +1,14 @@
-"""The model of a run: as its settings build it, and the host's own code beside it."""
+"""The model of a run as its settings build it: pretrained weights, frozen parameters, LoRA by peft;
+and plain PyTorch beside it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
+import fnmatch
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +17,20 @@ from torch import Tensor, nn
 from ...models.vit import VisionTransformer
 from ...swap.apply import swap_out
 from ...verify.plain_vit import plain_vit
-from ..console import CommandError
-from ..models import fused_model, logits_of
-from .finetune import add_lora, freeze, load_into
+from ...weights.files import read_file
+from ...weights.load import load_weights
+from ..console import CommandError, refusing, require
+from ..models import fused_model, snapshot, source_folder, weight_files
+from ..zoo import define_torchvision_operators
 from .settings import DIGITS_VIT, Settings
 
 NARROW = 192  # embed_dim below this takes _init_narrow
+# A classifier is trained anew; everything else must fit.
+HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
+# The Linears that make queries, keys and values, by the last part of their names.
+QKV = ("qkv", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q", "k", "v")
+UNFIT = (TypeError, ValueError, OSError, RuntimeError)  # where a file does not fit its model
+_WRAPPERS = ("state_dict", "model", "model_ema", "teacher")
 
 
 def model_of(
@@ -37,10 +49,8 @@ def model_of(
     if settings.model is not None:
         model = fused_model(settings.model, **options)
     else:
-        try:
+        with refusing("the small ViT for digits", ValueError):
             model = VisionTransformer(**{**DIGITS_VIT, **options})
-        except ValueError as error:
-            raise CommandError(str(error)) from error
     if isinstance(model, VisionTransformer) and model.embed_dim < NARROW:
         _init_narrow(model)
     if settings.weights is not None and say is not None:
@@ -68,14 +78,170 @@ def host_of(model: nn.Module) -> nn.Module:
     return host
 
 
-def plain_forward(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
-    """Logits of plain PyTorch, from weights and images: `plain_vit`, or the host's own code."""
+def plain_copy(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Any]]:
+    """A copy of the weights, and its output by plain PyTorch: `plain_vit`, or the host's code."""
     if isinstance(model, VisionTransformer):
-        return partial(plain_vit, model)
+        ours = copy.deepcopy(model)
+        return ours, lambda images: plain_vit(ours, dict(ours.named_parameters()), images)
     host = host_of(model)
+    return host, host
 
-    def forward(weights: dict[str, Tensor], images: Tensor) -> Tensor:
-        host.train(model.training)
-        return logits_of(torch.func.functional_call(host, weights, (images,)))
 
-    return forward
+def tensors_in(content: Any, source: str) -> dict[str, Tensor]:
+    """The state dict in what a file holds, without the prefix of DDP or torch.compile."""
+    for wrapper in _WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not content:
+        raise CommandError(f"--weights {source} holds no tensors by name")
+    found = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+    for prefix in ("module.", "_orig_mod."):
+        if found and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
+
+
+def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
+    """What the disk holds of a name of timm or transformers, or of a folder."""
+    host, _, name = source.partition(":")
+    define_torchvision_operators()
+    if host == "timm":
+        library: Any = require("timm", "timm", "timm")
+        config = library.get_pretrained_cfg(name)
+        if config is None or not config.hf_hub_id:
+            raise CommandError(f"--weights {source}: timm knows no weights of that name")
+        found: dict[str, Tensor] = {}
+        for file in weight_files(snapshot(config.hf_hub_id)):
+            found |= tensors_in(read_file(file), source)
+        return found
+    library = require("transformers", "transformers", "transformers")
+    own: Any = model
+    try:
+        loaded = library.AutoModelForImageClassification.from_pretrained(
+            source_folder(source), num_labels=own.config.num_labels, local_files_only=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except Exception as error:  # of its readers and checks
+        first = str(error).strip().split("\n")[0]
+        raise CommandError(f"--weights {source} cannot be read: {first}") from error
+    return loaded.state_dict()
+
+
+def load_into(model: nn.Module, source: str) -> str:
+    """Copy pretrained weights into a model; its classifier keeps its own where the number of
+    classes differs.
+
+    Args:
+        source: a file of any family that `load_weights` reads, for our models; a state dict of the
+            model's own names, for a host's; timm:NAME or hf:NAME, from the cache of
+            huggingface_hub; after hf: also a folder.
+    Returns: one line that says what was loaded.
+    Raises: CommandError naming what does not fit; the model then keeps its weights.
+    """
+    remote = source.startswith(("timm:", "hf:"))
+    with refusing(f"--weights {source} does not fit the model", *UNFIT):
+        found = (
+            _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
+        )
+        if isinstance(model, VisionTransformer):
+            report = load_weights(model, _without_other_head(found, model))
+            loaded, missing = report.loaded, report.missing
+        else:
+            loaded, missing = _load_host(model, found)
+    if absent := [n for n in missing if not HEAD.search(n)]:
+        raise CommandError(
+            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}"
+            + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        )
+    new = sorted({n.rpartition(".")[0] for n in missing})
+    return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
+
+
+def _without_other_head(found: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
+    """Without a classifier of another number of classes, whatever its family calls it."""
+    count: Any = getattr(model.head, "out_features", 0)
+    return {n: v for n, v in found.items() if not HEAD.search(n) or len(v) == count}
+
+
+def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Names that were loaded, and names that are missing; nothing is loaded if that is more than a
+    classifier. timm's own renaming and resizing of positions, where its file of this model has one.
+
+    Raises: ValueError for another shape of anything but the classifier.
+    """
+    modules = (c.__module__ for c in type(model).__mro__ if c.__module__.startswith("timm."))
+    change = getattr(sys.modules.get(next(modules, "")), "checkpoint_filter_fn", None)
+    found = change(found, model) if change else found
+    own = model.state_dict()
+    other = [n for n in found if n in own and found[n].shape != own[n].shape]
+    wrong = [
+        f"{n} is {tuple(found[n].shape)} there and {tuple(own[n].shape)} here"
+        for n in other if not HEAD.search(n)
+    ]  # fmt: skip
+    if wrong:
+        raise ValueError("; ".join(wrong[:3]))
+    fitting = {n: v for n, v in found.items() if n in own and n not in other}
+    missing = [n for n in own if n not in fitting]
+    if all(HEAD.search(n) for n in missing):
+        model.load_state_dict(fitting, strict=False)
+    return list(fitting), missing
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take gradients from the parameters that a pattern names; "backbone" is all but the head.
+
+    Raises: CommandError for a pattern that names none, and where nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        chosen = [
+            n for n in named
+            if (not HEAD.search(n) if pattern == "backbone" else fnmatch.fnmatch(n, pattern))
+        ]  # fmt: skip
+        if not chosen:
+            raise CommandError(
+                f"--freeze {pattern} names no parameter; there are "
+                f"{', '.join(list(named)[:4])}, ..."
+            )
+        for name in chosen:
+            named[name].requires_grad_(False)
+    if patterns and not any(p.requires_grad for p in named.values()):
+        raise CommandError(f"--freeze {' '.join(patterns)} leaves no parameter to train")
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """peft's LoRA on the Linears of queries, keys and values; what else is trained is the head.
+
+    Raises: CommandError for a model of ours, whose layers read their weights themselves, and where
+        no such Linear is found.
+    """
+    if isinstance(model, VisionTransformer):
+        raise CommandError("--lora is for models of other libraries: --model timm:NAME or hf:TYPE")
+    peft: Any = require("peft", "peft", "peft")
+    targets = [
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QKV
+    ]  # fmt: skip
+    if not targets:
+        raise CommandError(f"--lora: no Linear of the model is called one of {', '.join(QKV)}")
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if HEAD.search(name):
+            parameter.requires_grad_(True)
+
+
+def merged(model: nn.Module, settings: Settings) -> nn.Module:
+    """The model with LoRA added to its weights, under the names it had: what weights.pth holds."""
+    if not settings.lora:
+        return model
+    layers: Any = require("peft.tuners.tuners_utils", "peft", "peft")
+    model = copy.deepcopy(model)
+    adapted: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in adapted:
+        if isinstance(module, layers.BaseTunerLayer):
+            with torch.no_grad():
+                module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+    return model

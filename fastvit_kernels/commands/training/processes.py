@@ -71,11 +71,6 @@ class Processes:
         return box[1]
 
 
-def launched() -> bool:
-    """Whether torchrun, or what sets the same variables, started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]:
     """This process among those of torchrun, and its device; (one process, None) without torchrun.
 
@@ -84,7 +79,7 @@ def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]
         fsdp: whether --fsdp was given.
     Raises: CommandError for --fsdp without torchrun, and for more processes than GPUs.
     """
-    if not launched():
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if fsdp:
             raise CommandError(f"--fsdp shards over processes; start them with {LAUNCH} --fsdp")
         return Processes(), None

@@ -1,4 +1,4 @@
-"""Where streamed images are: class folders, tar shards, a dataset of Hugging Face's library.
+"""Where images are: class folders, tar shards, a dataset of Hugging Face's library.
 
 Records know every image's label and name before any image is read.
 """
@@ -9,151 +9,94 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..console import CommandError, refusing, require
-from .data import IMAGE_SUFFIXES, folder_images, split_folders, stratified_split
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+Place = tuple[Path, str, int, int]  # a file, the name inside a shard, offset, bytes
 
 
-class Records:
-    """Images by number: `open` gives a PIL image or raises what pillow raises."""
+def stratified_split(labels: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices (train, held-out), each in order; every class gives the same share, by seed."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        # At least one of each side where a class has two images or more.
+        count = min(max(round(held_out * len(members)), 1), len(members) - 1)
+        mask[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~mask).nonzero()[:, 0], mask.nonzero()[:, 0]
 
+
+@dataclass
+class Files:
+    """Images by number, in files or in tar shards; a number has a name, a label and a place.
+
+    Places of shards are read once: the images of a step then come from anywhere in any shard.
+    """
+
+    places: list[Place]
     labels: list[int]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        raise NotImplementedError
+        path, member, *_ = self.places[index]
+        return f"{path}: {member}" if member else str(path)
 
     def open(self, index: int) -> Any:
-        raise NotImplementedError
+        """A PIL image; raises what pillow raises."""
+        path, member, offset, count = self.places[index]
+        pillow = require("PIL.Image", "pillow")
+        if not member:
+            return pillow.open(path)
+        with path.open("rb") as file:
+            file.seek(offset)
+            return pillow.open(io.BytesIO(file.read(count)))
 
-    def content(self) -> Any:
-        """What the digest is of."""
-        raise NotImplementedError
+    def part(self, indices: Sequence[int]) -> Files:
+        return Files([self.places[i] for i in indices], [self.labels[i] for i in indices])
 
     def digest(self) -> str:
-        return hashlib.sha256(repr(self.content()).encode()).hexdigest()
+        """Of names, sizes and labels: reading every pixel would take longer than an epoch."""
+        return hashlib.sha256(repr((self.places, self.labels)).encode()).hexdigest()
 
 
 @dataclass
-class Files(Records):
-    """Images that are files."""
-
-    paths: list[Path]
-    labels: list[int]
-
-    def name(self, index: int) -> str:
-        return str(self.paths[index])
-
-    def open(self, index: int) -> Any:
-        return require("PIL.Image", "pillow").open(self.paths[index])
-
-    def content(self) -> Any:
-        """Names, sizes and labels: reading every pixel would take longer than an epoch."""
-        rows = zip(self.paths, self.labels, strict=True)
-        return [(str(path), path.stat().st_size, label) for path, label in rows]
-
-
-@dataclass
-class Shards(Records):
-    """Samples KEY.cls and KEY.jpg in tar files, as WebDataset lays them out; local, uncompressed.
-
-    An index of offsets, read once: the images of a step then come from any place of any shard.
-    """
-
-    places: list[tuple[Path, str, int, int]]  # shard, name, offset, bytes
-    labels: list[int]
-
-    def name(self, index: int) -> str:
-        shard, name, *_ = self.places[index]
-        return f"{shard}: {name}"
-
-    def open(self, index: int) -> Any:
-        shard, _, offset, count = self.places[index]
-        with shard.open("rb") as file:
-            file.seek(offset)
-            return require("PIL.Image", "pillow").open(io.BytesIO(file.read(count)))
-
-    def content(self) -> Any:
-        return self.places, self.labels
-
-    @classmethod
-    def read(cls, paths: Sequence[Path]) -> Shards:
-        """The index of these shards.
-
-        Raises: CommandError naming a shard that cannot be read, or a sample without a class.
-        """
-        places, labels = [], []
-        for path in paths:
-            images: dict[str, tuple[Path, str, int, int]] = {}
-            classes: dict[str, int] = {}
-            reading = refusing(
-                f"{path} cannot be read as a shard", OSError, tarfile.TarError, ValueError
-            )
-            with reading, tarfile.open(path, "r:") as shard:
-                for member in filter(tarfile.TarInfo.isreg, shard):
-                    key, _, suffix = member.name.rpartition(".")
-                    if suffix == "cls":
-                        content: Any = shard.extractfile(member)
-                        classes[key] = int(content.read())
-                    elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
-                        images[key] = (path, member.name, member.offset_data, member.size)
-            if alone := sorted(images.keys() ^ classes.keys()):
-                raise CommandError(f"{path}: {alone[0]} needs an image and a .cls file")
-            if not images:
-                raise CommandError(f"{path} holds no sample of an image and a .cls file")
-            places += images.values()
-            labels += [classes[key] for key in images]
-        if min(labels) < 0:
-            raise CommandError(f"classes must be 0 or more, got {min(labels)}")
-        return cls(places, labels)
-
-
-@dataclass
-class Rows(Records):
-    """A split of Hugging Face's `datasets` with an image column and a label column."""
+class Rows:
+    """Rows of a split of Hugging Face's `datasets`, by the methods of Files."""
 
     split: Any
-    image: str
+    column: str
+    rows: Sequence[int]
     labels: list[int]
 
-    def name(self, index: int) -> str:
-        return f"row {index}"
-
-    def open(self, index: int) -> Any:
-        return self.split[index][self.image]
-
-    def content(self) -> Any:
-        return getattr(self.split, "_fingerprint", ""), self.labels
-
-
-@dataclass
-class Part(Records):
-    """Some of the records, where there is no split but ours."""
-
-    whole: Records
-    indices: list[int]
-    labels: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.labels = [self.whole.labels[i] for i in self.indices]
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def name(self, index: int) -> str:
-        return self.whole.name(self.indices[index])
+        return f"row {self.rows[index]}"
 
     def open(self, index: int) -> Any:
-        return self.whole.open(self.indices[index])
+        return self.split[self.rows[index]][self.column]
 
-    def content(self) -> Any:
-        return self.whole.digest(), self.indices
+    def part(self, indices: Sequence[int]) -> Rows:
+        rows, labels = ([of[i] for i in indices] for of in (self.rows, self.labels))
+        return Rows(self.split, self.column, rows, labels)
+
+    def digest(self) -> str:
+        content = getattr(self.split, "_fingerprint", ""), self.rows, self.labels
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
+Records = Files | Rows
 Found = tuple[Records, Records, list[str]]  # training, held out, names of the classes
 
 
@@ -161,32 +104,97 @@ def _split(records: Records, classes: list[str], held_out: float, seed: int, whe
     train, rest = stratified_split(torch.tensor(records.labels), held_out, seed)
     if not len(rest):
         raise CommandError(f"{where}: no class has two images, so none can be held out")
-    return Part(records, train.tolist()), Part(records, rest.tolist()), classes
+    return records.part(train.tolist()), records.part(rest.tolist()), classes
+
+
+def _class_folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _files(folder: Path, classes: list[str]) -> Files:
+    """The images in these class folders, in order."""
+    files = Files([], [])
+    for label, name in enumerate(classes):
+        found = sorted(
+            p for p in (folder / name).rglob("*")
+            if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".") and p.is_file()
+        )  # fmt: skip
+        files.places += [(path, "", 0, path.stat().st_size) for path in found]
+        files.labels += [label] * len(found)
+    return files
 
 
 def from_folder(folder: Path, held_out: float, seed: int) -> Found:
-    """folder/train/CLASS with folder/val or folder/test, or folder/CLASS with a split by seed."""
-    root, held_folder, classes = split_folders(folder)
-    everything = Files(*folder_images(root, classes))
-    if held_folder is None:
-        return _split(everything, classes, held_out, seed, folder)
-    return everything, Files(*folder_images(held_folder, classes)), classes
+    """folder/train/CLASS with folder/val or folder/test, or folder/CLASS with a split by seed.
+
+    Raises: CommandError where classes or images are missing.
+    """
+    held = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
+    if (folder / "train").is_dir() != (held is not None):
+        raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
+    root = folder if held is None else folder / "train"
+    classes = _class_folders(root)
+    if len(classes) < 2:
+        raise CommandError(f"{root} needs two class folders or more, got {len(classes)}")
+    images = _files(root, classes)
+    if empty := sorted(set(range(len(classes))) - set(images.labels)):
+        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise CommandError(f"{root / classes[empty[0]]} holds no image ({suffixes})")
+    if held is None:
+        return _split(images, classes, held_out, seed, folder)
+    if unknown := sorted(set(_class_folders(held)) - set(classes)):
+        raise CommandError(f"{held / unknown[0]} has no counterpart in {root}")
+    rest = _files(held, classes)
+    if not len(rest):
+        raise CommandError(f"{held} holds no image")
+    return images, rest, classes
+
+
+def _shards(paths: Sequence[Path]) -> Files:
+    """The samples KEY.cls and KEY.jpg in tar files, as WebDataset lays them out; not compressed.
+
+    Raises: CommandError naming a shard that cannot be read, or a sample without a class.
+    """
+    files = Files([], [])
+    for path in paths:
+        images: dict[str, Place] = {}
+        classes: dict[str, int] = {}
+        reading = refusing(
+            f"{path} cannot be read as a shard", OSError, tarfile.TarError, ValueError
+        )
+        with reading, tarfile.open(path, "r:") as shard:
+            for member in filter(tarfile.TarInfo.isreg, shard):
+                key, _, suffix = member.name.rpartition(".")
+                if suffix == "cls":
+                    content: Any = shard.extractfile(member)
+                    classes[key] = int(content.read())
+                elif f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                    images[key] = (path, member.name, member.offset_data, member.size)
+        if alone := sorted(images.keys() ^ classes.keys()):
+            raise CommandError(f"{path}: {alone[0]} needs an image and a .cls file")
+        if not images:
+            raise CommandError(f"{path} holds no sample of an image and a .cls file")
+        files.places += images.values()
+        files.labels += [classes[key] for key in images]
+    if min(files.labels) < 0:
+        raise CommandError(f"classes must be 0 or more, got {min(files.labels)}")
+    return files
 
 
 def from_shards(folder: Path, held_out: float, seed: int) -> Found:
     """folder/train/*.tar with folder/val or folder/test, or folder/*.tar with a split by seed."""
     found = {n: sorted((folder / n).glob("*.tar")) for n in ("", "train", "val", "test")}
-    held = found["val"] or found["test"]
-    train = Shards.read(found["train"] or found[""]) if found["train"] or found[""] else None
-    if train is None or bool(found["train"]) != bool(held):
+    of_train, held = found["train"] or found[""], found["val"] or found["test"]
+    if not of_train or bool(found["train"]) != bool(held):
         raise CommandError(
             f"{folder} needs *.tar, or train/*.tar beside val/*.tar or test/*.tar; "
             + ", ".join(f"{n or '.'}: {len(paths)} shards" for n, paths in found.items())
         )
+    train = _shards(of_train)
     classes = [str(c) for c in range(max(train.labels) + 1)]
     if not held:
         return _split(train, classes, held_out, seed, folder)
-    rest = Shards.read(held)
+    rest = _shards(held)
     if max(rest.labels) >= len(classes):
         raise CommandError(
             f"{held[0].parent}: class {max(rest.labels)} is not among the {len(classes)} classes "
@@ -215,11 +223,16 @@ def from_datasets(folder: Path, held_out: float, seed: int) -> Found:
             + ", ".join(f"{n}: {type(kind).__name__}" for n, kind in columns.items())
         )
     classes = list(columns[names[0]].names)
-    parts = {n: Rows(s, images[0], list(s[names[0]])) for n, s in splits.items()}
-    held = next((parts[n] for n in ("validation", "val", "test") if n in parts), None)
+
+    def rows(split: Any) -> Rows:
+        labels = list(split[names[0]])
+        return Rows(split, images[0], range(len(labels)), labels)
+
+    train = rows(splits["train"])
+    held = next((splits[n] for n in ("validation", "val", "test") if n in splits), None)
     if held is None:
-        return _split(parts["train"], classes, held_out, seed, folder)
-    return parts["train"], held, classes
+        return _split(train, classes, held_out, seed, folder)
+    return train, rows(held), classes
 
 
 SOURCES = {"folder": from_folder, "webdataset": from_shards, "hf": from_datasets}

@@ -22,9 +22,8 @@ from ...verify.runner import quiet_interpreter
 from ..beside import model_errors
 from ..console import ERROR_COLUMNS, error_cells, make_table
 from . import checkpoint, figures
-from .finetune import merged
 from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
-from .model import host_of
+from .model import host_of, merged
 from .run import Run
 from .streaming import Streamed
 
@@ -126,11 +125,10 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
 
     Every process evaluates; the first one prints and writes.
     """
-    with run.averaged():
-        loss, predicted = run.evaluate(run.learners[0])
-        model = run.whole_model()
-        if model is not None:
-            _write(run, model, loss, predicted, errors, console)
+    loss, predicted = run.evaluate(run.learners[0])
+    model = run.whole_model()
+    if model is not None:
+        _write(run, model, loss, predicted, errors, console)
 
 
 def _write(
@@ -196,6 +194,6 @@ def _write(
     got = run.classes[int(predicted[shown])]
     title = f"{name}: held-out image {shown}, class {true}, predicted {got}"
     pixels = figures.seen_pixels(model, image[0].cpu())
-    figures.draw_attention_layers(pixels, layers, from_cls, run.folder / ATTENTION, title)
+    figures.draw_attention(pixels, layers, from_cls, run.folder / ATTENTION, title)
     written = [name for name in WRITTEN if (run.folder / name).exists()]
     console.print(f"Written to {run.folder}: {', '.join(written)}")

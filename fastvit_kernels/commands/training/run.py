@@ -8,95 +8,158 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...models.vit import VisionTransformer
-from ..console import CommandError, refusing, require
+from ..console import CommandError, refusing
 from ..models import logits_of
-from ..zoo import define_torchvision_operators
-from . import checkpoint, sharded
-from .data import Dataset
-from .folder import CHECKPOINT, METRICS, read_run
-from .model import model_of, plain_forward
+from . import checkpoint
+from .folder import CHECKPOINT, METRICS
+from .model import model_of, plain_copy
 from .processes import Processes, distribute
 from .settings import Settings
-from .source import InMemory
-from .streaming import Streamed
+from .streaming import Source, Streamed, transforms
 
 GRADIENT_NORM = 1.0  # clipped to this
+State = dict[str, dict[str, Tensor]]  # "model", "optimizer", ...: tensors by name
 
 
-def make_optimizer(
-    model: nn.Module, parameters: dict[str, Tensor], settings: Settings
-) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices alone: no biases, norms, LayerScale, and none of what the
     model names in no_weight_decay (tokens, positions)."""
     named = getattr(model, "no_weight_decay", set)()
-    parameters = {n: p for n, p in parameters.items() if p.requires_grad}
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decayed = [p for n, p in parameters.items() if p.ndim > 1 and n not in named]
     others = [p for n, p in parameters.items() if p.ndim <= 1 or n in named]
     groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": settings.weight_decay, "initial_lr": settings.lr},
+        {"params": others, "weight_decay": 0.0, "initial_lr": settings.lr},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
 def learning_rate(step: int, steps_per_epoch: int, settings: Settings) -> float:
-    """lr(step): linear up to lr over the warm-up, then a cosine down to 0. A function of the step
-    alone, so that nothing about it needs to be saved."""
+    """The share of lr at a step: linear up to 1 over the warm-up, then a cosine down to 0. A
+    function of the step alone, so that nothing about it needs to be saved."""
     warmup = min(settings.warmup_epochs, settings.epochs) * steps_per_epoch
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return (step + 1) / warmup
     total = max(settings.epochs * steps_per_epoch - warmup, 1)
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / total))
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / total))
 
 
 @dataclass
 class Learner:
     """Weights under training: ours, or the same ones in plain PyTorch."""
 
-    name: str
-    forward: Callable[[Tensor], Tensor]
-    parameters: dict[str, Tensor]
+    name: str  # before its figures and its parts of a checkpoint
+    model: nn.Module
+    call: Callable[[Tensor], Any]  # what gives the model's output: itself, DDP around it, ...
     optimizer: torch.optim.AdamW
+    average: AveragedModel | None = None
+
+    def evaluated(self) -> tuple[nn.Module, Callable[[Tensor], Any]]:
+        """The model whose figures are reported, and what gives its output: the average, if any."""
+        if self.average is None:
+            return self.model, self.call
+        return self.average.module, self.average.module
+
+    def state(self, keep: bool = True) -> State:
+        """All tensors by name: weights, their average, and what AdamW keeps of each; whole, and on
+        the CPU where they are shards. Every process must call it.
+
+        Args:
+            keep: False where another process is the one that writes them.
+        """
+
+        def whole(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+                return tensor.cpu() if keep else tensor.new_empty(0)
+            return tensor
+
+        moments = {
+            f"{name}.{key}": whole(value)
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        state: State = {"model": whole_weights(self.model), "optimizer": moments}
+        if self.average is not None:
+            state["average"] = whole_weights(self.average.module)
+        return {self.name + part: tensors for part, tensors in state.items()}
+
+    def restore(self, path: Path, content: dict[str, Any]) -> None:
+        """Undo `state`.
+
+        Raises: CommandError where the checkpoint is of another model; KeyError where it lacks a
+            part.
+        """
+        models = {"model": self.model}
+        if self.average is not None:
+            models["average"] = self.average.module
+        for part, model in models.items():
+            held = content[self.name + part]
+            with refusing(f"{path} is a checkpoint of another model", RuntimeError):
+                if lacking := sorted(model.state_dict().keys() - held):
+                    raise RuntimeError(f"{', '.join(lacking[:3])} is only here")
+                set_model_state_dict(model, held, options=StateDictOptions(full_state_dict=True))
+        parameters = dict(self.model.named_parameters())
+        for name, value in content[f"{self.name}optimizer"].items():
+            name, _, key = name.rpartition(".")
+            parameter, value = parameters[name], value.to(parameters[name].device)
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            self.optimizer.state[parameter][key] = value
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, of shards in the first process alone. Every process must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(get_model_state_dict(model, options=options))
 
 
 class Run:
     """One training run: its settings, data, learners and history, and how they are saved."""
 
     def __init__(
-        self, settings: Settings, images: Dataset | Streamed, device: torch.device, folder: Path,
+        self, settings: Settings, source: Source, device: torch.device, folder: Path,
         processes: Processes | None = None, say: Callable[[str], None] | None = None,
     ):  # fmt: skip
         """say: where a new run tells what it loads of --weights; None for one that is resumed."""
-        self.settings, self.device, self.folder = settings, device, folder
+        self.settings, self.source, self.device, self.folder = settings, source, device, folder
         self.processes = processes or Processes()
         self.sharded = False
-        self.source = InMemory(images, settings) if isinstance(images, Dataset) else images
         self.source.to(device)
         self.classes, self.normalization = self.source.classes, self.source.normalization
         self.steps_per_epoch = math.ceil(self.source.train_count / settings.batch_size)
         self.history: list[dict[str, float]] = []
+        self.pace = (0.0, 0.0)  # images/s and share of time waiting for images, of this epoch
         torch.manual_seed(settings.seed)
         self.model = model_of(settings, len(self.classes), say).to(device)
         self._leave_bytes()
-        own = self._learn(self.model)
-        self.pace = (0.0, 0.0)  # images/s and share of time waiting for images, of this epoch
+        average = None
+        if settings.ema:
+            average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
+            average.n_averaged += 1  # begins with these weights, not with the first step's
+        self.learners = [self._learner("", self.model, self.model, average)]
         if settings.compare:
-            copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in own.items()}
-            forward = partial(plain_forward(self.model), copies)
-            self.learners.append(self._learner("reference_", forward, copies))
+            self.learners.append(self._learner("reference_", *plain_copy(self.model)))
 
     def _leave_bytes(self) -> None:
         """Have a model of ours normalize streamed images in its patch embedding. MixUp mixes
@@ -107,27 +170,19 @@ class Run:
             embed.mean, embed.std = found.mean, found.std
             self.source.as_bytes = not plain
 
-    def _learn(self, wrapped: nn.Module) -> dict[str, Tensor]:
-        """Make the model's parameters, which it gives, the first learner's.
-
-        Args:
-            wrapped: what is called for the model's output.
-        """
-        own: dict[str, Tensor] = dict(self.model.named_parameters())
-        self.learners = [self._learner("", lambda images: logits_of(wrapped(images)), own)]
-        trained = {n: p for n, p in own.items() if p.requires_grad and self.settings.ema}
-        self.average = {n: p.detach().clone() for n, p in trained.items()}
-        return own
+    def _learner(
+        self, name: str, model: nn.Module, call: Any, average: AveragedModel | None = None
+    ) -> Learner:
+        return Learner(name, model, call, make_optimizer(model, self.settings), average)
 
     def distribute(self, fsdp: bool) -> None:
         """Put the model under DDP or FSDP2, whose parameters are others; before `restore`."""
+        average = self.learners[0].average
         wrapped = distribute(self.model, self.device, fsdp, self.autocast)
+        if fsdp and average is not None:
+            distribute(average.module, self.device, fsdp, self.autocast)
         self.sharded = fsdp
-        self._learn(wrapped)
-
-    def _learner(self, name: str, forward: Any, parameters: dict[str, Tensor]) -> Learner:
-        optimizer = make_optimizer(self.model, parameters, self.settings)
-        return Learner(name, forward, parameters, optimizer)
+        self.learners = [self._learner("", self.model, wrapped, average)]
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -142,13 +197,17 @@ class Run:
         self, learner: Learner, epoch: int, advance: Callable[[], None]
     ) -> dict[str, float]:
         """One pass over the training images; mean loss, accuracy and images/s."""
-        self.model.train()
+        learner.model.train()
         mix = self._mixup()
+        schedule = LambdaLR(
+            learner.optimizer,
+            lambda step: learning_rate(step, self.steps_per_epoch, self.settings),
+            last_epoch=(epoch - 1) * self.steps_per_epoch - 1,
+        )
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         correct = torch.zeros((), device=self.device, dtype=torch.int64)
         self._synchronize()
         started = time.perf_counter()
-        step = (epoch - 1) * self.steps_per_epoch
         seen, waited = torch.zeros((), dtype=torch.int64), 0.0
         batches = self.source.batches(epoch, self.processes)
         while True:
@@ -161,23 +220,21 @@ class Run:
             targets = labels
             if mix is not None and weight:
                 images, targets = mix(images, labels)
-            for group in learner.optimizer.param_groups:
-                group["lr"] = learning_rate(step, self.steps_per_epoch, self.settings)
             with self._precision():
-                logits = learner.forward(images)
+                logits = logits_of(learner.call(images))
             smoothing = self.settings.label_smoothing
             loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
             learner.optimizer.zero_grad()
             (loss * weight).backward()
-            nn.utils.clip_grad_norm_(learner.parameters.values(), GRADIENT_NORM)
+            nn.utils.clip_grad_norm_(learner.model.parameters(), GRADIENT_NORM)
             learner.optimizer.step()
-            if not learner.name:
-                self._follow()
+            schedule.step()
+            if learner.average is not None:
+                learner.average.update_parameters(learner.model)
             if weight:
                 loss_sum += loss.detach() * len(labels)
                 correct += (logits.detach().argmax(1) == labels).sum()
                 seen += len(labels)
-            step += 1
             seconds = time.perf_counter() - started
             self.pace = (int(seen) * self.processes.world / seconds, waited / seconds)
             advance()
@@ -199,46 +256,26 @@ class Run:
         """torchvision's MixUp of this process's rows, drawn from torch's global generator."""
         if not self.settings.mixup:
             return None
-        define_torchvision_operators()
-        v2: Any = require("torchvision.transforms.v2", "torchvision", "torchvision")
-        return v2.MixUp(alpha=self.settings.mixup, num_classes=len(self.classes))
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Move the averaged weights towards those of this step."""
-        if self.average:
-            weights = [self.learners[0].parameters[name] for name in self.average]
-            get_ema_multi_avg_fn(self.settings.ema)(list(self.average.values()), weights, None)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model with the averaged weights, where --ema keeps them."""
-        own = self.learners[0].parameters
-        with torch.no_grad():
-            kept = {name: own[name].detach().clone() for name in self.average}
-            for name, value in self.average.items():
-                own[name].copy_(value)
-            try:
-                yield
-            finally:
-                for name, value in kept.items():
-                    own[name].copy_(value)
+        return transforms().MixUp(alpha=self.settings.mixup, num_classes=len(self.classes))
 
     @torch.no_grad()
     def evaluate(self, learner: Learner) -> tuple[float, Tensor]:
         """Mean cross-entropy (no smoothing) of the held-out images that can be read, and each one's
         predicted class, -1 for the others."""
-        self.model.eval()
+        model, call = learner.evaluated()
+        model.eval()
         loss = torch.zeros((), dtype=torch.float64)
         # Of one process that has read an image, and 0 of the others: their sum.
         predicted = torch.zeros(self.source.held_out_count, dtype=torch.int64, device=self.device)
         for index, images in self.source.held_out_batches(self.processes):
             with self._precision():
-                logits = learner.forward(images)
+                logits = logits_of(call(images))
             if len(index):
                 labels = self.source.held_out_labels[index]
                 loss += F.cross_entropy(logits.float(), labels, reduction="sum").item()
                 predicted[index] = logits.argmax(1) + 1
+        if self.sharded:  # a forward alone leaves FSDP2's outermost parameters whole
+            model.reshard()  # pyright: ignore[reportCallIssue]
         total = self.processes.sum(loss).item()
         predicted = self.processes.sum(predicted) - 1
         return total / max(int((predicted >= 0).sum()), 1), predicted
@@ -254,14 +291,14 @@ class Run:
             place = epoch * self.processes.world + self.processes.rank
             torch.manual_seed(self.settings.seed * 1_000_003 + place)
         last_step = epoch * self.steps_per_epoch - 1
-        row = {"epoch": epoch, "lr": learning_rate(last_step, self.steps_per_epoch, self.settings)}
+        share = learning_rate(last_step, self.steps_per_epoch, self.settings)
+        row = {"epoch": epoch, "lr": self.settings.lr * share}
         before, after = checkpoint.rng_state(), None
         for learner in self.learners:
             checkpoint.set_rng_state(before)
             result = self.train_epoch(learner, epoch, advance)
             after = after or checkpoint.rng_state()
-            with nullcontext() if learner.name else self.averaged():
-                held_out_loss, predicted = self.evaluate(learner)
+            held_out_loss, predicted = self.evaluate(learner)
             result["held_out_loss"] = held_out_loss
             right = (predicted == self.source.held_out_labels)[predicted >= 0]
             result["held_out_accuracy"] = right.float().mean().item()
@@ -276,55 +313,28 @@ class Run:
         if not all(math.isfinite(value) for value in row.values()):
             raise CommandError(
                 f"the loss of epoch {row['epoch']} is not finite; try a smaller --lr. The "
-                f"checkpoint of epoch {row['epoch'] - 1} is in {read_run(self.folder)[1]}"
+                f"checkpoint of epoch {row['epoch'] - 1} is in {self.folder / CHECKPOINT}"
             )
 
     def save(self) -> None:
-        """The checkpoint and metrics.csv, each replaced as a whole."""
-        content = {
-            "settings": asdict(self.settings),
-            "classes": self.classes,
-            "normalization": asdict(self.normalization),
-            "data_digest": self.source.digest() if self.processes.first else "",
-            "history": self.history,
-        }
-        if self.processes.launched:
-            sharded.save(self.folder, content, self._tensors(), self.processes)
-        else:
-            content |= {
+        """The checkpoint and metrics.csv, each replaced as a whole, by the first process."""
+        state: State = {}
+        for learner in self.learners:
+            state |= learner.state(self.processes.first)
+
+        def write() -> None:
+            content = {
+                "settings": asdict(self.settings),
+                "classes": self.classes,
+                "normalization": asdict(self.normalization),
+                "data_digest": self.source.digest(),
+                "history": self.history,
                 "rng": checkpoint.rng_state(),
-                "model": self.model.state_dict(),
-                "optimizer": self.learners[0].optimizer.state_dict(),
             }
-            if self.average:
-                content["average"] = self.average
-            for learner in self.learners[1:]:
-                content["reference"] = {n: p.detach() for n, p in learner.parameters.items()}
-                content["reference_optimizer"] = learner.optimizer.state_dict()
-            checkpoint.save(self.folder / CHECKPOINT, content)
-            sharded.remove_all(self.folder)
-        if self.processes.first:
+            checkpoint.save(self.folder / CHECKPOINT, {**content, **state})
             self.write_metrics()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Weights, and what AdamW keeps of each, by name: the tensors of a sharded checkpoint."""
-        found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
-        found |= {f"average.{name}": t for name, t in self.average.items()}
-        learner = self.learners[0]
-        for name, parameter in learner.parameters.items():
-            for key, value in learner.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.{name}.{key}"] = value
-        return found
-
-    def _make_optimizer_state(self) -> None:
-        """The tensors that a first step would make, by one of zero gradients and rate zero."""
-        optimizer = self.learners[0].optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
+        self.processes.agree(write)
 
     def write_metrics(self) -> None:
         """metrics.csv from the history; a kill may leave it an epoch behind checkpoint.pt."""
@@ -333,14 +343,14 @@ class Run:
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
             checkpoint.write_text(self.folder / METRICS, "\n".join(lines) + "\n")
 
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, history, and where one process goes on
+    def restore(self) -> None:
+        """Go on from the checkpoint: weights, optimizer, history, and where one process goes on
         alone, every random generator.
 
         Raises: CommandError where data or model differ from those of the checkpoint.
         """
-        alone = path.is_file()
-        content = checkpoint.load(path if alone else path / sharded.RUN)
+        path = self.folder / CHECKPOINT
+        content = checkpoint.load(path)
 
         def same_data() -> None:
             if content["data_digest"] != self.source.digest():
@@ -353,57 +363,18 @@ class Run:
         self.history = content["history"]
         damaged = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
         with refusing(f"{path} cannot be read as a checkpoint", *damaged):
-            if not alone or self.processes.launched:
-                self._restore_tensors(path, content if alone else None)
-            else:
-                self._restore_whole(path, content)
-
-    def _restore_whole(self, path: Path, content: dict[str, Any]) -> None:
-        sharded.missing_from(
-            path,
-            {f"model.{name}": t for name, t in self.model.state_dict().items()},
-            {f"model.{name}": t.shape for name, t in content["model"].items()},
-        )
-        self.model.load_state_dict(content["model"])
-        self.learners[0].optimizer.load_state_dict(content["optimizer"])
-        for name, value in self.average.items():
-            value.copy_(content["average"][name])
-        for learner in self.learners[1:]:
-            with torch.no_grad():
-                for name, parameter in learner.parameters.items():
-                    parameter.copy_(content["reference"][name])
-            learner.optimizer.load_state_dict(content["reference_optimizer"])
-        checkpoint.set_rng_state(content["rng"])
-
-    def _restore_tensors(self, path: Path, content: dict[str, Any] | None) -> None:
-        """From shards, or from the content of one process's checkpoint."""
-        if self.history:
-            self._make_optimizer_state()
-        tensors = self._tensors()
-        if content is None:
-            missing = sharded.load(path, tensors)
-        else:
-            optimizer = self.learners[0].optimizer
-            names = {p: n for n, p in self.learners[0].parameters.items()}
-            order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-            whole = {f"model.{name}": t for name, t in content["model"].items()}
-            whole |= {f"average.{name}": t for name, t in content.get("average", {}).items()}
-            for index, state in content["optimizer"]["state"].items():
-                whole |= {f"optimizer.{order[index]}.{key}": t for key, t in state.items()}
-            missing = sharded.copy(path, tensors, whole)
-        for name, parameter in self.learners[0].parameters.items():
-            if f"optimizer.{name}.step" in missing:  # no gradient has reached it yet
-                self.learners[0].optimizer.state.pop(parameter, None)
+            for learner in self.learners:
+                learner.restore(path, content)
+            if not self.processes.launched:
+                checkpoint.set_rng_state(content["rng"])
 
     def whole_model(self) -> nn.Module | None:
-        """The model with all its weights, in the first process; None in the others. Every process
-        must call it."""
+        """The model that is reported with all its weights, in the first process; None in the
+        others. Every process must call it."""
+        model, _ = self.learners[0].evaluated()
         if not self.sharded:
-            return self.model if self.processes.first else None
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
+            return model if self.processes.first else None
+        state = whole_weights(model)
         if not self.processes.first:
             return None
         model = model_of(self.settings, len(self.classes)).to(self.device)

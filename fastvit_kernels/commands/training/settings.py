@@ -10,8 +10,7 @@ import torch
 
 from ...runtime.backend import Backend
 from ..console import CommandError, refusing
-from ..models import build_model, input_shape
-from .cached import source_folder
+from ..models import build_model, input_shape, source_folder
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
@@ -40,7 +39,6 @@ class Settings:
     threads: int | None = None  # of PyTorch on the CPU, None for its own choice
     backend: Backend = "auto"
     compare: bool = False
-    # What checkpoints from before these options mean.
     in_memory: bool = True
     crop_scale: float = 0.08
     randaugment: int = 0

@@ -1,12 +1,15 @@
-"""Images that do not fit in memory: read, cropped and augmented by worker processes of torch's
-DataLoader while the model trains.
+"""Images that do not fit in memory: torch's DataLoader reads them, torchvision's v2 transforms crop
+and augment them, in worker processes while the model trains.
 
 What an image becomes depends on (seed, epoch, image) alone: not on the number of workers, nor on
-the number of processes that share a batch.
+the number of processes that share a batch. That is why the loader is not timm's, whose workers draw
+from generators of their own, and whose dataset takes the next image in place of one that is broken.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,24 +18,30 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..console import CommandError, require
+from ..options import MOST_PROCESSES, within
 from ..zoo import define_torchvision_operators
-from .data import Normalization, fit, upright
+from . import data
+from .data import InMemory, Normalization, read_image
 from .processes import Processes
-from .records import Records
+from .records import SOURCES, Records
 from .settings import Settings
 
 SAMPLE = 256  # training images that give mean and standard deviation
 HELD_OUT_BATCH = 256
-_BROKEN = (OSError, ValueError, SyntaxError, KeyError)  # of pillow, on files that are no images
 
 Item = tuple[Tensor | None, int, int, str]  # pixels, label, number, what is wrong with it
 Place = tuple[int, int | None]  # number, seed
 
 
-def training_transforms(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """torchvision's v2 transforms of a uint8 image: random crop, mirror, RandAugment."""
+def transforms() -> Any:
+    """torchvision's transforms.v2."""
     define_torchvision_operators()
-    v2: Any = require("torchvision.transforms.v2", "torchvision", "torchvision")
+    return require("torchvision.transforms.v2", "torchvision", "fastvit-kernels[train-folder]")
+
+
+def training_transforms(settings: Settings) -> Callable[[Tensor], Tensor]:
+    """Of a uint8 image: random crop, mirror, RandAugment."""
+    v2 = transforms()
     steps = [
         v2.RandomResizedCrop(settings.img_size, (settings.crop_scale, 1.0), antialias=True),
         v2.RandomHorizontalFlip(),
@@ -52,31 +61,29 @@ class Images(Dataset[Item]):
     def __getitem__(self, place: Place) -> Item:
         index, seed = place
         label = self.records.labels[index]
-        size, channels = self.settings.img_size, self.settings.in_chans
+        crop = None if seed is None else self.transforms
+        size = self.settings.img_size if crop is None else None
         try:
-            with self.records.open(index) as opened:
-                image = upright(opened, channels)
-                if seed is None or self.transforms is None:
-                    return fit(image, size), label, index, ""
-                pixels = fit(image, None)
+            pixels = read_image(self.records, index, size, self.settings.in_chans)
+        except CommandError as error:
+            return None, label, index, str(error)
+        if crop is not None and seed is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return self.transforms(pixels), label, index, ""
-        except _BROKEN as error:
-            name = self.records.name(index)
-            return None, label, index, f"{name} cannot be read as an image: {error}"
+                pixels = crop(pixels)
+        return pixels, label, index, ""
 
 
-def _collate(items: list[Item]) -> tuple[Tensor | None, Tensor, Tensor, list[str]]:
+def _collate(items: list[Item]) -> tuple[Tensor | None, Tensor, Tensor, dict[int, str]]:
     """uint8 (B, channels, size, size), labels, numbers, and what is wrong with the others."""
     good = [item for item in items if item[0] is not None]
     pixels = torch.stack([item[0] for item in good if item[0] is not None]) if good else None
     labels, numbers = (torch.tensor([item[i] for item in good], dtype=torch.int64) for i in (1, 2))
-    return pixels, labels, numbers, [item[3] for item in items if item[3]]
+    return pixels, labels, numbers, {item[2]: item[3] for item in items if item[3]}
 
 
 class Streamed:
-    """The images of a run, as `source.InMemory` gives them."""
+    """The images of a run, by the methods of `data.InMemory`."""
 
     def __init__(
         self, train: Records, held_out: Records, classes: list[str], settings: Settings,
@@ -116,21 +123,37 @@ class Streamed:
             generator=torch.Generator(),  # its own: dropped paths are drawn from the global one
         )
         for pixels, labels, numbers, wrong in loader:
-            for message in wrong:
+            for number, message in wrong.items():
                 if not self.skip:
                     raise CommandError(f"{message}; --on-error skip goes on without it")
-                if message not in self.broken:
+                if (name := images.records.name(number)) not in self.broken:
                     self.say(f"left out: {message}")
-                    self.broken.add(message)
+                    self.broken.add(name)
             yield pixels, labels, numbers
 
-    def _on_device(self, pixels: Tensor) -> Tensor:
-        pixels = pixels.to(self.device, non_blocking=True)
-        return pixels if self.as_bytes else self.normalization(pixels)
+    def _shared(
+        self, images: Images, batches: tuple[Tensor, ...], processes: Processes, first: int | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This process's rows of batches of numbers: pixels on the device, labels, numbers.
 
-    def _nothing(self) -> Tensor:
-        """An image for a step of which this process has no row; its loss weighs nothing."""
-        return self._on_device(torch.zeros_like(self._sample[:1]))
+        Every process takes every step: where it has no row, or none that can be read, it gets black
+        pixels, no label and no number.
+
+        Args:
+            first: the seed of image 0's crop, None for the centred square.
+        """
+        shares = [batch[processes.share(len(batch))].tolist() for batch in batches]
+        places: list[list[Place]] = [
+            [(i, None if first is None else first + i) for i in share] for share in shares
+        ]
+        read = self._read(images, [place for place in places if place])
+        for share in shares:
+            pixels, labels, numbers = next(read) if share else (None, *torch.empty(2, 0).long())
+            if pixels is None:
+                pixels = torch.zeros_like(self._sample[:1])
+            pixels = pixels.to(self.device, non_blocking=True)
+            pixels = pixels if self.as_bytes else self.normalization(pixels)
+            yield pixels, labels.to(self.device, non_blocking=True), numbers.to(self.device)
 
     def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
         """As `InMemory.batches`. A batch is the poorer by what could not be read."""
@@ -138,29 +161,17 @@ class Streamed:
         order = torch.randperm(self.train_count, generator=torch.Generator().manual_seed(base))
         batches = order.split(self.settings.batch_size)
         first = base * self.train_count % 2**62
-        mine = [b[processes.share(len(b))].tolist() or b[:1].tolist() for b in batches]
-        spare = [not len(b[processes.share(len(b))]) for b in batches]
-        places: list[list[Place]] = [[(i, first + i) for i in b] for b in mine]
-        read = self._read(self._train_images, places)
-        for (pixels, labels, _), batch, empty in zip(read, batches, spare, strict=True):
-            if pixels is None or empty:
-                yield self._nothing(), labels.new_zeros(1).to(self.device), 0.0
-                continue
+        shares = self._shared(self._train_images, batches, processes, first)
+        for batch, (pixels, labels, _) in zip(batches, shares, strict=True):
             weight = len(labels) * processes.world / len(batch)
-            yield self._on_device(pixels), labels.to(self.device, non_blocking=True), weight
+            yield pixels, labels if weight else labels.new_zeros(1), weight
 
     def held_out_batches(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
         """As `InMemory.held_out_batches`."""
-        chunks = torch.arange(self.held_out_count).split(HELD_OUT_BATCH)
-        mine = [c[processes.share(len(c))].tolist() or c[:1].tolist() for c in chunks]
-        spare = [not len(c[processes.share(len(c))]) for c in chunks]
-        places: list[list[Place]] = [[(i, None) for i in c] for c in mine]
-        read = self._read(self._held_out_images, places)
-        for (pixels, _, numbers), empty in zip(read, spare, strict=True):
-            if pixels is None or empty:
-                yield torch.zeros(0, dtype=torch.int64, device=self.device), self._nothing()
-            else:
-                yield numbers.to(self.device), self._on_device(pixels)
+        batches = torch.arange(self.held_out_count).split(HELD_OUT_BATCH)
+        shares = self._shared(self._held_out_images, batches, processes, None)
+        for pixels, _, numbers in shares:
+            yield numbers, pixels
 
     def training_sample(self, count: int) -> Tensor:
         return self._sample[:count].to(self.device)
@@ -175,3 +186,42 @@ class Streamed:
 
     def digest(self) -> str:
         return f"{self.train.digest()} {self.held_out.digest()} {self.classes}"
+
+
+Source = InMemory | Streamed
+
+
+def add_reading(parser: Any) -> None:
+    """The options that say how images are read."""
+    add = parser.add_argument
+    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
+    add(
+        "--in-memory", action=argparse.BooleanOptionalAction,
+        help="hold the images of --data folder in memory, not streamed",
+    )  # fmt: skip
+    add(
+        "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
+        help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
+    )  # fmt: skip
+    add(
+        "--on-error", choices=("stop", "skip"), default="stop",
+        help="at a streamed image that cannot be read (default stop); both name it",
+    )  # fmt: skip
+
+
+def open_images(settings: Settings, arguments: argparse.Namespace, console: Any) -> Source:
+    """The images, in memory or to be streamed."""
+    with console.status("reading images") as status:
+        if settings.in_memory:
+            found = data.load(
+                settings, lambda done, total: status.update(f"reading images: {done} of {total}")
+            )
+            return InMemory(found, settings)
+        folder = data.data_folder(settings)
+        records = SOURCES[settings.data](folder, settings.held_out, settings.seed)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = min(8, (cores or 1) - 1) if arguments.workers is None else arguments.workers
+        skip = arguments.on_error == "skip"
+        return Streamed(
+            *records, settings, workers, skip, lambda line: console.print(line, markup=False)
+        )

@@ -287,9 +287,9 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
     ),
     Fault(
-        "report-check-cut", CHECK, "", "a failure hides what was left out",
-        "return CUT_SHORT if wanted.left_out else status",
-        "return status or (CUT_SHORT if wanted.left_out else 0)",
+        "report-check-cut", CHECK, "run", "a failure hides what was left out",
+        'CUT_SHORT if wanted.left_out else int(not passed)',
+        'int(not passed) or (CUT_SHORT if wanted.left_out else 0)',
         only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
@@ -305,9 +305,9 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
     ),
     Fault(
-        "report-check-faults", CHECK, "", "a selection of configs always passes",
-        "passed = not faults if partial else all_configs.passed(runs)",
-        "passed = all_configs.passed(runs) or bool(partial)",
+        "report-check-faults", CHECK, "run", "a selection of configs always passes",
+        '    passed = not failed',
+        '    passed = every or not failed',
         only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
@@ -506,14 +506,15 @@ FAULTS: list[Fault] = [
         only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
     ),
     Fault(
-        "report-maps-missing", ATTENTION_MAPS, "", "missing weights are taken",
-        'if key not in ("head.weight", "head.bias")', 'if "weight" not in key',
+        "report-maps-loaded", ATTENTION_MAPS, "", "the weights are not read",
+        '    load_into(model, str(weights))',
+        '    pass',
         only=(_CLI + "test_the_pixels_that_a_named_model_sees",),
     ),
     Fault(
         "report-maps-title", ATTENTION_MAPS, "", "each drawing is of the first layer",
-        "figures.draw_attention_layer(image, layer,",
-        "figures.draw_attention_layer(image, layers[0],",
+        'figures.draw_attention(image, [layer],',
+        'figures.draw_attention(image, layers[:1],',
         only=(_CLI + "test_each_layer_of_an_image_is_drawn",),
     ),
 ]  # fmt: skip
