@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 POLL_S = 0.2
@@ -37,11 +37,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job printed, and what ended it before its time."""
+    """What a job printed, and what ended it before its time: a fault, or the end of the budget."""
 
     job: Job
     lines: list[dict[str, Any]]
     failure: str | None
+    is_cut: bool = False
 
 
 class _Processes:
@@ -152,7 +153,7 @@ def run_isolated(
 
     Args:
         timeout: a job that prints no line for so many seconds is killed.
-        budget: seconds after which what still runs is killed, without an outcome.
+        budget: seconds after which what still runs is killed; its outcome has what it printed.
         then: further jobs that follow from an outcome: what a dead process has left undone.
     Yields: the outcome of each as it ends.
     """
@@ -168,6 +169,13 @@ def run_isolated(
                     more = then(outcome)
                     pending |= {pool.submit(_run, j, timeout, processes, now) for j in more}
                     yield outcome
+            pool.shutdown(wait=False, cancel_futures=True)
+            processes.close()
+            for future in wait(pending, REAPED_S).done:
+                if not future.cancelled() and future.exception() is None:
+                    outcome = future.result()
+                    is_cut = outcome.failure is not None  # else it has just ended by itself
+                    yield replace(outcome, failure=None, is_cut=is_cut)
         finally:
             processes.close()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -74,8 +74,9 @@ def _results(pairs: Mapping[tuple[str, str], Case], wanted: Selection) -> Iterat
         return
     jobs = {check_job(name, dtype, wanted.device): dtype for name, dtype in pairs}
     for outcome in run_isolated([*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget):
-        wanted.left_out -= 1
-        yield result_of(outcome, jobs[outcome.job])
+        if not outcome.is_cut:
+            wanted.left_out -= 1
+            yield result_of(outcome, jobs[outcome.job])
 
 
 def run_configs(wanted: Selection) -> Iterator[Run]:
@@ -136,6 +137,6 @@ def _runs(
     for outcome in run_isolated(
         jobs, wanted.jobs or 1, wanted.timeout, budget=budget, then=rest_of
     ):
-        wanted.left_out += len(rest_of(outcome)) - 1
+        wanted.left_out += len(rest_of(outcome)) - (not outcome.is_cut)
         for run in runs_of(outcome):
             yield named(run, dtype_of(outcome.job))

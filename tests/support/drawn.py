@@ -38,6 +38,7 @@ UNTOUCHED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
 ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
     "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
+    "measure/": ("test_measure.py", "test_bench.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),

@@ -224,12 +224,17 @@ def test_each_line_gives_a_job_its_time_anew(tmp_path, ends):
 def test_the_budget_ends_what_still_runs(tmp_path):
     path, clock = tmp_path / "pid", [0.0]
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
-    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
+    slow = job(
+        "slow",
+        f"{head}print('{{\"config\": 1}}', flush=True)\n"
+        "p.write_text(str(os.getpid())); time.sleep(6000)",
+    )
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)\n{GOOD}")
     found = run_isolated([quick, slow], 2, TIMEOUT, budget=100.0, now=lambda: clock[0])
     assert next(found).job is quick
     clock[0] = 101.0
-    assert list(found) == []  # nothing is said of slow: it runs again
+    (cut,) = found  # what it has printed; it runs again
+    assert (cut.job, cut.lines, cut.failure, cut.is_cut) == (slow, [{"config": 1}], None, True)
     assert ends(int(path.read_text()))
 
 
@@ -382,13 +387,32 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     monkeypatch.setattr(selection, "run_case", lambda case, dtype: replace(result, name=case.name))
 
     def run(given, *_, budget):
-        outcomes = (Outcome(j, [{**result.as_dict(), "name": j.name}], None) for j in given)
-        return outcomes if budget > 0 else []
+        lines = [result.as_dict()] if budget > 0 else []
+        return (Outcome(j, [{**x, "name": j.name} for x in lines], None, not lines) for j in given)
 
     monkeypatch.setattr(selection, "run_isolated", run)
     wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, kept.Kept(None), budget)
     found = [result.name for result in selection.run_cases(wanted)]
     assert len(found) == 3 - left_out and wanted.left_out == left_out
+
+
+def test_configs_that_ran_before_the_budgets_end_are_kept(monkeypatch, tmp_path):
+    """All that a job had said was thrown away, and the next run began at its first config."""
+    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
+    line = {"table": "rms_norm_fwd", "config": 0}
+    lines = [{**line, "tried": True}, {**line, "tried": False, "share": 0.5, "fault": None},
+             {**line, "config": 1, "tried": True}]  # fmt: skip
+
+    def run(given, *_, **__):
+        return (Outcome(job, lines, None, is_cut=True) for job in given)
+
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [case])
+    monkeypatch.setattr(selection, "run_isolated", run)
+    path = tmp_path / "kept"
+    wanted = selection.Selection(DEVICE, ["fp32"], "", 2, TIMEOUT, kept.Kept(path), 1.0)
+    (ran,) = selection.run_configs(wanted)
+    assert (ran.table, ran.share, ran.fault) == ("rms_norm_fwd", 0.5, None)
+    assert wanted.left_out == 1 and len(kept.Kept(path).lines) == 1
 
 
 @pytest.mark.parametrize("jobs", [0, 2])

@@ -1,15 +1,14 @@
-"""How bench takes time and memory of a GPU, on a stand-in for torch.cuda that notes every call."""
+"""How time and memory of a GPU are taken, on a stand-in for torch.cuda that notes every call."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 import torch
 
-from bench.timer import MIB, CudaTimer, DeviceLost, Step
+from fastvit_kernels.measure.timer import MIB, CudaTimer, DeviceLost, Step
 
 
 class Gpu:
