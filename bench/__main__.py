@@ -3,6 +3,7 @@
     python -m bench contact --seconds 540 --out DIR     a borrowed GPU: right, fast, tuned
     python -m bench targets --out DIR                   the rows of the goals
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
+    python -m bench attention --out DIR                 over T next to SDPA, five minutes
     python -m bench attention --shape T197 --dtype bf16
     python -m bench vit --mode train --provider swapped
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
@@ -128,6 +129,14 @@ def _read(path: Path) -> list[Row]:
         raise CommandError(str(error)) from error
 
 
+def _fill_in(arguments: argparse.Namespace) -> None:
+    """`attention` alone asks what most ask: throughput over T next to SDPA, in five minutes."""
+    asked = ("shape", "mode", "dtype", "provider", "time_budget")
+    if all(getattr(arguments, name) is None for name in asked):
+        arguments.shape, arguments.mode = ["sweep-T"], ["fwd", "bwd"]
+        arguments.dtype, arguments.time_budget = ["bf16"], 300.0
+
+
 def _run(
     arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None,
     started: float | None,
@@ -148,6 +157,8 @@ def _run(
         return 0
     if arguments.command == "facts":
         return session.run_facts()
+    if arguments.command == "attention":
+        _fill_in(arguments)
     machine = machine or this_machine(arguments)
     if arguments.command == "contact":
         return session.run(arguments, machine is not None)

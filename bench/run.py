@@ -7,10 +7,9 @@ that says so, and a new process goes on; not after MOST_RESTARTS in which nothin
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, require
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
+from fastvit_kernels.verify.isolated import Job, Outcome, python, run_isolated
 
 CHECK = "check"
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
@@ -185,56 +184,27 @@ def _record_loss(
 # --- the check, in a process of its own, whose end cannot be this one's
 
 
-def run_check(folder: Path, timeout: float | None) -> Row:
+def run_check(timeout: float | None) -> Row:
     """`fastvit-kernels check` as a row."""
     row = Row(CHECK, "ours", "all", "all", CHECK)
-    root = Path(__file__).parent.parent
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "fastvit_kernels", "check", "--json"]
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, timeout=timeout,
-            capture_output=True, text=True, cwd=folder,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        cases = _check_lines(error.stdout)
-        failed = _failed_cases(cases)
-        note = f"not finished after {timeout:.0f} s, {len(cases)} cases done"
-        if failed:
-            return replace(row, status=FAILED, note=f"{note}; failed: {', '.join(failed)}")
-        return replace(row, status=TIMEOUT, note=note)
-    *cases, summary = _check_lines(done.stdout) or [{}]
-    if "versions" not in summary:  # it ended before its last line
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        return replace(row, status=FAILED, note=f"check ended with {done.returncode}: {lines[-1]}")
-    failed = _failed_cases(cases)
-    good = f"{len(cases) - len(failed)} of {len(cases)}"
-    note = f"{good} cases within the 2x rule, {summary['device']}"
-    if failed:
-        note += "; failed: " + ", ".join(failed)
-    return replace(row, status=FAILED if failed or done.returncode else OK, note=note)
-
-
-def _check_lines(output: str | bytes | None) -> list[dict[str, Any]]:
-    """What `check --json` has printed so far; a line that was cut off is left out."""
-    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def _failed_cases(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of those that failed, with what ended them if they had no errors to show."""
-    names = []
-    for case in cases:
-        if not case["passed"]:
-            why = f" ({case['failure']})" if case["failure"] else ""
-            names.append(f"{case['name']} {case['dtype']}{why}")
-    return names
+    job = Job(CHECK, python("fastvit_kernels", "check", "--json"))
+    budget = math.inf if timeout is None else timeout
+    outcome = next(run_isolated([job], 1, math.inf, budget=budget), Outcome(job, [], None, True))
+    cases = [line for line in outcome.lines if "versions" not in line]
+    failed = [
+        f"{case['name']} {case['dtype']}" + (f" ({case['failure']})" if case["failure"] else "")
+        for case in cases
+        if not case["passed"]
+    ]
+    also = f"; failed: {', '.join(failed)}" if failed else ""
+    if outcome.is_cut:
+        note = f"not finished after {budget:.0f} s, {len(cases)} cases done{also}"
+        return replace(row, status=FAILED if failed else TIMEOUT, note=note)
+    if len(cases) == len(outcome.lines):  # it ended before its last line
+        return replace(row, status=FAILED, note=f"check: {outcome.failure or 'no output'}")
+    good = f"{len(cases) - len(failed)} of {len(cases)} cases within the 2x rule"
+    status = FAILED if failed or outcome.failure else OK
+    return replace(row, status=status, note=f"{good}, {outcome.lines[-1]['device']}{also}")
 
 
 # --- the command
@@ -247,7 +217,7 @@ class Machine:
     device: torch.device
     make_timer: Callable[[], Timer]
     restart: Callable[[list[str]], Any]
-    check: Callable[[Path, float | None], Row] = run_check
+    check: Callable[[float | None], Row] = run_check
 
 
 def _restart(words: list[str]) -> None:
@@ -311,7 +281,7 @@ def run(
                 _roofs(bench, results)
                 if command == "all" and not any(k[0] == CHECK for k in results.rows):
                     share = None if clock.budget is None else CHECK_SHARE * clock.left
-                    row = machine.check(arguments.out, share)
+                    row = machine.check(share)
                     results.append(row)
                     said(f"check: {row.status}: {row.note}")
                 bar = progress.add_task("", total=len(found))
@@ -420,7 +390,7 @@ def _reached(row: Row) -> str:
 
 
 def run_without_gpu(
-    arguments: argparse.Namespace, check: Callable[[Path, float | None], Row], console: Any
+    arguments: argparse.Namespace, check: Callable[[float | None], Row], console: Any
 ) -> int:
     """What can be said without a GPU: the host's share, and whether the kernels are right."""
     console.print("torch sees no GPU: only host cost and correctness are measured here.")
@@ -435,7 +405,7 @@ def run_without_gpu(
         us = [f"{1e3 * (x or 0):.1f}" for x in (row.ms, row.ms_p20, row.ms_p80)]
         shown.add_row(row.shape, row.mode, row.provider, *us)
     console.print(shown)
-    row = check(Path.cwd(), NO_GPU_CHECK)
+    row = check(NO_GPU_CHECK)
     if arguments.out is not None:
         results = _open(arguments)
         for measured in (*rows, row):

@@ -112,7 +112,7 @@ def stand_in(monkeypatch, tmp_path, check_status=OK, work=None):
     monkeypatch.setattr("bench.run.tasks", lambda wanted, device: work)
     restarts: list = []
     check = Row(CHECK, "ours", "all", "all", CHECK, status=check_status, note="44 of 44")
-    machine = Machine(CPU, FakeTimer, restarts.append, lambda folder, timeout: check)
+    machine = Machine(CPU, FakeTimer, restarts.append, lambda timeout: check)
     return machine, restarts, ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
 
 
@@ -264,6 +264,16 @@ def test_a_roof_is_said_with_its_figure(monkeypatch, tmp_path, capsys):
     assert (
         "roof: graph replay fp32: 1 ms\n" in out and "roof: matmul bf16: 1.024e-06 TFLOP/s" in out
     )
+
+
+def test_attention_alone_goes_over_t_in_five_minutes(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("bench.__main__.run", lambda arguments, *_: seen.append(arguments) or 0)
+    machine, _, _ = stand_in(monkeypatch, tmp_path)
+    assert main(["attention"], machine) == main(["attention", "--mode", "fwd"], machine) == 0
+    whole, part = seen
+    assert (whole.shape, whole.dtype, whole.time_budget) == (["sweep-T"], ["bf16"], 300.0)
+    assert part.mode == ["fwd"] and part.shape is part.dtype is part.time_budget is None
 
 
 def test_an_op_has_the_modes_of_ops():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from bench.rows import (
 )
 from bench.run import Clock, TimeOver, limit_of, run_tasks
 from fastvit_kernels.measure.timer import DeviceLost
+from fastvit_kernels.verify.isolated import Outcome
 
 
 def test_csv_round_trip_and_torn_lines(tmp_path):
@@ -344,37 +344,26 @@ def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
     assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
 
 
-def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
+def test_the_check_is_read_from_its_json(monkeypatch):
     from bench import run
 
-    def done(code, stdout, stderr=""):
-        result = type("Done", (), dict(returncode=code, stdout=stdout, stderr=stderr))()
-        monkeypatch.setattr(run.subprocess, "run", lambda *a, **k: result)
-        return run.run_check(tmp_path, 5.0)
+    def done(*lines, failure=None, is_cut=False):
+        outcome = Outcome(None, list(lines), failure, is_cut)
+        monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter([outcome]))
+        row = run.run_check(5.0)
+        return row.status, row.note
 
-    cases = [
-        dict(name="mlp", dtype="bf16", passed=False, failure="not finished after 5 s, killed"),
-        dict(name="x", dtype="bf16", passed=True, failure=None),
-    ]
-
-    def lines(*cases):
-        summary = dict(passed=True, device="a GPU", versions={})
-        return "\n".join(map(json.dumps, (*cases, summary)))
-
-    row = done(1, lines(*cases))
-    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16 (not fin" in row.note
-    row = done(0, lines(cases[1]))
-    assert row.status == OK and row.note == "1 of 1 cases within the 2x rule, a GPU"
-    assert done(1, lines(cases[1])).status == FAILED
-    row = done(1, json.dumps(cases[1]), "Killed")  # no last line
-    assert row.status == FAILED and "Killed" in row.note
-    row = done(1, "", "Segmentation fault")
-    assert row.status == FAILED and "Segmentation fault" in row.note
-
-    def cut(*arguments, **options):
-        output = (json.dumps(cases[1]) + "\n" + json.dumps(cases[0]) + '\n{"na').encode()
-        raise run.subprocess.TimeoutExpired("check", 5.0, output=output)
-
-    monkeypatch.setattr(run.subprocess, "run", cut)
-    row = run.run_check(tmp_path, 5.0)
-    assert row.status == FAILED and "2 cases done; failed: mlp bf16" in row.note
+    killed = dict(name="mlp", dtype="bf16", passed=False, failure="killed")
+    good = dict(name="x", dtype="bf16", passed=True, failure=None)
+    summary = dict(passed=True, device="a GPU", versions={})
+    assert done(good, summary) == (OK, "1 of 1 cases within the 2x rule, a GPU")
+    status, note = done(killed, good, summary, failure="the process ended with status 1")
+    assert status == FAILED and "1 of 2" in note and "failed: mlp bf16 (killed)" in note
+    assert done(good, summary, failure="the process ended with status 1")[0] == FAILED
+    assert done(good, failure="ended by SIGSEGV") == (FAILED, "check: ended by SIGSEGV")
+    assert done() == (FAILED, "check: no output")
+    assert done(good, is_cut=True) == (TIMEOUT, "not finished after 5 s, 1 cases done")
+    status, note = done(good, killed, is_cut=True)
+    assert status == FAILED and "2 cases done; failed: mlp bf16" in note
+    monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter(()))
+    assert run.run_check(5.0).status == TIMEOUT

@@ -229,7 +229,7 @@ FAULTS = [
              "case.torch if provider == BASELINE else case.ours", "case.ours",
              "bench_host.py::test_a_side_calls_its_own_function"),
             ("check-status", "run", "run_check", "a check that fails without a case is ok",
-             "FAILED if failed or done.returncode else OK", "FAILED if failed else OK",
+             "FAILED if failed or outcome.failure else OK", "FAILED if failed else OK",
              "bench_session.py::test_the_check_is_read_from_its_json"),
             ("renews-bad", "run", "run_tasks", "a failure replaces what was measured",
              "(task.renews and row.status == OK)", "task.renews",
