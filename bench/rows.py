@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,25 +333,25 @@ def environment() -> dict[str, str]:
     )  # fmt: skip
 
 
-def machine(row: Row) -> str:
-    """What two times must have in common to be compared."""
-    return f"{row.gpu}, driver {row.driver or 'none'}, torch {row.torch}, triton {row.triton}"
+def machine(about: Mapping[str, Any]) -> str:
+    """What two times must have in common to be compared, of a row's fields."""
+    names = ("driver", "torch", "triton")
+    return ", ".join([about["gpu"], *(f"{n} {about[n] or 'none'}" for n in names)])
 
 
 def this_machine() -> str:
-    here = environment()
-    return machine(Row("", "", "", "", "", **here))
+    return machine(environment())
 
 
 def is_elsewhere(row: Row) -> bool:
     """Whether another machine has measured it; an old row may not say."""
-    return bool(row.gpu) and machine(row) != this_machine()
+    return bool(row.gpu) and machine(vars(row)) != this_machine()
 
 
 def conditions(rows: Iterable[Row]) -> str:
     """One line for a figure or a table: GPU and versions of its rows."""
     seen = {
-        f"{machine(r)}, commit {r.commit}"
+        f"{machine(vars(r))}, commit {r.commit}"
         + (f", sources {r.sources}" if r.sources else "")
         + (f", tuned: {r.tuned}" if r.tuned else "")
         for r in rows

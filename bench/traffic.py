@@ -213,8 +213,8 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield _row(name, provider, step, tokens * here.embed_dim, None)
 
 
-# --- patch embedding and attention alone, where inputs need not be moved. Attention in bf16, as many
-# heads as ViT-B: images of 128 to 1024 tokens, padded to the longest or packed; a mask that is
+# --- patch embedding and attention alone, where inputs need not be moved. Attention in bf16, with
+# ViT-B's heads: images of 128 to 1024 tokens, padded to the longest or packed; a mask that is
 # learnt. SDPA takes masks as torch dispatches them on CUDA.
 
 # Of patch_embed: what stands in a data loader or after it, counted with it.
