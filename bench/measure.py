@@ -69,9 +69,10 @@ class Entry(Contender):
     def is_alive(self) -> bool:
         return self.outcome.status in (OK, FAILED)
 
-    def anew(self) -> None:
-        """Forget what another mode gave."""
-        self.times, self.graph_times, self.replay = [], [], None
+    def release(self) -> None:
+        """Forget what a mode gave, and what holds its memory."""
+        self.run, self.replay = _absent, None
+        self.times, self.graph_times = [], []
         self.peak_mib = self.kept_mib = None
 
 
@@ -235,7 +236,6 @@ def _measure_mode(
 ) -> Iterator[Row]:  # fmt: skip
     entries = [e for e in entries if e.backward or mode == "fwd"]
     for entry in entries:
-        entry.anew()
         if entry.is_alive:
             _warm_up(entry, inputs, upstream, mode, bench)
     take_turns(entries, bench.timer, flush=True, at_work=bench.at_work)
@@ -245,6 +245,8 @@ def _measure_mode(
         row = with_rates(row, op, shape, bench.roofs)
         baseline = row if entry.name == BASELINE else baseline
         yield with_speedup(row, baseline, entry.compared)
+    for entry in entries:
+        entry.release()
 
 
 def with_rates(row: Row, op: Op, shape: Shape, roofs: Roofs) -> Row:

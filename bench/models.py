@@ -434,6 +434,8 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
             if entry.name in (BASELINE, EAGER_GRAPH):
                 baselines[graph] = row
             yield with_speedup(row, baselines.get(graph), entry.compared)
+        for entry in group:
+            entry.release()
         bench.timer.clear()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -170,6 +172,25 @@ def test_what_is_compared_takes_turns(monkeypatch, model):
     case = Case("timm", model, 16, 2, drop_path=0.4)
     list(bench_models.measure_vit(case, ("swapped",), work))
     assert timer.turns == ["eager", "swapped"] * ROUNDS
+
+
+def test_models_that_are_measured_alone_leave_their_memory(monkeypatch):
+    """ViT-H in one way does not fit next to itself in another."""
+    pytest.importorskip("timm")
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(Runner):
+        def __init__(self, *given):
+            gc.collect()
+            most.append(len(alive))
+            super().__init__(*given)
+            alive.add(self)
+
+    monkeypatch.setattr(bench_models, "Runner", Counted)
+    monkeypatch.setattr(bench_models, "ALONE", ("tiny",))
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = list(bench_models.measure_vit(case, ("swapped", "swapped+graph"), bench()))
+    assert {r.status for r in rows} == {OK} and most == [0] * (1 + len(rows))  # the oracle's first
 
 
 def test_a_graph_has_the_gradients_and_adamw_comes_after_it():

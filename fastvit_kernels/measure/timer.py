@@ -85,6 +85,8 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         l2 = getattr(properties, "L2_cache_size", 64 * MIB)
         self._cold = torch.empty(cold_bytes(l2), dtype=torch.uint8, device="cuda")
+        # One pool for all graphs: they are replayed in turn, and what one leaves is read at once.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -108,7 +110,7 @@ class CudaTimer:
             for _ in range(2):
                 step.run(state)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             kept = step.run(state)
         torch.cuda.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
