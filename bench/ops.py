@@ -325,19 +325,28 @@ def mlp_inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> Inputs:
     return _mlp_inputs(shape, shape.F, draw)
 
 
-def mlp_flops(shape: Shape) -> Pair:
-    """Two products of 2 M C F forward, twice that backward."""
-    forward = 4.0 * shape.B * shape.T * shape.C * shape.F
+def _mlp_flops(shape: Shape, weights: int) -> Pair:
+    """A product of 2 M C F with each of the weights forward, twice that backward."""
+    forward = 2.0 * weights * shape.B * shape.T * shape.C * shape.F
     return forward, 2 * forward
 
 
-def mlp_bytes(shape: Shape, dtype: str) -> Pair:
-    """Forward: x, residual, both W in, y and the pre-activation (M, F) out. Backward: dy, x, the
-    pre-activation, both W in, dx and both dW out."""
+def _mlp_bytes(shape: Shape, dtype: str, weights: int, hidden: int) -> Pair:
+    """Forward: x, residual, the W in, y and what is kept of (M, F) out. Backward: dy, x, what was
+    kept, the W in, dx and the dW out."""
     M, C, width = shape.B * shape.T, shape.C, shape.F
-    forward = 3 * M * C + M * width + 2 * C * width
-    backward = 3 * M * C + M * width + 4 * C * width
+    either = 3 * M * C + hidden * M * width
+    forward, backward = either + weights * C * width, either + 2 * weights * C * width
     return forward * itemsize(dtype), backward * itemsize(dtype)
+
+
+def mlp_flops(shape: Shape) -> Pair:
+    return _mlp_flops(shape, weights=2)
+
+
+def mlp_bytes(shape: Shape, dtype: str) -> Pair:
+    """Kept: the pre-activation."""
+    return _mlp_bytes(shape, dtype, weights=2, hidden=1)
 
 
 def _recomputing(own: Function, torch_: Function) -> list[Provider]:
@@ -380,19 +389,14 @@ def gated_mlp_inputs(shape: Shape, dtype: torch.dtype, draw: Draw) -> Inputs:
 
 
 def gated_mlp_flops(shape: Shape) -> Pair:
-    """Three products of 2 M C F forward, twice that backward."""
-    forward = 6.0 * shape.B * shape.T * shape.C * shape.F
-    return forward, 2 * forward
+    return _mlp_flops(shape, weights=3)
 
 
 def gated_mlp_bytes(shape: Shape, dtype: str) -> Pair:
-    """Forward: x, residual, the W in, y, gate and value (M, F) out. Backward: dy, x, gate, value,
-    the W in, dx and the dW out. A norm's mean and rstd: fp32, once each way."""
-    M, C, width = shape.B * shape.T, shape.C, shape.F
-    forward = 3 * M * C + 2 * M * width + 3 * C * width
-    backward = 3 * M * C + 2 * M * width + 6 * C * width
-    stats = 8 * M if shape.variant == "norm" else 0
-    return forward * itemsize(dtype) + stats, backward * itemsize(dtype) + stats
+    """Kept: gate and value. A norm's mean and rstd: fp32, once each way."""
+    forward, backward = _mlp_bytes(shape, dtype, weights=3, hidden=2)
+    stats = 8 * shape.B * shape.T if shape.variant == "norm" else 0
+    return forward + stats, backward + stats
 
 
 def _liger_gated_mlp(module: Any) -> Function:

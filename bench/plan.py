@@ -26,7 +26,7 @@ from fastvit_kernels.verify.cases import OPS as REGISTRY
 
 WHOLE = ("vit", "profile", "host")
 Key = tuple[str, str, str, str, str]
-Run = Callable[[Bench, Sequence[str]], Iterable[Row]]
+Run = Callable[[Sequence[str], Bench], Iterable[Row]]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,9 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
                     for m in modes
                     if p.backward or m == "fwd"
                 )
-                run = functools.partial(_run_op, op, shape, dtype, modes)
+                run = functools.partial(measure_op, op, shape, dtype, modes)
                 title = f"{op.name} {shape.id} {dtype}"
                 yield Task(tier + later, seconds, title, keys, run)
-
-
-def _run_op(
-    op: Op, shape: Shape, dtype: str, modes: Sequence[str], bench: Bench, names: Sequence[str]
-) -> Iterable[Row]:
-    return measure_op(op, shape, dtype, modes, names, bench)
 
 
 def vit_cases() -> Iterator[tuple[int, float, Case]]:
@@ -190,7 +184,13 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
                 continue
             keys = tuple((VIT, n, case.id, case.dtype, case.mode) for n in names)
             title = f"{case.id} {case.dtype} {case.mode}"
-            yield Task(tier + later, factor * seconds, title, keys, _run_vit(case))
+            yield Task(
+                tier + later,
+                factor * seconds,
+                title,
+                keys,
+                functools.partial(models.measure_vit, case),
+            )
     if wanted.model or not _has_host(wanted, "timm"):
         return
     base = Case("timm", "B", 224, 128)
@@ -202,28 +202,14 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
         if wanted.provider(name) and wanted.shape(first.id) and wanted.mode("train"):
             keys = tuple((models.FIRST_STEP, name, first.id, first.dtype, m) for m in models.MODES)
             title = f"first step of {first.id}, {name}"
-            yield Task(tier, seconds, title, keys, _run_first_step(first, name, 2 * seconds))
+            measure = functools.partial(models.measure_first_step, first, name, 2 * seconds)
+            yield Task(tier, seconds, title, keys, lambda *_, measure=measure: measure())
     for name in ("eager", "swapped"):
         if wanted.provider(name) and wanted.shape(base.id) and wanted.mode("train"):
             key = (models.MAX_BATCH, name, base.id, base.dtype, base.mode)
             title = f"largest batch of {base.id}, {name}"
-            yield Task(4, 60.0, title, (key,), _run_largest(base, name))
-
-
-def _run_vit(case: Case) -> Run:
-    return lambda bench, names: models.measure_vit(case, names, bench)
-
-
-def _run_first_step(case: Case, name: str, timeout: float) -> Run:
-    return lambda bench, names: models.measure_first_step(case, name, timeout)
-
-
-def _run_largest(case: Case, name: str) -> Run:
-    return lambda bench, names: [models.largest_batch(case, name, bench)]
-
-
-def _run_profile(case: Case, name: str) -> Run:
-    return lambda bench, names: models.measure_profile(case, name, bench)
+            measure = functools.partial(models.largest_batch, base, name)
+            yield Task(4, 60.0, title, (key,), lambda _, bench, measure=measure: [measure(bench)])
 
 
 def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
@@ -234,14 +220,15 @@ def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
             if wanted.provider(name) and wanted.shape(case.id):
                 keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
                 title = f"profile of {case.id}, {name}"
-                yield Task(tier, 15.0, title, keys, _run_profile(case, name))
+                measure = functools.partial(models.measure_profile, case, name)
+                yield Task(tier, 15.0, title, keys, lambda _, bench, run=measure: run(bench))
 
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
     providers, modes = host.ways(device), host.MODES
     ops = (*host.models(), *REGISTRY)
     keys = tuple((host.OP, p, op, "fp32", m) for op in ops for m in modes for p in providers)
-    yield Task(1, 10.0, "host cost", keys, lambda bench, names: host.measure_host(bench.device))
+    yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
 
 
 def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
@@ -323,10 +310,10 @@ class OpTarget:
             for p in providers
             if p.name not in beside and (p.backward or mode == "fwd")
         )
-        run = functools.partial(_run_op, OPS[self.op], shape, "bf16", self.modes)
+        run = functools.partial(measure_op, OPS[self.op], shape, "bf16", self.modes)
         seconds = 90.0 if self.searches else 25.0 if self.compiles else 12.0
         return Task(
-            0, seconds, self.name, keys, lambda bench, names: run(bench, (*names, *beside)),
+            0, seconds, self.name, keys, lambda names, bench: run((*names, *beside), bench),
             renews=True,
         )  # fmt: skip
 
@@ -361,10 +348,10 @@ class VitTarget:
     def task(self) -> Task:
         case = self.case
         keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in self.ways)
-        run = _run_vit(case)
+        run = functools.partial(models.measure_vit, case)
         return Task(
             0, self.seconds, self.name, keys,
-            lambda bench, names: run(bench, (*names, *self.beside)), renews=True,
+            lambda names, bench: run((*names, *self.beside), bench), renews=True,
         )  # fmt: skip
 
     def touch(self, device: torch.device) -> None:

@@ -158,7 +158,7 @@ def run_tasks(
 
         try:
             with results.trying(sorted(wanted)), watched(limit, hung):
-                for row in task.run(bench, names):
+                for row in task.run(names, bench):
                     # The baseline may have a row of an earlier task.
                     if row.key in wanted or (task.renews and row.status == OK):
                         results.append(row)

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_stand_ins import CPU, FakeTimer, stub_task
+from bench_stand_ins import (
+    CPU,
+    TINY,
+    FakeTimer,
+    few_rounds,  # noqa: F401, a fixture by its name
+    stub_task,
+)
 
-from bench import host, providers, run
+from bench import host, plan, providers, run
 from bench.__main__ import build_parser, main
+from bench.models import Case
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
 from bench.rows import ERROR, FAILED, OK, Results, Row, read_rows
@@ -152,7 +159,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
     resource = pytest.importorskip("resource")
     former, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "out" / "results.csv"
 
-    def fill(bench, names):
+    def fill(names, bench):
         most = path.stat().st_size + 10
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
         yield Row("mlp", "eager", "b", "bf16", "both", ms=1.0)
@@ -196,7 +203,7 @@ def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
 
 
 def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
-    def lost(bench, names):
+    def lost(names, bench):
         raise DeviceLost("gone")
         yield
 
@@ -206,6 +213,54 @@ def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
     (again,) = restarts
     assert again[: len(words)] == words and "--resume" in again
     assert again[-2:] == ["--time-budget", "500"]  # all of it, for no second has passed
+
+
+class Rehearsed(FakeTimer):
+    """One provider of ours raises while it is timed."""
+
+    work = None
+
+    def sample(self, run, count, flush):
+        if self.work is not None and self.work.current == "ours-stored":
+            raise RuntimeError("no kernel image")
+        return super().sample(run, count, flush)
+
+
+def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys):
+    """All but the GPU is real: tasks, gate, turns, rows, verdicts, a resume after a lost device."""
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    found = [plan.OpTarget(op, "", ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
+    found.append(plan.VitTarget(case, ("eager", "swapped"), (), 5.0))
+    monkeypatch.setattr(plan.OpTarget, "shape", TINY)
+    monkeypatch.setattr(plan, "targets", lambda: found)
+    machine, restarts, words = stand_in(monkeypatch, tmp_path)
+    words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
+    machine.make_timer = lambda: timer
+    make_bench, measure_vit = run.Bench, plan.models.measure_vit
+
+    def bench(*given):
+        timer.work = make_bench(*given)
+        return timer.work
+
+    def loses_it_once(case, names, bench):
+        bench.at_work("swapped")
+        if lost:
+            raise lost.pop()
+        return measure_vit(case, names, bench)
+
+    monkeypatch.setattr(run, "Bench", bench)
+    monkeypatch.setattr(plan.models, "measure_vit", loses_it_once)
+    assert main(words, machine) == 1
+    assert main(restarts.pop(), machine) == 1 and not restarts  # what raised is wrong
+    assert "\ntarget " in capsys.readouterr().out
+    rows = {(r.op, r.provider, r.mode): r for r in read_rows(tmp_path / "out")}
+    for mode in ("fwd", "bwd"):
+        assert rows["layer_norm", "ours", mode].status == rows["mlp", "eager", mode].status == OK
+    assert rows["mlp", "ours", "fwd"].speedup == 1.0
+    assert rows["mlp", "ours-stored", "fwd"].note == "RuntimeError: no kernel image"
+    assert rows["vit", "swapped", "infer"].note == "the GPU was lost: gone"
+    assert rows["vit", "eager", "infer"].status == OK
 
 
 class LosesRoofs(FakeTimer):
@@ -234,7 +289,7 @@ def test_a_gpu_lost_at_its_roofs_ends_in_rows(monkeypatch, tmp_path, capsys):
 
 
 def test_a_process_that_measured_something_may_be_followed(monkeypatch, tmp_path):
-    def lost(bench, names):
+    def lost(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
         raise DeviceLost("gone")
 
@@ -248,7 +303,7 @@ def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
     """They take ten seconds there, in each of the processes."""
     left = []
 
-    def measured(bench, names):
+    def measured(names, bench):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         yield from ()
 
@@ -285,7 +340,7 @@ def test_an_op_has_the_modes_of_ops():
 def test_a_budget_keeps_seconds_for_what_ends_a_run(monkeypatch, tmp_path):
     left = []
 
-    def measured(bench, names):
+    def measured(names, bench):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         yield from ()
 
@@ -315,7 +370,7 @@ def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
 
 
 def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch, tmp_path):
-    def fails(bench, names):
+    def fails(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", status=ERROR)
 
     machine, _, words = stand_in(
@@ -326,7 +381,7 @@ def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch
 
 
 def test_an_interrupt_ends_with_130_and_with_the_rows(monkeypatch, tmp_path, capsys):
-    def interrupted(bench, names):
+    def interrupted(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
         raise KeyboardInterrupt
 

@@ -172,7 +172,7 @@ def test_resume_measures_only_what_is_missing(tmp_path):
 
 
 def test_an_interrupt_loses_no_row(tmp_path):
-    def interrupted(bench, names):
+    def interrupted(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
         raise KeyboardInterrupt
 
@@ -182,7 +182,7 @@ def test_an_interrupt_loses_no_row(tmp_path):
 
 
 def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
-    def lost(bench, names):
+    def lost(names, bench):
         bench.at_work("ours")
         raise DeviceLost("an illegal memory access")
         yield
@@ -204,7 +204,7 @@ def test_a_hang_is_the_culprits_row_and_the_next_process_goes_on(monkeypatch, tm
     monkeypatch.setattr("bench.run.HUNG_S", 0.05)
     restarted = threading.Event()
 
-    def hangs(bench, names):
+    def hangs(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
         bench.at_work("ours")
         assert restarted.wait(60)
@@ -300,7 +300,7 @@ def test_who_hangs_while_it_is_measured_again_is_given_up(monkeypatch, tmp_path)
     monkeypatch.setattr("bench.run.HUNG_S", 0.05)
     restarted = threading.Event()
 
-    def hangs(bench, names):
+    def hangs(names, bench):
         bench.at_work("ours")
         assert restarted.wait(60)
         yield from ()
@@ -318,7 +318,7 @@ def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
     run_tasks([replace(stub_task("a"), renews=True)], bench(), results, Clock(None))
     assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 1.0, "ours": 1.0}
 
-    def fails(bench, names):
+    def fails(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", status=ERROR)
         yield Row("mlp", "ours-split", "a", "bf16", "both", status=ERROR)
 

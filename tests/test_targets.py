@@ -195,7 +195,7 @@ def test_a_models_task_measures_what_is_beside_it_again(monkeypatch):
         t for t in plan.targets()
         if isinstance(t, plan.VitTarget) and t.ways == ("swapped-low",)
     )  # fmt: skip
-    target.task().run(bench(), ["swapped-low"])
+    target.task().run(["swapped-low"], bench())
     assert seen == [("swapped-low", "swapped")]
 
 
@@ -248,7 +248,7 @@ def test_a_search_of_an_op_measures_everybody_again(monkeypatch):
     monkeypatch.setattr(plan, "measure_op", lambda *given: seen.append(given[4]) or [])
     (search,) = plan.target_tasks(["gated_mlp ViT-B-B128-T197-C768-H12-packed both max-autotune"])
     assert {key[1] for key in search.keys} == {SEARCH}
-    search.run(bench(), [SEARCH])
+    search.run([SEARCH], bench())
     assert {"eager", "ours", "compile", SEARCH} <= set(seen[0])
 
 

@@ -63,7 +63,7 @@ def few_rounds(monkeypatch):
 
 
 def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):
-    def default(bench, names):
+    def default(names, bench):
         if calls is not None:
             calls.append((name, tuple(names)))
         for provider in dict.fromkeys(("eager", *names)):
