@@ -51,8 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     session.add_arguments(
         commands.add_parser(
-            "contact", help="check, time and tune in a given time", description=session.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            "contact", aliases=["session"], help="check, time and tune in a given time",
+            description=session.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )  # fmt: skip
     for name in ("targets", "all", *OPS, *WHOLE):
@@ -160,7 +160,7 @@ def _run(
     if arguments.command == "attention":
         _fill_in(arguments)
     machine = machine or this_machine(arguments)
-    if arguments.command == "contact":
+    if arguments.command in ("contact", "session"):
         return session.run(arguments, machine is not None)
     given = model_wanted(arguments)
     if machine is None and given:

@@ -247,8 +247,12 @@ def test_without_a_gpu_nothing_is_run_and_nothing_written(monkeypatch, tmp_path,
 
 def test_a_dry_run_lists_the_stages(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
-    assert main(["contact", "--dry-run", "--seconds", "540", "--out", str(tmp_path / "out")]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    words = ["--dry-run", "--seconds", "540", "--out", str(tmp_path / "out")]
+    assert main(["session", *words]) == 0
+    shown = capsys.readouterr().out
+    assert main(["contact", *words]) == 0
+    assert capsys.readouterr().out == shown
+    header, *lines = shown.splitlines()
     assert header.split()[:3] == ["stage", "share", "s"]
     assert [line.split()[0] for line in lines] == [s.name for s in session.STAGES]
     seconds = [int(line.split("%")[1].split()[0]) for line in lines]
