@@ -47,7 +47,7 @@ HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # 
 TURN_MS = 300.0
 MIN_STEPS, MAX_STEPS = 2, 20
 ORACLE_TOKENS = 3200  # a float64 forward and backward holds so many at once
-ALONE = ("H", "g")  # measured one after the other: several do not fit side by side
+ALONE = 400e6  # parameters from which ways run one after the other: they do not fit side by side
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,12 @@ class Case:
         return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
+    def parameters(self) -> int:
+        """About as many as its blocks have."""
+        C, depth, _, mlp = VITS[self.model]
+        return depth * (4 * C + 2 * mlp) * C
+
+    @property
     def trains(self) -> bool:
         return self.mode == "train"
 
@@ -122,6 +128,10 @@ class NamedCase(Case):
         _, height, width = self.image
         side = f"{height}" if height == width else f"{height}x{width}"
         return f"{self.model}-{side}-B{self.batch}"
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in _on_meta(self.model, self.size).parameters())
 
     @property
     def flops(self) -> float:
@@ -427,7 +437,7 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
         return
     bench.timer.clear()
     baselines: dict[bool, Row] = {}  # by whether it is a graph
-    groups = [[e] for e in entries] if case.model in ALONE else [entries]
+    groups = [[e] for e in entries] if case.parameters > ALONE else [entries]
     for group in groups:
         for row, entry in zip(_measure_group(case, group, oracle, bench), group, strict=True):
             graph = WAYS[entry.name].graph
