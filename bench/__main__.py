@@ -28,7 +28,15 @@ from bench import STARTED, report, session
 from bench.ops import MODES, OPS
 from bench.plan import WHOLE, targets
 from bench.rows import Row, read_rows
-from bench.run import Machine, model_wanted, run, run_check, run_without_gpu, this_machine
+from bench.run import (
+    MOST_RESTARTS,
+    Machine,
+    model_wanted,
+    run,
+    run_check,
+    run_without_gpu,
+    this_machine,
+)
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
@@ -99,7 +107,9 @@ def _add_measuring(parser: argparse.ArgumentParser, modes: Sequence[str]) -> Non
     options.add_out(parser, "folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     # processes before this one that lost the GPU and measured nothing
-    parser.add_argument("--restarts", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--restarts", type=int, choices=range(MOST_RESTARTS + 1), default=0, help=argparse.SUPPRESS
+    )
 
 
 def main(
