@@ -407,6 +407,6 @@ def test_bad_backend(call, name):
         assert fk.get_backend() == "torch"
 
 
-BAD_MODEL_CALLS = (  # docs/reliability.md counts them
+BAD_MODEL_CALLS = (  # docs/numerics.md counts them
     len(CONSTRUCTORS) + len(FORWARDS) + len(SWAPS) + len(MAPS) + 2 * len(BACKENDS)
 )

@@ -375,7 +375,7 @@ def _pipe(where: Path) -> Path:
     return path
 
 
-BAD_WEIGHTS = len(FILES) + len(STATE_DICTS) + len(OTHERS)  # docs/reliability.md counts them
+BAD_WEIGHTS = len(FILES) + len(STATE_DICTS) + len(OTHERS)  # docs/numerics.md counts them
 
 
 @pytest.fixture(autouse=True)

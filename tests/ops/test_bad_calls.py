@@ -398,7 +398,7 @@ def _rows() -> list[Bad]:
 
 
 CASES = [*_generic(), *_options(), *_rows()]
-BAD_CALLS = len(CASES)  # docs/reliability.md counts them, on each backend
+BAD_CALLS = len(CASES)  # docs/numerics.md counts them, on each backend
 
 
 class _Operators(TorchDispatchMode):

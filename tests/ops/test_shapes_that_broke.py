@@ -1,6 +1,6 @@
 """Shapes and masks on which other attention kernels gave NaN, errors or wrong numbers.
 
-docs/shapes.md has the reports, and names the tests of other files that hold the rest.
+docs/numerics.md has the reports, and names the tests of other files that hold the rest.
 """
 
 from __future__ import annotations

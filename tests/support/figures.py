@@ -1,4 +1,4 @@
-"""How much is tested, counted from the tables of the tests: the figures of docs/reliability.md.
+"""How much is tested, counted from the tables of the tests: the figures of docs/numerics.md.
 
 python tests/support/figures.py [FILE]    prints the table, or writes it between FILE's markers
 """
