@@ -3,6 +3,7 @@
     python -m bench contact --seconds 540 --out DIR     a borrowed GPU: right, fast, tuned
     python -m bench targets --out DIR                   the rows of the goals
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
+    python -m bench attention --out DIR                 over T next to SDPA, five minutes
     python -m bench attention --shape T197 --dtype bf16
     python -m bench vit --mode train --provider swapped
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
@@ -23,17 +24,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import contact, facts, report, warm
-from bench.compare import THRESHOLD
-from bench.drawn import run_compare, run_plot
-from bench.harness import MODES
-from bench.measuring import Machine, model_wanted, run, run_without_gpu, this_machine
-from bench.plan import OPS, WHOLE
-from bench.session import run_check
-from bench.target_tasks import targets as targets_here
+from bench import STARTED, report, session
+from bench.ops import MODES, OPS
+from bench.plan import WHOLE, targets
+from bench.rows import Row, read_rows
+from bench.run import (
+    MOST_RESTARTS,
+    Machine,
+    model_wanted,
+    run,
+    run_check,
+    run_without_gpu,
+    this_machine,
+)
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
+
+MODES_OF_ALL = (*MODES, "train", "infer")
+MEASURED = {
+    "targets": "time what the goals compare, alone on the machine",
+    "all": "time everything, the most telling rows first",
+    "vit": "time steps of whole models",
+    "profile": "sum kernel times of a training step by stage",
+    "host": "time what a call costs the host",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,15 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    contact.add_arguments(
+    session.add_arguments(
         commands.add_parser(
-            "contact", help="check, time and tune in a given time", description=contact.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            "contact", aliases=["session"], help="check, time and tune in a given time",
+            description=session.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )  # fmt: skip
     for name in ("targets", "all", *OPS, *WHOLE):
-        measuring = commands.add_parser(name, help=f"measure {name}")
-        _add_measuring(measuring)
+        modes = MODES if name in OPS else MODES_OF_ALL
+        measuring = commands.add_parser(name, help=MEASURED.get(name, f"time the op {name}"))
+        _add_measuring(measuring, modes)
         if name == "vit":
             options.add_model(measuring, None, "in place of the plan's models")
             options.add_batch(measuring)
@@ -61,11 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     comparing.add_argument("a", type=Path)
     comparing.add_argument("b", type=Path)
     comparing.add_argument(
-        "--threshold", type=options.within(float, 0, options.MOST), default=THRESHOLD,
-        help=f"slower by more than this share is a regression (default {THRESHOLD})",
+        "--threshold", type=options.within(float, 0, options.MOST), default=report.THRESHOLD,
+        help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
     )  # fmt: skip
     commands.add_parser("facts", help="GPU, driver, versions, sources")
-    warm.add_arguments(
+    session.add_warm_arguments(
         commands.add_parser("warm", help="first launches of the targets, to compile")
     )
     commands.add_parser("traffic", help="count launches and bytes of a training step; no GPU")
@@ -73,9 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_measuring(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", action="append", choices=(*MODES, "train", "infer"))
-    for mode in ("train", "infer"):
+def _add_measuring(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
+    parser.add_argument("--mode", action="append", choices=modes)
+    for mode in (m for m in ("train", "infer") if m in modes):
         parser.add_argument(
             f"--{mode}", dest="mode", action="append_const", const=mode,
             help=f"the same as --mode {mode}",
@@ -90,16 +106,22 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     options.add_budget(parser, "measure no further case after these")
     options.add_out(parser, "folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
+    # processes before this one that lost the GPU and measured nothing
+    parser.add_argument(
+        "--restarts", type=int, choices=range(MOST_RESTARTS + 1), default=0, help=argparse.SUPPRESS
+    )
 
 
-def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, machine: Machine | None = None, started: float | None = None
+) -> int:
     """Run one command; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["all", *words]
     arguments = build_parser().parse_args(words)
     try:
-        status = _run(arguments, words, machine)
+        status = _run(arguments, words, machine, started)
         sys.stdout.flush()
         return status
     except (CommandError, OSError) as error:  # a disk that is full
@@ -110,12 +132,31 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None) -> i
         return 130
 
 
-def _run(arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None) -> int:
+def _read(path: Path) -> list[Row]:
+    try:
+        return read_rows(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _fill_in(arguments: argparse.Namespace) -> None:
+    """`attention` alone asks what most ask: throughput over T next to SDPA, in five minutes."""
+    asked = ("shape", "mode", "dtype", "provider", "time_budget")
+    if all(getattr(arguments, name) is None for name in asked):
+        arguments.shape, arguments.mode = ["sweep-T"], ["fwd", "bwd"]
+        arguments.dtype, arguments.time_budget = ["bf16"], 300.0
+
+
+def _run(
+    arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None,
+    started: float | None,
+) -> int:  # fmt: skip
     console = make_console()
     if arguments.command == "plot":
-        return run_plot(arguments, console)
+        return report.run_plot(_read(arguments.folder), arguments.folder, console)
     if arguments.command == "compare":
-        return run_compare(arguments, console)
+        a, b = _read(arguments.a), _read(arguments.b)
+        return report.run_compare(a, b, arguments.threshold, console)
     if arguments.command == "traffic":
         from bench.traffic import table as traffic_table  # needs triton and timm
 
@@ -125,23 +166,25 @@ def _run(arguments: argparse.Namespace, words: Sequence[str], machine: Machine |
         report.write_docs()
         return 0
     if arguments.command == "facts":
-        return facts.run()
+        return session.run_facts()
+    if arguments.command == "attention":
+        _fill_in(arguments)
     machine = machine or this_machine(arguments)
-    if arguments.command == "contact":
-        return contact.run(arguments, machine is not None)
+    if arguments.command in ("contact", "session"):
+        return session.run(arguments, machine is not None)
     given = model_wanted(arguments)
     if machine is None and given:
         raise CommandError(f"torch sees no GPU to measure {given['model']} on")
     if machine is None and arguments.command in ("targets", "warm"):
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     if arguments.command == "warm":
-        work = [warm.job_of(*pair) for pair in enumerate(targets_here())]
-        return warm.run(work, arguments.jobs, arguments.time_budget or math.inf)
+        work, budget = session.warm_jobs(targets()), arguments.time_budget or math.inf
+        return session.run_warm(work, arguments.jobs, budget, arguments.out)
     if machine is None:
         return run_without_gpu(arguments, run_check, console)
     arguments.out = arguments.out or Path("bench-out")
-    return run(arguments, words, machine, console)
+    return run(arguments, words, machine, console, started)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(started=STARTED))

@@ -16,7 +16,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch import Tensor
 import fastvit_kernels as fk
 from bench.providers import BASELINE, replaced
 from bench.rows import Row
-from bench.timer import median_p20_p80
 from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.measure.timer import spread
+from fastvit_kernels.measure.turns import alternate
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON
 from fastvit_kernels.verify.cases import OPS
@@ -154,27 +155,24 @@ def microseconds(call: Callable[[], Any], device: torch.device, calls: int) -> f
 
 def measure_host(device: torch.device) -> Iterator[Row]:
     """A row for each op or model, provider and mode; its ms are the host's."""
+    contexts = ways(device)
+
+    def timed(case: Case, provider: str, call: Callable[[], Any]) -> float:
+        with contexts[provider]():
+            return microseconds(call, device, case.calls)
+
     for name, case in (swapped_cases(device) | cases(device)).items():
         for mode in MODES:
-            calls = {p: call_of(case, p, mode) for p in ways(device)}
-            times: dict[str, list[float]] = {p: [] for p in calls}
-            for turn in range(ROUNDS + 1):
-                for provider, context in ways(device).items():
-                    with context():
-                        us = microseconds(calls[provider], device, case.calls)
-                    if turn:  # the first one warms up
-                        times[provider].append(us)
-            eager = median_p20_p80(times[BASELINE])[0]
-            for provider, us in times.items():
-                ms, p20, p80 = (x / 1e3 for x in median_p20_p80(us))
-                row = Row(
-                    OP,
-                    provider,
-                    name,
-                    "fp32",
-                    mode,
-                    B=SIZES.B,
-                    T=SIZES.T,
-                    samples=ROUNDS * case.calls,
-                )
-                yield replace(row, ms=ms, ms_p20=p20, ms_p80=p80, speedup=eager / ms / 1e3)
+            turns = [
+                functools.partial(timed, case, provider, call_of(case, provider, mode))
+                for provider in contexts
+            ]
+            # the first turn warms up
+            found = [spread(us[1:]) for us in alternate(ROUNDS + 1, *turns)]
+            eager = next(us for p, us in zip(contexts, found, strict=True) if p == BASELINE)
+            for provider, us in zip(contexts, found, strict=True):
+                ms, p20, p80 = (x / 1e3 for x in us)
+                yield Row(
+                    OP, provider, name, "fp32", mode, B=SIZES.B, T=SIZES.T, ms=ms, ms_p20=p20,
+                    ms_p80=p80, samples=ROUNDS * case.calls, speedup=eager.median / us.median,
+                )  # fmt: skip

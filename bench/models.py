@@ -1,13 +1,28 @@
-"""The ViTs whose training is measured, built as their users build them, and one step of each."""
+"""Whole ViTs as their users build them: a step of training or inference in several ways.
+
+The gate holds logits and the gradient of all parameters, as one vector, against the host's model in
+float64 on the very batch that is timed; and each gradient by itself with wider limits
+(fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
+
+Also: the largest batch that fits, kernel time by stage of the flow picture, and the time to the
+first step in a new process.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +30,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.shapes import VITS
+from bench.measure import WARM_UP, Bench, Entry, finish, with_speedup
+from bench.providers import BASELINE, SEARCH, VITS
+from bench.rows import ERROR, MEMORY, OK, TIMEOUT, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.measure.gate import Outcome, Results, failure, judged, model_errors, verdict
+from fastvit_kernels.measure.timer import Step, Timer, samples_in
+from fastvit_kernels.measure.turns import take_turns
+from fastvit_kernels.verify.accuracy import Error
 
+VIT, MAX_BATCH, PROFILE, FIRST_STEP = "vit", "max_batch", "profile", "first_step"
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
+TURN_MS = 300.0
+MIN_STEPS, MAX_STEPS = 2, 20
+ORACLE_TOKENS = 3200  # a float64 forward and backward holds so many at once
+ALONE = 400e6  # parameters from which ways run one after the other: they do not fit side by side
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,16 @@ class Case:
         return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
+    def parameters(self) -> int:
+        """About as many as its blocks have."""
+        C, depth, _, mlp = VITS[self.model]
+        return depth * (4 * C + 2 * mlp) * C
+
+    @property
+    def trains(self) -> bool:
+        return self.mode == "train"
+
+    @property
     def flops(self) -> float:
         """Of a step: a block is 2 T C (3C + C + 2F) + 4 T^2 C an image; training is 3 forwards."""
         C, depth, _, mlp = VITS[self.model]
@@ -67,7 +103,7 @@ class Case:
         block = 2 * T * C * (4 * C + 2 * mlp) + 4 * T * T * C
         patches = 2 * (T - 1) * C * 3 * self.patch**2
         forward = self.batch * (depth * block + patches + 2 * C * NUM_CLASSES)
-        return float(forward * (3 if self.mode == "train" else 1))
+        return float(forward * (3 if self.trains else 1))
 
 
 @dataclass(frozen=True)
@@ -94,13 +130,16 @@ class NamedCase(Case):
         return f"{self.model}-{side}-B{self.batch}"
 
     @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in _on_meta(self.model, self.size).parameters())
+
+    @property
     def flops(self) -> float:
         """Of a step, the forward's products as torch counts them; training is 3 forwards."""
         image = torch.empty((1, *self.image), device="meta")
         with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
             _on_meta(self.model, self.size)(image)
-        steps = 3 if self.mode == "train" else 1
-        return float(self.batch * counter.get_total_flops() * steps)
+        return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
 
 
 def _by_name(name: str, size: int) -> nn.Module:
@@ -152,6 +191,22 @@ def _build(case: Case) -> nn.Module:
     raise ValueError(f"unknown host {case.host!r}; there are {', '.join(HOSTS)}")
 
 
+def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images and labels, the same at every call."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (case.batch, *case.image)
+    images = torch.randn(shape, generator=generator, device=device)
+    labels = torch.randint(NUM_CLASSES, (case.batch,), generator=generator, device=device)
+    return images.to(_parameter_dtype(case)), labels
+
+
+def _parameter_dtype(case: Case) -> torch.dtype:
+    return torch.bfloat16 if case.dtype == "bf16" else torch.float32
+
+
+# --- ways to run a model
+
+
 @dataclass(frozen=True)
 class Way:
     """How a provider runs a model."""
@@ -161,21 +216,26 @@ class Way:
     graph: bool = False
     options: tuple[tuple[str, str], ...] = ()  # of swap_in
 
+    def context(self) -> AbstractContextManager[Any]:
+        return backend("triton") if self.swapped else nullcontext()
 
+
+EAGER_GRAPH = "eager+graph"  # what a graph of ours is held against
 WAYS = {
-    "eager": Way(),
+    BASELINE: Way(),
+    EAGER_GRAPH: Way(graph=True),
     "swapped": Way(swapped=True),
     "swapped+graph": Way(swapped=True, graph=True),
     "compile": Way(compile_mode="default"),
     "swapped+compile": Way(swapped=True, compile_mode="default"),
-    "compile-max-autotune": Way(compile_mode="max-autotune"),
+    SEARCH: Way(compile_mode="max-autotune"),
     "swapped-low": Way(swapped=True, options=(("memory", "low"),)),
     "swapped-skip": Way(swapped=True, options=(("drop_path", "skip"),)),
 }
 
 
 def missing_option(name: str) -> str:
-    """What swap_in lacks for a way; nothing where the way can be had."""
+    """What swap_in lacks for a way; nothing if the way can be had."""
     known = inspect.signature(swap_in).parameters
     options = WAYS[name].options if name in WAYS else ()
     return next((f"swap_in has no {n}={v!r}" for n, v in options if n not in known), "")
@@ -186,8 +246,7 @@ class Runner:
 
     def __init__(self, case: Case, way: Way, device: torch.device):
         self.case, self.way, self.device = case, way, device
-        dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-        self.model = build(case, device).to(device, dtype).train(case.mode == "train")
+        self.model = build(case, device).to(device, _parameter_dtype(case)).train(case.trains)
         self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
         if way.swapped and not self.is_own:
             options: Any = dict(way.options)
@@ -199,11 +258,10 @@ class Runner:
             self.forward = torch.compile(self.model, mode=way.compile_mode, dynamic=False)
         self.parameters = list(self.model.parameters())
         self.images, self.labels = batch(case, device)
-        if case.mode == "train":
+        if case.trains:
             self.optimizer = torch.optim.AdamW(
-                self.parameters, lr=1e-5, weight_decay=0.05, fused=True,
-                capturable=way.graph and device.type == "cuda",
-            )  # fmt: skip
+                self.parameters, lr=1e-5, weight_decay=0.05, fused=True
+            )
 
     def logits(self) -> Tensor:
         amp = self.case.dtype == "amp"
@@ -218,41 +276,424 @@ class Runner:
     def loss(self) -> Tensor:
         return F.cross_entropy(self.logits().float(), self.labels)
 
-    def step(self) -> Any:
-        """Forward, loss, backward, AdamW; or the forward alone."""
-        if self.case.mode == "infer":
+    def gradients(self) -> Tensor:
+        """Forward, loss, backward; or the forward alone."""
+        if not self.case.trains:
             with torch.no_grad():
                 return self.logits()
         loss = self.loss()
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def step(self) -> Tensor:
+        """The gradients, then AdamW."""
+        result = self.gradients()
+        if self.case.trains:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def captured(self, timer: Timer) -> Callable[[], Any]:
+        """The step with its gradients as one graph. AdamW stays outside, as max-autotune has it:
+        the graph writes the same gradients anew at each replay."""
+
+        def run(_: Any) -> Tensor:
+            self.model.zero_grad(set_to_none=True)
+            return self.gradients()
+
+        replay = timer.capture(Step(lambda: None, run))
+        if not self.case.trains:
+            return replay
+
+        def replay_and_update() -> None:
+            replay()
+            self.optimizer.step()
+
+        return replay_and_update
 
     def resident_mib(self) -> float:
         """Memory of parameters, optimizer state and batch, which stays from step to step."""
         tensors = [*self.parameters, self.images, self.labels]
-        if self.case.mode == "train":
+        if self.case.trains:
             states = self.optimizer.state.values()
             tensors += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors) / 2**20
 
-    def results(self, upstream: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    def results(self, upstream: Tensor) -> Results:
         """Logits, and in training the gradient of every parameter under `upstream`."""
-        if self.case.mode == "infer":
+        if not self.case.trains:
             with torch.no_grad():
-                return self.logits().clone(), []
+                return Results(self.logits().clone(), {})
         logits = self.logits()
         grads = torch.autograd.grad(
             logits, self.parameters, upstream.to(logits.dtype), allow_unused=True
         )
-        return logits.detach(), list(grads)
+        names = [name for name, _ in self.model.named_parameters()]
+        return Results(logits.detach(), dict(zip(names, grads, strict=True)))
+
+    def replayed(self, upstream: Tensor, timer: Timer) -> Results:
+        """The same as a replay of its kernels has written it."""
+        found: list[Any] = [None]
+
+        def keep(_: Any) -> None:
+            found[0] = self.results(upstream)  # at the capture: tensors that a replay writes anew
+
+        replay = timer.capture(Step(lambda: None, keep))
+        for tensor in (found[0].logits, *found[0].grads.values()):
+            if tensor is not None:
+                tensor.fill_(float("nan"))  # what the replay does not write stays wrong
+        replay()
+        return found[0]
 
 
-def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels, the same at every call."""
-    generator = torch.Generator(device).manual_seed(1)
-    shape = (case.batch, *case.image)
-    images = torch.randn(shape, generator=generator, device=device)
-    labels = torch.randint(NUM_CLASSES, (case.batch,), generator=generator, device=device)
-    return images.to(torch.bfloat16 if case.dtype == "bf16" else torch.float32), labels
+class Oracle:
+    """The host's model in float64 and in the precision that is measured, on the whole batch."""
+
+    def __init__(self, case: Case, device: torch.device):
+        eager = Runner(case, Way(), device)
+        generator = torch.Generator(device).manual_seed(2)
+        upstream = torch.randn((case.batch, NUM_CLASSES), generator=generator, device=device)
+        # The oracle differentiates what the others do: an upstream gradient in their own dtype.
+        low = torch.bfloat16 if case.dtype in ("amp", "bf16") else torch.float32
+        self.upstream = upstream.to(low)
+        self.results = self._float64(case, eager.images, device)
+        self.yardstick = eager.results(self.upstream)
+
+    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Results:
+        model = build(case, device).to(device, _parameter_dtype(case)).double().train(case.trains)
+        logits = []
+        rows = max(1, ORACLE_TOKENS // case.tokens)
+        pairs = zip(images.split(rows), self.upstream.split(rows), strict=True)
+        with torch.set_grad_enabled(case.trains):
+            for part, upstream in pairs:
+                out = model(part.double())
+                out = out if isinstance(out, Tensor) else out.logits
+                if case.trains:
+                    out.backward(upstream.double())
+                logits.append(out.detach())
+        grads = {n: p.grad for n, p in model.named_parameters()} if case.trains else {}
+        return Results(torch.cat(logits), grads)
+
+    def errors(self, runner: Runner, timer: Timer) -> list[Error]:
+        """Of the runner's logits and gradients; of a graph, of its replay."""
+        if runner.way.graph:
+            actual = runner.replayed(self.upstream, timer)
+        else:
+            actual = runner.results(self.upstream)
+        return model_errors(actual, self.yardstick, self.results)
+
+
+# --- measuring
+
+
+def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
+    return Row(
+        op, provider, case.id, case.dtype, mode or case.mode, case.preset,
+        case.batch, case.tokens,
+    )  # fmt: skip
+
+
+def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
+    """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
+    way, timer = WAYS[entry.name], bench.timer
+    bench.at_work(entry.name)
+    why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
+    try:
+        with judged(entry.context(), way.swapped):
+            runner = Runner(case, way, bench.device)
+            if oracle is None:
+                entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
+            else:
+                entry.outcome = verdict(oracle.errors(runner, timer))
+            entry.run = runner.captured(timer) if way.graph else runner.step
+            for _ in range(WARM_UP):
+                entry.run()
+            peak = timer.peak_mib(entry.run)
+            # A graph's memory is taken when it is captured, once for all replays; max-autotune's
+            # graphs keep theirs in a pool of Inductor's.
+            if not way.graph and way.compile_mode != "max-autotune":
+                entry.peak_mib = None if peak is None else peak + runner.resident_mib()
+                entry.kept_mib = timer.kept_mib(runner.loss) if case.trains else None
+            ms = min(timer.sample(entry.run, 2, flush=False))
+        entry.count = samples_in(TURN_MS, ms, MIN_STEPS, MAX_STEPS)
+    except Exception as error:
+        entry.outcome = failure(error, timer)
+
+
+def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
+    """Rows of the named ways, the baseline's first; it is measured whether it is named or not, and
+    as a graph if another is one."""
+    names = [BASELINE, *names, *(EAGER_GRAPH for n in names if WAYS[n].graph)]
+    entries = [Entry(n, lambda: None, WAYS[n].context) for n in WAYS if n in names]
+    oracle: Oracle | None = None
+    try:
+        oracle = None if case.drop_path else Oracle(case, bench.device)
+    except torch.OutOfMemoryError as error:
+        error.__traceback__ = None
+    except Exception as error:
+        status, note = failure(error, bench.timer)
+        for entry in entries:
+            yield replace(row_of(case, entry.name), status=status, note=note)
+        return
+    bench.timer.clear()
+    baselines: dict[bool, Row] = {}  # by whether it is a graph
+    groups = [[e] for e in entries] if case.parameters > ALONE else [entries]
+    for group in groups:
+        for row, entry in zip(_measure_group(case, group, oracle, bench), group, strict=True):
+            graph = WAYS[entry.name].graph
+            if entry.name in (BASELINE, EAGER_GRAPH):
+                baselines[graph] = row
+            yield with_speedup(row, baselines.get(graph), entry.compared)
+        for entry in group:
+            entry.release()
+        bench.timer.clear()
+
+
+def _measure_group(
+    case: Case, group: list[Entry], oracle: Oracle | None, bench: Bench
+) -> Iterator[Row]:
+    if any(WAYS[entry.name].compile_mode is not None for entry in group):
+        torch.compiler.reset()  # once: a second would throw away what the group has compiled
+    for entry in group:
+        _warm_up(entry, case, oracle, bench)
+        bench.timer.clear()
+    take_turns(group, bench.timer, flush=False, at_work=bench.at_work)
+    roof = bench.roofs.matmul_tflops.get("bf16")
+    for entry in group:
+        row = finish(row_of(case, entry.name), entry)
+        if row.ms is not None:
+            tflops = case.flops / row.ms / 1e9
+            row = replace(
+                row, flops=case.flops, tflops=tflops, images_per_s=1e3 * case.batch / row.ms,
+                roof="matmul", roof_share=tflops / roof if roof else None,
+            )  # fmt: skip
+        yield row
+
+
+def fits(case: Case, way: Way, bench: Bench) -> bool:
+    """Whether one step at this batch has the memory it needs."""
+    try:
+        Runner(case, way, bench.device).step()
+        bench.timer.clear()
+        return True
+    except Exception as error:
+        status, note = failure(error, bench.timer)
+        if status != MEMORY:
+            raise RuntimeError(note) from None
+        return False
+
+
+def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Row:
+    """The largest batch of which a step fits, to an eighth: powers of two, then three halvings."""
+    row = row_of(case, name, op=MAX_BATCH)
+    attempt = functools.partial(fits, way=WAYS[name], bench=bench)
+    best, bad = 0, case.batch
+    try:
+        with WAYS[name].context():
+            while bad <= limit and attempt(replace(case, batch=bad)):
+                best, bad = bad, 2 * bad
+            for _ in range(3):
+                middle = (best + bad) // 2
+                if best < middle < bad and bad <= limit:
+                    if attempt(replace(case, batch=middle)):
+                        best = middle
+                    else:
+                        bad = middle
+    except RuntimeError as error:
+        return replace(row, status=ERROR, note=str(error))
+    return replace(row, status=OK, batch=best)
+
+
+# --- kernel time by stage. torch.profiler names for every kernel the operator that launched it,
+# with its shapes, and the operators around that one. Eager PyTorch runs a block as GEMMs that
+# differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped
+# model runs our operators, whose names decide. The rest is "other": residual adds, head.
+
+STAGES = ("patch embed", "norm", "qkv", "attention", "proj", "mlp", "optimizer", "other")
+STEPS = 3
+
+# Part of an operator's name -> stage; the first that occurs in the name decides.
+_NAMES = {
+    "fastvit_kernels::patch_embed": "patch embed",
+    "fastvit_kernels::layer_norm": "norm",
+    "fastvit_kernels::rms_norm": "norm",
+    "fastvit_kernels::qkv_projection": "qkv",
+    "fastvit_kernels::attention": "attention",
+    "fastvit_kernels::rope_fwd": "attention",
+    "fastvit_kernels::rope_bwd": "attention",
+    "fastvit_kernels::sdpa": "attention",
+    "fastvit_kernels::mlp": "mlp",
+    "fastvit_kernels::narrow_mlp": "mlp",
+    "fastvit_kernels::gated": "mlp",
+    "convolution": "patch embed",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "scaled_dot_product": "attention",
+    "_attention": "attention",
+    "gelu": "mlp",
+}
+# Also inside our operators that begin with the QKV projection.
+_ATTENTION_KERNELS = (
+    "_attention_fwd",
+    "_attention_bwd",
+    "_rope_fwd",
+    "_rope_norm_bwd",
+    "_rope_tables_bwd",
+)
+_PRODUCTS = (
+    "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
+    "fastvit_kernels::linear", "fastvit_kernels::qkv_attention",
+    "fastvit_kernels::rope_attention_fwd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: its name and time, and the operators around it, innermost first."""
+
+    kernel: str
+    us: float
+    operators: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each operator's tensors
+
+
+def _product_stage(shapes: Sequence[Sequence[int]], C: int, width: int) -> str | None:
+    """The stage of a GEMM by the sizes of its operands."""
+    sizes = {size for shape in shapes for size in shape}
+    if NUM_CLASSES in sizes:
+        return "other"  # the head
+    if width in sizes:
+        return "mlp"
+    if 3 * C in sizes:
+        return "qkv"
+    return "proj" if C in sizes else None
+
+
+def stage_of(launch: Launch, C: int, width: int) -> str:
+    """Which stage of the flow picture a kernel belongs to, in a ViT of C channels whose MLP has
+    `width`."""
+    if any("Optimizer" in name or "_fused_adamw" in name for name in launch.operators):
+        return "optimizer"
+    if any(part in launch.kernel for part in _ATTENTION_KERNELS):
+        return "attention"
+    for name, shapes in zip(launch.operators, launch.shapes, strict=True):
+        if name.startswith(_PRODUCTS):
+            stage = _product_stage(shapes, C, width)
+            if stage is not None:
+                return stage
+        for part, stage in _NAMES.items():
+            if part in name:
+                return stage
+    return "other"
+
+
+def launches_of(events: Sequence[Any]) -> list[Launch]:
+    """The kernels of torch.profiler's events."""
+    found = []
+    for event in events:
+        for kernel in event.kernels:
+            operators, shapes, at = [], [], event
+            while at is not None:
+                operators.append(at.name)
+                sizes = (s for s in at.input_shapes or () if isinstance(s, (list, tuple)))
+                shapes.append(tuple(tuple(n for n in s if isinstance(n, int)) for s in sizes))
+                at = at.cpu_parent
+            found.append(
+                Launch(kernel.name, float(kernel.duration), tuple(operators), tuple(shapes))
+            )
+    return found
+
+
+def stage_ms(launches: Sequence[Launch], C: int, width: int, steps: int) -> dict[str, float]:
+    """Milliseconds a step of each stage."""
+    totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+    for launch in launches:
+        totals[stage_of(launch, C, width)] += launch.us
+    return {stage: totals[stage] / steps / 1e3 for stage in STAGES}
+
+
+def record(runner: Runner, device: torch.device) -> list[Launch]:
+    """The kernels of STEPS steps after three that warm up."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        runner.step()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(STEPS):
+            result = runner.step()
+        result.sum().item()  # all kernels are done
+    return launches_of(profiler.events() or [])
+
+
+def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
+    """A row for each stage: ms of kernel time a step. Stages add up to the GPU's busy time."""
+    C, _, _, width = VITS[case.model]
+    try:
+        with WAYS[provider].context():
+            launches = record(Runner(case, WAYS[provider], bench.device), bench.device)
+        if not launches:
+            raise RuntimeError("the profiler has seen no kernel")
+    except Exception as error:
+        status, note = failure(error, bench.timer)
+        for stage in STAGES:
+            yield replace(row_of(case, provider, PROFILE, stage), status=status, note=note)
+        return
+    for stage, ms in stage_ms(launches, C, width, STEPS).items():
+        yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)
+
+
+# --- time to the first step in a new process: from the model's construction to the end of one
+# training step, without the imports, with empty caches of kernels and then with full ones
+
+MODES = ("cold", "warm")
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def first_step(argument: str) -> int:
+    """What the new process does: print the seconds as JSON."""
+    wanted = json.loads(argument)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.zeros(1, device=device)  # the context is not ours to time
+    started = time.perf_counter()
+    way = WAYS[wanted["provider"]]
+    with way.context():
+        Runner(Case(**wanted["case"]), way, device).step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(json.dumps({"seconds": time.perf_counter() - started}))
+    return 0
+
+
+def measure_first_step(case: Case, provider: str, timeout: float) -> Iterator[Row]:
+    """A row for cold and one for warm caches, in folders of their own; its ms is the time to the
+    end of the first step."""
+    argument = json.dumps({"case": asdict(case), "provider": provider})
+    command = [sys.executable, "-m", "bench.models", argument]
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder) / name) for name in CACHES}
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        for mode in MODES:
+            row = row_of(case, provider, FIRST_STEP, mode)
+            try:
+                done = subprocess.run(
+                    command, env={**os.environ, **caches, "PYTHONPATH": path}, timeout=timeout,
+                    capture_output=True, text=True,
+                )  # fmt: skip
+                seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
+            except subprocess.TimeoutExpired:
+                yield replace(row, status=TIMEOUT, note=f"not finished after {timeout:.0f} s")
+                return
+            except (ValueError, LookupError):
+                lines = done.stderr.strip().splitlines() or ["no output"]
+                yield replace(row, status=ERROR, note=lines[-1][:300])
+                return
+            yield replace(row, ms=1e3 * seconds, samples=1)
+
+
+if __name__ == "__main__":
+    sys.exit(first_step(sys.argv[1]))

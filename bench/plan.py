@@ -6,42 +6,42 @@ a task that would not end in time is left out, and a cheaper one may still come.
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import bench_profile, bench_vit, first_step, host
-from bench.harness import MODES, Bench, Op, measure_op
-from bench.models import HOSTS, WAYS, Case, NamedCase
-from bench.providers import BASELINE, installed
+from bench import host, models
+from bench.measure import Bench, measure_op
+from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase, missing_option
+from bench.ops import MODES, OPS, Draw, Op
+from bench.providers import BASELINE, SEARCH, VITS, Provider, Shape
 from bench.rows import Row
-from bench.shapes import VITS, Shape
+from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, of_tokens
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 
-# Ops of the registry that have a bench_<op>.py.
-OPS = tuple(name for name in REGISTRY if (Path(__file__).parent / f"bench_{name}.py").exists())
 WHOLE = ("vit", "profile", "host")
 Key = tuple[str, str, str, str, str]
+Run = Callable[[Sequence[str], Bench], Iterable[Row]]
 
 
 @dataclass(frozen=True)
 class Task:
     """Some providers of one case. `run` gets their names and yields their rows.
 
-    Where it `renews`, a row that is there already gives way: what is compared, in the same turns.
+    One that `renews` runs all its providers again, and their rows give way to the new ones: a ratio
+    is of the same turns.
     """
 
     tier: int
     seconds: float
     title: str
     keys: tuple[Key, ...]
-    run: Callable[[Bench, Sequence[str]], Iterable[Row]]
+    run: Run
     renews: bool = False
 
 
@@ -76,12 +76,8 @@ class Wanted:
         return not self.modes or name in self.modes
 
 
-def op_of(name: str) -> Op:
-    return importlib.import_module(f"bench.bench_{name}").OP
-
-
 # (providers, later by so many tiers, guessed seconds); "": those that nobody compiles
-_OP_GROUPS = ((("",), 0, 8.0), (("compile",), 2, 20.0), (("compile-max-autotune",), 5, 60.0))
+_OP_GROUPS = ((("",), 0, 8.0), (("compile",), 2, 20.0), ((SEARCH,), 5, 60.0))
 
 
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
@@ -103,7 +99,7 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
                     group = p.name if p.compiled else ""
                     if group not in names or not wanted.provider(p.name):
                         continue
-                    if installed(p):
+                    if p.installed:
                         found.append(p)
                     else:
                         wanted.say(f"{p.name} is not measured: {p.package} is not installed")
@@ -113,13 +109,9 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
                     for m in modes
                     if p.backward or m == "fwd"
                 )
-                run = _op_runner(op, shape, dtype, modes)
+                run = functools.partial(measure_op, op, shape, dtype, modes)
                 title = f"{op.name} {shape.id} {dtype}"
                 yield Task(tier + later, seconds, title, keys, run)
-
-
-def _op_runner(op: Op, shape: Shape, dtype: str, modes: Sequence[str]) -> Any:
-    return lambda bench, names: measure_op(op, shape, dtype, modes, names, bench)
 
 
 def vit_cases() -> Iterator[tuple[int, float, Case]]:
@@ -168,9 +160,9 @@ def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
 
 # (later by so many tiers, guessed seconds for ViT-B, ways)
 _VIT_GROUPS = (
-    (0, 25.0, ("eager", "swapped", "swapped+graph")),
+    (0, 30.0, (BASELINE, "swapped", EAGER_GRAPH, "swapped+graph")),
     (2, 120.0, ("compile", "swapped+compile")),
-    (5, 120.0, ("compile-max-autotune",)),
+    (5, 180.0, (SEARCH,)),
 )
 
 
@@ -190,9 +182,15 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
             names = [n for n in names if wanted.provider(n)]
             if not asked or not names:
                 continue
-            keys = tuple((bench_vit.OP, n, case.id, case.dtype, case.mode) for n in names)
+            keys = tuple((VIT, n, case.id, case.dtype, case.mode) for n in names)
             title = f"{case.id} {case.dtype} {case.mode}"
-            yield Task(tier + later, factor * seconds, title, keys, _vit_runner(case))
+            yield Task(
+                tier + later,
+                factor * seconds,
+                title,
+                keys,
+                functools.partial(models.measure_vit, case),
+            )
     if wanted.model or not _has_host(wanted, "timm"):
         return
     base = Case("timm", "B", 224, 128)
@@ -202,26 +200,16 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
         (4, 200.0, "swapped+compile"),
     ):  # fmt: skip
         if wanted.provider(name) and wanted.shape(first.id) and wanted.mode("train"):
-            keys = tuple((first_step.OP, name, first.id, first.dtype, m) for m in first_step.MODES)
+            keys = tuple((models.FIRST_STEP, name, first.id, first.dtype, m) for m in models.MODES)
             title = f"first step of {first.id}, {name}"
-            yield Task(tier, seconds, title, keys, _first_step_runner(first, name, 2 * seconds))
+            measure = functools.partial(models.measure_first_step, first, name, 2 * seconds)
+            yield Task(tier, seconds, title, keys, lambda *_, measure=measure: measure())
     for name in ("eager", "swapped"):
         if wanted.provider(name) and wanted.shape(base.id) and wanted.mode("train"):
-            key = (bench_vit.OP_BATCH, name, base.id, base.dtype, base.mode)
+            key = (models.MAX_BATCH, name, base.id, base.dtype, base.mode)
             title = f"largest batch of {base.id}, {name}"
-            yield Task(4, 60.0, title, (key,), _largest_runner(base, name))
-
-
-def _vit_runner(case: Case) -> Any:
-    return lambda bench, names: bench_vit.measure_vit(case, names, bench)
-
-
-def _first_step_runner(case: Case, name: str, timeout: float) -> Any:
-    return lambda bench, names: first_step.measure_first_step(case, name, timeout)
-
-
-def _largest_runner(case: Case, name: str) -> Any:
-    return lambda bench, names: [bench_vit.largest_batch(case, name, bench)]
+            measure = functools.partial(models.largest_batch, base, name)
+            yield Task(4, 60.0, title, (key,), lambda _, bench, measure=measure: [measure(bench)])
 
 
 def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
@@ -230,22 +218,17 @@ def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
     for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
         for name in ("eager", "swapped"):
             if wanted.provider(name) and wanted.shape(case.id):
-                keys = tuple(
-                    (bench_profile.OP, name, case.id, case.dtype, s) for s in bench_profile.STAGES
-                )
+                keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
                 title = f"profile of {case.id}, {name}"
-                yield Task(tier, 15.0, title, keys, _profile_runner(case, name))
-
-
-def _profile_runner(case: Case, name: str) -> Any:
-    return lambda bench, names: bench_profile.measure_profile(case, name, bench)
+                measure = functools.partial(models.measure_profile, case, name)
+                yield Task(tier, 15.0, title, keys, lambda _, bench, run=measure: run(bench))
 
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
     providers, modes = host.ways(device), host.MODES
     ops = (*host.models(), *REGISTRY)
     keys = tuple((host.OP, p, op, "fp32", m) for op in ops for m in modes for p in providers)
-    yield Task(1, 10.0, "host cost", keys, lambda bench, names: host.measure_host(bench.device))
+    yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
 
 
 def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
@@ -259,7 +242,7 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
         elif name == "host":
             found += _host_tasks(device)
         else:
-            found += _op_tasks(op_of(name), wanted)
+            found += _op_tasks(OPS[name], wanted)
     _say_unknown(wanted, found)
     return sorted((t for t in found if t.keys), key=lambda t: t.tier)
 
@@ -268,7 +251,7 @@ def _say_unknown(wanted: Wanted, found: list[Task]) -> None:
     known = {name for name in wanted.ops if name in WHOLE for name in WAYS}
     for name in wanted.ops:
         if name in OPS:
-            op = op_of(name)
+            op = OPS[name]
             for shape in op.shapes():
                 known |= {p.name for p in op.everyone(shape, op.dtypes[0])}
     for name in wanted.providers:
@@ -277,3 +260,159 @@ def _say_unknown(wanted: Wanted, found: list[Task]) -> None:
     for part in wanted.shapes:
         if not any(part in key[2] for task in found for key in task.keys):
             wanted.say(f"no shape {part!r} here; an id such as ViT-B-B128-T197, or a part of one")
+
+
+# --- what the goals need: every peer in the same turns as ours, most telling first. Seconds are
+# guesses for 16 cores; the compiler's search is for about 18 products of 20 configs a model.
+
+DINOV3 = "timm:vit_base_patch16_dinov3"
+GRAPHS = ("swapped", "swapped+graph")
+PLAIN = (BASELINE, EAGER_GRAPH, *GRAPHS, "compile")
+
+
+@dataclass(frozen=True)
+class OpTarget:
+    """An op at its first shape whose id has `part`, in bf16.
+
+    compiles: whether torch.compile is among the peers. searches: max-autotune, whose row is the
+    only new one: the others are measured again in its turns.
+    """
+
+    op: str
+    part: str
+    modes: tuple[str, ...]
+    compiles: bool = False
+    searches: bool = False
+
+    @property
+    def name(self) -> str:
+        search = " max-autotune" if self.searches else ""
+        return f"{self.op} {self.shape.id} {'+'.join(self.modes)}{search}"
+
+    @property
+    def shape(self) -> Shape:
+        found = OPS[self.op].shapes()
+        return next(s for s in found if f"-{self.part}-" in f"-{s.id}-")
+
+    def providers(self) -> list[Provider]:
+        def asked(p: Provider) -> bool:
+            return self.searches if p.name == SEARCH else not p.compiled or self.compiles
+
+        every = OPS[self.op].everyone(self.shape, "bf16")
+        return [p for p in every if p.installed and asked(p)]
+
+    def task(self) -> Task:
+        shape, providers = self.shape, self.providers()
+        beside = [p.name for p in providers if self.searches and p.name != SEARCH]
+        keys = tuple(
+            (self.op, p.name, shape.id, "bf16", mode)
+            for mode in self.modes
+            for p in providers
+            if p.name not in beside and (p.backward or mode == "fwd")
+        )
+        run = functools.partial(measure_op, OPS[self.op], shape, "bf16", self.modes)
+        seconds = 90.0 if self.searches else 25.0 if self.compiles else 12.0
+        return Task(
+            0, seconds, self.name, keys, lambda names, bench: run((*names, *beside), bench),
+            renews=True,
+        )  # fmt: skip
+
+    def touch(self, device: torch.device) -> None:
+        """Each provider that compiles once, forward and backward, but for the search."""
+        draw = Draw(device, torch.bfloat16)
+        inputs = OPS[self.op].inputs(self.shape, draw.dtype, draw)
+        leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
+        for provider in self.providers():
+            if provider.name != SEARCH and (provider.ours or provider.compiled):
+                with provider.context():
+                    result = provider.make()(**inputs)
+                    outputs = result if isinstance(result, tuple) else (result,)
+                    if provider.backward:
+                        upstream = [torch.randn_like(y) for y in outputs]
+                        torch.autograd.grad(outputs, leaves, upstream)
+
+
+@dataclass(frozen=True)
+class VitTarget:
+    """A model in some ways; those `beside` are measured again, in the turns of the others."""
+
+    case: Case
+    ways: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    seconds: float = 180.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.id} {'+'.join(self.ways)}"
+
+    def task(self) -> Task:
+        case = self.case
+        keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in self.ways)
+        run = functools.partial(models.measure_vit, case)
+        return Task(
+            0, self.seconds, self.name, keys,
+            lambda names, bench: run((*names, *self.beside), bench), renews=True,
+        )  # fmt: skip
+
+    def touch(self, device: torch.device) -> None:
+        """A step of each way that compiles something, but for the search; those `beside` are other
+        targets' own."""
+        for way in self.ways:
+            if way not in (BASELINE, SEARCH) and not WAYS[way].graph:
+                with WAYS[way].context():
+                    models.Runner(self.case, WAYS[way], device).step()
+
+
+Target = OpTarget | VitTarget
+
+
+def targets() -> list[Target]:
+    """In the order in which they are measured, without what is not there. Each takes little, so
+    that a hang costs little: attention first, then the step most likely to win by far."""
+    base = Case("timm", "B", 224, 256)
+    skips = replace(base, model="L", batch=64, drop_path=0.4)
+    both = ("fwd", "bwd")
+    every = (BASELINE, *GRAPHS, SEARCH)
+    tokens = SHORT_T + LONG_T
+    sweep = (OpTarget("attention", part, both) for part in of_tokens(tokens))
+    attention = dict(zip(tokens, sweep, strict=True))
+    compiled = [
+        OpTarget(op, part, ("both",), compiles=True)
+        for op, part in (("mlp", OF_VIT_B), ("gated_mlp", PACKED), ("rope", NORMED))
+    ]
+    early = (197, 257, 577, 1025)
+    found = [
+        attention[197], attention[257], VitTarget(skips, ("swapped", "swapped-skip"), (), 40.0),
+        attention[577], attention[1025],
+        *(OpTarget(op, OF_VIT_B, both) for op in ("layer_norm", "rms_norm")),
+        *compiled[:2],
+        VitTarget(base, PLAIN, seconds=60.0),
+        compiled[2], OpTarget("patch_embed", OF_VIT_B, ("fwd",)),
+        *(target for T, target in attention.items() if T not in early),
+        VitTarget(base, ("swapped-low",), ("swapped",), 25.0),
+        # These turns are the last of eager and ours: all goals' ratios are of them.
+        VitTarget(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)),
+        *(replace(target, searches=True) for target in compiled),
+        VitTarget(NamedCase("timm", DINOV3, 224, 128), every),
+        VitTarget(replace(base, model="S"), every),
+        VitTarget(replace(base, model="Ti", batch=512), every),
+    ]  # fmt: skip
+    return [target for target in found if not _reason(target)]
+
+
+def _reason(target: Target) -> str:
+    """Why it cannot be measured here; nothing if it can."""
+    if isinstance(target, OpTarget):
+        return ""
+    package = HOSTS[target.case.host]
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    return next(filter(None, map(missing_option, target.ways)), "")
+
+
+def target_tasks(wanted: Iterable[str] = ()) -> Iterator[Task]:
+    """The tasks, or those whose title has one of the wanted parts."""
+    parts = list(wanted)
+    for task in (target.task() for target in targets()):
+        if not parts or any(part in task.title for part in parts):
+            yield task

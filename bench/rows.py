@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,20 @@ from typing import Any, TextIO
 
 import torch
 
+from bench.providers import BASELINE
 from fastvit_kernels.commands.training.checkpoint import unwritten, write_text
+from fastvit_kernels.measure.gate import ERROR as ERROR
+from fastvit_kernels.measure.gate import FAILED as FAILED
+from fastvit_kernels.measure.gate import MEMORY as MEMORY
+from fastvit_kernels.measure.gate import OK as OK
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 
 RESULTS = "results.csv"
-OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"
+ELSEWHERE = "results-elsewhere.csv"  # rows of another GPU, driver, torch or triton
 TIMEOUT = "not finished"
+LOST = "the GPU was lost"  # begins a note
 TRYING = "trying.json"  # there while a case is at work
 COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
 
@@ -53,6 +59,8 @@ class Row:
     ms_p20: float | None = None
     ms_p80: float | None = None
     graph_ms: float | None = None
+    graph_ms_p20: float | None = None
+    graph_ms_p80: float | None = None
     samples: int = 0
     flops: float | None = None
     bytes: float | None = None
@@ -87,6 +95,32 @@ def is_ours(row: Row) -> bool:
     return row.provider.startswith(("ours", "swapped"))
 
 
+def bad_rows(rows: Sequence[Row]) -> list[Row]:
+    """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
+    return [
+        r for r in rows
+        if r.status == FAILED or (r.status == ERROR and r.op != "profile" and is_ours(r))
+    ]  # fmt: skip
+
+
+def describe(row: Row) -> str:
+    """One line for the console."""
+    where = f"{row.op} {row.shape} {row.dtype} {row.mode}".strip()
+    if row.ms is None or row.status not in (OK, FAILED):
+        what = f"batch {row.batch}" if row.batch is not None else f"{row.status} {row.note}"
+        return f"{where}: {row.provider}: {what}"
+    text = f"{row.ms:.4g} ms"
+    if row.graph_ms is not None:
+        text += f", {row.graph_ms:.4g} ms as a graph"
+    if row.images_per_s is not None:
+        text += f", {row.images_per_s:,.0f} images/s"
+    if row.status == FAILED:
+        text += f", FAILED {row.note}"
+    elif row.speedup is not None and row.provider != BASELINE:
+        text += f", {row.speedup:.2f}x"
+    return f"{where}: {row.provider}: {text}"
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 _KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
 
@@ -111,6 +145,10 @@ def as_line(row: Row) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(_text(getattr(row, f)) for f in FIELDS)
     return text.getvalue()
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    return "".join([",".join(FIELDS) + "\n", *map(as_line, rows)])
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -150,13 +188,21 @@ class Results:
         self.rows: dict[tuple[str, ...], Row] = {}
         self._trying, self._at_work = folder / TRYING, list[tuple[str, ...]]()
         if resume and self.path.exists():
-            self.rows = {row.key: row for row in read_rows(self.path)}
+            former = read_rows(self.path)
+            self.rows = {row.key: row for row in former if not is_elsewhere(row)}
+            self._set_aside([row for row in former if is_elsewhere(row)])
         # Anew: the columns may have changed, and a crash may have torn the last line.
-        text = "".join([",".join(FIELDS) + "\n", *map(as_line, self.rows.values())])
-        write_text(self.path, text)
+        write_text(self.path, as_csv(self.rows.values()))
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
         if resume and self._trying.exists():
             self._give_up()
+
+    def _set_aside(self, rows: list[Row]) -> None:
+        """A time of another machine is no peer of this one's, and no roof above it."""
+        path = self.folder / ELSEWHERE
+        if rows:
+            former = read_rows(path) if path.exists() else []
+            write_text(path, as_csv({row.key: row for row in (*former, *rows)}.values()))
 
     def _write(self, text: str) -> None:
         try:
@@ -210,6 +256,13 @@ class Results:
     def missing(self, rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Those keys that have no row yet, or one of ours that other sources have measured."""
         return [key for key in rows if key not in self.rows or self._is_stale(self.rows[key])]
+
+    def has_given_up(self, key: tuple[str, ...]) -> bool:
+        """Whether it ended a process, with the sources of today."""
+        row = self.rows.get(key)
+        if row is None or self._is_stale(row):
+            return False
+        return row.status == TIMEOUT or row.note.startswith(LOST)
 
     @staticmethod
     def _is_stale(row: Row) -> bool:
@@ -280,11 +333,25 @@ def environment() -> dict[str, str]:
     )  # fmt: skip
 
 
+def machine(about: Mapping[str, Any]) -> str:
+    """What two times must have in common to be compared, of a row's fields."""
+    names = ("driver", "torch", "triton")
+    return ", ".join([about["gpu"], *(f"{n} {about[n] or 'none'}" for n in names)])
+
+
+def this_machine() -> str:
+    return machine(environment())
+
+
+def is_elsewhere(row: Row) -> bool:
+    """Whether another machine has measured it; an old row may not say."""
+    return bool(row.gpu) and machine(vars(row)) != this_machine()
+
+
 def conditions(rows: Iterable[Row]) -> str:
     """One line for a figure or a table: GPU and versions of its rows."""
     seen = {
-        f"{r.gpu}, driver {r.driver or 'none'}, torch {r.torch}, triton {r.triton}, "
-        f"commit {r.commit}"
+        f"{machine(vars(r))}, commit {r.commit}"
         + (f", sources {r.sources}" if r.sources else "")
         + (f", tuned: {r.tuned}" if r.tuned else "")
         for r in rows

@@ -1,233 +1,599 @@
-"""Runs tasks until they are done or the time is over; a row is on disk before the next begins."""
+"""`python -m bench contact`: what half an hour on a GPU is spent on, wrong results first.
+
+    python -m bench contact --seconds 540 --out DIR             a first look
+    python -m bench contact --seconds 540 --out DIR --resume    goes on with what is not done
+    python -m bench contact --seconds 540 --dry-run             the stages and their seconds
+
+Each stage is an ordinary command and can be run alone. First what is right, on all cores, each case
+in a process of its own; then, alone on the machine, how fast. Every result is in DIR the moment it
+exists. What hangs is killed, named, and left alone by --resume; so is what loses the device: its
+process ends, and the next case has a fresh one. What is run again is what the sources changed, and
+on another GPU, driver, torch or triton everything.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Bench
-from bench.plan import Task
-from bench.providers import BASELINE
-from bench.rows import ERROR, FAILED, OK, TIMEOUT, Results, Row, is_ours
-from bench.timer import DeviceLost
+import torch
 
-CHECK = "check"
-HUNG_S, HUNG_FACTOR = 60.0, 4.0  # a task hangs after so many seconds, and so many of its guesses
-CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
+from bench import targets
+from bench.plan import Target
+from bench.plan import targets as planned_targets
+from bench.providers import SDPA_BACKENDS
+from bench.rows import (
+    RESULTS,
+    Row,
+    bad_rows,
+    conditions,
+    describe,
+    environment,
+    read_rows,
+    sources_hash,
+    this_machine,
+)
+from bench.run import CUT_SHORT
+from fastvit_kernels.commands import options
+from fastvit_kernels.commands.console import CommandError, aligned
+from fastvit_kernels.verify.isolated import Job, python, run_isolated
+from fastvit_kernels.verify.results_cache import ResultsCache
+from fastvit_kernels.verify.runner import Result
 
-
-class TimeOver(BaseException):
-    """The time budget has ended. Not an Exception: no provider's failure may swallow it."""
-
-
-class Clock:
-    """Seconds of a time budget; without one they never end."""
-
-    def __init__(self, budget: float | None, now: Callable[[], float] = time.monotonic):
-        self.budget, self._now, self.started = budget, now, now()
-
-    @property
-    def elapsed(self) -> float:
-        return self._now() - self.started
-
-    @property
-    def left(self) -> float:
-        return float("inf") if self.budget is None else self.budget - self.elapsed
-
-    @contextmanager
-    def alarm(self) -> Iterator[None]:
-        """Raise TimeOver in the main thread when the budget ends inside; SIGTERM interrupts too."""
-
-        def over(*_: Any) -> None:
-            raise TimeOver
-
-        def interrupted(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        former = signal.signal(signal.SIGTERM, interrupted)
-        alarm = signal.signal(signal.SIGALRM, over)
-        if self.budget is not None:
-            signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm)
-            signal.signal(signal.SIGTERM, former)
+LOG, EVENTS, CHECKED = "log.txt", "stages.jsonl", "check.jsonl"
+TERM_S, KILL_S = 12.0, 6.0  # before its end a stage should end by itself; before it, SIGTERM
+POLL_S = 0.1
+REAPED_S = 5.0  # how long a killed process may take to end
+DONE, UNFINISHED, KILLED, ABSENT = "done", "unfinished", "killed", "no time"
+FINISHED = (0, 1)  # exit statuses of a command that has done all it was told to; 1: with failures
+RESERVE = 8.0  # seconds for the table at the end
+SECONDS, LEAST = 540.0, 10
+MOST_LINES = 12  # of what is wrong
+RED, YELLOW, PLAIN = "\033[31m", "\033[33m", "\033[0m"
 
 
-@contextmanager
-def watched(seconds: float, expired: Callable[[], Any]) -> Iterator[None]:
-    """Call `expired` from a thread where the body takes longer: SIGALRM waits for C code to end."""
-    lock, done = threading.Lock(), False
-
-    def end() -> None:
-        with lock:
-            if not done:
-                expired()
-
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        with lock:
-            done = True
-        timer.cancel()
+# --- stages: commands one after the other, each with a share of the seconds that are there. A
+# command is told its seconds; one that goes on past them gets SIGTERM, then SIGKILL, with all it
+# has started. What it ends early goes to those after it.
 
 
-def limit_of(task: Task, clock: Clock) -> float:
-    """Seconds after which a task counts as hung: well past its guess, or past the whole budget."""
-    return min(HUNG_S + HUNG_FACTOR * task.seconds, max(clock.left, 0.0) + HUNG_S)
+@dataclass(frozen=True)
+class Stage:
+    """A command. In its words {out}, {seconds}, {jobs} and {case} are filled in.
 
-
-def pending(task: Task, results: Results) -> list[str]:
-    """The task's providers without a row, in order."""
-    return list(dict.fromkeys(key[1] for key in results.missing(task.keys)))
-
-
-def run_tasks(
-    tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock,
-    started: Callable[[Task], None] = lambda task: None,
-    restart: Callable[[], Any] = lambda: None,
-) -> int:  # fmt: skip
-    """Measure what has no row yet. Returns how many tasks the time did not allow.
-
-    A task that hangs gets a row that says so, and `restart`, from another thread, has to replace
-    the process.
-
-    Raises: DeviceLost, with a row that says so, where only a new process can go on.
+    share: of the time that is left, as the stages after it have theirs.
+    least: seconds that it gets at least; with less left it is not begun.
+    needed: if it fails, nothing after it makes sense.
+    again: a resumed run goes on with it, for it never knows that it is done.
+    fills: it fills the caches of this machine: another machine's are empty.
     """
-    skipped = 0
-    bench.note = results.note
-    for task in tasks:
-        names = pending(task, results)
-        if not names:
-            continue
-        if task.seconds > clock.left:
-            skipped += 1
-            continue
-        started(task)
-        wanted = set(results.missing(task.keys))
-        bench.current = ""
-        limit = limit_of(task, clock)
 
-        def hung(task: Task = task, wanted: set[Any] = wanted, limit: float = limit) -> None:
-            note = f"hung: not finished after {limit:.0f} s"
-            _record_loss(task, wanted, bench.current, TIMEOUT, note, results)
-            results.tried()
-            restart()
+    name: str
+    share: float
+    command: tuple[str, ...]
+    why: str
+    least: float = 10.0
+    needed: bool = False
+    again: bool = False
+    fills: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
-        try:
-            with results.trying(sorted(wanted)), watched(limit, hung):
-                for row in task.run(bench, names):
-                    # The baseline may have a row of an earlier task.
-                    if row.key in wanted or (task.renews and row.status == OK):
-                        results.append(row)
-                    bench.say(describe(row))
-        except DeviceLost as error:
-            note = f"the GPU was lost: {error}"
-            _record_loss(task, wanted, bench.current, ERROR, note, results)
-            raise
-    return skipped
+    def words(self, places: dict[str, Any]) -> list[str]:
+        seconds = float(places.get("seconds", SECONDS))
+        case = f"{case_timeout(seconds):.0f}"
+        return [word.format(**{"case": case, **places}) for word in self.command]
 
 
-def _record_loss(
-    task: Task, wanted: set[Any], culprit: str, status: str, note: str, results: Results
-) -> None:
-    """Rows for the provider that ended the process, so that a resumed run leaves it out."""
-    open_keys = set(results.missing(task.keys)) & wanted
-    lost = {key for key in open_keys if key[1] == culprit}
-    # Without a culprit the whole case is given up, or the next process would end here too.
-    for op, provider, shape, dtype, mode in sorted(lost or open_keys):
-        results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
+def case_timeout(seconds: float) -> float:
+    """Seconds after which a case of a stage counts as hung: others must have their turn too."""
+    return max(10.0, min(90.0, seconds / 3))
 
 
-def describe(row: Row) -> str:
-    """One line for the console."""
-    where = f"{row.op} {row.shape} {row.dtype} {row.mode}".strip()
-    if row.ms is None or row.status not in (OK, FAILED):
-        what = f"batch {row.batch}" if row.batch is not None else f"{row.status} {row.note}"
-        return f"{where}: {row.provider}: {what}"
-    text = f"{row.ms:.4g} ms"
-    if row.graph_ms is not None:
-        text += f", {row.graph_ms:.4g} ms as a graph"
-    if row.images_per_s is not None:
-        text += f", {row.images_per_s:,.0f} images/s"
-    if row.status == FAILED:
-        text += f", FAILED {row.note}"
-    elif row.speedup is not None and row.provider != BASELINE:
-        text += f", {row.speedup:.2f}x"
-    return f"{where}: {row.provider}: {text}"
+_CHECK = python(
+    "fastvit_kernels", "check", "--time-budget", "{seconds}", "--case-timeout", "{case}"
+)
+_ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
+
+STAGES = (
+    # torch's import, CUDA's start and nvidia-smi alone take ten seconds
+    Stage("facts", 2, python("bench", "facts"), "which GPU, driver, versions, sources", 40.0),
+    Stage(
+        "smoke", 8, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
+        "one kernel compiles, runs and is right", 40.0, needed=True,
+    ),
+    Stage("check", 22, _ALL, "every op and a model by the 2x rule, every dtype, on all cores"),
+    Stage("configs", 12, (*_ALL, "--all-configs"), "every launch config that ships, twice"),
+    Stage(
+        "warm", 10,
+        python("bench", "warm", "--jobs", "{jobs}", "--time-budget", "{seconds}", "--out", "{out}"),
+        "the first launches at the targets' shapes, side by side: kernels compile", fills=True,
+    ),
+    Stage(
+        "targets", 40,
+        python("bench", "targets", "--out", "{out}", "--resume", "--time-budget", "{seconds}"),
+        "the rows of the goals, alone on the machine", 40.0,
+    ),
+    Stage(
+        "tune", 6,
+        python("fastvit_kernels", "tune", "--batch", "256", "--time-budget", "{seconds}"),
+        "launch configs, the costly kernels first", 30.0, again=True,
+        environment=(("XDG_CACHE_HOME", "{out}"),),  # a tuned table changes no row before it
+    ),
+)  # fmt: skip
 
 
-def run_check(folder: Path, timeout: float | None) -> Row:
-    """`fastvit-kernels check` in a process of its own, whose end cannot be this one's."""
-    row = Row(CHECK, "ours", "all", "all", CHECK)
-    root = Path(__file__).parent.parent
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "fastvit_kernels", "check", "--json"]
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, timeout=timeout,
-            capture_output=True, text=True, cwd=folder,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        cases = check_lines(error.stdout)
-        failed = failed_cases(cases)
-        note = f"not finished after {timeout:.0f} s, {len(cases)} cases done"
-        if failed:
-            return replace(row, status=FAILED, note=f"{note}; failed: {', '.join(failed)}")
-        return replace(row, status=TIMEOUT, note=note)
-    *cases, summary = check_lines(done.stdout) or [{}]
-    if "versions" not in summary:  # it ended before its last line
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        return replace(row, status=FAILED, note=f"check ended with {done.returncode}: {lines[-1]}")
-    failed = failed_cases(cases)
-    good = f"{len(cases) - len(failed)} of {len(cases)}"
-    note = f"{good} cases within the 2x rule, {summary['device']}"
-    if failed:
-        note += "; failed: " + ", ".join(failed)
-    return replace(row, status=FAILED if failed or done.returncode else OK, note=note)
+@dataclass(frozen=True)
+class Ending:
+    """What became of a stage."""
+
+    stage: str
+    state: str
+    seconds: float
+    status: int | None  # of its process
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong; what only had no time is not."""
+        if self.state == DONE:
+            return self.status != 0
+        return self.state == UNFINISHED and self.status not in (None, CUT_SHORT)
 
 
-def check_lines(output: str | bytes | None) -> list[dict[str, Any]]:
-    """What `check --json` has printed so far; a line that was cut off is left out."""
-    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
+def limits(stages: Sequence[Stage], seconds: float) -> list[float]:
+    """What each would get if all used theirs up."""
+    found, left = [], seconds
+    for i, stage in enumerate(stages):
+        limit = left * stage.share / sum(s.share for s in stages[i:])
+        if limit < stage.least <= left:
+            limit = stage.least
+        found.append(limit)
+        left -= limit
     return found
 
 
-def failed_cases(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of those that failed, with what ended them if they had no errors to show."""
-    names = []
-    for case in cases:
-        if not case["passed"]:
-            why = f" ({case['failure']})" if case["failure"] else ""
-            names.append(f"{case['name']} {case['dtype']}{why}")
-    return names
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and they in turn; empty without /proc."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        own = children.get(todo.pop(), [])
+        found += own
+        todo += own
+    return found
 
 
-def bad_rows(rows: Sequence[Row]) -> list[Row]:
-    """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
-    return [r for r in rows if r.status == FAILED or (r.status == ERROR and _is_ours(r))]
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
-def _is_ours(row: Row) -> bool:
-    return row.op != "profile" and is_ours(row)
+def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
+    """SIGTERM, so that it writes what it has; after `seconds` SIGKILL for it and what it started.
+
+    Jobs are in sessions of their own, so that their group would not name them.
+    """
+    started = set(descendants(process.pid))
+    _signal(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    if process.poll() is None:
+        started |= set(descendants(process.pid))
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for pid in started:
+        _signal(pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver never ends
+        process.wait(REAPED_S)
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise Interrupted in the main thread."""
+
+    def interrupted(*_: Any) -> None:
+        raise Interrupted
+
+    former = [(s, signal.signal(s, interrupted)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in former:
+            signal.signal(number, handler)
+
+
+class Stages:
+    """A run of stages into one folder: a log, and a line for each that has ended.
+
+    sources, machine, caches: of which a stage that is done need not be run again; caches counts
+    for those that fill them.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], folder: Path, seconds: float, *, resume: bool = False,
+        sources: str = "", machine: str = "", caches: str = "",
+        places: dict[str, Any] | None = None,
+        now: Callable[[], float] = time.monotonic, say: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        self.stages, self.folder, self.seconds = stages, folder, seconds
+        self._now, self.started = now, now()
+        self._key = {"sources": sources, "machine": machine, "caches": caches}
+        self._say = say or self._print
+        self.places = {"out": str(folder), **(places or {})}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.former = self._done() if resume else set()
+        self.endings: list[Ending] = []
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (self._now() - self.started)
+
+    def _done(self) -> set[str]:
+        """Stages that a former run has done here with the same sources."""
+        events = events_of(self.folder)
+        if any(event.get("machine", "") != self._key["machine"] for event in events):
+            with suppress(FileNotFoundError):  # what was right on another machine says little here
+                (self.folder / CHECKED).rename(self.folder / f"elsewhere-{CHECKED}")
+        found = set()
+        for stage in self.stages:
+            names = ("sources", "machine", "caches") if stage.fills else ("sources", "machine")
+            good = (0,) if stage.needed else FINISHED
+            if not stage.again and any(
+                e["stage"] == stage.name and e["state"] == DONE and e["status"] in good
+                and all(e.get(n, "") == self._key[n] for n in names)
+                for e in events
+            ):  # fmt: skip
+                found.add(stage.name)
+        return found
+
+    @staticmethod
+    def _print(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def say(self, text: str, color: str = "") -> None:
+        """A line for the reader, in colour on a terminal, and for the log."""
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(text + "\n")
+        shown = f"{color}{text}{PLAIN}" if color and sys.stdout.isatty() else text
+        self._say(shown + "\n")
+
+    def run(self) -> bool:
+        """Run them in order. Returns: whether all came to an end that makes sense.
+
+        Raises: Interrupted, after the stage at work has ended.
+        """
+        todo = [stage for stage in self.stages if stage.name not in self.former]
+        for i, stage in enumerate(todo):
+            limit = limits(todo[i:], max(self.left, 0.0))[0]
+            if limit < stage.least:
+                self._ended(Ending(stage.name, ABSENT, 0.0, None))
+                continue
+            ending = self._run(stage, limit)
+            if stage.needed and (ending.failed or ending.state != DONE):
+                return False
+        return True
+
+    def _run(self, stage: Stage, limit: float) -> Ending:
+        budget = max(limit - TERM_S, 0.6 * limit)
+        places = {**self.places, "seconds": f"{budget:.0f}"}
+        words = stage.words(places)
+        self.say(f"== {stage.name}, at most {limit:.0f} s: {' '.join(words)}")
+        started, state, path = self._now(), DONE, self.folder / LOG
+        variables = {name: value.format(**places) for name, value in stage.environment}
+        with path.open("ab") as log, path.open("rb") as reader:
+            reader.seek(0, os.SEEK_END)
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables}, start_new_session=True,
+            )  # fmt: skip
+            try:
+                soft = limit - min(KILL_S, 0.2 * limit)
+                while process.poll() is None and self._now() - started < soft:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(POLL_S)
+                    self._copy(reader)
+                if process.poll() is None:
+                    state = KILLED
+                    end(process, min(KILL_S, 0.2 * limit))
+            except BaseException:
+                end(process)
+                self._ended(Ending(stage.name, UNFINISHED, self._now() - started, None))
+                raise
+            finally:
+                self._copy(reader)
+        if state == DONE and process.returncode not in FINISHED:
+            state = UNFINISHED
+        return self._ended(Ending(stage.name, state, self._now() - started, process.returncode))
+
+    def _copy(self, reader: Any) -> None:
+        """What the stage has printed, for the reader too."""
+        text = reader.read().decode(errors="replace")
+        if text:
+            self._say(text)
+
+    def _ended(self, ending: Ending) -> Ending:
+        self.endings.append(ending)
+        event = {**vars(ending), "seconds": round(ending.seconds, 1), **self._key}
+        with (self.folder / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+        about = "" if ending.status in (None, 0) else f", exit status {ending.status}"
+        self.say(f"== {ending.stage}: {ending.state} after {ending.seconds:.0f} s{about}")
+        return ending
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """The endings of former runs; what a kill tore is left out."""
+    found, path = [], folder / EVENTS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def caches_id() -> str:
+    """A name of this machine's cache of compiled kernels: a file in it, gone where it is new."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    path = folder / "bench-id"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex, encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""  # nowhere to keep kernels either
+
+
+# --- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m bench contact`."""
+    parser.add_argument(
+        "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
+        help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
+    )  # fmt: skip
+    options.add_out(parser, "folder of the results (default bench-out)")
+    parser.add_argument("--resume", action="store_true", help="go on with what --out has")
+    parser.add_argument("--dry-run", action="store_true", help="print the stages and run nothing")
+    options.add_device(parser)
+
+
+def jobs() -> int:
+    """Processes at once: two cores stay free for the compilers that they start."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores - 2)
+
+
+def stage_table(stages: Sequence[Stage], seconds: float, places: dict[str, Any]) -> str:
+    """Stage, share, seconds if all use theirs up, what it is for, command."""
+    times = limits(stages, seconds - RESERVE)
+    lines = [("stage", "share", "s", "what", "command")]
+    for stage, limit in zip(stages, times, strict=True):
+        words = ("python", *stage.words({**places, "seconds": f"{limit:.0f}"})[1:])
+        share = f"{100 * limit / sum(times):.0f} %"
+        lines.append((stage.name, share, f"{limit:.0f}", stage.why, " ".join(words)))
+    return aligned(lines)
+
+
+def wrong(folder: Path, run: Stages | None, rows: Sequence[Row]) -> list[str]:
+    """What is wrong: stages, cases, configs, rows of ours. Equal faults share a line."""
+    found: dict[str, list[str]] = {}
+    for ending in run.endings if run else ():
+        if ending.failed:
+            found.setdefault(f"exit status {ending.status}", []).append(f"stage {ending.stage}")
+    for line in ResultsCache(folder / CHECKED).lines:
+        if "tensors" in line:
+            result = Result.from_dict(line)
+            if not result.passed:
+                found.setdefault(result.why, []).append(f"check {result.name}, {result.dtype}")
+        elif line.get("fault"):
+            config = " ".join(f"{k}={v}" for k, v in (line["config"] or {}).items())
+            name = f"config {line['table']} [{config}], {line['case']}"
+            found.setdefault(line["fault"], []).append(name)
+    for row in bad_rows(rows):
+        where, what = describe(row).rsplit(f"{row.provider}: ", 1)
+        found.setdefault(row.note or what, []).append(f"{where}{row.provider}")
+    return [
+        f"{names[0]}: {why}"
+        if len(names) == 1
+        else f"{len(names)} times: {why}: {'; '.join(names)}"
+        for why, names in found.items()
+    ]
+
+
+def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str], str]:
+    """What ends a run: lines of what is wrong, of what had no time, and the table of the goals."""
+    rows = read_rows(folder) if (folder / RESULTS).exists() else []
+    unfinished = [
+        f"stage {ending.stage}: {ending.state} after {ending.seconds:.0f} s"
+        for ending in (run.endings if run else ())
+        if ending.state != DONE and not ending.failed
+    ]
+    lines = targets.lines(rows)
+    table = "\n".join(["", aligned([targets.HEADER, *lines]), "", conditions(rows)])
+    return wrong(folder, run, rows), unfinished, table
+
+
+def _say_lines(run: Stages, word: str, lines: Sequence[str], color: str) -> None:
+    run.say(f"{word}: {len(lines)}", color)
+    for line in lines[:MOST_LINES]:
+        run.say(f"  {line}"[:200], color)
+    if len(lines) > MOST_LINES:
+        folder = run.folder
+        run.say(f"  and {len(lines) - MOST_LINES} more: {folder / CHECKED}, {folder / RESULTS}")
+
+
+def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
+    """The command: 0, 1 if something is wrong, 130 after an interrupt."""
+    folder = (arguments.out or Path("bench-out")).resolve()
+    places = {"out": str(folder), "jobs": jobs()}
+    if arguments.dry_run:
+        print(stage_table(stages, arguments.seconds, places))
+        return 0
+    if not has_gpu:
+        raise CommandError(
+            "torch sees no GPU, so nothing was run and nothing was written; --dry-run lists the "
+            "stages, and `fastvit-kernels check` runs the kernels in Triton's interpreter"
+        )
+    for name in (EVENTS, RESULTS):
+        if (folder / name).exists() and not arguments.resume:
+            raise CommandError(
+                f"{folder / name} exists: --resume goes on, another --out starts anew"
+            )
+    todo = Stages(
+        stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
+        sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,
+    )  # fmt: skip
+    interrupted = False
+    try:
+        with interruptible():
+            todo.run()
+    except Interrupted:
+        interrupted = True
+    found, unfinished, table = report(folder, todo)
+    if found:
+        _say_lines(todo, "WRONG", found, RED)
+    else:
+        todo.say("nothing wrong in what ran")
+    if unfinished:
+        _say_lines(todo, "NO TIME", unfinished, YELLOW)
+    todo.say(table)
+    done = {ending.stage for ending in todo.endings if ending.state == DONE} | todo.former
+    if open_stages := [stage.name for stage in stages if stage.name not in done]:
+        todo.say(f"not done: {', '.join(open_stages)}; --resume goes on. All of it: {folder / LOG}")
+    return 130 if interrupted else 1 if found else 0
+
+
+# --- `python -m bench facts`: what a figure depends on besides the code, in some lines
+
+PACKAGES = (
+    "torch", "triton", "numpy", "timm", "transformers", "torchvision", "flash_attn",
+    "flash_attn_interface", "xformers", "liger_kernel", "quack-kernels",
+)  # fmt: skip
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def facts() -> list[str]:
+    """Lines for a reader."""
+    lines = [f"{name}: {value}" for name, value in environment().items() if value]
+    if torch.cuda.is_available():
+        p = torch.cuda.get_device_properties(torch.cuda.current_device())
+        free, total = torch.cuda.mem_get_info()
+        lines.append(
+            f"compute capability {p.major}.{p.minor}, {p.multi_processor_count} SMs, "
+            f"{total / 2**30:.0f} GiB of which {free / 2**30:.0f} are free, L2 "
+            f"{getattr(p, 'L2_cache_size', 0) / 2**20:.0f} MiB, CUDA {torch.version.cuda}, "
+            f"cuDNN {torch.backends.cudnn.version()}"
+        )
+    lines.append(
+        f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
+    )
+    lines.append(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    lines.append("forced backends of SDPA: " + ", ".join(SDPA_BACKENDS))
+    return lines
+
+
+def run_facts() -> int:
+    """Print them; 1 without a GPU."""
+    print(*facts(), sep="\n")
+    return 0 if torch.cuda.is_available() else 1
+
+
+# --- `python -m bench warm`: the first launches at the targets' shapes, side by side, to compile.
+# Each case runs once forward and backward in a process of its own, so that Triton's and the
+# compiler's caches are full when the timing begins; a case that hangs or dies is named here, where
+# it costs the others no time. max-autotune is not warmed: its choices are timings, which need the
+# machine to themselves.
+
+WARM_TIMEOUT = 150.0  # seconds of silence: a model is built and compiled in them
+WARMED = "warm.jsonl"
+
+
+def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m bench warm`."""
+    parser.add_argument(
+        "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
+        help="processes at once",
+    )  # fmt: skip
+    options.add_budget(parser, "what still runs after these is stopped")
+    options.add_out(parser, "a folder that remembers which cases have run on this machine")
+    parser.set_defaults(device=None)
+
+
+def warm_jobs(found: Sequence[Target]) -> list[Job]:
+    return [Job(target.name, python(__name__, str(number))) for number, target in enumerate(found)]
+
+
+def run_warm(
+    jobs: Sequence[Job], workers: int, budget: float, folder: Path | None = None,
+    say: Callable[[str], object] = print,
+) -> int:  # fmt: skip
+    """Run them: 0, 3 if the time was too short for all, else 1 if one has failed.
+
+    Args:
+        folder: has a line for each case that has run; those of the same sources and the same cache
+            are not run again.
+    """
+    key = f"{sources_hash()} {caches_id()}"
+    kept = ResultsCache(None if folder is None else folder / WARMED, lambda: key)
+    former = {line["name"] for line in kept.lines}
+    todo = [job for job in jobs if job.name not in former]
+    started, left, bad = time.monotonic(), {job.name for job in todo}, 0
+    timeout = min(WARM_TIMEOUT, max(10.0, budget / 2))
+    for outcome in run_isolated(todo, workers, timeout, budget=budget):
+        name = outcome.job.name
+        if outcome.is_cut:
+            continue
+        left.discard(name)
+        bad += outcome.failure is not None
+        kept.add(name=name, failure=outcome.failure)
+        what = outcome.failure or f"{outcome.lines[-1]['seconds']:.0f} s"
+        say(f"{'FAILED ' if outcome.failure else ''}{name}: {what}")
+    say(
+        f"{len(todo) - len(left)} of {len(todo)} cases ran once, {bad} failed, "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    return CUT_SHORT if left else 1 if bad else 0
+
+
+def warm_one(number: str) -> int:
+    """What a process of `warm` does: one target, once, and a line that says how long it took."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started = time.monotonic()
+    planned_targets()[int(number)].touch(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(json.dumps({"seconds": time.monotonic() - started}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(warm_one(sys.argv[1]))

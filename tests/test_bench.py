@@ -16,24 +16,19 @@ from bench_stand_ins import (
 )
 
 import fastvit_kernels as fk
-from bench import harness, report, roofs
-from bench.harness import measure_op
+from bench import measure, ops, report
+from bench.measure import measure_op, roof_row, roofs_of
 from bench.models import Case
-from bench.plan import OPS, op_of
+from bench.ops import OPS, Draw
 from bench.providers import Provider, compiled, ours, plain
-from bench.rows import (
-    ERROR,
-    FAILED,
-    OK,
-    Row,
-)
-from bench.session import bad_rows
-from bench.timer import median_p20_p80
+from bench.rows import ERROR, FAILED, OK, Row, bad_rows
+from fastvit_kernels.measure import roofs
+from fastvit_kernels.measure.timer import spread
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_of_an_op_runs_and_is_right(name):
-    op = op_of(name)
+    op = OPS[name]
     shape = replace(TINY, variant="proj" if name == "linear" else "")
     if name == "varlen_attention":
         shape = replace(TINY, B=3, variant="spread")
@@ -42,7 +37,11 @@ def test_every_provider_of_an_op_runs_and_is_right(name):
     rows = list(measure_op(op, shape, "fp32", ("both",), tuple(names), bench()))
     by_name = {r.provider: r for r in rows}
     assert set(by_name) == names
-    no_backend = ("sdpa-cudnn", "sdpa-efficient")  # which a CPU does not have
+    no_backend = (
+        "sdpa-cudnn",
+        "sdpa-cudnn-unpacked",
+        "sdpa-efficient",
+    )  # which a CPU does not have
     for row in rows:
         if row.provider in no_backend:
             assert row.status == ERROR
@@ -58,19 +57,19 @@ def test_every_provider_of_an_op_runs_and_is_right(name):
 
 @pytest.mark.parametrize("dtype", ["amp", "bf16"])
 def test_layer_norm_in_low_precision(dtype):
-    rows = list(measure_op(op_of("layer_norm"), TINY, dtype, ("fwd",), ("ours",), bench()))
+    rows = list(measure_op(OPS["layer_norm"], TINY, dtype, ("fwd",), ("ours",), bench()))
     assert [(r.provider, r.status, r.note) for r in rows] == [("eager", OK, ""), ("ours", OK, "")]
 
 
 def test_flops_and_bytes_by_hand():
-    attention, mlp = op_of("attention"), op_of("mlp")
+    attention, mlp = OPS["attention"], OPS["mlp"]
     # B H = 2 matrices of T x T = 25 with D = 8: q k^T and p v, 2 FLOP a product
     assert attention.flops(TINY, "fwd") == 2 * (2 * 2 * 25 * 8)
     # qkv 3 and out 1 of 5 x 16 in bf16, lse of 2 x 5 in fp32
     assert attention.bytes(TINY, "bf16", "fwd") == 4 * 80 * 2 + 10 * 4
     assert mlp.flops(TINY, "both") == 3 * (2 * 5 * 16 * 32 * 2)
     # sequences of 2 and 16 tokens: 4 + 256 pairs a head, 2 products of D = 8; 18 tokens
-    varlen, two = op_of("varlen_attention"), replace(TINY, B=2, T=16, variant="spread")
+    varlen, two = OPS["varlen_attention"], replace(TINY, B=2, T=16, variant="spread")
     assert varlen.flops(two, "fwd") == 2 * (2 * 2 * (4 + 256) * 8)
     assert varlen.bytes(two, "bf16", "fwd") == 4 * 18 * 16 * 2 + 2 * 18 * 4
     # timm's ViT-B at 224: 17.6 GMAC an image
@@ -91,7 +90,7 @@ def with_provider(op, provider):
 
 
 def test_the_gate_closes_on_a_broken_provider():
-    op = with_provider(op_of("layer_norm"), broken())
+    op = with_provider(OPS["layer_norm"], broken())
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
     row = rows["broken"]
     assert row.status == FAILED and row.note.startswith("2x rule: out")
@@ -115,8 +114,8 @@ class Scaled(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["layer_norm", "mlp", "patch_embed"])
 def test_the_gate_looks_at_every_gradient(name):
-    op = op_of(name)
-    given = op.inputs(TINY, torch.float32, harness.Draw(CPU, torch.float32))
+    op = OPS[name]
+    given = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))
     learnt = [n for n, x in given.items() if x.requires_grad]
 
     def spoiled(argument):
@@ -124,7 +123,7 @@ def test_the_gate_looks_at_every_gradient(name):
         return lambda **given: right(**{**given, argument: Scaled.apply(given[argument])})
 
     wrong = {f"wrong d{n}": plain(f"wrong d{n}", spoiled(n)) for n in learnt}
-    op = replace(op, providers=lambda *_: [*op_of(name).providers(TINY, "fp32"), *wrong.values()])
+    op = replace(op, providers=lambda *_: [*OPS[name].providers(TINY, "fp32"), *wrong.values()])
     for row in measure_op(op, TINY, "fp32", ("fwd",), tuple(wrong), bench()):
         failed = row.provider in wrong
         assert (row.status == FAILED) == failed, row
@@ -133,7 +132,7 @@ def test_the_gate_looks_at_every_gradient(name):
 
 
 def test_a_forward_alone_is_held_against_float64():
-    op = with_provider(op_of("layer_norm"), replace(broken(), backward=False))
+    op = with_provider(OPS["layer_norm"], replace(broken(), backward=False))
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
     assert rows["broken"].status == FAILED and rows["eager"].status == OK
 
@@ -157,7 +156,7 @@ def test_a_mode_times_what_it_says(monkeypatch):
         ("bwd", ["forward"], [("backward", 2, True)]),
         ("both", [], ["forward", ("backward", 2, False)]),
     ):
-        step = harness._step(function, given, [torch.ones(2, 3)], mode)
+        step = measure.step_of(function, given, [torch.ones(2, 3)], mode)
         state = step.prepare()
         assert seen == prepared
         seen.clear()
@@ -169,11 +168,11 @@ def test_a_mode_times_what_it_says(monkeypatch):
 def test_a_speedup_is_the_baselines_time_over_the_providers():
     """By a graph's replay where both have one; none where either is wrong or was not compared."""
     base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
-    assert harness.with_speedup(fast, base, True).speedup == 1.5
+    assert measure.with_speedup(fast, base, True).speedup == 1.5
     replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
-    assert harness.with_speedup(*replayed[::-1], True).speedup == 4.0
-    assert harness.with_speedup(replayed[1], base, True).speedup == 1.5
-    assert harness.with_speedup(fast, replayed[0], True).speedup == 1.5
+    assert measure.with_speedup(*replayed[::-1], True).speedup == 4.0
+    assert measure.with_speedup(replayed[1], base, True).speedup == 1.5
+    assert measure.with_speedup(fast, replayed[0], True).speedup == 1.5
     for row, baseline, compared in (
         (replace(fast, status=FAILED), base, True),
         (fast, replace(base, status=FAILED), True),
@@ -182,7 +181,7 @@ def test_a_speedup_is_the_baselines_time_over_the_providers():
         (replace(fast, ms=None), base, True),
         (fast, replace(base, ms=None), True),
     ):
-        assert harness.with_speedup(row, baseline, compared).speedup is None
+        assert measure.with_speedup(row, baseline, compared).speedup is None
 
 
 def test_what_took_pytorchs_path_is_not_ours():
@@ -190,7 +189,7 @@ def test_what_took_pytorchs_path_is_not_ours():
         with fk.backend("torch"):
             return fk.layer_norm(**inputs)
 
-    op = with_provider(op_of("layer_norm"), ours("ours-fallen", falls_back))
+    op = with_provider(OPS["layer_norm"], ours("ours-fallen", falls_back))
     names = ("ours", "ours-fallen")
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("both",), names, bench())}
     assert rows["ours-fallen"].status == FAILED and rows["ours-fallen"].speedup is None
@@ -203,7 +202,7 @@ def test_a_provider_that_raises_leaves_the_others(error):
     def raises(**inputs):
         raise error
 
-    op = with_provider(op_of("layer_norm"), plain("raises", raises))
+    op = with_provider(OPS["layer_norm"], plain("raises", raises))
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("raises",), bench())}
     assert rows["eager"].status == OK
     wanted = ERROR if isinstance(error, RuntimeError) and "full" not in str(error) else None
@@ -217,14 +216,18 @@ def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypa
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("float64")
 
-    monkeypatch.setattr(harness, "Reference", no_memory)
-    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("both",), ("eager",), bench()))
+    monkeypatch.setattr(measure, "Reference", no_memory)
+    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("both",), ("eager",), bench()))
     assert rows[0].ms == 1.0 and rows[0].speedup is None and "not compared" in rows[0].note
 
 
 def test_median_and_percentiles():
-    assert median_p20_p80([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (3.0, 2.0, 5.0)
-    assert median_p20_p80([7.0]) == (7.0, 7.0, 7.0)
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (3.0, 2.0, 5.0)
+    assert spread([7.0]) == (7.0, 7.0, 7.0)
+
+
+def measured_roofs(timer):
+    return [roof_row(roofs.measure_roof(roof, CPU, timer)) for roof in roofs.planned()]
 
 
 def test_roofs_by_stand_in(monkeypatch):
@@ -232,7 +235,7 @@ def test_roofs_by_stand_in(monkeypatch):
     assert all(side % 256 == 0 for side in roofs.MATMUL_SIDE.values())  # whole tiles
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
-    found = roofs.roofs_of(list(roofs.measure_roofs(CPU, FakeTimer(2.0))))
+    found = roofs_of(measured_roofs(FakeTimer(2.0)))
     assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
     assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
 
@@ -253,11 +256,11 @@ def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
     timer = Throttling()
-    rows = {r.mode: r for r in roofs.measure_roofs(CPU, timer)}
+    rows = {r.mode: r for r in measured_roofs(timer)}
     # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
     assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
-    assert roofs.roofs_of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+    assert roofs_of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
 
 
 @pytest.mark.parametrize("method", ["sample", "capture"])
@@ -268,12 +271,12 @@ def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
     monkeypatch.setattr(FakeTimer, method, fails)
-    rows = {r.mode: r for r in roofs.measure_roofs(CPU, FakeTimer())}
+    rows = {r.mode: r for r in measured_roofs(FakeTimer())}
     assert set(rows) == {"copy", "matmul", "matmul, sustained", "graph replay"}
     for mode, row in rows.items():
         wrong = method == "sample" or mode == "graph replay"
         assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
-    assert bool(roofs.roofs_of(list(rows.values())).copy_gbps) == (method == "capture")
+    assert bool(roofs_of(list(rows.values())).copy_gbps) == (method == "capture")
 
 
 def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
@@ -286,7 +289,8 @@ def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
             return lambda: replays.append(1)
 
     monkeypatch.setattr(roofs, "WARM_MS", 20.0)
-    assert roofs._replay(CPU, Counting()).samples == roofs.SAMPLES
+    replay = roofs.planned()[-1]
+    assert len(roofs.measure_roof(replay, CPU, Counting()).times) == roofs.SAMPLES
     assert len(replays) == 2 + 1 and len(adds) == 1  # a stand-in runs once for its samples
 
 
@@ -306,10 +310,10 @@ def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
 
     monkeypatch.setattr("torch.compile", compiles)
     names = ("compile", "compile-max-autotune")
-    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd",), names, bench()))
+    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd",), names, bench()))
     assert [r.provider for r in rows] == ["eager", *names] and {r.status for r in rows} == {OK}
     assert modes == [None, "max-autotune-no-cudagraphs"] and len(resets) == 1
-    list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd",), (), bench()))
+    list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd",), (), bench()))
     assert len(resets) == 1
 
 
@@ -322,7 +326,7 @@ def test_every_provider_has_the_precision_of_the_yardstick(monkeypatch):
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    op = with_provider(op_of("layer_norm"), plain("noted", noted))
+    op = with_provider(OPS["layer_norm"], plain("noted", noted))
     list(measure_op(op, TINY, "fp32", ("fwd",), ("noted",), bench()))
     assert seen == {False} and torch.backends.cudnn.allow_tf32
 
@@ -337,17 +341,15 @@ def test_donated_buffers_are_off_for_timed_backwards_alone():
 
 
 def test_bytes_kept_are_those_of_a_forward():
-    rows = list(measure_op(op_of("layer_norm"), TINY, "fp32", ("fwd", "both"), ("ours",), bench()))
+    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd", "both"), ("ours",), bench()))
     assert {(r.mode, r.kept_mib) for r in rows} == {("fwd", 2.0), ("both", None)}
 
 
 def test_flex_attention_keeps_packed_sequences_apart(monkeypatch):
     """The compiled peer of varlen_attention, not compiled: a CPU has its forward alone."""
-    from bench import bench_varlen_attention as varlen
-
+    op, shape = OPS["varlen_attention"], replace(TINY, B=3, variant=ops.SPREAD)
     monkeypatch.setattr("torch.compile", lambda function, **options: function)
-    shape = replace(TINY, B=3, variant=varlen.SPREAD)
-    given = varlen.inputs(shape, torch.float32, harness.Draw(CPU, torch.float32))
+    given = op.inputs(shape, torch.float32, Draw(CPU, torch.float32))
     inputs = {name: x.detach() for name, x in given.items() if x is not None}
-    wanted = varlen.reference(shape, "fp32")(**inputs)
-    torch.testing.assert_close(varlen.by_flex(shape)(**inputs), wanted)
+    wanted = op.reference(shape, "fp32")(**inputs)
+    torch.testing.assert_close(ops.by_flex(shape)(**inputs), wanted)

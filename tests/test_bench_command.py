@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from bench_stand_ins import CPU, FakeTimer, stub_task
-
-from bench import host, measuring, roofs, shapes
-from bench.__main__ import build_parser, main
-from bench.measuring import Machine
-from bench.plan import OPS, Wanted, op_of, tasks
-from bench.rows import (
-    ERROR,
-    FAILED,
-    OK,
-    Results,
-    Row,
-    read_rows,
+from bench_stand_ins import (
+    CPU,
+    TINY,
+    FakeTimer,
+    few_rounds,  # noqa: F401, a fixture by its name
+    stub_task,
 )
-from bench.session import CHECK, Clock
-from bench.timer import DeviceLost
+
+from bench import host, plan, providers, run
+from bench.__main__ import build_parser, main
+from bench.models import Case
+from bench.ops import OPS
+from bench.plan import Wanted, tasks
+from bench.rows import ERROR, FAILED, OK, Results, Row, read_rows
+from bench.run import CHECK, Clock, Machine
+from fastvit_kernels.measure import roofs
+from fastvit_kernels.measure.timer import DeviceLost
 
 
 def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
@@ -99,12 +101,12 @@ def test_no_case_is_measured_twice():
 
 
 def test_sweeps_are_whole():
-    found = list(op_of("attention").shapes())
+    found = list(OPS["attention"].shapes())
     sweep = {s.T: s for s in found if s.model == "sweep-T"}
-    assert tuple(sweep) == shapes.T_SWEEP
+    assert tuple(sweep) == providers.T_SWEEP
     assert {s.D for s in found} >= {32, 64, 80, 88, 96, 128}
     assert {s.T for s in found} >= {197, 577, 1370, 257, 730}
-    assert all(0.6 < s.B * s.T / shapes.TOKENS < 1.4 for s in found)
+    assert all(0.6 < s.B * s.T / providers.TOKENS < 1.4 for s in found)
 
 
 # --- the command
@@ -114,10 +116,10 @@ def stand_in(monkeypatch, tmp_path, check_status=OK, work=None):
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
     work = work or [stub_task("a")]
-    monkeypatch.setattr("bench.measuring.tasks", lambda wanted, device: work)
+    monkeypatch.setattr("bench.run.tasks", lambda wanted, device: work)
     restarts: list = []
     check = Row(CHECK, "ours", "all", "all", CHECK, status=check_status, note="44 of 44")
-    machine = Machine(CPU, FakeTimer, restarts.append, lambda folder, timeout: check)
+    machine = Machine(CPU, FakeTimer, restarts.append, lambda timeout: check)
     return machine, restarts, ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
 
 
@@ -157,7 +159,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
     resource = pytest.importorskip("resource")
     former, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "out" / "results.csv"
 
-    def fill(bench, names):
+    def fill(names, bench):
         most = path.stat().st_size + 10
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
         yield Row("mlp", "eager", "b", "bf16", "both", ms=1.0)
@@ -166,7 +168,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
     machine, _, words = stand_in(monkeypatch, tmp_path, work=work)
     opened: list[Results] = []
     monkeypatch.setattr(
-        "bench.measuring.Results", lambda *given: opened.append(Results(*given)) or opened[0]
+        "bench.run.Results", lambda *given: opened.append(Results(*given)) or opened[0]
     )
     try:
         assert main(words, machine) == 2
@@ -175,7 +177,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
     said = f"bench all: {path} cannot be written: File too large\n"
     assert capsys.readouterr().err == said
     assert opened[0]._file.closed  # or Python says in more lines that it cannot be, at its end
-    monkeypatch.setattr("bench.measuring.Results", Results)
+    monkeypatch.setattr("bench.run.Results", Results)
     kept = len(read_rows(path))
     work[1] = stub_task("b")
     assert main([*words, "--resume"], machine) == 0
@@ -185,7 +187,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
 def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):
     machine, _, words = stand_in(monkeypatch, tmp_path)
     work = [stub_task("a"), stub_task("b", seconds=1e6)]
-    monkeypatch.setattr("bench.measuring.target_tasks", lambda shapes: work)
+    monkeypatch.setattr("bench.run.target_tasks", lambda shapes: work)
     words = ["targets", *words[1:]]
     assert main(words, machine) == 3
     out = capsys.readouterr().out
@@ -201,28 +203,150 @@ def test_all_fails_where_a_row_does(monkeypatch, tmp_path):
 
 
 def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
-    def lost(bench, names):
+    def lost(names, bench):
         raise DeviceLost("gone")
         yield
 
     machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
-    monkeypatch.setattr(measuring, "Clock", partial(Clock, now=lambda: 0.0))
+    monkeypatch.setattr(run, "Clock", partial(Clock, now=lambda: 0.0))
     assert main(words, machine) == 1
     (again,) = restarts
     assert again[: len(words)] == words and "--resume" in again
     assert again[-2:] == ["--time-budget", "500"]  # all of it, for no second has passed
 
 
-def test_a_budget_keeps_seconds_for_what_ends_a_run(monkeypatch, tmp_path):
+class Rehearsed(FakeTimer):
+    """One provider of ours raises while it is timed."""
+
+    work = None
+
+    def sample(self, run, count, flush):
+        if self.work is not None and self.work.current == "ours-stored":
+            raise RuntimeError("no kernel image")
+        return super().sample(run, count, flush)
+
+
+def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys):
+    """All but the GPU is real: tasks, gate, turns, rows, verdicts, a resume after a lost device."""
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    found = [plan.OpTarget(op, "", ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
+    found.append(plan.VitTarget(case, ("eager", "swapped"), (), 5.0))
+    monkeypatch.setattr(plan.OpTarget, "shape", TINY)
+    monkeypatch.setattr(plan, "targets", lambda: found)
+    machine, restarts, words = stand_in(monkeypatch, tmp_path)
+    words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
+    machine.make_timer = lambda: timer
+    make_bench, measure_vit = run.Bench, plan.models.measure_vit
+
+    def bench(*given):
+        timer.work = make_bench(*given)
+        return timer.work
+
+    def loses_it_once(case, names, bench):
+        bench.at_work("swapped")
+        if lost:
+            raise lost.pop()
+        return measure_vit(case, names, bench)
+
+    monkeypatch.setattr(run, "Bench", bench)
+    monkeypatch.setattr(plan.models, "measure_vit", loses_it_once)
+    assert main(words, machine) == 1
+    assert main(restarts.pop(), machine) == 1 and not restarts  # what raised is wrong
+    assert "\ntarget " in capsys.readouterr().out
+    rows = {(r.op, r.provider, r.mode): r for r in read_rows(tmp_path / "out")}
+    for mode in ("fwd", "bwd"):
+        assert rows["layer_norm", "ours", mode].status == rows["mlp", "eager", mode].status == OK
+    assert rows["mlp", "ours", "fwd"].speedup == 1.0
+    assert rows["mlp", "ours-stored", "fwd"].note == "RuntimeError: no kernel image"
+    assert rows["vit", "swapped", "infer"].note == "the GPU was lost: gone"
+    assert rows["vit", "eager", "infer"].status == OK
+
+
+class LosesRoofs(FakeTimer):
+    """Every roof loses the device."""
+
+    def sample(self, run, count, flush):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def clear(self):
+        raise DeviceLost("gone")
+
+
+def test_a_gpu_lost_at_its_roofs_ends_in_rows(monkeypatch, tmp_path, capsys):
+    """Or each new process would lose it at the same roof, for ever."""
+    machine, restarts, words = stand_in(monkeypatch, tmp_path)
+    machine.make_timer = LosesRoofs
+    given = words
+    for expected in (1, 2):
+        assert main(given, machine) == 1
+        given = restarts.pop()
+        assert given[-4:-2] == ["--restarts", str(expected)]
+    assert main(given, machine) == 1 and not restarts  # two have measured nothing: enough
+    assert "by 3 processes that measured nothing" in capsys.readouterr().out
+    rows = [r for r in read_rows(tmp_path / "out") if r.op == "roof"]
+    assert len(rows) == 3 and {r.status for r in rows} == {ERROR}  # another each time
+
+
+def test_a_process_that_measured_something_may_be_followed(monkeypatch, tmp_path):
+    def lost(names, bench):
+        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
+        raise DeviceLost("gone")
+
+    machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
+    main([*words, "--restarts", "2"], machine)
+    (again,) = restarts
+    assert again[again.index("--resume") + 1 :][:2] == ["--restarts", "1"]
+
+
+def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
+    """They take ten seconds there, in each of the processes."""
     left = []
 
-    def run(bench, names):
+    def measured(names, bench):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         yield from ()
 
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=run)])
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=measured)])
+    main(words, machine, started=time.monotonic() - 100.0)
+    assert 0 < left[0] <= 400 - run.RESERVE
+
+
+def test_a_roof_is_said_with_its_figure(monkeypatch, tmp_path, capsys):
+    machine, _, words = stand_in(monkeypatch, tmp_path)
     main(words, machine)
-    assert 0 < left[0] <= 500 - measuring.RESERVE
+    out = capsys.readouterr().out
+    assert (
+        "roof: graph replay fp32: 1 ms\n" in out and "roof: matmul bf16: 1.024e-06 TFLOP/s" in out
+    )
+
+
+def test_attention_alone_goes_over_t_in_five_minutes(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("bench.__main__.run", lambda arguments, *_: seen.append(arguments) or 0)
+    machine, _, _ = stand_in(monkeypatch, tmp_path)
+    assert main(["attention"], machine) == main(["attention", "--mode", "fwd"], machine) == 0
+    whole, part = seen
+    assert (whole.shape, whole.dtype, whole.time_budget) == (["sweep-T"], ["bf16"], 300.0)
+    assert part.mode == ["fwd"] and part.shape is part.dtype is part.time_budget is None
+
+
+def test_an_op_has_the_modes_of_ops():
+    """`attention --mode train` would measure nothing and end well."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["attention", "--mode", "train"])
+
+
+def test_a_budget_keeps_seconds_for_what_ends_a_run(monkeypatch, tmp_path):
+    left = []
+
+    def measured(names, bench):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        yield from ()
+
+    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=measured)])
+    main(words, machine)
+    assert 0 < left[0] <= 500 - run.RESERVE
 
 
 def test_roofs_are_measured_once(monkeypatch, tmp_path):
@@ -239,14 +363,14 @@ def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
     machine, _, words = stand_in(monkeypatch, tmp_path)
     work = [stub_task("a")]
     monkeypatch.setattr(
-        "bench.measuring.tasks", lambda wanted, device: wanted.say("quack is absent") or work
+        "bench.run.tasks", lambda wanted, device: wanted.say("quack is absent") or work
     )
     assert main(words, machine) == 0
     assert "- quack is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
 
 
 def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch, tmp_path):
-    def fails(bench, names):
+    def fails(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", status=ERROR)
 
     machine, _, words = stand_in(
@@ -257,7 +381,7 @@ def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch
 
 
 def test_an_interrupt_ends_with_130_and_with_the_rows(monkeypatch, tmp_path, capsys):
-    def interrupted(bench, names):
+    def interrupted(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
         raise KeyboardInterrupt
 
@@ -295,7 +419,7 @@ def test_without_a_gpu_one_line_host_cost_and_check(monkeypatch, tmp_path, capsy
     assert out.startswith("torch sees no GPU") and "layer_norm" in out and "check: ok" in out
     wrong = Row(CHECK, "ours", "", "", "", status=FAILED, note="mlp bf16")
     monkeypatch.setattr("bench.__main__.run_check", lambda *a: wrong)
-    monkeypatch.setattr("bench.measuring.measure_host", lambda device: [])
+    monkeypatch.setattr("bench.run.measure_host", lambda device: [])
     assert main(["all", "--out", str(tmp_path / "out")]) == 1
     assert [r.note for r in read_rows(tmp_path / "out")] == ["mlp bf16"]
 

@@ -11,11 +11,9 @@ from bench_stand_ins import CPU
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.bench_gated_mlp import TOWERS
-from bench.harness import Draw
 from bench.models import Case, build
-from bench.plan import OPS, op_of
-from bench.shapes import VITS, Shape, vit, vits
+from bench.ops import OPS, TOWERS, Draw
+from bench.providers import VITS, Shape, vit, vits
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
@@ -55,7 +53,7 @@ def counted(op, shape):
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_inputs_are_drawn_so_that_no_error_hides(name, variant):
     """None is constant; what comes out is neither so large nor so small that others drown in it."""
-    op, shape = op_of(name), shape_of(name, variant)
+    op, shape = OPS[name], shape_of(name, variant)
     inputs = given(op, shape)
     y = op.reference(shape, "fp32")(**inputs)
     for x in inputs.values():
@@ -70,13 +68,13 @@ def test_inputs_are_drawn_so_that_no_error_hides(name, variant):
 @pytest.mark.parametrize(("name", "variant"), [c for c in PRODUCTS if c[0] != "rope"])
 def test_flops_are_those_of_the_products(name, variant):
     """FlashAttention's backward computes the scores again, torch's keeps them: one product more."""
-    op, shape = op_of(name), shape_of(name, variant)
+    op, shape = OPS[name], shape_of(name, variant)
     forward, backward = counted(op, shape)
     lengths = [shape.T] * shape.B
     if name == "varlen_attention":
         lengths = given(op, shape)["cu_seqlens"].diff().tolist()
     again = 2 * shape.C * sum(n * n for n in lengths) if "attention" in name else 0
-    turned = op_of("rope").flops if name == "rope_attention" else lambda shape, mode: 0
+    turned = OPS["rope"].flops if name == "rope_attention" else lambda shape, mode: 0
     assert op.flops(shape, "fwd") == forward + turned(shape, "fwd")
     assert op.flops(shape, "bwd") == backward + again + turned(shape, "bwd")
 
@@ -92,7 +90,7 @@ def test_flops_are_those_of_the_products(name, variant):
     ],
 )  # fmt: skip
 def test_flops_of_an_element(name, variant, forward, backward):
-    op, shape = op_of(name), shape_of(name, variant)
+    op, shape = OPS[name], shape_of(name, variant)
     elements = shape.B * shape.T * shape.C
     assert op.flops(shape, "fwd") == forward * elements
     assert op.flops(shape, "bwd") == backward * elements
@@ -145,7 +143,7 @@ def sizes(op, shape, dtype):
 @pytest.mark.parametrize(("name", "variant"), CASES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "amp"])
 def test_bytes_are_those_of_the_tensors(name, variant, dtype):
-    op, shape = op_of(name), shape_of(name, variant)
+    op, shape = OPS[name], shape_of(name, variant)
     if dtype not in op.dtypes:
         return
     size = sizes(op, shape, dtype)
@@ -159,7 +157,7 @@ def test_bytes_are_those_of_the_tensors(name, variant, dtype):
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_both_is_the_sum(name, variant):
-    op, shape = op_of(name), shape_of(name, variant)
+    op, shape = OPS[name], shape_of(name, variant)
     assert op.flops(shape, "both") == op.flops(shape, "fwd") + op.flops(shape, "bwd") > 0
     for dtype in op.dtypes:
         forward, backward, both = (op.bytes(shape, dtype, m) for m in ("fwd", "bwd", "both"))

@@ -18,18 +18,20 @@ from bench_stand_ins import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 
-from bench import bench_attention, bench_varlen_attention, harness
-from bench.harness import Draw, Entry, measure_op, row_of
-from bench.plan import op_of
+from bench import measure, ops
+from bench.measure import Entry, measure_op, row_of
+from bench.ops import OPS, Draw
 from bench.providers import Provider, plain, replaced
 from bench.rows import ERROR, MEMORY, OK
-from bench.timer import DeviceLost, Roofs, median_p20_p80
+from fastvit_kernels.measure.roofs import Roofs
+from fastvit_kernels.measure.timer import DeviceLost, spread
+from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, LIBRARY, triton_tile
 from fastvit_kernels.runtime.configs import recording
 
-OP = op_of("layer_norm")
+OP = OPS["layer_norm"]
 
 
 class Eager(FakeTimer):
@@ -70,7 +72,7 @@ def test_a_provider_runs_in_its_context_whenever_it_is_timed():
 
     rows = measured(plain("forced", function, context=context), Eager(), ("fwd", "both"))
     assert rows["forced", "both"].status == OK and rows["forced", "both"].graph_ms is None
-    assert len(seen) > 2 * harness.ROUNDS and all(seen)
+    assert len(seen) > 2 * ROUNDS and all(seen)
 
 
 def test_the_provider_at_work_is_named_at_every_turn():
@@ -79,7 +81,7 @@ def test_the_provider_at_work_is_named_at_every_turn():
     work.note = names.append
     measured(plain("other", norm), work=work)
     # the gate, the warm-up, then the turns
-    assert names == ["eager", "other"] * (2 + harness.ROUNDS)
+    assert names == ["eager", "other"] * (2 + ROUNDS)
 
 
 @pytest.mark.parametrize("turns", [0, 2])
@@ -107,7 +109,7 @@ def test_what_fails_while_it_is_timed_leaves_the_others(turns, error, status):
     rows = measured(plain("fails", norm), work=work)
     row = rows["fails", "fwd"]
     assert (row.status, row.ms, row.speedup) == (status, None, None) and str(error) in row.note
-    assert rows["eager", "fwd"].status == OK and rows["eager", "fwd"].samples == 2 * harness.ROUNDS
+    assert rows["eager", "fwd"].status == OK and rows["eager", "fwd"].samples == 2 * ROUNDS
     assert timer.cleared
 
 
@@ -129,23 +131,53 @@ def test_without_a_backward_there_are_rows_of_the_forward_alone():
     assert [mode for name, mode in rows if name == "eager"] == ["fwd", "bwd", "both"]
 
 
+def test_sdpa_has_q_k_and_v_of_their_own():
+    """Its backward is timed to dq, dk and dv; the gate sees the gradient of the packed qkv."""
+    op, timed = OPS["attention"], []
+    (provider,) = (p for p in ops.sdpa_unpacked() if p.name == "sdpa-flash-unpacked")
+    qkv = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))["qkv"]
+    assert provider.takes is not None
+    taken = provider.takes({"qkv": qkv})
+    assert list(taken) == ["q", "k", "v"]
+    for x, packed_x in zip(taken.values(), qkv.unbind(2), strict=True):
+        assert torch.equal(x, packed_x.transpose(1, 2)) and x.is_contiguous()
+
+    def noting(q, k, v):
+        timed.append([x.is_leaf and x.requires_grad for x in (q, k, v)])
+        return provider.make()(q, k, v)
+
+    def wrong(q, k, v):
+        return provider.make()(q, v, k)
+
+    noted = replace(provider, name="noted", make=lambda: noting)
+    swapped = replace(provider, name="wrong", make=lambda: wrong)
+    op = replace(
+        op, providers=lambda *_: [OPS["attention"].providers(TINY, "fp32")[0], noted, swapped]
+    )
+    rows = {
+        r.provider: r for r in measure_op(op, TINY, "fp32", ("bwd",), ("noted", "wrong"), bench())
+    }
+    assert rows["noted"].status == OK and rows["wrong"].status != OK
+    assert timed[0] == [False] * 3 and timed[-1] == [True] * 3  # the gate, then the turns
+
+
 def test_rates_are_of_the_devices_time_under_the_roof_of_the_products_dtype():
     roofs = Roofs(1e9, {"bf16": 2.0, "fp32": 1.0})
     row = replace(row_of("layer_norm", "ours", TINY, "amp", "fwd"), ms=8.0, graph_ms=2.0)
-    found = harness._rates(row, OP, TINY, roofs)
+    found = measure.with_rates(row, OP, TINY, roofs)
     flops, moved = OP.flops(TINY, "fwd"), OP.bytes(TINY, "amp", "fwd")
     assert (found.flops, found.bytes) == (flops, moved)
     assert found.tflops == pytest.approx(flops / 2e-3 / 1e12)
     assert found.gbps == pytest.approx(moved / 2e-3 / 1e9)
     assert found.roof == "matmul" and found.roof_share == pytest.approx(found.tflops / 2.0)
-    assert harness._rates(replace(row, ms=None, graph_ms=None), OP, TINY, roofs).flops is None
+    assert measure.with_rates(replace(row, ms=None, graph_ms=None), OP, TINY, roofs).flops is None
 
 
 def test_a_row_has_median_and_spread_of_its_samples():
     times = [float(i) for i in range(11)]
-    assert median_p20_p80(times[::-1]) == (5.0, 2.0, 8.0)
-    row, entry = row_of("mlp", "ours", TINY, "bf16", "fwd"), Entry(plain("ours", norm), norm)
-    row = harness.finish(row, entry, times, [3.0, 1.0, 2.0])
+    assert spread(times[::-1]) == (5.0, 2.0, 8.0)
+    entry = Entry("ours", norm, times=times, graph_times=[3.0, 1.0, 2.0])
+    row = measure.finish(row_of("mlp", "ours", TINY, "bf16", "fwd"), entry)
     assert (row.ms, row.ms_p20, row.ms_p80, row.graph_ms, row.samples) == (5.0, 2.0, 8.0, 2.0, 11)
 
 
@@ -159,16 +191,14 @@ def test_inputs_are_the_same_at_every_run():
 @pytest.mark.parametrize("name", ["attention", "qkv_attention", "varlen_attention"])
 def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
     """The scores of all heads do not fit; the numbers are the same, and so are the gradients."""
-    op, shape = op_of(name), replace(TINY, B=2, variant="spread")
+    op, shape = OPS[name], replace(TINY, B=2, variant="spread")
     inputs = op.inputs(shape, torch.float64, Draw(CPU, torch.float64))
     leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
-    heads, by_head = [], bench_attention.by_head
-    for module in (bench_attention, bench_varlen_attention):
-        monkeypatch.setattr(module, "by_head", lambda qkv: heads.append(qkv) or by_head(qkv))
+    heads, by_head = [], ops.by_head
+    monkeypatch.setattr(ops, "by_head", lambda qkv: heads.append(qkv) or by_head(qkv))
     results = []
     for long in (shape.T, shape.T - 1):
-        monkeypatch.setattr(bench_attention, "LONG_T", long)
-        monkeypatch.setattr(bench_varlen_attention, "LONG_T", long)
+        monkeypatch.setattr(ops, "LONG_T", long)
         assert not heads
         y = op.reference(shape, "fp32")(**inputs)
         results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
@@ -181,7 +211,7 @@ def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_a_forced_route_is_taken(name):
-    ways = {p.name: p for p in op_of(name).providers(replace(TINY, variant="proj"), "fp32")}
+    ways = {p.name: p for p in OPS[name].providers(replace(TINY, variant="proj"), "fp32")}
     own, rules = FWD_TABLE.default, {}
     for route in ("library", "triton"):
         with ways[f"ours-{route}"].context():
@@ -192,8 +222,8 @@ def test_a_forced_route_is_taken(name):
 
 
 def test_the_split_backward_is_split():
-    inputs = op_of("attention").inputs(TINY, torch.float32, Draw(CPU, torch.float32))
-    ways = {p.name: p for p in op_of("attention").providers(TINY, "fp32")}
+    inputs = OPS["attention"].inputs(TINY, torch.float32, Draw(CPU, torch.float32))
+    ways = {p.name: p for p in OPS["attention"].providers(TINY, "fp32")}
     tables = {}
     for name in ("ours", "ours-split"):
         with ways[name].context(), recording() as choices:
@@ -205,7 +235,7 @@ def test_the_split_backward_is_split():
 
 @pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
 def test_what_stores_keeps_more_than_what_recomputes(name):
-    op, kept = op_of(name), {}
+    op, kept = OPS[name], {}
     shape = replace(TINY, variant="packed" if name == "gated_mlp" else "")
     inputs = op.inputs(shape, torch.bfloat16, Draw(CPU, torch.bfloat16))
     for provider in op.providers(shape, "bf16"):
@@ -229,7 +259,7 @@ def test_what_forces_a_route_is_put_back():
         raise KeyError
     assert owner.route == "own"
     benchmarked = next(
-        p for p in op_of("patch_embed").providers(TINY, "fp32") if "benchmark" in p.name
+        p for p in OPS["patch_embed"].providers(TINY, "fp32") if "benchmark" in p.name
     )
     before = torch.backends.cudnn.benchmark
     with benchmarked.context():
@@ -315,7 +345,7 @@ def peers(longest):
 )  # fmt: skip
 def test_peers_are_asked_for_what_ours_computes(monkeypatch, name, variant, dtype):
     """On modules that stand in for theirs: arguments, layouts and eps are those of the op."""
-    op, shape = op_of(name), replace(TINY, B=3, variant=variant)
+    op, shape = OPS[name], replace(TINY, B=3, variant=variant)
     found = peers(shape.T)
     for module, functions in found.items():
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**functions))

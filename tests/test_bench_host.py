@@ -10,7 +10,7 @@ import torch
 from bench_stand_ins import CPU
 
 import fastvit_kernels as fk
-from bench import facts, host
+from bench import host, session
 from bench.providers import BASELINE
 from fastvit_kernels.verify.cases import OPS
 
@@ -123,11 +123,11 @@ def test_without_launches_everything_is_put_back():
 def test_facts_end_with_a_status(monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert facts.run() == 1
+    assert session.run_facts() == 1
     out = capsys.readouterr().out
-    assert f"torch: {torch.__version__}" in out and f"torch {facts._version('torch')}" in out
-    assert "flash_attn_interface absent" in out or facts._version("flash_attn_interface") in out
+    assert f"torch: {torch.__version__}" in out and f"torch {session._version('torch')}" in out
+    assert "flash_attn_interface absent" in out or session._version("flash_attn_interface") in out
     assert "sdpa-flash, sdpa-cudnn" in out
-    monkeypatch.setattr(facts, "facts", list)
+    monkeypatch.setattr(session, "facts", list)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert facts.run() == 0
+    assert session.run_facts() == 0

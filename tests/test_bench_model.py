@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -15,11 +17,10 @@ from bench_stand_ins import (
     few_rounds,  # noqa: F401, a fixture by its name
 )
 
-from bench import bench_profile, bench_vit, first_step, harness
 from bench import models as bench_models
 from bench.__main__ import main
-from bench.first_step import measure_first_step
-from bench.models import WAYS, Case, NamedCase, Runner, Way, build
+from bench.measure import Entry
+from bench.models import WAYS, Case, NamedCase, Runner, Way, build, measure_first_step
 from bench.plan import Wanted, tasks
 from bench.rows import (
     ERROR,
@@ -28,6 +29,8 @@ from bench.rows import (
 )
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.measure.gate import overall
+from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.runtime.compat import _is_profiling
 from fastvit_kernels.verify.accuracy import measure
 
@@ -90,7 +93,7 @@ def _config(folder):
 def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
     pytest.importorskip("transformers")
     case = NamedCase("hf", _config(tmp_path), 0, 2, "bf16", "train")
-    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
     assert [(r.provider, r.status, r.note) for r in rows] == [
         ("eager", OK, ""),
         ("swapped", OK, ""),
@@ -117,9 +120,10 @@ def test_whole_models_run_and_pass_the_gate(host_name):
     mode = "train" if host_name == "timm" else "infer"
     case = Case(host_name, "tiny", 16, 2, "bf16", mode)
     names = ("swapped", "swapped+graph") if host_name == "timm" else ("swapped",)
-    rows = list(bench_vit.measure_vit(case, names, bench()))
+    rows = list(bench_models.measure_vit(case, names, bench()))
+    graphs = ("eager+graph",) if host_name == "timm" else ()  # what a graph is held against
     assert [(r.provider, r.status, r.note) for r in rows] == [
-        (name, OK, "") for name in ("eager", *names)
+        (name, OK, "") for name in ("eager", *graphs, *names)
     ]
     assert all(r.images_per_s == 2000.0 and r.roof_share for r in rows)
     runner = Runner(case, WAYS["eager"], CPU)
@@ -128,7 +132,91 @@ def test_whole_models_run_and_pass_the_gate(host_name):
     if mode == "train":  # AdamW's two moments, and a step of each
         held += 2 * 2 * count + 4 * len(runner.parameters)
     assert {r.peak_mib for r in rows if "graph" not in r.provider} == {3.0 + held / 2**20}
-    assert {r.kept_mib for r in rows[:2]} == {2.0 if mode == "train" else None}
+    assert {r.kept_mib for r in rows if "graph" not in r.provider} == {
+        2.0 if mode == "train" else None
+    }
+
+
+class ByWay(FakeTimer):
+    """Each provider's turn takes its own time."""
+
+    def __init__(self, **ms):
+        super().__init__()
+        self.by_name, self.turns, self.work = ms, [], None
+
+    def sample(self, run, count, flush):
+        self.turns.append(self.work.current)
+        self.ms = self.by_name.get(self.work.current.replace("+", "_"), 1.0)
+        return super().sample(run, count, flush)
+
+
+def test_a_graph_is_held_against_a_graph(monkeypatch):
+    """Beside eager calls, a graph's speed-up would be the launches that it saves anybody."""
+    pytest.importorskip("timm")
+    timer = ByWay(eager=8.0, eager_graph=4.0, swapped=4.0, swapped_graph=2.0)
+    timer.work = work = bench(timer)
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = bench_models.measure_vit(case, ("swapped", "swapped+graph"), work)
+    assert {r.provider: r.speedup for r in rows} == {
+        "eager": 1.0, "eager+graph": 1.0, "swapped": 2.0, "swapped+graph": 2.0
+    }  # fmt: skip
+
+
+def test_what_is_compared_takes_turns(monkeypatch):
+    """The clock of one that ran minutes later may be another; but several H do not fit."""
+    pytest.importorskip("timm")
+    monkeypatch.setattr(bench_models, "_warm_up", lambda entry, *_: None)
+    dinov3 = NamedCase("timm", "timm:vit_base_patch16_dinov3", 32, 2, drop_path=0.4)
+    for case in (Case("timm", "L", 16, 2, drop_path=0.4), dinov3):
+        timer = ByWay()
+        timer.work = work = bench(timer)
+        list(bench_models.measure_vit(case, ("swapped",), work))
+        assert timer.turns == ["eager", "swapped"] * ROUNDS
+    timer = ByWay()
+    timer.work = work = bench(timer)
+    list(bench_models.measure_vit(Case("timm", "H", 28, 2, drop_path=0.4), ("swapped",), work))
+    assert timer.turns == ["eager"] * ROUNDS + ["swapped"] * ROUNDS
+
+
+def test_models_that_are_measured_alone_leave_their_memory(monkeypatch):
+    """ViT-H in one way does not fit next to itself in another."""
+    pytest.importorskip("timm")
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(Runner):
+        def __init__(self, *given):
+            gc.collect()
+            most.append(len(alive))
+            super().__init__(*given)
+            alive.add(self)
+
+    monkeypatch.setattr(bench_models, "Runner", Counted)
+    monkeypatch.setattr(bench_models, "ALONE", 0)
+    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    rows = list(bench_models.measure_vit(case, ("swapped", "swapped+graph"), bench()))
+    assert {r.status for r in rows} == {OK} and most == [0] * (1 + len(rows))  # the oracle's first
+
+
+def test_a_graph_has_the_gradients_and_adamw_comes_after_it():
+    """As max-autotune has it: or one side's optimizer would have no launches."""
+    pytest.importorskip("timm")
+    calls = []
+
+    class Noting(FakeTimer):
+        def capture(self, step):
+            calls.append("capture")
+            replay = super().capture(step)
+            return lambda: (calls.append("replay"), replay())
+
+    runner = Runner(Case("timm", "tiny", 16, 2, "bf16"), WAYS["swapped+graph"], CPU)
+    adamw = runner.optimizer.step
+    runner.optimizer.step = lambda: (calls.append("AdamW"), adamw())
+    step = runner.captured(Noting())
+    before = [p.detach().clone() for p in runner.parameters]
+    runner.optimizer.param_groups[0]["lr"] = 1e-2
+    step()
+    assert calls == ["capture", "replay", "AdamW"]
+    assert not any(map(torch.equal, runner.parameters, before))
 
 
 def test_what_is_kept_is_that_of_a_forward_with_its_graph():
@@ -139,7 +227,7 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
             return 2.0 if forward().requires_grad else 0.0
 
     case = Case("timm", "tiny", 16, 2, "bf16")
-    rows = list(bench_vit.measure_vit(case, ("swapped",), bench(Kept())))
+    rows = list(bench_models.measure_vit(case, ("swapped",), bench(Kept())))
     assert [r.kept_mib for r in rows] == [2.0, 2.0]
 
 
@@ -147,15 +235,15 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
 def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(dtype, low):
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, dtype)
-    runner, oracle = Runner(case, Way(), CPU), bench_vit.Oracle(case, CPU)
+    runner, oracle = Runner(case, Way(), CPU), bench_models.Oracle(case, CPU)
     assert {x.dtype for x in (*runner.parameters, runner.images)} == {low}
     assert runner.logits().dtype == torch.bfloat16
     model = build(case, CPU).to(low).double()
     logits = model(runner.images.double())
     assert oracle.upstream.dtype == torch.bfloat16
     logits.backward(oracle.upstream.double())
-    torch.testing.assert_close(oracle.logits, logits.detach())
-    for grad, p in zip(oracle.grads, model.parameters(), strict=True):
+    torch.testing.assert_close(oracle.results.logits, logits.detach())
+    for grad, p in zip(oracle.results.grads.values(), model.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
 
 
@@ -168,7 +256,7 @@ def test_the_vector_of_all_gradients_is_judged_as_one_tensor():
     dtype = torch.bfloat16
     each = [measure("", a, y, o, dtype) for a, y, o in zip(others, low, parts, strict=True)]
     whole = measure("all", *(torch.cat(x) for x in (others, low, parts)), dtype)
-    found = bench_vit.overall("all", each, [4, 9])
+    found = overall("all", each, [4, 9])
     assert vars(found) == pytest.approx(vars(whole))
 
 
@@ -179,7 +267,7 @@ def test_no_gradient_of_a_host_is_nothing(host_name):
     runner = Runner(Case(host_name, "tiny", 16, 2, "bf16"), Way(), CPU)
     logits, grads = runner.results(torch.randn(2, 1000))
     assert logits.shape == (2, 1000)
-    assert all(g is not None and g.abs().max() > 0 for g in grads)
+    assert all(g is not None and g.abs().max() > 0 for g in grads.values())
 
 
 def test_a_model_in_which_nothing_is_swapped_is_refused(monkeypatch):
@@ -201,7 +289,7 @@ def test_the_gate_of_whole_models_closes(monkeypatch):
 
     monkeypatch.setattr("bench.models.swap_in", spoiled)
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
-    rows = list(bench_vit.measure_vit(case, ("swapped",), bench()))
+    rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
     assert rows[1].status == FAILED and rows[1].speedup is None
 
 
@@ -216,7 +304,7 @@ def _spoiled(monkeypatch, spoil):
 
     monkeypatch.setattr(bench_models, "swap_in", swapped)
     case = Case("timm", "tiny", 16, 2, "bf16", "train")
-    row = list(bench_vit.measure_vit(case, ("swapped",), bench()))[1]
+    row = list(bench_models.measure_vit(case, ("swapped",), bench()))[1]
     return row.status, row.note, row.speedup
 
 
@@ -271,17 +359,19 @@ def test_a_graph_is_judged_by_what_its_replay_writes():
             return lambda: None
 
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
-    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench(Empty()))}
+    rows = {
+        r.provider: r for r in bench_models.measure_vit(case, ("swapped+graph",), bench(Empty()))
+    }
     row = rows["swapped+graph"]
     assert row.status == FAILED and "logits" in row.note and row.speedup is None
-    rows = {r.provider: r for r in bench_vit.measure_vit(case, ("swapped+graph",), bench())}
+    rows = {r.provider: r for r in bench_models.measure_vit(case, ("swapped+graph",), bench())}
     assert rows["swapped+graph"].status == OK
 
 
 def test_dropped_samples_are_measured_without_the_gate():
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, "bf16", drop_path=0.4)
-    rows = list(bench_vit.measure_vit(case, ("swapped", "swapped-skip"), bench()))
+    rows = list(bench_models.measure_vit(case, ("swapped", "swapped-skip"), bench()))
     assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 3
     assert all(r.ms == 1.0 and r.speedup is None for r in rows)
     assert all("dropped samples are random" in r.note for r in rows)
@@ -301,8 +391,8 @@ def test_largest_batch(monkeypatch):
     def fits(case, way, bench):
         return case.batch <= 77
 
-    monkeypatch.setattr(bench_vit, "fits", fits)
-    row = bench_vit.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
+    monkeypatch.setattr(bench_models, "fits", fits)
+    row = bench_models.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
     assert row.batch == 72 and row.op == "max_batch"  # 64, then 96, 80, 72
 
 
@@ -316,7 +406,7 @@ def test_only_what_lacks_memory_does_not_fit(monkeypatch, error, batch, status):
 
     pytest.importorskip("timm")
     monkeypatch.setattr(Runner, "step", step)
-    row = bench_vit.largest_batch(Case("timm", "tiny", 16, 2, "bf16"), "eager", bench())
+    row = bench_models.largest_batch(Case("timm", "tiny", 16, 2, "bf16"), "eager", bench())
     assert (row.batch, row.status) == (batch, status) and (status == OK or "bad" in row.note)
 
 
@@ -331,11 +421,11 @@ def test_the_second_process_has_the_caches_of_the_first(monkeypatch):
     seen = []
 
     def run(command, env, **options):
-        seen.append([env[name] for name in first_step.CACHES])
+        seen.append([env[name] for name in bench_models.CACHES])
         return type("Done", (), {"stdout": 'noise\n{"seconds": 2.5}\n', "stderr": ""})
 
-    monkeypatch.setattr(first_step.subprocess, "run", run)
-    for name in first_step.CACHES:
+    monkeypatch.setattr(bench_models.subprocess, "run", run)
+    for name in bench_models.CACHES:
         monkeypatch.setenv(name, "the user's own")
     rows = list(measure_first_step(Case("timm", "tiny", 16, 2), "swapped", 1.0))
     assert [(r.mode, r.ms) for r in rows] == [("cold", 2500.0), ("warm", 2500.0)]
@@ -353,20 +443,20 @@ def test_a_first_step_is_timed_to_its_end(monkeypatch, capsys):
             steps.append(1)
             now[0] += 2.0
 
-    monkeypatch.setattr(first_step, "Runner", Stepping)
-    monkeypatch.setattr(first_step.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench_models, "Runner", Stepping)
+    monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
     wanted = {"case": asdict(Case("timm", "tiny", 16, 2)), "provider": "eager"}
-    assert first_step.main(json.dumps(wanted)) == 0 and steps == [1]
+    assert bench_models.first_step(json.dumps(wanted)) == 0 and steps == [1]
     assert json.loads(capsys.readouterr().out) == {"seconds": 3.0}
 
 
 def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     resets: list = []
     monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
-    monkeypatch.setattr(bench_vit, "_ready", lambda entry, *_: None)
-    entries = [harness.Entry(bench_vit.provider_of(name), torch.empty) for name in WAYS]
-    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench())
-    bench_vit._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench())
+    monkeypatch.setattr(bench_models, "_warm_up", lambda entry, *_: None)
+    entries = [Entry(name, lambda: None) for name in WAYS]
+    list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench()))
+    list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench()))
     assert len(resets) == 1
 
 
@@ -375,7 +465,7 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
 
 def launch(kernel, *operators):
     names = tuple(name for name, _ in operators)
-    return bench_profile.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
+    return bench_models.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
 
 
 def test_profile_stages():
@@ -393,16 +483,16 @@ def test_profile_stages():
         "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
         "other": launch("k", ("aten::add", ((M, C), (M, C)))),
     }.items():
-        assert bench_profile.stage_of(found, C, F) == stage
+        assert bench_models.stage_of(found, C, F) == stage
     both = [launch("gemm", ("aten::addmm", product))] * 3
-    assert bench_profile.sums(both, C, F, steps=3)["qkv"] == 1.0
+    assert bench_models.stage_ms(both, C, F, steps=3)["qkv"] == 1.0
     ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
-    assert bench_profile.stage_of(ours_qkv, C, F) == "qkv"
+    assert bench_models.stage_of(ours_qkv, C, F) == "qkv"
     for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
         turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
-        assert bench_profile.stage_of(turning, C, F) == stage
+        assert bench_models.stage_of(turning, C, F) == stage
     gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
-    assert bench_profile.stage_of(gate, C, F) == "mlp"
+    assert bench_models.stage_of(gate, C, F) == "mlp"
 
 
 def test_a_kernel_has_the_operators_around_its_launch():
@@ -413,8 +503,8 @@ def test_a_kernel_has_the_operators_around_its_launch():
     step = event("ProfilerStep", None)
     linear = event("aten::linear", [[8, 4], [16, 4], []], step)
     product = event("aten::addmm", [[16], [8, 4], "scalar"], linear, [kernel])
-    (found,) = bench_profile.launches_of([step, linear, product])
-    assert found == bench_profile.Launch(
+    (found,) = bench_models.launches_of([step, linear, product])
+    assert found == bench_models.Launch(
         "gemm", 1500.0, ("aten::addmm", "aten::linear", "ProfilerStep"),
         (((16,), (8, 4)), ((8, 4), (16, 4), ()), ()),
     )  # fmt: skip
@@ -432,19 +522,19 @@ def test_a_profile_is_of_a_step(monkeypatch):
             steps.append(_is_profiling())
             return torch.ones(1)
 
-    found = [launch("gemm", ("aten::mm", ((768, 768),)))] * 2 * bench_profile.STEPS
-    monkeypatch.setattr(bench_profile, "Runner", Stepping)
-    monkeypatch.setattr(bench_profile, "launches_of", lambda events: found)
-    rows = list(bench_profile.measure_profile(Case("timm", "B", 224, 2), "eager", bench()))
-    assert steps == [False] * 3 + [True] * bench_profile.STEPS
+    found = [launch("gemm", ("aten::mm", ((768, 768),)))] * 2 * bench_models.STEPS
+    monkeypatch.setattr(bench_models, "Runner", Stepping)
+    monkeypatch.setattr(bench_models, "launches_of", lambda events: found)
+    rows = list(bench_models.measure_profile(Case("timm", "B", 224, 2), "eager", bench()))
+    assert steps == [False] * 3 + [True] * bench_models.STEPS
     assert {r.mode: r.ms for r in rows} == {
-        stage: 2.0 if stage == "proj" else 0.0 for stage in bench_profile.STAGES
+        stage: 2.0 if stage == "proj" else 0.0 for stage in bench_models.STAGES
     }
 
 
 def test_profile_reads_the_profilers_events():
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, "bf16")
-    rows = list(bench_profile.measure_profile(case, "eager", bench()))
-    assert {r.mode for r in rows} == set(bench_profile.STAGES)
+    rows = list(bench_models.measure_profile(case, "eager", bench()))
+    assert {r.mode for r in rows} == set(bench_models.STAGES)
     assert all("no kernel" in r.note for r in rows)  # as it is without a GPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -23,10 +22,12 @@ from bench.rows import (
     Results,
     Row,
     as_line,
+    describe,
     read_rows,
 )
-from bench.session import Clock, TimeOver, describe, limit_of, run_tasks
-from bench.timer import DeviceLost
+from bench.run import Clock, TimeOver, limit_of, run_tasks
+from fastvit_kernels.measure.timer import DeviceLost
+from fastvit_kernels.verify.isolated import Outcome
 
 
 def test_csv_round_trip_and_torn_lines(tmp_path):
@@ -142,9 +143,9 @@ def test_after_the_body_no_alarm_is_left():
 
 def test_a_task_hangs_well_past_its_guess_or_the_budget():
     clock = Clock(1000.0, now=lambda: 0.0)
-    assert limit_of(stub_task("a", seconds=10.0), clock) == 60 + 4 * 10
-    assert limit_of(stub_task("a", seconds=400.0), clock) == 1000 + 60
-    assert limit_of(stub_task("a", seconds=400.0), Clock(None)) == 60 + 4 * 400
+    assert limit_of(stub_task("a", seconds=10.0), clock) == 20 + 2 * 10
+    assert limit_of(stub_task("a", seconds=600.0), clock) == 1000 + 20
+    assert limit_of(stub_task("a", seconds=400.0), Clock(None)) == 20 + 2 * 400
 
 
 def test_a_line_says_what_a_row_does():
@@ -171,7 +172,7 @@ def test_resume_measures_only_what_is_missing(tmp_path):
 
 
 def test_an_interrupt_loses_no_row(tmp_path):
-    def interrupted(bench, names):
+    def interrupted(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
         raise KeyboardInterrupt
 
@@ -181,8 +182,8 @@ def test_an_interrupt_loses_no_row(tmp_path):
 
 
 def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
-    def lost(bench, names):
-        bench.current = "ours"
+    def lost(names, bench):
+        bench.at_work("ours")
         raise DeviceLost("an illegal memory access")
         yield
 
@@ -200,12 +201,12 @@ def test_a_lost_gpu_is_the_culprits_row_and_the_next_process_goes_on(tmp_path):
 
 def test_a_hang_is_the_culprits_row_and_the_next_process_goes_on(monkeypatch, tmp_path):
     """The body sits in C code where no signal reaches it; here it waits for the stub's restart."""
-    monkeypatch.setattr("bench.session.HUNG_S", 0.05)
+    monkeypatch.setattr("bench.run.HUNG_S", 0.05)
     restarted = threading.Event()
 
-    def hangs(bench, names):
+    def hangs(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
-        bench.current = "ours"
+        bench.at_work("ours")
         assert restarted.wait(60)
 
     task = stub_task("a", 0.01, providers=("eager", "ours", "ours-split"), run=hangs)
@@ -242,11 +243,11 @@ def test_of_a_killed_process_the_provider_at_work_is_given_up(tmp_path):
     results, work = Results(tmp_path, False), bench()
     work.note = results.note
     with results.trying(task.keys):
-        work.current = "eager"
-        work.current = "ours"
+        work.at_work("eager")
+        work.at_work("ours")
         again = Results(tmp_path, True)  # another process, after a SIGKILL
         assert [(r.provider, r.status) for r in again.rows.values()] == [("ours", TIMEOUT)]
-    work.current = "ours-split"  # no case is at work
+    work.at_work("ours-split")  # no case is at work
     assert not (tmp_path / bench_rows.TRYING).exists()
 
 
@@ -266,13 +267,58 @@ def test_ours_of_other_sources_is_measured_again_and_peers_are_not(monkeypatch, 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("field", ["gpu", "driver", "torch", "triton"], ids="its {}".format)
+def test_rows_of_another_machine_are_set_aside(tmp_path, field):
+    """A peer or a roof of another GPU decides nothing here."""
+    results = Results(tmp_path, False)
+    for provider in ("eager", "ours"):
+        results.append(Row("mlp", provider, "a", "bf16", "both", ms=1.0))
+    results.close()
+    rows = read_rows(tmp_path)
+    other = replace(rows[0], **{field: "another"})
+    (tmp_path / RESULTS).write_text(bench_rows.as_csv([other, rows[1]]))
+    results = Results(tmp_path, True)
+    assert [r.provider for r in results.rows.values()] == ["ours"]
+    assert read_rows(tmp_path / bench_rows.ELSEWHERE) == [other]  # and nothing is lost
+
+
+def test_who_ended_a_process_has_no_turns_when_a_task_renews(tmp_path):
+    """It would hang or lose the device with every --resume."""
+    calls: list = []
+    names = ("eager", "ours", "hangs", "lost")
+    results = Results(tmp_path, False)
+    row = Row("mlp", "hangs", "a", "bf16", "both", status=TIMEOUT)
+    results.append(row)
+    results.append(replace(row, provider="lost", status=ERROR, note=f"{bench_rows.LOST}: x"))
+    results.append(replace(row, provider="ours", status=OK, ms=5.0))
+    task = replace(stub_task("a", providers=names, calls=calls), renews=True)
+    run_tasks([task], bench(), results, Clock(None))
+    assert calls == [("a", ("eager", "ours"))]
+
+
+def test_who_hangs_while_it_is_measured_again_is_given_up(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.run.HUNG_S", 0.05)
+    restarted = threading.Event()
+
+    def hangs(names, bench):
+        bench.at_work("ours")
+        assert restarted.wait(60)
+        yield from ()
+
+    results = Results(tmp_path, False)
+    results.append(Row("mlp", "ours", "a", "bf16", "both", ms=5.0))
+    task = replace(stub_task("a", 0.01, run=hangs), renews=True)
+    run_tasks([task], bench(), results, Clock(None), restart=restarted.set)
+    assert {r.provider: r.status for r in read_rows(tmp_path)} == {"ours": TIMEOUT}
+
+
 def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
     results = Results(tmp_path, False)
     results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
     run_tasks([replace(stub_task("a"), renews=True)], bench(), results, Clock(None))
     assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 1.0, "ours": 1.0}
 
-    def fails(bench, names):
+    def fails(names, bench):
         yield Row("mlp", "eager", "a", "bf16", "both", status=ERROR)
         yield Row("mlp", "ours-split", "a", "bf16", "both", status=ERROR)
 
@@ -298,37 +344,26 @@ def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
     assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
 
 
-def test_the_check_is_read_from_its_json(monkeypatch, tmp_path):
-    from bench import session
+def test_the_check_is_read_from_its_json(monkeypatch):
+    from bench import run
 
-    def done(code, stdout, stderr=""):
-        result = type("Done", (), dict(returncode=code, stdout=stdout, stderr=stderr))()
-        monkeypatch.setattr(session.subprocess, "run", lambda *a, **k: result)
-        return session.run_check(tmp_path, 5.0)
+    def done(*lines, failure=None, is_cut=False):
+        outcome = Outcome(None, list(lines), failure, is_cut)
+        monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter([outcome]))
+        row = run.run_check(5.0)
+        return row.status, row.note
 
-    cases = [
-        dict(name="mlp", dtype="bf16", passed=False, failure="not finished after 5 s, killed"),
-        dict(name="x", dtype="bf16", passed=True, failure=None),
-    ]
-
-    def lines(*cases):
-        summary = dict(passed=True, device="a GPU", versions={})
-        return "\n".join(map(json.dumps, (*cases, summary)))
-
-    row = done(1, lines(*cases))
-    assert row.status == FAILED and "1 of 2" in row.note and "mlp bf16 (not fin" in row.note
-    row = done(0, lines(cases[1]))
-    assert row.status == OK and row.note == "1 of 1 cases within the 2x rule, a GPU"
-    assert done(1, lines(cases[1])).status == FAILED
-    row = done(1, json.dumps(cases[1]), "Killed")  # no last line
-    assert row.status == FAILED and "Killed" in row.note
-    row = done(1, "", "Segmentation fault")
-    assert row.status == FAILED and "Segmentation fault" in row.note
-
-    def cut(*arguments, **options):
-        output = (json.dumps(cases[1]) + "\n" + json.dumps(cases[0]) + '\n{"na').encode()
-        raise session.subprocess.TimeoutExpired("check", 5.0, output=output)
-
-    monkeypatch.setattr(session.subprocess, "run", cut)
-    row = session.run_check(tmp_path, 5.0)
-    assert row.status == FAILED and "2 cases done; failed: mlp bf16" in row.note
+    killed = dict(name="mlp", dtype="bf16", passed=False, failure="killed")
+    good = dict(name="x", dtype="bf16", passed=True, failure=None)
+    summary = dict(passed=True, device="a GPU", versions={})
+    assert done(good, summary) == (OK, "1 of 1 cases within the 2x rule, a GPU")
+    status, note = done(killed, good, summary, failure="the process ended with status 1")
+    assert status == FAILED and "1 of 2" in note and "failed: mlp bf16 (killed)" in note
+    assert done(good, summary, failure="the process ended with status 1")[0] == FAILED
+    assert done(good, failure="ended by SIGSEGV") == (FAILED, "check: ended by SIGSEGV")
+    assert done() == (FAILED, "check: no output")
+    assert done(good, is_cut=True) == (TIMEOUT, "not finished after 5 s, 1 cases done")
+    status, note = done(good, killed, is_cut=True)
+    assert status == FAILED and "2 cases done; failed: mlp bf16" in note
+    monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter(()))
+    assert run.run_check(5.0).status == TIMEOUT

@@ -3,7 +3,6 @@
 # ruff: noqa: E402
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -17,10 +16,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
-from bench import contact, stages, warm
+from bench import session
 from bench.__main__ import build_parser, main
 from bench.rows import FAILED, Results, Row
-from bench.stages import DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
+from bench.run import CUT_SHORT
+from bench.session import ABSENT, DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.isolated import Job
@@ -86,10 +86,12 @@ def test_what_a_stage_leaves_goes_to_those_after_it(monkeypatch, tmp_path):
     found = [stage("a", "", 1), stage("b", "", 2), stage("c", "", 1), stage("d", "", 4, least=1e3)]
     work = run_of(tmp_path, *found, seconds=800.0, now=lambda: clock[0])
     assert work.run()
-    assert stages.limits(found, 800.0) == [100.0, 200.0, 100.0, 400.0]
+    assert session.limits(found, 800.0) == [100.0, 200.0, 100.0, 400.0]
+    with_least = [stage("a", "", 1, least=300.0), stage("b", "", 7)]
+    assert session.limits(with_least, 800.0) == [300.0, 500.0]  # the others give
     # a has left 90 s, b more; d would not be worth its start
     assert given == pytest.approx({"a": 100.0, "b": 790 * 2 / 7, "c": 780 / 5})
-    assert [e.state for e in work.endings] == [DONE, DONE, DONE, stages.ABSENT]
+    assert [e.state for e in work.endings] == [DONE, DONE, DONE, ABSENT]
 
 
 def test_a_stage_is_told_less_than_it_has(tmp_path):
@@ -119,7 +121,7 @@ def test_what_a_stage_prints_and_how_it_ends_is_on_disk(tmp_path):
         "good": (DONE, 0), "wrong": (DONE, 1), "cut": (UNFINISHED, 3), "last": (DONE, 0),
         "dies": (UNFINISHED, -signal.SIGSEGV),
     }  # fmt: skip
-    assert [e.stage for e in work.endings if e.failed] == ["wrong"]
+    assert [e.stage for e in work.endings if e.failed] == ["wrong", "dies"]
     log = (tmp_path / "out" / LOG).read_text()
     assert log.index("== good") < log.index("one") < log.index("two")
     assert "".join(said) == log
@@ -140,7 +142,7 @@ time.sleep(600)
 
 
 def test_a_hang_is_killed_with_what_it_started(monkeypatch, tmp_path):
-    monkeypatch.setattr(stages, "KILL_S", 0.1)  # it ignores SIGTERM
+    monkeypatch.setattr(session, "KILL_S", 0.1)  # it ignores SIGTERM
     found = [stage("hangs", STUBBORN.format(folder=str(tmp_path))), stage("next", "print('next')")]
     work = run_of(tmp_path, *found, now=clock_of(tmp_path / "pid"))
     assert work.run()
@@ -164,7 +166,7 @@ time.sleep(600)
 
 
 def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
-    monkeypatch.setattr(stages, "KILL_S", 600.0)
+    monkeypatch.setattr(session, "KILL_S", 600.0)
     work = run_of(
         tmp_path, stage("slow", POLITE.format(folder=str(tmp_path))), now=clock_of(tmp_path / "pid")
     )
@@ -176,7 +178,7 @@ def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
 PROGRAM = """
 import sys
 from pathlib import Path
-from bench.stages import Interrupted, Stage, Stages, interruptible
+from bench.session import Interrupted, Stage, Stages, interruptible
 found = [Stage("slow", 1, (sys.executable, "-c", {code!r}), "")]
 try:
     with interruptible():
@@ -245,16 +247,20 @@ def test_without_a_gpu_nothing_is_run_and_nothing_written(monkeypatch, tmp_path,
 
 def test_a_dry_run_lists_the_stages(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
-    assert main(["contact", "--dry-run", "--seconds", "540", "--out", str(tmp_path / "out")]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    words = ["--dry-run", "--seconds", "540", "--out", str(tmp_path / "out")]
+    assert main(["session", *words]) == 0
+    shown = capsys.readouterr().out
+    assert main(["contact", *words]) == 0
+    assert capsys.readouterr().out == shown
+    header, *lines = shown.splitlines()
     assert header.split()[:3] == ["stage", "share", "s"]
-    assert [line.split()[0] for line in lines] == [s.name for s in contact.STAGES]
+    assert [line.split()[0] for line in lines] == [s.name for s in session.STAGES]
     seconds = [int(line.split("%")[1].split()[0]) for line in lines]
-    assert abs(sum(seconds) - (540 - contact.RESERVE)) < len(lines)
+    assert abs(sum(seconds) - (540 - session.RESERVE)) < len(lines)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("stage", contact.STAGES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", session.STAGES, ids=lambda stage: stage.name)
 def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
     places = {"out": str(tmp_path), "seconds": "60", "jobs": "4"}
     _, dash, module, *words = stage.words(places)
@@ -264,7 +270,7 @@ def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
 
 
 def test_the_report_names_what_is_wrong_first_and_fits_a_screen(tmp_path):
-    kept = ResultsCache(tmp_path / contact.CHECKED)
+    kept = ResultsCache(tmp_path / session.CHECKED)
     kept.add(name="mlp", dtype="bf16", failure="killed", seconds=1.0, tensors=[], passed=False)
     kept.add(name="linear", dtype="bf16", failure=None, seconds=1.0, tensors=[], passed=True)
     kept.add(table="linear_fwd", config={"w": 4}, case="linear, fp16", share=0.0, fault="differs")
@@ -272,67 +278,137 @@ def test_the_report_names_what_is_wrong_first_and_fits_a_screen(tmp_path):
     results.append(Row("mlp", "ours", "a", "bf16", "fwd", status=FAILED, note="2x rule", ms=1.0))
     results.append(Row("mlp", "quack", "a", "bf16", "fwd", status="error", note="no such thing"))
     results.close()
-    text, right = contact.report(tmp_path)
-    assert not right
-    first, *others = text.splitlines()
-    assert first == "WRONG: 3"
-    assert others[0] == "  check mlp, bf16: killed"
-    assert others[1] == "  config linear_fwd [w=4], linear, fp16: differs"
-    assert others[2].startswith("  mlp a bf16 fwd: ours")
-    assert "quack" not in text
-    table = list(itertools.dropwhile(lambda line: not line.startswith("target"), others))
-    assert len(table) <= 26 and max(map(len, table[:-1])) <= 160
-    (tmp_path / contact.CHECKED).unlink()
+    found, unfinished, table = session.report(tmp_path)
+    assert found[:2] == [
+        "check mlp, bf16: killed",
+        "config linear_fwd [w=4], linear, fp16: differs",
+    ]
+    assert found[2:] == ["mlp a bf16 fwd: ours: 2x rule"] and not unfinished
+    lines = table.strip().splitlines()
+    assert lines[0].startswith("target") and len(lines) <= 28 and max(map(len, lines[:-1])) <= 160
+    (tmp_path / session.CHECKED).unlink()
     (tmp_path / "results.csv").unlink()
-    text, right = contact.report(tmp_path)
-    assert right and text.startswith("nothing wrong in what ran")
+    assert not session.report(tmp_path)[0]
 
 
-def test_a_stage_that_did_not_come_to_its_end_is_wrong(tmp_path):
+def test_equal_faults_share_a_line(tmp_path):
+    kept = ResultsCache(tmp_path / session.CHECKED)
+    for name in ("mlp", "linear", "rope"):
+        why = "no such instruction" if name != "rope" else "other"
+        kept.add(name=name, dtype="bf16", failure=why, seconds=1.0, tensors=[], passed=False)
+    found, _, _ = session.report(tmp_path)
+    assert found == [
+        "2 times: no such instruction: check mlp, bf16; check linear, bf16",
+        "check rope, bf16: other",
+    ]
+
+
+def test_what_had_no_time_is_not_wrong(tmp_path):
+    """A first run that finds nothing wrong must not end in red, nor hide a crash in yellow."""
     run = run_of(tmp_path)
     run.endings = [
         Ending("facts", DONE, 1.0, 0), Ending("check", DONE, 1.0, 1),
-        Ending("warm", UNFINISHED, 1.0, 3), Ending("targets", KILLED, 1.0, -9),
-        Ending("tune", stages.ABSENT, 0.0, None),
+        Ending("warm", UNFINISHED, 1.0, CUT_SHORT), Ending("targets", KILLED, 1.0, -9),
+        Ending("dies", UNFINISHED, 1.0, -11), Ending("tune", ABSENT, 0.0, None),
     ]  # fmt: skip
-    assert [line.split(",")[0] for line in contact.wrong(tmp_path, run, [])] == [
-        "stage check: done", "stage warm: unfinished", "stage targets: killed",
+    found, unfinished, _ = session.report(tmp_path, run)
+    assert found == ["stage check: exit status 1", "stage dies: exit status -11"]
+    assert [line.split(" after")[0] for line in unfinished] == [
+        "stage warm: unfinished", "stage targets: killed", "stage tune: no time",
     ]  # fmt: skip
+
+
+def test_a_first_run_without_faults_ends_well(tmp_path, capsys):
+    cut = stage("check", f"raise SystemExit({CUT_SHORT})")
+    words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
+    assert session.run(build_parser().parse_args(words), True, [cut]) == 0
+    out = capsys.readouterr().out
+    assert "nothing wrong in what ran" in out and "NO TIME: 1" in out and "WRONG" not in out
+
+
+def test_what_another_machine_has_done_is_done_again(tmp_path):
+    """Its results say nothing of this GPU; the caches of a fresh machine are empty."""
+    found = [stage("check", "print('checked')"), stage("warm", "print('warmed')", fills=True)]
+
+    def done_here(**key):
+        said = []
+        run_of(tmp_path, *found, say=said.append, resume=True, sources="a", **key).run()
+        return [name for name in ("checked", "warmed") if f"{name}\n" in said]
+
+    first = dict(machine="H100, torch 2.11", caches="1")
+    assert done_here(**first) == ["checked", "warmed"]
+    assert done_here(**first) == []
+    assert done_here(**{**first, "caches": "2"}) == ["warmed"]
+    (tmp_path / "out" / session.CHECKED).write_text("")
+    assert done_here(**{**first, "machine": "H200, torch 2.11"}) == ["checked", "warmed"]
+    assert not (tmp_path / "out" / session.CHECKED).exists()
+
+
+def test_a_cache_of_kernels_has_a_name_of_its_own(monkeypatch, tmp_path):
+    names = []
+    for folder in ("a", "b", "a"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder))
+        names.append(session.caches_id())
+    assert names[0] == names[2] != names[1] and all(names)
+
+
+def test_a_hang_is_named_before_its_stage_ends():
+    """Else it comes back with every --resume: others than it must have their turn."""
+    for seconds in (20.0, 60.0, 200.0):
+        for stage in session.STAGES:
+            words = stage.words({"out": "", "jobs": 1, "seconds": f"{seconds:.0f}"})
+            if "--case-timeout" in words:
+                timeout = float(words[words.index("--case-timeout") + 1])
+                assert timeout <= max(10.0, seconds / 3 + 1)
+
+
+def test_warm_goes_on_with_what_has_not_run(monkeypatch, tmp_path):
+    """What ran is not run again, but on a machine whose cache is empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    good = Job("good", (sys.executable, "-c", "print('{\"seconds\": 2.0}')"))
+    hangs = Job("hangs", (sys.executable, "-c", "import time; time.sleep(600)"))
+    said = []
+    assert session.run_warm([good], 1, float("inf"), tmp_path, said.append) == 0
+    assert session.run_warm([good, hangs], 2, 0.05, tmp_path, said.append) == CUT_SHORT
+    assert said[-1].startswith("0 of 1 cases")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert session.run_warm([good], 1, float("inf"), tmp_path, said.append) == 0
+    assert said[-1].startswith("1 of 1 cases")
 
 
 def test_an_interrupt_has_a_report_and_a_status_of_its_own(monkeypatch, tmp_path, capsys):
     def interrupted(self):
-        raise stages.Interrupted
+        raise session.Interrupted
 
     monkeypatch.setattr(Stages, "run", interrupted)
     words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
     found = [stage("facts", ""), stage("check", "")]
-    assert contact.run(build_parser().parse_args(words), True, found) == 130
+    assert session.run(build_parser().parse_args(words), True, found) == 130
     out = capsys.readouterr().out
     assert "nothing wrong in what ran" in out and "not done: facts, check; --resume" in out
     (tmp_path / "out" / EVENTS).unlink(missing_ok=True)
     (tmp_path / "out" / "results.csv").write_text("")
     with pytest.raises(CommandError, match=r"results\.csv exists"):  # also without stages
-        contact.run(build_parser().parse_args(words), True, found)
+        session.run(build_parser().parse_args(words), True, found)
 
 
 @pytest.mark.parametrize(("cores", "jobs"), [(1, 1), (3, 1), (16, 14)])
 def test_two_cores_stay_free_for_compilers(monkeypatch, cores, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert contact.jobs() == jobs
+    assert session.jobs() == jobs
 
 
 def test_contact_goes_through_its_stages_and_ends_with_the_table(tmp_path, capsys):
     found = [stage("facts", "print('a GPU')", needed=True), stage("check", "raise SystemExit(1)")]
     words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]
     arguments = build_parser().parse_args(words)
-    assert contact.run(arguments, True, found) == 1
+    assert session.run(arguments, True, found) == 1
     out = capsys.readouterr().out
     assert out.index("a GPU") < out.index("WRONG: 1") < out.index("\ntarget ")
     with pytest.raises(Exception, match="exists: --resume goes on"):
-        contact.run(arguments, True, found)
+        session.run(arguments, True, found)
     arguments = build_parser().parse_args([*words, "--resume"])
-    assert contact.run(arguments, True, found) == 0
+    assert session.run(arguments, True, found) == 0
     assert "a GPU" not in capsys.readouterr().out
 
 
@@ -349,15 +425,18 @@ def test_first_launches_are_made_side_by_side(tmp_path):
         Job("dies", (sys.executable, "-c", "raise SystemExit('no kernel')")),
     ]
     said = []
-    assert warm.run(jobs, 2, float("inf"), said.append) == 1
+    assert session.run_warm(jobs, 2, float("inf"), say=said.append) == 1
     assert "a: 2 s" in said and "b: 2 s" in said
     assert any(line.startswith("FAILED dies") and "no kernel" in line for line in said)
     assert said[-1].startswith("3 of 3 cases ran once, 1 failed")
-    assert warm.run(jobs[2:] * 2, 2, float("inf"), said.append) == 1 and "2 failed" in said[-1]
+    assert (
+        session.run_warm(jobs[2:] * 2, 2, float("inf"), say=said.append) == 1
+        and "2 failed" in said[-1]
+    )
     good = Job("good", (sys.executable, "-c", "print('{\"seconds\": 2.0}')"))
-    assert warm.run([good], 1, float("inf"), said.append) == 0
+    assert session.run_warm([good], 1, float("inf"), say=said.append) == 0
     hangs = Job("hangs", (sys.executable, "-c", "import time; time.sleep(600)"))
-    assert warm.run([hangs], 1, 0.05, said.append) == stages.CUT_SHORT
+    assert session.run_warm([hangs], 1, 0.05, say=said.append) == CUT_SHORT
     assert said[-1].startswith("0 of 1 cases")
 
 

@@ -86,10 +86,10 @@ def test_every_public_name_is_there():
 
 
 def test_few_doors():
-    """A newcomer reads the whole list: at most eight modules and eight rooms."""
+    """A newcomer reads the whole list: at most eight modules and nine rooms."""
     modules = [p for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
     rooms = [p for p in PACKAGE.iterdir() if (p / "__init__.py").exists()]
-    assert len(modules) <= 8 and len(rooms) <= 8
+    assert len(modules) <= 8 and len(rooms) <= 9
 
 
 @pytest.fixture

@@ -15,13 +15,11 @@ from bench_stand_ins import bench
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
-from bench import plot, report, target_tasks, targets
-from bench.models import WAYS, missing_option
-from bench.providers import Provider
+from bench import plan, report, targets
+from bench.models import EAGER_GRAPH, WAYS, missing_option
+from bench.providers import SEARCH, T_SWEEP, Provider, Shape
 from bench.rows import ERROR, FAILED, Row
-from bench.shapes import T_SWEEP, Shape
 from bench.targets import GOALS, Claim, verdict
-from bench.timer import Roofs
 
 CLAIMS = [claim for goal in GOALS for claim in goal.claims]
 BY_NAME = {claim.name: claim for claim in CLAIMS}
@@ -124,8 +122,6 @@ def test_without_rows_each_line_says_why(monkeypatch):
     lines = targets.lines([])
     assert len(lines) == len(CLAIMS) <= 24
     assert {line[-1] for line in lines} >= {"not measured"}
-    monkeypatch.setattr(targets, "__file__", "/nowhere/targets.py")
-    assert "no op mlp here" in {line[-1] for line in targets.lines([])}
     monkeypatch.setitem(WAYS, "swapped-low", replace(WAYS["swapped"], options=(("nap", "low"),)))
     low = next(line for line in targets.lines([]) if line[0] == "peak memory, low")
     assert low[-1] == "swap_in has no nap='low'"
@@ -144,7 +140,7 @@ def test_the_table_of_goals():
 def measured(claim: Claim):
     """Providers of the tasks' keys that belong to a claim, by shape."""
     found: dict[str, set[str]] = {}
-    for task in target_tasks.target_tasks():
+    for task in plan.target_tasks():
         for op, provider, shape, dtype, mode in task.keys:
             if claim.has(Row(op, provider, shape, dtype, mode)):
                 found.setdefault(shape, set()).add(provider)
@@ -165,24 +161,23 @@ def test_what_a_claim_compares_is_measured(claim):
 
 
 def test_what_is_compared_is_in_the_same_task():
-    for task in target_tasks.target_tasks():
-        names = {key[1] for key in task.keys}
-        assert task.renews
-        if "compile-max-autotune" in names and task.keys[0][0] != "vit":
-            assert {"eager", "ours", "compile"} <= names
-    assert len({k for t in target_tasks.target_tasks() for k in t.keys}) == sum(
-        len(t.keys) for t in target_tasks.target_tasks()
+    for target in plan.targets():
+        assert target.task().renews
+        if isinstance(target, plan.OpTarget) and target.searches:
+            assert {"eager", "ours", "compile", SEARCH} <= {p.name for p in target.providers()}
+    assert len({k for t in plan.target_tasks() for k in t.keys}) == sum(
+        len(t.keys) for t in plan.target_tasks()
     )
-    (part,) = target_tasks.target_tasks(["patch_embed"])
+    (part,) = plan.target_tasks(["patch_embed"])
     assert part.title.startswith("patch_embed")
 
 
 def test_a_models_ratio_is_of_the_same_turns():
     """A later task that measures ours again must measure what it is held against, too."""
-    planned = [t for t in target_tasks.targets() if isinstance(t, target_tasks.VitTarget)]
+    planned = [t for t in plan.targets() if isinstance(t, plan.VitTarget)]
     for claim in (c for c in CLAIMS if c.op == "vit" and c.kind == "time"):
         turns = [
-            ("eager", *target.ways, *target.beside)
+            ("eager", EAGER_GRAPH, *target.ways, *target.beside)
             for target in planned
             if claim.has(Row("vit", "", target.case.id, target.case.dtype, target.case.mode))
         ]
@@ -194,13 +189,13 @@ def test_a_models_ratio_is_of_the_same_turns():
 def test_a_models_task_measures_what_is_beside_it_again(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        target_tasks.bench_vit, "measure_vit", lambda case, names, bench: seen.append(names) or []
+        plan.models, "measure_vit", lambda case, names, bench: seen.append(names) or []
     )
     (target,) = (
-        t for t in target_tasks.targets()
-        if isinstance(t, target_tasks.VitTarget) and t.ways == ("swapped-low",)
+        t for t in plan.targets()
+        if isinstance(t, plan.VitTarget) and t.ways == ("swapped-low",)
     )  # fmt: skip
-    target.task().run(bench(), ["swapped-low"])
+    target.task().run(["swapped-low"], bench())
     assert seen == [("swapped-low", "swapped")]
 
 
@@ -222,64 +217,81 @@ def test_first_launches_touch_what_is_compiled(monkeypatch):
         provider("compile-max-autotune", compiled=True),
     ]  # fmt: skip
     shape = Shape("tiny", B=1, T=5, C=16, H=2, F=32)
-    monkeypatch.setattr(target_tasks.OpTarget, "providers", lambda self: found)
-    monkeypatch.setattr(target_tasks.OpTarget, "shape", shape)
-    target_tasks.OpTarget("layer_norm", "", ("fwd",)).touch(torch.device("cpu"))
+    monkeypatch.setattr(plan.OpTarget, "providers", lambda self: found)
+    monkeypatch.setattr(plan.OpTarget, "shape", shape)
+    plan.OpTarget("layer_norm", "", ("fwd",)).touch(torch.device("cpu"))
     assert called == ["ours", "ours, backward", "compile", "compile, backward"]
 
 
 def test_a_way_that_swap_in_does_not_know_is_not_planned(monkeypatch):
     monkeypatch.setitem(WAYS, "swapped-low", replace(WAYS["swapped"], options=(("nap", "low"),)))
     assert missing_option("swapped-low") and not missing_option("swapped")
-    ways = [w for t in target_tasks.targets() if hasattr(t, "ways") for w in t.ways]
+    ways = [w for t in plan.targets() if hasattr(t, "ways") for w in t.ways]
     assert "swapped" in ways and "swapped-low" not in ways
 
 
-def test_pages_show_the_goals_once_and_results_where_there_are_some(tmp_path):
+def test_what_tells_most_comes_first_and_a_hang_costs_little():
+    """A hang in the first task took all the time of a run."""
+    found = [task.title for task in plan.target_tasks()]
+    assert [re.findall(r"T\d+", title)[0] for title in found[:2]] == ["T197", "T257"]
+    if any("ViT-L" in title for title in found):
+        assert "drop0.4" in found[2]
+    searches = ["max-autotune" in title for title in found]
+    assert searches == sorted(searches)  # the searches last
+    assert all(
+        task.seconds <= 60 for task in plan.target_tasks() if "max-autotune" not in task.title
+    )
+
+
+def test_a_search_of_an_op_measures_everybody_again(monkeypatch):
+    seen = []
+    monkeypatch.setattr(plan, "measure_op", lambda *given: seen.append(given[4]) or [])
+    (search,) = plan.target_tasks(["gated_mlp ViT-B-B128-T197-C768-H12-packed both max-autotune"])
+    assert {key[1] for key in search.keys} == {SEARCH}
+    search.run([SEARCH], bench())
+    assert {"eager", "ours", "compile", SEARCH} <= set(seen[0])
+
+
+def test_both_layouts_of_sdpa_are_peers():
+    """On packed qkv its backward also stacks dq, dk and dv; the faster of both counts."""
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    rows = [
+        attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0),
+        attention("sdpa-flash-unpacked", 197, 1.5),
+    ]  # fmt: skip
+    assert verdict(claim, rows).peer.provider == "sdpa-flash-unpacked"
+
+
+def test_a_graph_of_ours_is_no_match_for_an_eager_step():
+    def step(provider, ms):
+        return Row("vit", provider, targets.VIT_B, "amp", "train", ms=ms)
+
+    rows = [step("eager", 4.0), step("swapped", 3.0), step("swapped+graph", 2.0)]
+    assert verdict(BY_NAME["ViT-B step, eager"], rows).ratio == pytest.approx(4 / 3)
+    assert verdict(BY_NAME["ViT-B step, graphs"], rows).word == "no peer measured"
+    assert verdict(BY_NAME["ViT-B step, graphs"], [*rows, step(EAGER_GRAPH, 3.0)]).ratio == 1.5
+
+
+def test_why_a_row_has_no_time_is_said_in_full():
+    why = "RuntimeError: " + 10 * "no kernel image "
+    row = attention("ours", 197, None, status=ERROR, note=why)
+    assert targets.lines([row])[0][-1] == f"error: {why}"
+
+
+def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     (tmp_path / "a-gpu").mkdir()
     (tmp_path / "a-gpu" / "targets.png").write_bytes(b"")
     about = {"gpu": "NO SUCH GPU"}
     rows = [attention("ours", 197, 1.0, **about), attention("sdpa-flash", 197, 2.0, **about)]
-    former = f"a\n{report.RESULTS_START}\nold\n{report.RESULTS_END}\nb"
-    empty = report.docs([], "", tmp_path)
-    assert empty.count(GOALS[0].work) == 1 and "Targets on" not in empty
-    page = report.docs([("a-gpu", rows)], "", tmp_path)
-    first, second = page.index("## Targets on a-gpu"), page.index("## a-gpu")
-    assert first < second and "2.00 met" in page[second:]
-    assert "](../bench/results/a-gpu/targets.png)" in page[first:second]
-    front = report.readme([("a-gpu", rows)], former, tmp_path)
-    assert "old" not in front and front.startswith("a\n") and front.endswith("\nb")
+    empty = report.docs([], tmp_path)
+    assert empty.count(GOALS[0].work) == 1 and "NO SUCH GPU" not in empty
+    page = report.docs([("a-gpu", rows)], tmp_path)
+    first, goals = page.index("### a-gpu"), page.index("### Targets")
+    assert "](../bench/results/a-gpu/targets.png)" in page[first:goals]
+    assert "| sdpa-flash |" in page[first:goals] and "2.00 met" in page[goals:]
+    front = report.readme([("a-gpu", rows)], tmp_path)
     assert (
         "| attention fwd, T = 197, 257" in front and "](bench/results/a-gpu/targets.png)" in front
     )
-    assert report.NOTHING in report.readme([], front, tmp_path)
-    assert report.NOTHING in report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])], former)
-
-
-def test_the_pictures_of_goals_and_of_models_have_no_empty_panel(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        attention("ours", 197, 1.0, tflops=2.0, roof_share=0.5),
-        attention("eager", 197, 2.0, tflops=1.0, roof_share=0.2),
-        attention("sdpa-flash", 197, 1.5, tflops=1.0, roof_share=0.2, status=FAILED),
-    ]
-    speeds, failed = plot._speeds(rows, lambda r: r.shape)
-    assert speeds == {rows[0].shape: {"ours": 2.0, "eager": 1.0, "sdpa-flash": 2 / 1.5}}
-    assert failed == {(rows[0].shape, "sdpa-flash")}
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plot, "_save", lambda figure, path: seen.append(figure) or path)
-        names = [p.name for p in plot.draw_all(rows, Roofs(0.0, {}), tmp_path)]
-        assert names == ["targets.png", "ops.png"]
-        assert len(seen[1].axes) == 1  # bars alone: there is one T
-        wide = [attention(r.provider, 257, r.ms, tflops=1.0, roof_share=0.3) for r in rows[:2]]
-        seen.clear()
-        plot.draw_ops([*rows, *wide], tmp_path / "ops.png")
-        left, right = seen[0].axes
-        assert (left.get_ylabel(), right.get_ylabel()) == ("TFLOP/s", "share of the nearer roof")
-        step = Row("vit", "eager", "a", "amp", "train", ms=2.0, images_per_s=1.0)
-        seen.clear()
-        plot.draw_vit([step, replace(step, provider="swapped", ms=1.0)], tmp_path / "vit.png")
-        (axes,) = seen[0].axes  # no memory, no first step: no panels for them
-        assert axes.get_title().startswith("Speed over eager")
-        assert sorted(bar.get_height() for bar in axes.patches) == [1.0, 2.0]
+    assert report.readme([], tmp_path) == report.NOTHING
+    assert report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])]) == report.NOTHING

@@ -10,7 +10,6 @@ from torch import nn
 
 pytest.importorskip("timm")
 traffic = pytest.importorskip("bench.traffic")
-calls = pytest.importorskip("bench.traffic_calls")
 
 TOKENS, C = traffic.BATCH * 197, 384
 LAUNCHES = 28  # of a block, forward and backward
@@ -85,24 +84,24 @@ def test_traffic_of_a_tower_with_rope():
 
 def test_traffic_of_bytes_and_of_kept_patches():
     """An image's bytes move once forward and once for dweight, those of dropped patches never."""
-    whole, uint8, kept = (calls.patches("S", way, True) for way in calls.IMAGES[:3])
-    pixels = calls.BATCH * 3 * calls.SIZE**2
+    whole, uint8, kept = (traffic.patches("S", way, True) for way in traffic.IMAGES[:3])
+    pixels = traffic.BATCH * 3 * traffic.SIZE**2
     for side in (0, 1):
         assert whole[side][1] - uint8[side][1] == 3 * pixels
         assert whole[side][1] - kept[side][1] > 4 * pixels * 3 // 4  # and fewer tokens
     assert uint8.kept == pixels and whole.kept == 4 * pixels
-    torch_ = calls.patches("S", "uint8, 25 % kept", False)
-    ours = calls.patches("S", "uint8, 25 % kept", True)
+    torch_ = traffic.patches("S", "uint8, 25 % kept", False)
+    ours = traffic.patches("S", "uint8, 25 % kept", True)
     assert ours.forward[1] < torch_.forward[1] / 20 and ours.kept < torch_.kept
 
 
 def test_traffic_of_images_padded_and_packed():
     """By hand, in elements of the longest's tokens: what padding costs, and what is left of it."""
     B, T, C, H = 4, 16, 64, 2
-    shape = calls.Shape("tiny", B, T, C, H, 0, variant=calls.SPREAD)
-    tokens = sum(calls.lengths(shape))
+    shape = traffic.Shape("tiny", B, T, C, H, 0, variant=traffic.SPREAD)
+    tokens = sum(traffic.lengths(shape))
     assert tokens < B * T
-    by_name = {way.name: calls.images_attended(way, shape) for way in calls.WAYS}
+    by_name = {way.name: traffic.images_attended(way, shape) for way in traffic.WAYS}
     packed, keys = by_name["varlen_attention"], by_name["attention, mask (B, 1, 1, T)"]
     whole = by_name["SDPA, mask (B, 1, T, T)"]
 
@@ -122,8 +121,8 @@ def test_traffic_of_images_padded_and_packed():
 
 def test_traffic_of_a_learnt_bias():
     """Ours sums its gradient in the kernel; SDPA's writes one for each sample, and adds them."""
-    torch_, ours = (calls.bias_learnt(ours) for ours in (False, True))
-    ds = 2 * calls.BATCH * 12 * 197**2  # in bf16
+    torch_, ours = (traffic.bias_learnt(ours) for ours in (False, True))
+    ds = 2 * traffic.BATCH * 12 * 197**2  # in bf16
     assert torch_.backward[1] - ours.backward[1] > 2 * ds
     assert abs(torch_.forward[1] - ours.forward[1]) < 0.01 * ours.forward[1]
 
@@ -159,14 +158,14 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
         ("S", "timm"), ("S", "swapped"), ("S", 'swapped, memory="low"')
     ]  # fmt: skip
 
-    monkeypatch.setattr(calls, "images_attended", lambda way: step)
-    monkeypatch.setattr(calls, "bias_learnt", lambda ours: step)
-    page, found = _cells(calls.ATTENTION_HEADER), list(calls.attention_rows())
+    monkeypatch.setattr(traffic, "images_attended", lambda way: step)
+    monkeypatch.setattr(traffic, "bias_learnt", lambda ours: step)
+    page, found = _cells(traffic.ATTENTION_HEADER), list(traffic.attention_rows())
     assert [(*row[:2], row[-1]) for row in found] == [(*row[:2], row[-1]) for row in page]
     assert found[0][2:5] == ("3", "4", f"{50 * unit / 1e6:.0f}")
 
-    monkeypatch.setattr(calls, "patches", lambda *given: step)
-    page, found = _cells(calls.PATCH_HEADER), list(calls.patch_rows())
+    monkeypatch.setattr(traffic, "patches", lambda *given: step)
+    page, found = _cells(traffic.PATCH_HEADER), list(traffic.patch_rows())
     assert [row[:2] for row in found] == [row[:2] for row in page]
 
 

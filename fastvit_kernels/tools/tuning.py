@@ -7,7 +7,7 @@
 3. Every config that fits a key is forced. The replay must keep the 2x rule for the output and every
    gradient, twice with equal bits, outputs poisoned; only then are its operators timed.
 4. Timings of a config and of the default alternate. The default stays unless the other is better
-   by more than MIN_GAIN and more than the spread of both.
+   by more than 2 % and more than the spread of both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
+from ..measure.timer import microseconds as gpu_microseconds
+from ..measure.turns import alternate, beats
 from ..runtime.backend import backend, gpu
 from ..runtime.compat import TorchDispatchMode
 from ..runtime.configs import TABLES, Choice, forced, install, recording
@@ -30,17 +32,8 @@ from ..verify.runner import Fault, check
 from .replay import Call, Replay, noting
 
 ROUNDS = 7  # of a config and the default in turn
-MIN_GAIN = 0.02
 
 Timer = Callable[[Callable[[], object]], float]  # -> microseconds of one call
-
-
-def gpu_microseconds(function: Callable[[], object]) -> float:
-    """Median of a burst of calls by CUDA events, the L2 cache flushed before each."""
-    from triton.testing import do_bench
-
-    milliseconds: Any = do_bench(function, warmup=2, rep=10, return_mode="median")
-    return 1000.0 * milliseconds
 
 
 class Unusable(RuntimeError):
@@ -121,18 +114,6 @@ def _step_us(table: str, config: Any, calls: list[Any], timer: Timer) -> float:
         return sum(count * timer(call) for call, count in calls)
 
 
-def _spread(samples: Sequence[float]) -> float:
-    """From the 20th to the 80th percentile, as a share of the median."""
-    cuts = quantiles(samples, n=5)
-    return (cuts[-1] - cuts[0]) / median(samples)
-
-
-def beats(candidate: Sequence[float], default: Sequence[float]) -> bool:
-    """Whether rounds of a candidate are faster than the default's by more than the noise."""
-    gain = 1.0 - median(candidate) / median(default)
-    return gain > max(MIN_GAIN, _spread(candidate), _spread(default))
-
-
 def decide(
     choice: Choice,
     calls: Mapping[Call, int],
@@ -186,14 +167,11 @@ def decide(
             continue
         with forced(choice.table, config):
             config_calls = _deciding(replays, choice)
-        rounds = [
-            (
-                _step_us(choice.table, config, config_calls, timer),
-                _step_us(choice.table, default, default_calls, timer),
-            )
-            for _ in range(ROUNDS)
-        ]
-        ours, defaults = zip(*rounds, strict=True)
+        ours, defaults = alternate(
+            ROUNDS,
+            functools.partial(_step_us, choice.table, config, config_calls, timer),
+            functools.partial(_step_us, choice.table, default, default_calls, timer),
+        )
         ratio = median(ours) / median(defaults)
         if (default_is_wrong or beats(ours, defaults)) and (best is None or ratio < best):
             best = ratio

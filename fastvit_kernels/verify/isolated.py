@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 POLL_S = 0.05
@@ -38,11 +38,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job printed, and what ended it before its time."""
+    """What a job printed, and what ended it before its time: a fault, or the end of the budget."""
 
     job: Job
     lines: list[dict[str, Any]]
     failure: str | None
+    is_cut: bool = False
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ def run_isolated(
 
     Args:
         timeout: a job that prints no line for so many seconds is killed.
-        budget: seconds after which what still runs is killed, without an outcome.
+        budget: seconds after which what still runs is killed; its outcome has what it printed.
         then: further jobs that follow from an outcome: what a dead process has left undone.
     Yields: the outcome of each as it ends.
     """
@@ -149,6 +150,12 @@ def run_isolated(
                         running.remove(one)
                         waiting += then(outcome)
                         yield outcome
+            for one in running:
+                one.kill()
+            while running:
+                outcome = running.pop().outcome(math.inf)
+                is_cut = outcome.failure is not None  # else it has just ended by itself
+                yield replace(outcome, failure=None, is_cut=is_cut)
         finally:
             for one in running:
                 one.kill()

@@ -50,7 +50,7 @@ def _outcomes(wanted: Selection, jobs: Mapping[Job, Case]) -> Iterator[Outcome]:
         for outcome in run_isolated(
             [*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget, then=rest_of
         ):
-            wanted.left_out += len(rest_of(outcome)) - 1
+            wanted.left_out += len(rest_of(outcome)) - (not outcome.is_cut)
             yield outcome
         return
     end = time.monotonic() + wanted.budget
@@ -80,6 +80,8 @@ def run_cases(wanted: Selection) -> Iterator[Result]:
     jobs = {check_job(*pair, wanted.device): case for pair, case in pairs.items()}
     dtypes = dict(zip(jobs, (dtype for _, dtype in pairs), strict=True))
     for outcome in _outcomes(wanted, jobs):
+        if outcome.is_cut:
+            continue
         result = result_of(outcome, dtypes[outcome.job])
         wanted.kept.add(**result.as_dict())
         yield result

@@ -10,14 +10,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # bench is no part of the package
 
-from bench import bench_vit, harness, shapes
-from bench.harness import Bench
+from bench import measure, models, providers
+from bench.measure import Bench
 from bench.plan import Task
 from bench.rows import Row
-from bench.timer import Roofs, Step
+from fastvit_kernels.measure.roofs import Roofs
+from fastvit_kernels.measure.timer import Step
 
 CPU = torch.device("cpu")
-TINY = shapes.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
+TINY = providers.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
 ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
 
 
@@ -55,15 +56,14 @@ def bench(timer=None):
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
-    monkeypatch.setattr(harness, "WARM_UP", 1)
-    monkeypatch.setattr(bench_vit, "WARM_UP", 1)
-    monkeypatch.setattr("bench.harness.ROUND_MS", 2.0)
-    monkeypatch.setattr("bench.bench_vit.TURN_MS", 2.0)
-    monkeypatch.setitem(shapes.VITS, "tiny", (16, 1, 2, 32))
+    for module in (measure, models):
+        monkeypatch.setattr(module, "WARM_UP", 1)
+        monkeypatch.setattr(module, "TURN_MS", 2.0)
+    monkeypatch.setitem(providers.VITS, "tiny", (16, 1, 2, 32))
 
 
 def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):
-    def default(bench, names):
+    def default(names, bench):
         if calls is not None:
             calls.append((name, tuple(names)))
         for provider in dict.fromkeys(("eager", *names)):

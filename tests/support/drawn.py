@@ -41,6 +41,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "tests/machine/": ("machine/test_gate.py", "machine/test_loop_model.py"),
     "tests/model_coverage/": ("model_coverage/test_sweep.py", "model_coverage/test_compare.py"),
     "tests/hub/": ("hub/test_hub.py",),
+    "measure/": ("test_measure.py", "test_bench.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),

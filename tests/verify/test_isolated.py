@@ -104,7 +104,11 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     path = tmp_path / "pid"
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)")
-    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
+    slow = job(
+        "slow",
+        f"{head}print('{{\"config\": 1}}', flush=True)\n"
+        "p.write_text(str(os.getpid())); time.sleep(6000)",
+    )
     found = run_isolated([quick, slow], 2, TIMEOUT)
     next(found)
     found.close()  # as an interrupt does
@@ -219,7 +223,8 @@ def test_the_budget_ends_what_still_runs(tmp_path):
     found = run_isolated([quick, slow], 2, TIMEOUT, budget=100.0, now=lambda: clock[0])
     assert next(found).job is quick
     clock[0] = 101.0
-    assert list(found) == []  # nothing is said of slow: it runs again
+    (cut,) = found  # what it has printed; it runs again
+    assert (cut.job, cut.lines, cut.failure, cut.is_cut) == (slow, [{"config": 1}], None, True)
     assert ends(int(path.read_text()))
 
 
@@ -367,13 +372,32 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     monkeypatch.setattr(worker, "run_case", lambda case, dtype: replace(result, name=case.name))
 
     def run(given, *_, budget, then):
-        outcomes = (Outcome(j, [{**result.as_dict(), "name": j.name}], None) for j in given)
-        return outcomes if budget > 0 else []
+        lines = [result.as_dict()] if budget > 0 else []
+        return (Outcome(j, [{**x, "name": j.name} for x in lines], None, not lines) for j in given)
 
     monkeypatch.setattr(selection, "run_isolated", run)
     wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), budget)
     found = [result.name for result in selection.run_cases(wanted)]
     assert len(found) == 3 - left_out and wanted.left_out == left_out
+
+
+def test_configs_that_ran_before_the_budgets_end_are_kept(monkeypatch, tmp_path):
+    """All that a job had said was thrown away, and the next run began at its first config."""
+    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
+    line = {"table": "rms_norm_fwd", "config": 0}
+    lines = [{**line, "tried": True}, {**line, "tried": False, "share": 0.5, "fault": None},
+             {**line, "config": 1, "tried": True}]  # fmt: skip
+
+    def run(given, *_, **__):
+        return (Outcome(job, lines, None, is_cut=True) for job in given)
+
+    monkeypatch.setattr(selection, "cases_of", lambda *_: [case])
+    monkeypatch.setattr(selection, "run_isolated", run)
+    path = tmp_path / "kept"
+    wanted = selection.Selection(DEVICE, ["fp32"], "", 2, TIMEOUT, ResultsCache(path), 1.0)
+    (ran,) = selection.run_configs(wanted)
+    assert (ran.table, ran.share, ran.fault) == ("rms_norm_fwd", 0.5, None)
+    assert wanted.left_out == 1 and len(ResultsCache(path).lines) == 1
 
 
 @pytest.mark.parametrize("jobs", [0, 2])

@@ -534,7 +534,7 @@ def _model(name: str) -> tuple[str]:
 
 FAULTS += [  # what tools say of kernels
     Fault(
-        "tune-noise", TUNING, "beats", "a gain as large as the noise wins",
+        "tune-noise", "measure/turns.py", "beats", "a gain as large as the noise wins",
         "gain > max(", "gain >= max(", only=_tuning("the_default_stays_within_the_noise"),
     ),
     Fault(

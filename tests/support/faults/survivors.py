@@ -4,10 +4,12 @@ SURVIVORS = {
     "commands/training/figures.py:draw_attention_layer: 2.55 -> (3.55)": "inches of a drawing",
     "commands/console.py:make_table: 0 -> (1) #3": "the padding of a table",
     "commands/options.py:: 1024 -> (1025)": "a bound that has to be large, and is its own test's",
-    "bench/plot.py:_bars: axes.bar_label(bars, fmt=form, fontsize=7, rotation=90, padding=2) -> (axes.bar_label(bars, fmt=form, fontsize=7, padding=2))": "how labels of a drawing lie",  # noqa: E501
-    "bench/measuring.py:_finish: i in (0, 5) -> (i not in (0, 5))": "the side of a column",
-    "bench/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
-    "bench/shapes.py:vits: 384 -> (385) #2": "whole patches: 385 // 16 is 384 // 16, and of 14 too",
+    "bench/report.py:_bars: axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2) -> (axes.bar_label(bars, fmt=form, fontsize=8, padding=2))": "how labels of a drawing lie",  # noqa: E501
+    "bench/report.py:_table: i in left -> (i not in left)": "the side of a column",
+    "measure/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
+    "bench/providers.py:vits: 384 -> (385) #2": (
+        "whole patches: 385 // 16 is 384 // 16, and of 14 too"
+    ),
     "ops/attention/backward_bias.py:: 4 -> (5)": "how many programs share the tiles: GPU timing",
     "ops/common/rows.py:bwd_programs: config.block_rows > 1 -> (config.block_rows >= 1)": (
         "GPU timing"

@@ -1,15 +1,22 @@
-"""How bench takes time and memory of a GPU, on a stand-in for torch.cuda that notes every call."""
+"""How time and memory of a GPU are taken, on a stand-in for torch.cuda that notes every call."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 import torch
 
-from bench.timer import MIB, CudaTimer, DeviceLost, Step
+from fastvit_kernels.measure.timer import (
+    MIB,
+    CudaTimer,
+    DeviceLost,
+    Step,
+    cold_bytes,
+    microseconds,
+)
+from fastvit_kernels.measure.turns import alternate, beats
 
 
 class Gpu:
@@ -45,7 +52,8 @@ class Gpu:
             "empty_cache": lambda: self.calls.append("empty cache"),
             "current_stream": lambda: self, "Stream": lambda: self, "CUDAGraph": lambda: self,
             "stream": lambda stream: self.inside("side stream"),
-            "graph": lambda graph, stream: self.inside("capture"),
+            "graph_pool_handle": lambda: "the pool",
+            "graph": lambda graph, pool, stream: self.inside(f"capture in {pool}"),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, stand_in)
         with monkeypatch.context() as patch:
@@ -110,7 +118,7 @@ def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):
     replay = gpu.timer.capture(Step(prepare, run))
     assert gpu.calls == [
         "streams meet", "side stream", "forward", "run on it", "run on it", "end", "wait",
-        "capture", "run on it", "end", "wait", "streams meet",
+        "capture in the pool", "run on it", "end", "wait", "streams meet",
     ]  # fmt: skip
     gpu.calls.clear()
     replay()
@@ -124,3 +132,34 @@ def test_a_device_is_lost_where_it_says_so_twice(gpu):
     gpu.errors = 2
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access$"):
         gpu.timer.clear()
+
+
+@pytest.mark.parametrize(("hip", "l2", "mib"), [(None, 50, 100), (None, 6, 32), ("7.0", 4, 512)])
+def test_the_cold_buffer_covers_the_last_cache(monkeypatch, hip, l2, mib):
+    """ROCm reports the L2; MI300's Infinity Cache behind it has 256 MiB."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert cold_bytes(l2 * MIB) == mib * MIB
+
+
+def test_microseconds_are_the_median_of_a_cold_burst():
+    asked = []
+
+    class Timer:
+        def sample(self, run, count, flush):
+            asked.append((count, flush))
+            return [0.5] * (count - 1) + [90.0]
+
+    assert microseconds(print, Timer()) == 500.0
+    assert asked == [(3, True), (20, True)]  # 10 ms of them
+
+
+def test_contenders_alternate():
+    calls = []
+    samples = [lambda name=name: calls.append(name) or len(calls) for name in "ab"]
+    assert alternate(3, *samples) == [[1, 3, 5], [2, 4, 6]] and calls == list("ababab")
+
+
+def test_a_gain_must_be_larger_than_the_noise_of_both():
+    steady = [10.0, 10.1, 9.9, 10.0, 10.1]
+    assert beats([9.0] * 5, steady) and not beats([9.9] * 5, steady)  # 1 % is none
+    assert not beats([6.0, 9.0, 9.0, 12.0, 12.0], steady)

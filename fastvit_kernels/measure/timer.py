@@ -1,25 +1,29 @@
-"""How time and memory are taken: CUDA events with a cold L2, and CUDA graphs without the host.
+"""Time and memory of a GPU: CUDA events with a cold cache, CUDA graphs without the host.
 
-Every sample of a small op starts with an L2 that holds none of its inputs: a buffer of twice its
-size is written first. A graph replays the same kernels without Python, dispatch or launches between
-them; it is what the GPU itself needs. Source: triton.testing.do_bench, for the flush.
+Each sample of a small op starts with a cache that holds none of its inputs: a buffer of twice the
+cache's size is written first. A graph replays the same kernels without Python, dispatch or launches
+between them: the GPU's own time. Source: triton.testing.do_bench, for the flush.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 MIB = 2**20
+LEAST_COLD = 32 * MIB
+INFINITY_CACHE = 256 * MIB  # of MI300 and MI350, behind the L2 that ROCm reports
+BURST_MS, MOST_BURST = 10.0, 1000  # how long one figure of `microseconds` takes
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed: `run(state)`, the state from `prepare()`, which is not timed."""
+    """What is timed: `run(state)`, with the state from `prepare()`, which is not timed."""
 
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]
@@ -29,17 +33,34 @@ class DeviceLost(Exception):
     """A kernel has left the GPU's context unusable: only a new process can go on."""
 
 
+class Spread(NamedTuple):
+    median: float
+    p20: float
+    p80: float
+
+
+def spread(times: list[float]) -> Spread:
+    """Median, 20th and 80th percentile, by the nearest sample."""
+    ordered = sorted(times)
+    return Spread(*(ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.2, 0.8)))
+
+
+def samples_in(turn_ms: float, ms: float, least: int, most: int) -> int:
+    """How many samples of `ms` fill a turn."""
+    return min(most, max(least, int(turn_ms / max(ms, 1e-3))))
+
+
 class Timer(Protocol):
     def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
         """Milliseconds of `count` runs."""
         ...
 
     def capture(self, step: Step) -> Callable[[], Any]:
-        """A replay of the step's kernels. Raises RuntimeError where it cannot be had."""
+        """A replay of the step's kernels. Raises RuntimeError if they cannot be captured."""
         ...
 
     def peak_mib(self, run: Callable[[], Any]) -> float | None:
-        """Memory that one run takes at its peak above what is there before it."""
+        """Memory that one run takes at its peak, above what is there before it."""
         ...
 
     def kept_mib(self, forward: Callable[[], Any]) -> float | None:
@@ -47,8 +68,14 @@ class Timer(Protocol):
         ...
 
     def clear(self) -> None:
-        """Give back memory that nothing refers to; raise DeviceLost where the GPU is gone."""
+        """Free memory that nothing refers to; raise DeviceLost if the GPU is gone."""
         ...
+
+
+def cold_bytes(l2: int) -> int:
+    """Size of a buffer whose writing empties every cache of the GPU."""
+    cache = max(l2, INFINITY_CACHE) if torch.version.hip else l2
+    return max(2 * cache, LEAST_COLD)
 
 
 class CudaTimer:
@@ -57,7 +84,9 @@ class CudaTimer:
     def __init__(self) -> None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         l2 = getattr(properties, "L2_cache_size", 64 * MIB)
-        self._cold = torch.empty(max(2 * l2, 32 * MIB), dtype=torch.uint8, device="cuda")
+        self._cold = torch.empty(cold_bytes(l2), dtype=torch.uint8, device="cuda")
+        # One pool for all graphs: they are replayed in turn, and what one leaves is read at once.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -81,7 +110,7 @@ class CudaTimer:
             for _ in range(2):
                 step.run(state)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             kept = step.run(state)
         torch.cuda.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
@@ -122,27 +151,16 @@ class CudaTimer:
                     raise DeviceLost(str(error).strip().split("\n")[0]) from error
 
 
-@dataclass(frozen=True)
-class Roofs:
-    """What this GPU reached in this run: GB/s of a large copy, TFLOP/s of a large matmul."""
-
-    copy_gbps: float
-    matmul_tflops: dict[str, float]  # by dtype
-
-    def share(self, ms: float, flops: float, bytes_: float, dtype: str) -> tuple[str, float | None]:
-        """The nearer roof, and the time at it over `ms`."""
-        matmul = self.matmul_tflops.get(dtype)
-        if not self.copy_gbps or not matmul:
-            return "", None
-        copy_ms, matmul_ms = bytes_ / self.copy_gbps / 1e6, flops / matmul / 1e9
-        return ("copy", copy_ms / ms) if copy_ms >= matmul_ms else ("matmul", matmul_ms / ms)
+@functools.lru_cache(maxsize=1)
+def cuda_timer(device: int) -> CudaTimer:
+    """The timer of a device, whose buffer is allocated once."""
+    with torch.cuda.device(device):
+        return CudaTimer()
 
 
-def median_p20_p80(times: list[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile, by the nearest sample."""
-    ordered = sorted(times)
-
-    def at(share: float) -> float:
-        return ordered[round(share * (len(ordered) - 1))]
-
-    return at(0.5), at(0.2), at(0.8)
+def microseconds(function: Callable[[], Any], timer: Timer | None = None) -> float:
+    """Median of a burst of calls on the current device, each with a cold cache."""
+    timer = timer or cuda_timer(torch.cuda.current_device())
+    first = spread(timer.sample(function, 3, flush=True)).median
+    count = samples_in(BURST_MS, first, 3, MOST_BURST)
+    return 1e3 * spread(timer.sample(function, count, flush=True)).median

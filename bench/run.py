@@ -1,0 +1,415 @@
+"""Runs what a command asks for: roofs, the check, then tasks as far as the time goes.
+
+A row is on disk before the next begins. A task that hangs, or that loses the device, gets a row
+that says so, and a new process goes on; not after MOST_RESTARTS in which nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench import report
+from bench.host import measure_host
+from bench.measure import Bench, roof_row, roofs_of
+from bench.ops import OPS
+from bench.plan import WHOLE, Task, Wanted, named_cases, target_tasks, tasks
+from bench.rows import (
+    ERROR,
+    FAILED,
+    LOST,
+    OK,
+    RESULTS,
+    TIMEOUT,
+    Results,
+    Row,
+    bad_rows,
+    describe,
+)
+from fastvit_kernels.commands import options
+from fastvit_kernels.commands.console import CommandError, require
+from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
+from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
+from fastvit_kernels.verify.isolated import Job, Outcome, python, run_isolated
+
+CHECK = "check"
+HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
+CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
+RESERVE = 15.0  # seconds of a time budget kept for summary and plots
+NO_GPU_CHECK = 70.0  # seconds for the check in Triton's interpreter
+CUT_SHORT = 3  # exit status of a command that its time has cut short
+MOST_RESTARTS = 2
+
+
+class TimeOver(BaseException):
+    """The time budget has ended. Not an Exception: no provider's failure may swallow it."""
+
+
+class Clock:
+    """Seconds of a time budget, from `started` on; without a budget they never end."""
+
+    def __init__(
+        self, budget: float | None, now: Callable[[], float] = time.monotonic,
+        started: float | None = None,
+    ):  # fmt: skip
+        self.budget, self._now = budget, now
+        self.started = now() if started is None else started
+
+    @property
+    def left(self) -> float:
+        return float("inf") if self.budget is None else self.budget - (self._now() - self.started)
+
+    @contextmanager
+    def alarm(self) -> Iterator[None]:
+        """Raise TimeOver in the main thread when the budget ends inside; SIGTERM interrupts too."""
+
+        def over(*_: Any) -> None:
+            raise TimeOver
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        former = signal.signal(signal.SIGTERM, interrupted)
+        alarm = signal.signal(signal.SIGALRM, over)
+        if self.budget is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+            signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
+def watched(seconds: float, expired: Callable[[], Any]) -> Iterator[None]:
+    """Call `expired` from a thread if the body takes longer: SIGALRM waits for C code to end."""
+    lock, done = threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not done:
+                expired()
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            done = True
+        timer.cancel()
+
+
+def limit_of(task: Task, clock: Clock) -> float:
+    """Seconds after which a task counts as hung: well past its guess, or past the whole budget."""
+    return min(HUNG_S + HUNG_FACTOR * task.seconds, max(clock.left, 0.0) + HUNG_S)
+
+
+def run_tasks(
+    tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock,
+    started: Callable[[Task], None] = lambda task: None,
+    restart: Callable[[], Any] = lambda: None,
+) -> int:  # fmt: skip
+    """Measure what has no row yet. Returns how many tasks the time did not allow.
+
+    A task that hangs gets a row that says so, and `restart`, from another thread, has to replace
+    the process.
+
+    Raises: DeviceLost, with a row that says so, if only a new process can go on.
+    """
+    skipped = 0
+    bench.note = results.note
+    for task in tasks:
+        wanted = set(results.missing(task.keys))
+        if not wanted:
+            continue
+        if task.seconds > clock.left:
+            skipped += 1
+            continue
+        started(task)
+        taking_part = [
+            key
+            for key in task.keys
+            if key in wanted or (task.renews and not results.has_given_up(key))
+        ]
+        names = list(dict.fromkeys(key[1] for key in taking_part))
+        bench.current = ""
+        limit = limit_of(task, clock)
+
+        def hung(task: Task = task, wanted: set[Any] = wanted, limit: float = limit) -> None:
+            note = f"hung: not finished after {limit:.0f} s"
+            _record_loss(task, wanted, bench.current, TIMEOUT, note, results)
+            results.tried()
+            restart()
+
+        try:
+            with results.trying(sorted(wanted)), watched(limit, hung):
+                for row in task.run(names, bench):
+                    # The baseline may have a row of an earlier task.
+                    if row.key in wanted or (task.renews and row.status == OK):
+                        results.append(row)
+                    bench.say(describe(row))
+        except DeviceLost as error:
+            note = f"{LOST}: {error}"
+            _record_loss(task, wanted, bench.current, ERROR, note, results)
+            raise
+    return skipped
+
+
+def _record_loss(
+    task: Task, wanted: set[Any], culprit: str, status: str, note: str, results: Results
+) -> None:
+    """Rows for the provider that ended the process, so that a resumed run leaves it out."""
+    open_keys = set(results.missing(task.keys)) & wanted
+    lost = {key for key in task.keys if key[1] == culprit and (key in open_keys or task.renews)}
+    # Without a culprit the whole case is given up, or the next process would end here too.
+    for op, provider, shape, dtype, mode in sorted(lost or open_keys):
+        results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
+
+
+# --- the check, in a process of its own, whose end cannot be this one's
+
+
+def run_check(timeout: float | None) -> Row:
+    """`fastvit-kernels check` as a row."""
+    row = Row(CHECK, "ours", "all", "all", CHECK)
+    job = Job(CHECK, python("fastvit_kernels", "check", "--json"))
+    budget = math.inf if timeout is None else timeout
+    outcome = next(run_isolated([job], 1, math.inf, budget=budget), Outcome(job, [], None, True))
+    cases = [line for line in outcome.lines if "versions" not in line]
+    failed = [
+        f"{case['name']} {case['dtype']}" + (f" ({case['failure']})" if case["failure"] else "")
+        for case in cases
+        if not case["passed"]
+    ]
+    also = f"; failed: {', '.join(failed)}" if failed else ""
+    if outcome.is_cut:
+        note = f"not finished after {budget:.0f} s, {len(cases)} cases done{also}"
+        return replace(row, status=FAILED if failed else TIMEOUT, note=note)
+    if len(cases) == len(outcome.lines):  # it ended before its last line
+        return replace(row, status=FAILED, note=f"check: {outcome.failure or 'no output'}")
+    good = f"{len(cases) - len(failed)} of {len(cases)} cases within the 2x rule"
+    status = FAILED if failed or outcome.failure else OK
+    return replace(row, status=status, note=f"{good}, {outcome.lines[-1]['device']}{also}")
+
+
+# --- the command
+
+
+@dataclass
+class Machine:
+    """What a run needs of the machine; the tests bring a stand-in."""
+
+    device: torch.device
+    make_timer: Callable[[], Timer]
+    restart: Callable[[list[str]], Any]
+    check: Callable[[float | None], Row] = run_check
+
+
+def _restart(words: list[str]) -> None:
+    """This process again, from the start: the only cure for a lost CUDA context."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "bench", *words])
+
+
+def this_machine(arguments: argparse.Namespace) -> Machine | None:
+    """The GPU of `--device`; None without one, or if the CPU was asked for."""
+    device = options.chosen_device(arguments)
+    if device.type != "cuda":
+        return None
+    torch.cuda.set_device(device)
+    return Machine(device, CudaTimer, _restart)
+
+
+def run(
+    arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any,
+    started: float | None = None,
+) -> int:  # fmt: skip
+    """Measure: roofs, check, then tasks as far as the time goes; report in any case.
+
+    Args:
+        started: when this process began, for imports are part of a time budget.
+    """
+    clock = Clock(arguments.time_budget, started=started)
+    if clock.budget is not None:
+        clock.budget = max(1.0, clock.budget - RESERVE)
+    command = arguments.command
+    wanted = Wanted(
+        ops=(*WHOLE, *OPS) if command in ("all", "targets") else (command,),
+        providers=arguments.provider or (), shapes=arguments.shape or (),
+        dtypes=arguments.dtype or (), modes=arguments.mode or (), **model_wanted(arguments),
+    )  # fmt: skip
+    if wanted.model:
+        list(named_cases(wanted))  # a mistake is said before anything is measured
+    results = _open(arguments)
+    ending, left_out, is_over, measured = 0, 0, False, set(results.rows)
+    with _progress(console) as progress:
+
+        def said(text: str) -> None:
+            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        def restart() -> Any:
+            said("a case hangs: its row says so, and a new process goes on.")
+            return machine.restart(_again(words, clock, 0))
+
+        bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
+        try:
+            with clock.alarm(), warnings.catch_warnings():
+                # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
+                warnings.simplefilter("ignore", UserWarning)
+                targets = command == "targets"
+                found = (
+                    list(target_tasks(wanted.shapes)) if targets else tasks(wanted, machine.device)
+                )
+                for text in wanted.said:
+                    said(text)
+                _roofs(bench, results)
+                if command == "all" and not any(k[0] == CHECK for k in results.rows):
+                    share = None if clock.budget is None else CHECK_SHARE * clock.left
+                    row = machine.check(share)
+                    results.append(row)
+                    said(f"check: {row.status}: {row.note}")
+                bar = progress.add_task("", total=len(found))
+
+                def began(task: Task) -> None:
+                    progress.update(bar, completed=found.index(task), description=task.title)
+
+                left_out = run_tasks(found, bench, results, clock, began, restart)
+                progress.update(bar, completed=len(found))
+                if left_out:
+                    said(f"{left_out} cases were left out: too little time. --resume continues.")
+        except TimeOver:
+            is_over = True
+            said("the time is over; --resume continues.")
+        except KeyboardInterrupt:
+            said("interrupted; every finished row is in the CSV, and --resume continues.")
+            ending = 130
+        except DeviceLost as error:
+            results.close()
+            got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
+            lost = 1 if got_on else arguments.restarts + 1
+            if lost <= MOST_RESTARTS:
+                said(f"{LOST}: {error}. A new process goes on.")
+                return machine.restart(_again(words, clock, lost)) or 1
+            said(f"{LOST} by {lost} processes that measured nothing: {error}")
+            ending = 1
+    results.close()
+    del bench
+    report.finish(results, wanted.said, console, command)
+    rows = list(results.rows.values())
+    new = [r for r in rows if arguments.resume or r.key not in measured]
+    if command == "targets" and not ending and (left_out or is_over):
+        return CUT_SHORT
+    return ending or (1 if bad_rows(new) else 0)
+
+
+def model_wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `--model`, `--batch` and `--img-size` ask for.
+
+    Raises: CommandError if they do not fit together.
+    """
+    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
+    given = {n: x for n, x in given.items() if x is not None}
+    if given and "model" not in given:
+        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
+    unknown = sorted(set(arguments.dtype or ()) - {"amp", "bf16"}) if given else []
+    unknown += sorted(set(arguments.mode or ()) - {"train", "infer"}) if given else []
+    if unknown:
+        raise CommandError(
+            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
+            f"{', '.join(unknown)}"
+        )
+    return given
+
+
+def _again(words: Sequence[str], clock: Clock, restarts: int) -> list[str]:
+    """The command that goes on, with the time that is left."""
+    again = [*words, "--resume", "--restarts", str(restarts)]
+    if clock.budget is not None:
+        again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+    return again
+
+
+def _open(arguments: argparse.Namespace) -> Results:
+    if (arguments.out / RESULTS).exists() and not arguments.resume:
+        raise CommandError(
+            f"{arguments.out / RESULTS} exists: --resume adds to it, another --out starts anew"
+        )
+    try:
+        return Results(arguments.out, arguments.resume)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _progress(console: Any) -> Any:
+    rich = require("rich.progress", "rich")
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    return rich.Progress(
+        *columns, rich.TextColumn("{task.description}"), console=console,
+        disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def _roofs(bench: Bench, results: Results) -> None:
+    """Measure those without a row; one that loses the device has a row, and is not tried again."""
+    for roof in planned():
+        row = roof_row(roof)
+        if row.key in results.rows:
+            continue
+        try:
+            row = roof_row(measure_roof(roof, bench.device, bench.timer))
+        except DeviceLost as error:
+            results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
+            raise
+        results.append(row)
+        bench.say(f"roof: {row.mode} {row.dtype}: {_reached(row)}")
+    bench.roofs = roofs_of(list(results.rows.values()))
+
+
+def _reached(row: Row) -> str:
+    if row.ms is None:
+        return row.note
+    if row.tflops is not None:
+        return f"{row.tflops:.4g} TFLOP/s"
+    return f"{row.ms:.4g} ms" if row.gbps is None else f"{row.gbps:.4g} GB/s"
+
+
+def run_without_gpu(
+    arguments: argparse.Namespace, check: Callable[[float | None], Row], console: Any
+) -> int:
+    """What can be said without a GPU: the host's share, and whether the kernels are right."""
+    console.print("torch sees no GPU: only host cost and correctness are measured here.")
+    shown = require("rich.table", "rich").Table(title="host cost, microseconds a call", box=None)
+    for title in ("op", "mode", "provider", "median", "p20", "p80"):
+        shown.add_column(title)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = list(measure_host(torch.device("cpu")))
+    torch.set_num_threads(threads)
+    for row in rows:
+        us = [f"{1e3 * (x or 0):.1f}" for x in (row.ms, row.ms_p20, row.ms_p80)]
+        shown.add_row(row.shape, row.mode, row.provider, *us)
+    console.print(shown)
+    row = check(NO_GPU_CHECK)
+    if arguments.out is not None:
+        results = _open(arguments)
+        for measured in (*rows, row):
+            results.append(measured)
+        results.close()
+    console.print(f"fastvit-kernels check: {row.status}: {row.note}", soft_wrap=True)
+    return 1 if bad_rows([row]) else 0

@@ -1,0 +1,74 @@
+"""Contenders are measured in turn, so that a clock that drifts drifts for all of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .gate import FAILED, OK, Outcome, failure
+from .timer import Timer, spread
+
+ROUNDS = 5  # how often the contenders take turns
+MIN_GAIN = 0.02  # less is noise, however steady it looks
+
+T = TypeVar("T")
+
+
+def alternate(rounds: int, *samples: Callable[[], T]) -> list[list[T]]:
+    """What each of `samples` gives, called in turn `rounds` times."""
+    found: list[list[T]] = [[] for _ in samples]
+    for _ in range(rounds):
+        for own, sample in zip(found, samples, strict=True):
+            own.append(sample())
+    return found
+
+
+@dataclass
+class Contender:
+    """Someone who is ready to be timed, and what the turns gave."""
+
+    name: str
+    run: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    replay: Callable[[], Any] | None = None  # the same as a CUDA graph
+    count: int = 1  # samples in one turn
+    outcome: Outcome = field(default_factory=Outcome)
+    times: list[float] = field(default_factory=list)  # ms
+    graph_times: list[float] = field(default_factory=list)
+
+
+def take_turns(
+    contenders: Sequence[Contender], timer: Timer, *, flush: bool, rounds: int = ROUNDS,
+    at_work: Callable[[str], Any] = lambda name: None,
+) -> None:  # fmt: skip
+    """Time everybody; one that raises has its outcome and no further turn.
+
+    Args:
+        flush: whether each sample begins with a cold cache.
+        at_work: is told who comes next, to be named if the process does not survive.
+    Raises: DeviceLost.
+    """
+
+    def turn(c: Contender) -> None:
+        if c.outcome.status not in (OK, FAILED):
+            return
+        at_work(c.name)
+        try:
+            with c.context():
+                c.times += timer.sample(c.run, c.count, flush)
+            if c.replay is not None:
+                c.graph_times += timer.sample(c.replay, c.count, flush)
+        except Exception as error:  # the others are still measured
+            c.outcome = failure(error, timer)
+
+    alternate(rounds, *(functools.partial(turn, c) for c in contenders))
+
+
+def beats(candidate: list[float], default: list[float]) -> bool:
+    """Whether a candidate's times are lower than the default's by more than the noise."""
+    new, old = spread(candidate), spread(default)
+    gain = 1.0 - new.median / old.median
+    return gain > max(MIN_GAIN, *((s.p80 - s.p20) / s.median for s in (new, old)))
