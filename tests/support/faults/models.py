@@ -372,6 +372,18 @@ FAULTS = [
         only=("models/test_vit.py::test_create_vit_rejects",),
     ),
     Fault(
+        "model-arguments-unchecked", "models/checks.py", "check_arguments",
+        "annotations say what nobody looks at",
+        "check(op, name, values[name])", "pass",
+        only=("models/test_bad_models.py::test_bad_constructor",),
+    ),
+    Fault(
+        "model-arguments-none", "models/checks.py", "check_arguments",
+        "None passes where it is no default",
+        "not (optional and values[name] is None)", "values[name] is not None",
+        only=("models/test_bad_models.py::test_bad_constructor",),
+    ),
+    Fault(
         "model-norm-default-eps", "models/norms.py", "RmsNorm.__init__",
         "RmsNorm's default eps is torch's LayerNorm's",
         "eps: Eps = 1e-6", "eps: Eps = 1e-5",
