@@ -265,7 +265,7 @@ def load_folder(
     images = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
         try:
-            for image in pool.map(lambda p: read_image(*p, img_size, in_chans), places):
+            for image in pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places):
                 images.append(image)
                 progress(len(images), len(places))
         except BaseException:

@@ -131,7 +131,8 @@ class Learner:
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The state dict, of shards in the first process alone. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(model, options=options))
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
 
 
 class Run:
