@@ -730,6 +730,8 @@ def test_facts_are_asked_at_every_call(monkeypatch):
     for _ in range(3):
         module(x)
     assert len(asked) == 3
+    module.eval()(x)  # a new state: once for the plans of others, once for the verdict
+    assert len(asked) == 5
 
 
 @pytest.mark.parametrize("name", [*HF_MODELS, "vit_tiny_patch16_224", "eva02_tiny_patch14_224",
