@@ -31,7 +31,7 @@ from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.gate import overall
 from fastvit_kernels.measure.turns import ROUNDS
-from fastvit_kernels.runtime.compat import _is_profiling
+from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
 
 
@@ -519,7 +519,7 @@ def test_a_profile_is_of_a_step(monkeypatch):
             pass
 
         def step(self):
-            steps.append(_is_profiling())
+            steps.append(is_profiling())
             return torch.ones(1)
 
     found = [launch("gemm", ("aten::mm", ((768, 768),)))] * 2 * bench_models.STEPS
