@@ -323,6 +323,9 @@ def test_other_arguments_and_inputs_take_their_own_way():
     mask = torch.zeros(1, 1, 5, 5).masked_fill(torch.eye(5) > 0, -1e4)
     for a, b in zip(run(host, attn_mask=mask), run(module, attn_mask=mask), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    with fastvit_kernels.watch(module) as status:
+        module(torch.randn(1, 5, 16), attn_mask=mask)
+    assert status.modules[0].way == "fused"
     first = plan(module)
     assert first is not None and len(first.takes) == 1
     module(torch.randn(1, 7, 16))
