@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def way_of(call: Any, monkeypatch: pytest.MonkeyPatch) -> Way:
 
     def launched(self: Any, *_: Any, **__: Any) -> None:
         frames: list[str] = []
-        above: FrameType | None = sys._getframe(1)
+        above: FrameType | None = inspect.currentframe()
         while above is not None:
             own = name(above)
             frames += [own] if own else []
