@@ -83,9 +83,13 @@ class _Running:
 
     def outcome(self, now: float) -> Outcome | None:
         """None while it works."""
-        status = self.process.poll()
-        if status is None and not self.is_silent(now):
+        if self.process.poll() is None and not self.is_silent(now):
             return None
+        return self.end()
+
+    def end(self) -> Outcome:
+        """What it came to: a process that still works is killed."""
+        status = self.process.poll()
         failure = None
         if status is None:
             failure = f"not finished after {self.timeout:g} s, killed"
@@ -150,10 +154,8 @@ def run_isolated(
                         running.remove(one)
                         waiting += then(outcome)
                         yield outcome
-            for one in running:
-                one.kill()
             while running:
-                outcome = running.pop().outcome(math.inf)
+                outcome = running.pop().end()
                 is_cut = outcome.failure is not None  # else it has just ended by itself
                 yield replace(outcome, failure=None, is_cut=is_cut)
         finally:
