@@ -126,7 +126,7 @@ def cached_dispatch(decide: Decide) -> Decide:
                     facts.append(None)
                 elif x.__class__ in _PLAIN:
                     if by_torch:
-                        facts.append(x.layout)
+                        facts += x.layout, x.is_meta
                     elif x.is_neg() or not (x.data_ptr() or x.numel() == 0):
                         raise _Indirect  # a negated view, a zero without memory
                     # An index stands for its device: a process has one kind of accelerator.

@@ -458,7 +458,7 @@ def _trusting(path: Path) -> list[str]:
 def test_no_source_reads_a_file_that_could_run_code():
     root = Path(weight_files.__file__).parents[2]
     files = [*(root / "fastvit_kernels").rglob("*.py"), *(root / "bench").rglob("*.py")]
-    assert [call for file in files for call in _trusting(file)] == ["sharded.py: class _Unpickler"]
+    assert [call for file in files for call in _trusting(file)] == []
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ ERRORS = {
     "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
     "gradient": (mlp, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
     "called": (
-        attention, "project_out",
+        fused, "project_out",
         lambda f: lambda m, *rest: f(m, *rest) * (1 if is_plain(m) else 1.0001), "attn",
     ),
     "draws": (mlp, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),

@@ -106,9 +106,11 @@ def _here(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(launch_configs, "_tuned", {})
     monkeypatch.setattr(launch_configs, "_on_change", list(launch_configs._on_change))
+    backend_module.GPUS.clear()
     launch_configs._forget()
     yield
     launch_configs._forget()
+    backend_module.GPUS.clear()
 
 
 @contextmanager

@@ -104,11 +104,7 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     path = tmp_path / "pid"
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)")
-    slow = job(
-        "slow",
-        f"{head}print('{{\"config\": 1}}', flush=True)\n"
-        "p.write_text(str(os.getpid())); time.sleep(6000)",
-    )
+    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
     found = run_isolated([quick, slow], 2, TIMEOUT)
     next(found)
     found.close()  # as an interrupt does
@@ -218,7 +214,11 @@ def test_each_line_gives_a_job_its_time_anew():
 def test_the_budget_ends_what_still_runs(tmp_path):
     path, clock = tmp_path / "pid", [0.0]
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
-    slow = job("slow", f"{head}p.write_text(str(os.getpid())); time.sleep(6000)")
+    slow = job(
+        "slow",
+        f"{head}print('{{\"config\": 1}}', flush=True)\n"
+        "p.write_text(str(os.getpid())); time.sleep(6000)",
+    )
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)\n{GOOD}")
     found = run_isolated([quick, slow], 2, TIMEOUT, budget=100.0, now=lambda: clock[0])
     assert next(found).job is quick
