@@ -114,7 +114,8 @@ class Branch:
             at_rest = self.folds and isinstance(item, DropPath) and not item.fused_drops()
             if not (is_noop(item) or at_rest):
                 self.tail.append((-1, name) if isinstance(item, Tensor) else (place(item), ""))
-        self.adds = bool(tail) and is_fused_norm(tail[-1])
+        # len: torch 2.11 traces no bool of a tuple
+        self.adds = len(tail) > 0 and is_fused_norm(tail[-1])
         self.sampled = block.fused_roles.sampled if block.training else ""
         self.samples_alone = takes_samples(norm, body, tail)
         if any(isinstance(item, DropPath) for item in tail) and self.sampled:
