@@ -6,9 +6,8 @@ its configuration is new.
 
 The way is resolved once for each state: the facts, which parts train, which tensors they hold and
 who hooks them, compared by functions of C. A state that was met before has a plan, and the call
-runs it at once; any other call decides part by part, and makes the plan of its state. Where
-somebody looks on (a hook, a mode, a tracer, a listener, a checkpoint that remembers a yes) no state
-is asked. A plan holds places of modules, no module and no tensor: weights may be replaced between
+runs it at once; any other call makes the plan and runs it. Where somebody looks on (a hook, a mode,
+a tracer, a listener, a checkpoint that remembers a yes) no state is asked, and no plan kept. A plan holds places of modules, no module and no tensor: weights may be replaced between
 calls.
 """
 
@@ -215,5 +214,5 @@ def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
 
 
 def _undecided(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:
-    """The fused forward that decides part by part."""
+    """The fused forward, which makes a plan at each call."""
     return modules[0].fused_forward(x, **extras)
