@@ -7,8 +7,8 @@ its configuration is new.
 The way is resolved once for each state: the facts, which parts train, which tensors they hold and
 who hooks them, compared by functions of C. A state that was met before has a plan, and the call
 runs it at once; any other call makes the plan and runs it. Where somebody looks on (a hook, a mode,
-a tracer, a listener, a checkpoint that remembers a yes) no state is asked, and no plan kept. A plan holds places of modules, no module and no tensor: weights may be replaced between
-calls.
+a tracer, a listener, a checkpoint that remembers a yes) no state is asked, and no plan kept. A plan
+holds places of modules, no module and no tensor: weights may be replaced between calls.
 """
 
 from __future__ import annotations
