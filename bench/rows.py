@@ -28,6 +28,7 @@ from fastvit_kernels.measure.gate import OK as OK
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON, triton
+from tests.check.results_cache import sources_hash
 
 RESULTS = "results.csv"
 ELSEWHERE = "results-elsewhere.csv"  # rows of another GPU, driver, torch or triton
@@ -291,17 +292,6 @@ def _commit() -> str:
         return commit
     changes = _first_line("git", "status", "--porcelain", "--", "../fastvit_kernels", cwd=here)
     return commit if changes == "unknown" else f"{commit}+changes"  # no line: nothing changed
-
-
-def sources_hash() -> str:
-    """Of the package and of bench: equal where the same code has run."""
-    root = Path(__file__).parent.parent
-    files = [p for folder in ("fastvit_kernels", "bench") for p in (root / folder).rglob("*.py")]
-    found = hashlib.sha256()
-    for path in sorted(files):
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:12]
 
 
 def tuned_table_in_use() -> str:

@@ -42,7 +42,7 @@ from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, require
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
-from fastvit_kernels.verify.isolated import Job, Outcome, python, run_isolated
+from tests.check.isolated import Job, Outcome, python, run_isolated
 
 CHECK = "check"
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses

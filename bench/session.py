@@ -43,15 +43,14 @@ from bench.rows import (
     describe,
     environment,
     read_rows,
-    sources_hash,
     this_machine,
 )
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned
-from fastvit_kernels.verify.isolated import Job, python, run_isolated
-from fastvit_kernels.verify.results_cache import ResultsCache
 from fastvit_kernels.verify.runner import Result
+from tests.check.isolated import Job, python, run_isolated
+from tests.check.results_cache import ResultsCache, sources_hash
 
 LOG, EVENTS, CHECKED = "log.txt", "stages.jsonl", "check.jsonl"
 TERM_S, KILL_S = 12.0, 6.0  # before its end a stage should end by itself; before it, SIGTERM
@@ -102,9 +101,7 @@ def case_timeout(seconds: float) -> float:
     return max(10.0, min(90.0, seconds / 3))
 
 
-_CHECK = python(
-    "fastvit_kernels", "check", "--time-budget", "{seconds}", "--case-timeout", "{case}"
-)
+_CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "{case}")
 _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
 
 STAGES = (

@@ -23,8 +23,9 @@ from bench.run import CUT_SHORT
 from bench.session import ABSENT, DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.verify.isolated import Job
-from fastvit_kernels.verify.results_cache import ResultsCache
+from tests.check.__main__ import build_parser as checks
+from tests.check.isolated import Job
+from tests.check.results_cache import ResultsCache
 
 SECONDS = 1e6  # of the stub clock
 
@@ -265,6 +266,9 @@ def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
     places = {"out": str(tmp_path), "seconds": "60", "jobs": "4"}
     _, dash, module, *words = stage.words(places)
     assert dash == "-m"
+    if module == "tests.check":
+        checks().parse_args(words)
+        return
     parser = build_parser() if module == "bench" else cli.build_parser(words)
     assert parser.parse_args(words).command == words[0]
 

@@ -238,9 +238,6 @@ FAULTS = [
             ("alarm", "run", "Clock.alarm", "the alarm outlives the run",
              "            signal.setitimer(signal.ITIMER_REAL, 0)\n", "",
              "bench_session.py::test_after_the_body_no_alarm_is_left"),
-            ("sources", "rows", "sources_hash", "a change of bench is none",
-             '("fastvit_kernels", "bench")', '("fastvit_kernels",)',
-             "bench_session.py::test_rows_say_which_code_has_run"),
             ("claim-dtype", "targets", "Claim.has", "a row in fp16 decides",
              "(row.op, row.dtype, row.mode) == (self.op, self.dtype, self.mode)",
              "(row.op, row.mode) == (self.op, self.mode)",
@@ -434,7 +431,7 @@ FAULTS = [
     ),
     Fault(
         "judge-check-status", "commands/check.py", "run", "the check never fails",
-        "int(not passed)", "0", CHECK,
+        "failed = [result.label for result in results if not result.passed]", "failed = []", CHECK,
     ),
     # swapped models beside their hosts
     Fault(
@@ -572,7 +569,7 @@ FAULTS += [  # what the judges are asked, and with which numbers
         "dict(uint8=True)", "dict(uint8=False)", ASKED,
     ),
     Fault(
-        "entry-frozen", f"{ENTRIES}rope.py", "_configs", "each has the tables' gradient",
+        "entry-frozen", "tests/check/config_cases.py", "_rope", "each has the tables' gradient",
         "case(*head, frozen=TABLES) for", "case(*head) for", ASKED,
     ),
     Fault(
@@ -626,8 +623,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{CHECKED}in_precision_runs_under_autocast_but_for_the_oracle",),
     ),
     Fault(
-        "entry-sizes", "verify/worker.py", "cases_of", "a GPU is checked at small sizes",
-        'large = device.type == "cuda"', "large = False", (f"{CHECKED}a_gpu_gets_real_sizes",),
+        "entry-sizes", "verify/cases.py", "cases_on", "a GPU is checked at small sizes",
+        'LARGE if device.type == "cuda" else SMALL', "SMALL", (f"{CHECKED}a_gpu_gets_real_sizes",),
     ),
     Fault(
         "judge-rms-floor", "verify/accuracy.py", "measure", "the RMS has the maximum's floor",
@@ -650,36 +647,43 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{RULE}another_order_rounds_differently_and_is_the_same_function",),
     ),
     Fault(
-        "judge-config-bits", "verify/all_configs.py", "run_config", "configs run once",
+        "judge-config-bits", "tests/check/all_configs.py", "run_config", "configs run once",
         "repeats=repeats", "repeats=1", (f"{CONFIGS}a_config_with_other_bits_at_each_run_fails",),
     ),
     Fault(
-        "judge-config-keys", "verify/all_configs.py", "Reached.fits", "a config must fit every key",
+        "judge-config-keys", "tests/check/all_configs.py", "Reached.fits",
+        "a config must fit every key",
         "return any(", "return all(",
         (f"{CONFIGS}a_config_fits_a_case_where_one_of_its_keys_does",),
     ),
     Fault(
-        "judge-kept-dtype", "verify/selection.py", "_runs", "a dtype's pass for another's",
+        "judge-kept-dtype", "tests/check/selection.py", "_runs", "a dtype's pass for another's",
         'if case == f"{name}, {dtype}"', 'if case.startswith(f"{name}, ")',
         (f"{CONFIGS}kept_configs_of_one_dtype_are_not_another_dtypes",),
     ),
     Fault(
-        "judge-kept-folders", "verify/results_cache.py", "package_hash",
+        "judge-kept-folders", "tests/check/results_cache.py", "sources_hash",
         "kept results outlive the kernels",
-        'PACKAGE.rglob("*.py")', 'PACKAGE.glob("*.py")',
+        '(ROOT / folder).rglob("*.py")', '(ROOT / folder).glob("*.py")',
         (f"{LATE}kept_lines_are_of_the_same_sources",),
     ),
     Fault(
-        "judge-dead-process", "verify/worker.py", "result_of", "a process that died has passed",
+        "bench-sources", "tests/check/results_cache.py", "", "a change of bench is none",
+        '"bench", "tests/check")', '"tests/check")',
+        ("test_bench_session.py::test_rows_say_which_code_has_run",),
+    ),
+    Fault(
+        "judge-dead-process", "tests/check/worker.py", "result_of",
+        "a process that died has passed",
         "if outcome.lines and outcome.failure is None:", "if outcome.lines:",
         (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
     ),
     Fault(
-        "judge-lost-device", "verify/worker.py", "main", "a lost device goes on",
+        "judge-lost-device", "tests/check/worker.py", "main", "a lost device goes on",
         "return LOST", "pass", (f"{LATE}a_process_ends_with_its_device",),
     ),
     Fault(
-        "judge-rest", "verify/worker.py", "rest_of", "what another table tried is left out",
+        "judge-rest", "tests/check/worker.py", "rest_of", "what another table tried is left out",
         '(entry["table"], i) not in tried', "i not in {index for _, index in tried}",
         (f"{LATE}what_is_left_of_one_table_is_not_what_another_has_tried",),
     ),
