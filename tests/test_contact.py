@@ -179,12 +179,13 @@ def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
 PROGRAM = """
 import sys
 from pathlib import Path
-from bench.session import Interrupted, Stage, Stages, interruptible
+from bench.session import Stage, Stages
+from fastvit_kernels.commands.console import term_interrupts
 found = [Stage("slow", 1, (sys.executable, "-c", {code!r}), "")]
 try:
-    with interruptible():
+    with term_interrupts():
         Stages(found, Path({out!r}), 1e6).run()
-except Interrupted:
+except KeyboardInterrupt:
     sys.exit(130)
 """
 
@@ -382,7 +383,7 @@ def test_warm_goes_on_with_what_has_not_run(monkeypatch, tmp_path):
 
 def test_an_interrupt_has_a_report_and_a_status_of_its_own(monkeypatch, tmp_path, capsys):
     def interrupted(self):
-        raise session.Interrupted
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Stages, "run", interrupted)
     words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]

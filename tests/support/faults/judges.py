@@ -214,15 +214,6 @@ FAULTS = [
             ("overall-sizes", "measure/gate", "overall", "a bias weighs as much as a matrix",
              "v * v * n", "v * v",
              "bench_model.py::test_the_vector_of_all_gradients_is_judged_as_one_tensor"),
-            ("no-fit", "models", "fits", "whatever fails lacks memory",
-             "if status != MEMORY:", "if status == OK:",
-             "bench_model.py::test_only_what_lacks_memory_does_not_fit"),
-            ("profile-parents", "models", "launches_of", "a launch without its operators",
-             "at = at.cpu_parent", "at = None",
-             "bench_model.py::test_a_kernel_has_the_operators_around_its_launch"),
-            ("cold-twice", "models", "measure_first_step", "the caches of before are cold",
-             "{**os.environ, **caches,", "{**os.environ,",
-             "bench_model.py::test_the_second_process_has_the_caches_of_the_first"),
             ("host-warm-up", "host", "measure_host", "the turn that warms up counts",
              "us[1:]", "us[0:]",
              "bench_host.py::test_rows_are_of_the_turns_after_the_first"),
@@ -289,12 +280,12 @@ FAULTS = [
              "bench_pages.py::test_the_picture_of_goals_shows_reached_over_wanted"),
             ("gib", "report", "_group", "MiB as GiB", "figure / unit", "figure",
              "bench_pages.py::test_the_picture_of_models_is_in_its_units"),
-            ("stacked", "report", "draw_profile", "stages hide each other", "bottom = [b + h for",
-             "bottom = [h for",
-             "bench_pages.py::test_stages_of_a_profile_lie_on_each_other"),
-            ("weights", "traffic", "", "a minimum that nobody needs", '"forward": 4 + 2 + 2,',
-             '"forward": 4 + 3 + 2,', "traffic.py::test_the_page_has_the_lines_that_are_counted"),
         )
+    ),
+    Fault(
+        "bench-weights", "tests/traffic/blocks.py", "", "a minimum that nobody needs",
+        '"forward": 4 + 2 + 2,', '"forward": 4 + 3 + 2,',
+        ("traffic/test_traffic.py::test_the_page_has_the_lines_that_are_counted",),
     ),
     # bench: counts
     *(
@@ -441,7 +432,7 @@ FAULTS = [
         'return ""', BESIDE,
     ),
     Fault(
-        "judge-beside-gradients", "commands/beside.py", "run_step", "gradients of images alone",
+        "judge-beside-gradients", "commands/compare.py", "run_step", "gradients of images alone",
         "for n, p in model.named_parameters()", "for n, p in ()", BESIDE,
     ),
     Fault(

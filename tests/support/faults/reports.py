@@ -10,7 +10,7 @@ STATUS = "swap/status.py"
 REPORT = "swap/report.py"
 CHECK, COMPILE = "commands/check.py", "commands/compile.py"
 DEV_CHECK = "tests/check/__main__.py"
-BESIDE = "commands/beside.py"
+BESIDE = "commands/compare.py"
 TUNE, MODELS = "commands/tune.py", "commands/models.py"
 SWEPT, MACHINE = "tests/model_coverage/", "tests/machine/"
 COMPARE, COVERAGE, CUT = f"{SWEPT}compare.py", f"{SWEPT}sweep.py", f"{SWEPT}shrink.py"
@@ -274,8 +274,9 @@ FAULTS: list[Fault] = [
         only=(_COVERAGE + "test_images_of_cut_models_are_small[SamVisionModel]",),
     ),
     Fault(
-        "tune-elsewhere", "runtime/tuned_table.py", "save",
-        "a table is written on another disk first", "dir=path.parent, ", "",
+        "tune-elsewhere", "runtime/files.py", "write_atomically",
+        "a table is written on another disk first",
+        'path.with_name(f".{path.name}.tmp")', 'Path(f"/tmp/.{path.name}.tmp")',
         only=("tools/test_tuning.py::test_a_failed_write_leaves_the_former_table",),
     ),
     Fault(
