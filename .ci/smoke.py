@@ -47,7 +47,7 @@ fk.qkv_attention(x, weight, num_heads=2).sum().backward()
 fk.linear(x, weight, activation="gelu").sum().backward()
 
 try:
-    from fastvit_kernels.commands.zoo import define_torchvision_operators
+    from fastvit_kernels.runtime.compat import define_torchvision_operators
 
     define_torchvision_operators()
     import timm

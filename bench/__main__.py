@@ -9,7 +9,6 @@
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
     python -m bench plot DIR                            redraw from DIR/results.csv
     python -m bench compare A B                         ratios, regressions first
-    python -m bench traffic                             launches and bytes of a block, counted
     python -m bench docs                                docs/benchmarks.md from bench/results
 
 The exit status is 1 where a provider breaks the 2x rule, one of ours fails, or, in compare, a row
@@ -46,7 +45,6 @@ MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
     "all": "time everything, the most telling rows first",
     "vit": "time steps of whole models",
-    "profile": "sum kernel times of a training step by stage",
     "host": "time what a call costs the host",
 }
 
@@ -84,7 +82,6 @@ def build_parser() -> argparse.ArgumentParser:
     session.add_warm_arguments(
         commands.add_parser("warm", help="first launches of the targets, to compile")
     )
-    commands.add_parser("traffic", help="count launches and bytes of a training step; no GPU")
     commands.add_parser("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
 
@@ -157,11 +154,6 @@ def _run(
     if arguments.command == "compare":
         a, b = _read(arguments.a), _read(arguments.b)
         return report.run_compare(a, b, arguments.threshold, console)
-    if arguments.command == "traffic":
-        from bench.traffic import table as traffic_table  # needs triton and timm
-
-        print(traffic_table())
-        return 0
     if arguments.command == "docs":
         report.write_docs()
         return 0

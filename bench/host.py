@@ -26,10 +26,10 @@ from torch import Tensor
 import fastvit_kernels as fk
 from bench.providers import BASELINE, replaced
 from bench.rows import Row
-from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import alternate
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.runtime.triton import HAS_TRITON
 from fastvit_kernels.verify.cases import OPS
 from fastvit_kernels.verify.op import Draw, Example, Op, Sizes

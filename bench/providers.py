@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.private import keeps_buffers
 from fastvit_kernels import backend
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 
@@ -139,6 +138,13 @@ def plain(name: str, function: Function, **options: Any) -> Provider:
 
 def eager(reference: Function) -> Provider:
     return plain(BASELINE, reference)
+
+
+def keeps_buffers() -> AbstractContextManager[Any]:
+    """A compiled backward may run many times over one forward: donated buffers forbid it."""
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(donated_buffer=False)
 
 
 def compiled(reference: Function, mode: str | None = None) -> Provider:

@@ -39,10 +39,10 @@ from bench.rows import (
     describe,
 )
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, require
+from fastvit_kernels.commands.console import CommandError, require, term_interrupts
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
-from fastvit_kernels.verify.isolated import Job, Outcome, python, run_isolated
+from tests.check.isolated import Job, Outcome, python, run_isolated
 
 CHECK = "check"
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
@@ -78,19 +78,15 @@ class Clock:
         def over(*_: Any) -> None:
             raise TimeOver
 
-        def interrupted(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        former = signal.signal(signal.SIGTERM, interrupted)
-        alarm = signal.signal(signal.SIGALRM, over)
+        former = signal.signal(signal.SIGALRM, over)
         if self.budget is not None:
             signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
         try:
-            yield
+            with term_interrupts():
+                yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm)
-            signal.signal(signal.SIGTERM, former)
+            signal.signal(signal.SIGALRM, former)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,14 @@ from bench.rows import (
     describe,
     environment,
     read_rows,
-    sources_hash,
     this_machine,
 )
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, aligned
-from fastvit_kernels.verify.isolated import Job, python, run_isolated
-from fastvit_kernels.verify.results_cache import ResultsCache
+from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from fastvit_kernels.verify.runner import Result
+from tests.check.isolated import Job, python, run_isolated
+from tests.check.results_cache import ResultsCache, sources_hash
 
 LOG, EVENTS, CHECKED = "log.txt", "stages.jsonl", "check.jsonl"
 TERM_S, KILL_S = 12.0, 6.0  # before its end a stage should end by itself; before it, SIGTERM
@@ -102,9 +101,7 @@ def case_timeout(seconds: float) -> float:
     return max(10.0, min(90.0, seconds / 3))
 
 
-_CHECK = python(
-    "fastvit_kernels", "check", "--time-budget", "{seconds}", "--case-timeout", "{case}"
-)
+_CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "{case}")
 _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
 
 STAGES = (
@@ -203,25 +200,6 @@ def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
         process.wait(REAPED_S)
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM."""
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise Interrupted in the main thread."""
-
-    def interrupted(*_: Any) -> None:
-        raise Interrupted
-
-    former = [(s, signal.signal(s, interrupted)) for s in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in former:
-            signal.signal(number, handler)
-
-
 class Stages:
     """A run of stages into one folder: a log, and a line for each that has ended.
 
@@ -281,7 +259,7 @@ class Stages:
     def run(self) -> bool:
         """Run them in order. Returns: whether all came to an end that makes sense.
 
-        Raises: Interrupted, after the stage at work has ended.
+        Raises: KeyboardInterrupt, after the stage at work has ended.
         """
         todo = [stage for stage in self.stages if stage.name not in self.former]
         for i, stage in enumerate(todo):
@@ -468,9 +446,9 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
     )  # fmt: skip
     interrupted = False
     try:
-        with interruptible():
+        with term_interrupts():
             todo.run()
-    except Interrupted:
+    except KeyboardInterrupt:
         interrupted = True
     found, unfinished, table = report(folder, todo)
     if found:

@@ -27,14 +27,15 @@ from bench.rows import (
 )
 from bench.run import Clock, TimeOver, limit_of, run_tasks
 from fastvit_kernels.measure.timer import DeviceLost
-from fastvit_kernels.verify.isolated import Outcome
+from tests.check import results_cache
+from tests.check.isolated import Outcome
 
 
 def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
     row = Row(
         "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
-        batch=None, samples=7, bytes=123456.0,
+        samples=7, bytes=123456.0,
     )  # fmt: skip
     results.append(row)
     results.append(replace(row, provider="eager"))
@@ -73,16 +74,17 @@ def test_rows_say_which_code_has_run(monkeypatch, tmp_path):
     bench_rows.environment.cache_clear()
     assert bench_rows.environment()["commit"] == "1234567890"
     bench_rows.environment.cache_clear()
-    for folder in ("fastvit_kernels", "bench"):
-        (tmp_path / folder).mkdir()
+    for folder in results_cache.FOLDERS:
+        (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr(bench_rows, "__file__", str(tmp_path / "bench" / "rows.py"))
-    before = bench_rows.sources_hash()
-    assert before == bench_rows.sources_hash()
+    monkeypatch.setattr(results_cache, "ROOT", tmp_path)
+    sources_hash = results_cache.sources_hash.__wrapped__
+    before = sources_hash()
+    assert before == sources_hash()
     for folder in ("fastvit_kernels", "bench"):
         (tmp_path / folder / "a.py").write_text("x = 2\n")
-        assert bench_rows.sources_hash() != before
-        before = bench_rows.sources_hash()
+        assert sources_hash() != before
+        before = sources_hash()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,6 @@ def test_a_line_says_what_a_row_does():
         (replace(row, status=FAILED, note="2x rule"), "0.5 ms as a graph, FAILED 2x rule"),
         (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
         (replace(row, status=ERROR, note="why"), "ours: error why"),
-        (replace(row, ms=None, batch=512), "ours: batch 512"),
     ):
         assert describe(given).endswith(text)
 

@@ -23,8 +23,9 @@ from bench.run import CUT_SHORT
 from bench.session import ABSENT, DONE, EVENTS, KILLED, LOG, UNFINISHED, Ending, Stage, Stages
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.verify.isolated import Job
-from fastvit_kernels.verify.results_cache import ResultsCache
+from tests.check.__main__ import build_parser as checks
+from tests.check.isolated import Job
+from tests.check.results_cache import ResultsCache
 
 SECONDS = 1e6  # of the stub clock
 
@@ -178,12 +179,13 @@ def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
 PROGRAM = """
 import sys
 from pathlib import Path
-from bench.session import Interrupted, Stage, Stages, interruptible
+from bench.session import Stage, Stages
+from fastvit_kernels.commands.console import term_interrupts
 found = [Stage("slow", 1, (sys.executable, "-c", {code!r}), "")]
 try:
-    with interruptible():
+    with term_interrupts():
         Stages(found, Path({out!r}), 1e6).run()
-except Interrupted:
+except KeyboardInterrupt:
     sys.exit(130)
 """
 
@@ -265,6 +267,9 @@ def test_every_stage_is_a_command_that_can_be_run_alone(stage, tmp_path):
     places = {"out": str(tmp_path), "seconds": "60", "jobs": "4"}
     _, dash, module, *words = stage.words(places)
     assert dash == "-m"
+    if module == "tests.check":
+        checks().parse_args(words)
+        return
     parser = build_parser() if module == "bench" else cli.build_parser(words)
     assert parser.parse_args(words).command == words[0]
 
@@ -378,7 +383,7 @@ def test_warm_goes_on_with_what_has_not_run(monkeypatch, tmp_path):
 
 def test_an_interrupt_has_a_report_and_a_status_of_its_own(monkeypatch, tmp_path, capsys):
     def interrupted(self):
-        raise session.Interrupted
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Stages, "run", interrupted)
     words = ["contact", "--out", str(tmp_path / "out"), "--seconds", "3600"]

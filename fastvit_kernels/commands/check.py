@@ -4,10 +4,6 @@ The table shows the error of each output and gradient beside PyTorch's own in th
 the limit of the 2x rule (docs/numerics.md). On a GPU the kernels run there; without one they run in
 Triton's interpreter, in fp32 and fp16: that multiplies bf16 wrongly.
 
-With --all-configs every launch config that ships is forced in turn, not the default alone, and run
-twice for equal bits. With --jobs each case has a process of its own: one that hangs is killed after
---case-timeout, one that crashes costs no other.
-
 --json prints a line as each case ends, then a line that sums up.
 """
 
@@ -15,43 +11,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from .. import __version__
 from ..runtime.backend import INTERPRETED
-from ..runtime.configs import TABLES
 from ..runtime.dtypes import DTYPES
 from ..runtime.triton import HAS_TRITON, triton
-from ..runtime.tuned_table import fields
-from ..verify import all_configs
 from ..verify.accuracy import Error
-from ..verify.all_configs import Run
+from ..verify.cases import cases_on
+from ..verify.op import Case
 from ..verify.plain_vit import worst_error
-from ..verify.results_cache import ResultsCache, finite
-from ..verify.runner import Result, quiet_interpreter
-from ..verify.selection import NoSuchCase, Selection, as_dict, run_cases, run_configs
+from ..verify.runner import Result, first_line, quiet_interpreter, run_case
 from . import options
 from .console import (
     ERROR_COLUMNS,
-    aligned,
+    CommandError,
     error_cells,
+    finite,
     make_console,
     make_table,
-    refusing,
     require,
 )
 
-CASE_TIMEOUT = 300.0  # seconds
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
-CUT_SHORT = 3  # exit status where --time-budget left something out
 
 
 def _rows(result: Result, every: bool) -> list[Error]:
@@ -79,90 +69,31 @@ def _table(results: list[Result], every: bool) -> Any:
     return table
 
 
-CONFIG_HEADER = ("table", "shipped", "forced", "runs", "worst error / limit", "")
-
-
-def config_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """A row for each table of configs."""
-    rows = []
-    for name, table in sorted(TABLES.items()):
-        mine = [run for run in runs if run.table == name]
-        configs = {run.config for run in mine}
-        faults = sum(run.fault is not None for run in mine)
-        worst = max((run.share for run in mine), default=0.0)
-        rows.append(
-            (
-                name, str(len(table.configs)), str(len(configs)), str(len(mine)), f"{worst:.2f}",
-                f"{faults} FAILED" if faults else "ok" if mine else "not reached",
-            )
-        )  # fmt: skip
-    return rows
-
-
-def _name(found: Result | Run) -> str:
-    if isinstance(found, Result):
-        return f"{found.name}, {found.dtype}"
-    config = {} if found.config is None else fields(found.config)
-    return f"{found.table} [{','.join(f'{k}={v}' for k, v in config.items())}], {found.case}"
-
-
-def _fault(found: Result | Run) -> str | None:
-    """What is wrong with it, in a line."""
-    if isinstance(found, Run):
-        return found.fault
-    return None if found.passed else found.why
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    """One line; a number that is not finite is null."""
-    print(json.dumps(finite(content)), flush=True)
-
-
-def _where(device: torch.device) -> str:
+def where(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"Triton's interpreter on a {platform.machine()} CPU"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels check`."""
+def print_json(content: dict[str, Any]) -> None:
+    """One line; a number that is not finite is null."""
+    print(json.dumps(finite(content)), flush=True)
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is checked."""
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains TEXT")
     options.add_dtype(parser, tuple(DTYPES), help="one dtype (default: each that runs)")
     options.add_device(parser)
-    parser.add_argument("--all", action="store_true", help="a row for every gradient")
     options.add_json(parser)
     parser.add_argument(
-        "--all-configs", action="store_true", help="every launch config that ships, each forced"
-    )
-    parser.add_argument(
         "--jobs", type=options.within(int, 0, options.MOST_PROCESSES), metavar="N",
-        help="cases at once, each in a process of its own; 0: all in this one, in turn (default "
-        f"0, on a GPU up to {MOST_JOBS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--case-timeout", type=options.positive(float), metavar="SECONDS", default=CASE_TIMEOUT,
-        help="a process of --jobs that says nothing for so long is killed (default "
-        f"{CASE_TIMEOUT:.0f})",
-    )  # fmt: skip
-    options.add_budget(
-        parser, f"run nothing more after these; the exit status is {CUT_SHORT} if that left "
-        "something out",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep", type=Path, metavar="FILE",
-        help="write each result to FILE as a JSON line; what FILE has is not run again, unless the "
-        "package has changed",
+        help=f"processes; 0: this one alone (default 0, on a GPU up to {MOST_JOBS})",
     )  # fmt: skip
 
 
-def _jobs(arguments: argparse.Namespace, device: torch.device) -> int:
-    if arguments.jobs is None:
-        return min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cuda" else 0
-    return arguments.jobs
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """The command: 0; 1 where a kernel breaks the 2x rule or raises; 3 where time was too short."""
+def selected(arguments: argparse.Namespace) -> tuple[torch.device, list[str], int]:
+    """Device, dtypes and processes: those asked for, else those that run here."""
     if INTERPRETED and arguments.device is None:
         arguments.device = "cpu"
     device = options.chosen_device(arguments)
@@ -171,44 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
     if INTERPRETED and arguments.dtype is None:
         dtypes.remove("bf16")
     dtypes.sort(key=lambda name: name != "bf16")  # what models train in comes first
-    with refusing(f"--keep {arguments.keep}", OSError, ValueError):
-        kept = ResultsCache(arguments.keep)
-    wanted = Selection(
-        device, dtypes, arguments.only, _jobs(arguments, device), arguments.case_timeout, kept,
-        arguments.time_budget or math.inf,
-    )  # fmt: skip
-    every = arguments.all_configs
-    found: Iterator[Result | Run] = run_configs(wanted) if every else run_cases(wanted)
-    results: list[Any] = []
-    started = time.perf_counter()
-    console = make_console(quiet=arguments.json)
-    checking = console.status("checking")
-    with refusing(f"--only {arguments.only}", NoSuchCase), checking as status, quiet_interpreter():
-        for result in found:
-            results.append(result)
-            status.update(f"checked {_name(result)}")
-            if arguments.json:
-                _print_json(result.as_dict() if isinstance(result, Result) else as_dict(result))
-            elif fault := _fault(result):  # at once: what is wrong comes first
-                print(f"FAILED {_name(result)}: {fault}", flush=True)
-    failed = [_name(result) for result in results if _fault(result)]
-    passed = not failed
-    # nobody asks of a selection, nor of what the time allowed, that it reaches every table
-    if every and not (arguments.only or wanted.left_out):
-        passed = all_configs.passed(results)
-    if arguments.json:
-        _print_json(_summary(passed, len(results), failed, device))
-    else:
-        say = _say_configs if every else _say_cases
-        say(results, arguments, f"{time.perf_counter() - started:.0f} s", _where(device), console)
-    if wanted.left_out and not arguments.json:
-        print(f"the time is over: {wanted.left_out} did not run.")
-    return CUT_SHORT if wanted.left_out else int(not passed)
+    if arguments.jobs is None:
+        arguments.jobs = min(MOST_JOBS, os.cpu_count() or 1) if device.type == "cuda" else 0
+    return device, dtypes, arguments.jobs
 
 
-def _summary(passed: bool, cases: int, failed: list[str], device: torch.device) -> dict[str, Any]:
+def summary(
+    passed: bool, cases: int, failed: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """The line that ends --json."""
     return {
-        "passed": passed, "cases": cases, "failed": failed, "device": _where(device),
+        "passed": passed, "cases": cases, "failed": failed, "device": where(device),
         "interpreted": INTERPRETED,
         "versions": {
             "fastvit_kernels": __version__, "torch": torch.__version__,
@@ -217,29 +121,64 @@ def _summary(passed: bool, cases: int, failed: list[str], device: torch.device) 
     }  # fmt: skip
 
 
-def _say_cases(
-    results: list[Result], arguments: argparse.Namespace, took: str, where: str, console: Any
-) -> None:
-    if not arguments.keep:  # what it keeps says more
-        console.print(_table(results, arguments.all))
-    passed = sum(result.passed for result in results)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fastvit-kernels check`."""
+    add_selection(parser)
+    parser.add_argument("--all", action="store_true", help="a row for every gradient")
+
+
+def _run_named(device: torch.device, dtype: str, name: str) -> Result:
+    """What a process of --jobs does."""
+    (case,) = (case for case in cases_on(device, dtype) if case.name == name)
+    return run_case(case, dtype)
+
+
+def run_cases(pairs: Sequence[tuple[str, Case]], device: torch.device, jobs: int) -> Iterator[Any]:
+    """The result of each (dtype, case) as it ends."""
+    if not jobs:
+        yield from (run_case(case, dtype) for dtype, case in pairs)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        waiting = {
+            pool.submit(_run_named, device, dtype, case.name): (case.name, dtype)
+            for dtype, case in pairs
+        }
+        for done in as_completed(waiting):
+            error = done.exception()  # of a process that died
+            lost = None if error is None else Result(*waiting[done], [], first_line(error), 0.0)
+            yield lost or done.result()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: 0, or 1 where a kernel breaks the 2x rule or raises."""
+    device, dtypes, jobs = selected(arguments)
+    every = [(dtype, case) for dtype in dtypes for case in cases_on(device, dtype)]
+    pairs = [(dtype, case) for dtype, case in every if arguments.only in case.name]
+    if not pairs:
+        known = ", ".join(dict.fromkeys(case.name for _, case in every))
+        raise CommandError(f"--only {arguments.only}: no case; there are {known}")
+    results: list[Result] = []
+    started = time.perf_counter()
+    console = make_console(quiet=arguments.json)
+    with console.status("checking") as status, quiet_interpreter():
+        for result in run_cases(pairs, device, jobs):
+            results.append(result)
+            status.update(f"checked {result.label}")
+            if arguments.json:
+                print_json(result.as_dict())
+            elif not result.passed:  # at once: what is wrong comes first
+                print(f"FAILED {result.label}: {result.why}", flush=True)
+    failed = [result.label for result in results if not result.passed]
+    if arguments.json:
+        print_json(summary(not failed, len(results), failed, device))
+        return int(bool(failed))
+    console.print(_table(results, arguments.all))
     tensors = sum(len(result.errors) for result in results)
     console.print(
-        f"{passed} of {len(results)} cases passed ({tensors} outputs and gradients, {took}), "
-        f"{where}. An error may be twice PyTorch's own in the same dtype plus rounding, both "
-        "against float64."
+        f"{len(results) - len(failed)} of {len(results)} cases passed ({tensors} outputs and "
+        f"gradients, {time.perf_counter() - started:.0f} s), {where(device)}. An error may be "
+        "twice PyTorch's own in the same dtype plus rounding, both against float64."
     )
     if INTERPRETED and arguments.dtype is None:
         console.print("bf16 needs a GPU: Triton's interpreter multiplies it wrongly.")
-
-
-def _say_configs(
-    runs: list[Run], arguments: argparse.Namespace, took: str, where: str, console: Any
-) -> None:
-    print(aligned([CONFIG_HEADER, *config_rows(runs)]))
-    configs = {(run.table, run.config) for run in runs}
-    shipped = sum(len(table.configs) for table in TABLES.values())
-    print(
-        f"{len(configs)} of {shipped} configs of {len(TABLES)} tables fit here and ran, "
-        f"{len(runs)} runs of config and case, each twice for equal bits, {took}, {where}."
-    )
+    return int(bool(failed))

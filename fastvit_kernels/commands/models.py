@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
+from ..runtime.compat import define_torchvision_operators
 from ..runtime.dtypes import DTYPES
 from ..swap.apply import swap_in
 from .console import CommandError, refusing, require
-from .zoo import define_torchvision_operators
 
 # our (and timm's) name -> the library's own
 _TORCHVISION = {"img_size": "image_size"}

@@ -18,9 +18,8 @@ from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import TABLES
 from ..runtime.tuned_table import Entry, TableError
 from ..tools import tuning
-from ..verify.isolated import term_interrupts
 from . import options
-from .console import CommandError
+from .console import CommandError, term_interrupts
 from .models import fused_model, input_shape, run_step
 
 

@@ -14,18 +14,21 @@ the host calls it. tests/runtime/test_compat.py walks the sources and takes each
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as _nn_module
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -382,6 +385,31 @@ def rel_pos_bias(attention: Any) -> Tensor:
 def attend_in_windows(block: Any, x: Tensor) -> Tensor:
     """The attention of timm's Swin block, shifts and padding too."""
     return block._attn(x)
+
+
+# torchvision, and what imports it, beside a torch that its binary is not for.
+
+
+@functools.cache
+def define_torchvision_operators() -> None:
+    """Let torchvision, and timm through it, be imported beside a torch that its binary is not for.
+
+    Its import registers fake versions of two operators of that binary; its models are plain
+    PyTorch, for which the operators' names are enough. Nothing happens where the binary loads.
+    """
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return
+    for binary in Path(spec.origin).parent.glob("_C*"):
+        try:
+            torch.ops.load_library(str(binary))
+        except OSError:
+            continue
+        return
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"torchvision::{name}", schema)
 
 
 # For tools and attention_maps, which swapped models and ops do without.

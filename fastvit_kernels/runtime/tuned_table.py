@@ -13,7 +13,6 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from .backend import Gpu
+from .files import write_text
 from .tables import TABLES, Key, Tuned
 from .triton import triton
 from .version import __version__
@@ -100,7 +100,7 @@ def driver_version() -> str:
 
 
 def save(gpu: Gpu, entries: Iterable[Entry]) -> Path:
-    """Write the table whole: to a file beside it, then renamed over it."""
+    """Write the table whole."""
     content = {
         "format": FORMAT,
         **_origin(gpu),
@@ -110,16 +110,7 @@ def save(gpu: Gpu, entries: Iterable[Entry]) -> Path:
     }
     path = table_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(content, indent=1))
     return path
 
 
@@ -245,10 +236,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(self.path, "\n".join(lines))
 
     def is_fatal(self, table: str, config: Any) -> bool:
         """Whether the process ended while this config was tried."""

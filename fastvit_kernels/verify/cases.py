@@ -1,7 +1,7 @@
 """The registry of ops: one entry each, from which every list of cases is derived.
 
-`check`, `check --all-configs`, the fuzz test, the tests of bad calls, of numbers that are not
-finite and of life with the rest of torch, `tune`, and the benchmarks read OPS.
+`check`, `tune`, the benchmarks and the tests of all ops (every config, random calls, bad calls,
+numbers that are not finite, life with the rest of torch) read OPS.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..models.vit import VisionTransformer
+from ..runtime.dtypes import DTYPES
 from .entries.attention import ATTENTION, QKV_ATTENTION, ROPE_ATTENTION, SDPA
 from .entries.gated_mlp import GATED_MLP
 from .entries.linear import LINEAR, MLP
@@ -16,7 +17,7 @@ from .entries.norms import LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_
 from .entries.patch_embed import PATCH_EMBED
 from .entries.rope import ROPE
 from .entries.varlen import VARLEN_ATTENTION
-from .op import Case, Draw, Op, Sizes
+from .op import LARGE, SMALL, Case, Draw, Op, Sizes
 from .plain_vit import model_case
 
 # By name, in the order in which an image meets them, the parts of an op before it.
@@ -46,8 +47,6 @@ def check_cases(v: Sizes, device: torch.device, dtype: torch.dtype) -> list[Case
     return [*found, _vision_transformer(v, device, dtype)]
 
 
-def config_cases(large: bool, device: torch.device, dtype: torch.dtype) -> list[Case]:
-    """What reaches every launch config that ships, the slow ones last: a test takes the first."""
-    pairs = [(op, example) for op in OPS.values() for example in op.configs(large)]
-    pairs.sort(key=lambda pair: pair[1].slow)
-    return [op.case(example, device, dtype) for op, example in pairs]
+def cases_on(device: torch.device, dtype: str) -> list[Case]:
+    """What `check` runs on this device: large on a GPU."""
+    return check_cases(LARGE if device.type == "cuda" else SMALL, device, DTYPES[dtype])

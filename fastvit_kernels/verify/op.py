@@ -139,25 +139,6 @@ class Example:
     slow: bool = False  # for Triton's interpreter: tests prefer the others
 
 
-def padded(columns: int) -> Callable[[Draw, Shape], Tensor]:
-    """Rows that are part of wider ones."""
-
-    def make(draw: Draw, shape: Shape) -> Tensor:
-        return draw(*shape[:-1], shape[-1] + columns)[..., : shape[-1]].detach().requires_grad_()
-
-    return make
-
-
-def in_memory(*order: int) -> Callable[[Draw, Shape], Tensor]:
-    """Axes that lie in memory in this order."""
-
-    def make(draw: Draw, shape: Shape) -> Tensor:
-        back = [order.index(axis) for axis in range(len(shape))]
-        return draw(*(shape[axis] for axis in order)).permute(back).detach().requires_grad_()
-
-    return make
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
     """One call: `function` and its specification on the same inputs, made when they are needed."""
@@ -183,7 +164,6 @@ class Op:
     shapes: Callable[[Any], dict[str, Shape]]  # of the sizes, as attributes
     at: Callable[[Sizes], Mapping[str, Any]]  # sizes in a ViT
     check: Callable[[Sizes], Sequence[Example]]  # what `check` runs
-    configs: Callable[[bool], Sequence[Example]]  # what reaches its configs; True: large
     settings: Callable[[Any], dict[str, Any]] = lambda s: {}  # what follows from sizes
     integers: Callable[[Any], dict[str, Whole]] = lambda s: {}  # tensors that hold no floats
     outputs: int = 1
@@ -232,16 +212,6 @@ class Op:
             partial(self.specification, **options),
             lambda: self.inputs(example, Draw(device, dtype)),
         )
-
-
-def sized(op_sizes: Mapping[str, Any], *words: str, **example: Any) -> Example:
-    """An Example whose label says its sizes."""
-    text = " ".join(f"{name}={_short(value)}" for name, value in op_sizes.items())
-    return Example(op_sizes, ", ".join([text, *(word for word in words if word)]), **example)
-
-
-def _short(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def in_precision(function: Function, autocast: torch.dtype | None) -> Function:

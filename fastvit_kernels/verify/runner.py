@@ -113,6 +113,10 @@ class Result:
     seconds: float
 
     @property
+    def label(self) -> str:
+        return f"{self.name}, {self.dtype}"
+
+    @property
     def passed(self) -> bool:
         return self.failure is None and all(e.passed for e in self.errors)
 

@@ -1,8 +1,8 @@
 import functools
 import json
+import os
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from numerics import DEVICE
 from fastvit_kernels.commands import check, cli
 from fastvit_kernels.runtime.backend import get_backend
 from fastvit_kernels.verify.accuracy import Error
-from fastvit_kernels.verify.all_configs import Run
 from fastvit_kernels.verify.cases import OPS, check_cases
 from fastvit_kernels.verify.op import SMALL
 from fastvit_kernels.verify.runner import Result, run_case
@@ -97,40 +96,10 @@ def _error(name, share):
     return Error(name, share, share, 0.5, 0.5, 1.0, 1.0)
 
 
-@pytest.fixture
-def answers(monkeypatch):
-    """What the cases and configs of `check` give, and what was asked."""
-    given = SimpleNamespace(results=[], runs=[], left_out=0, asked=None)
-
-    def some(found):
-        def run(wanted):
-            given.asked, wanted.left_out = wanted, given.left_out
-            yield from getattr(given, found)
-
-        return run
-
-    monkeypatch.setattr(check, "run_cases", some("results"))
-    monkeypatch.setattr(check, "run_configs", some("runs"))
-    return given
-
-
-def test_what_check_is_told_reaches_the_cases(answers, tmp_path, capsys):
-    words = ["check", "--device", "cpu", "--only", "norm", "--jobs", "3", "--case-timeout", "7"]
-    words += ["--keep", str(tmp_path / "kept"), "--time-budget", "5"]
-    assert cli.main(words) == 0
-    asked = answers.asked
-    assert (asked.only, asked.jobs, asked.timeout, asked.budget) == ("norm", 3, 7, 5)
-    assert asked.dtypes == ["fp32", "fp16"] and asked.device == torch.device("cpu")
-    asked.kept.add(name="x")
-    assert "x" in (tmp_path / "kept").read_text()
-    assert cli.main(["check", "--device", "cpu"]) == 0
-    asked = answers.asked
-    assert (asked.jobs, asked.timeout, asked.budget) == (0, 300, float("inf"))
-
-
-def test_the_row_of_a_case_is_the_one_nearest_its_limit(answers, capsys):
+def test_the_row_of_a_case_is_the_one_nearest_its_limit(monkeypatch, capsys):
     errors = [_error(*e) for e in (("out0", 0.2), ("out1", 0.4), ("dx", 0.9), ("dweight", 0.3))]
-    answers.results = [Result("a", "fp32", errors, None, 1.0), Result("b", "fp16", [], "no", 1.0)]
+    results = [Result("a", "fp32", errors, None, 1.0), Result("b", "fp16", [], "no", 1.0)]
+    monkeypatch.setattr(check, "run_cases", lambda *_: iter(results))
     words = ["check", "--device", "cpu"]
     assert cli.main(words) == 1
     out = capsys.readouterr().out
@@ -140,32 +109,28 @@ def test_the_row_of_a_case_is_the_one_nearest_its_limit(answers, capsys):
     assert " dweight " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("all_configs", [False, True])
-@pytest.mark.parametrize("wrong", [False, True])
-def test_what_time_left_out_is_neither_right_nor_wrong(answers, capsys, all_configs, wrong):
-    words = ["check", "--device", "cpu", *["--all-configs"] * all_configs]
-    share, fault = (2.0, "twice too much") if wrong else (0.5, None)
-    answers.results = [Result("a", "fp32", [_error("out0", share)], None, 1.0)]
-    answers.runs = [Run("layer_norm_fwd", None, "a", share, fault)]
-    answers.left_out = 4
-    assert cli.main(words) == 3
-    assert "the time is over: 4 did not run" in capsys.readouterr().out
-    answers.left_out = 0
-    assert cli.main([*words, "--only", "a"]) == wrong
-    assert cli.main(words) == (wrong or all_configs), "no other table was reached"
-
-
-def test_the_row_of_a_table_has_its_worst_run(monkeypatch):
-    table = SimpleNamespace(configs=(1, 2, 3))
-    monkeypatch.setattr(check, "TABLES", {"a": table, "b": table, "c": table})
-    runs = [Run("a", 1, "x", 0.25, None), Run("a", 2, "x", 0.5, None), Run("a", 2, "y", 0.1, None)]
-    runs += [Run("b", 1, "x", 3.0, "wrong"), Run("b", 1, "y", 0.0, None)]
-    assert check.config_rows(runs) == [
-        ("a", "3", "2", "3", "0.50", "ok"), ("b", "3", "1", "2", "3.00", "1 FAILED"),
-        ("c", "3", "0", "0", "0.00", "not reached"),
-    ]  # fmt: skip
-
-
 def test_check_rejects_an_unknown_case(capsys):
     assert cli.main(["check", "--only", "convolution"]) == 2
     assert "convolution: no case" in capsys.readouterr().err
+
+
+def _dies(device, dtype, name):
+    os._exit(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has processes by default")
+def test_check_in_processes_gives_what_this_process_gives(monkeypatch, capsys):
+    words = ["check", "--only", "layer_norm_and", "--dtype", "fp32", "--json"]
+    printed = []
+    for jobs in ("0", "2"):
+        assert cli.main([*words, "--jobs", jobs]) == 0
+        *cases, _ = map(json.loads, capsys.readouterr().out.splitlines())
+        printed.append(sorted((c["name"], [t["max"] for t in c["tensors"]]) for c in cases))
+    assert [name for name, _ in printed[0]] == [name for name, _ in printed[1]]
+    for (_, here), (_, there) in zip(*printed, strict=True):
+        assert here == pytest.approx(there, rel=1e-3)
+    monkeypatch.setattr(check, "_run_named", _dies)
+    assert cli.main([*words, "--jobs", "1"]) == 1
+    *cases, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert summary["failed"] == [f"{c['name']}, fp32" for c in cases]
+    assert all("BrokenProcessPool" in c["failure"] for c in cases)

@@ -98,7 +98,7 @@ FLOATS = {
     "--label-smoothing": ("0", "0.999"), "--drop-path": ("0", "0.999"), "--ema": ("0", "0.9999"),
     "--crop-scale": ("1e-6", "0.999"), "--held-out": ("1e-6", "0.999"),
     "--mixup": ("0.001", "1000"), "--time-budget": ("0.01", str(options.MOST)),
-    "--case-timeout": ("0.01", str(options.MOST)), "--seconds": ("10", str(options.MOST)),
+    "--seconds": ("10", str(options.MOST)),
     "--threshold": ("0", str(options.MOST)),
 }  # fmt: skip
 JUNK = (

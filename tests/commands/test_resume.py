@@ -19,6 +19,7 @@ from fastvit_kernels.commands.training import checkpoint, figures
 from fastvit_kernels.commands.training import folder as names
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.processes import Processes
+from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend
 
 resource = pytest.importorskip("resource")
@@ -118,7 +119,7 @@ def test_a_full_disk_is_not_torchs_own_error(tmp_path, small_files):
     small_files(10_000)
     write = functools.partial(torch.save, {"a": torch.zeros(100_000)})
     with pytest.raises(OSError, match=r"^\S*file cannot be written: File too large$"):
-        checkpoint.write_atomically(tmp_path / "file", write)
+        files.write_atomically(tmp_path / "file", write)
     assert not list(tmp_path.iterdir())
 
 
@@ -134,7 +135,7 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda *a: (calls.append("fsync"), fsync(*a)))
     monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
-    checkpoint.write_text(tmp_path / "file", "text")
+    files.write_text(tmp_path / "file", "text")
     assert calls == ["fsync", "replace"] and (tmp_path / "file").read_text() == "text"
 
 

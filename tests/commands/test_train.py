@@ -22,6 +22,7 @@ from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.data import AUGMENTATIONS, Augmentation
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import DIGITS_VIT, make_settings
+from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend, get_backend
 from fastvit_kernels.verify import plain_vit
 
@@ -245,14 +246,14 @@ def test_ctrl_c_in_a_process(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
-    checkpoint.write_text(path, "old")
+    files.write_text(path, "old")
 
     def fail(file):
         file.write(b"new, half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.write_atomically(path, fail)
+        files.write_atomically(path, fail)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 

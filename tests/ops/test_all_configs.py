@@ -1,4 +1,4 @@
-"""Every launch config that ships, forced, by the 2x rule and bit for bit: `check --all-configs`.
+"""Every launch config that ships, forced, by the 2x rule and bit for bit.
 
 Without a GPU each config runs in one case, twice; which one goes round from config to config. On a
 GPU each runs in every case that it fits, at real sizes.
@@ -15,14 +15,15 @@ import torch
 from numerics import DEVICE
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands import check, cli
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify import all_configs, selection, worker
-from fastvit_kernels.verify.cases import config_cases
 from fastvit_kernels.verify.op import Case
+from tests.check import __main__ as command
+from tests.check import all_configs, selection, worker
+from tests.check.__main__ import main
+from tests.check.config_cases import config_cases
 
 pytest.importorskip("rich")
 
@@ -58,7 +59,7 @@ def test_config_in_the_interpreter(table, config):
     index = SHIPPED.index((table, config))
     dtypes = ("fp32", "fp16") if index % 2 else ("fp16", "fp32")
     runs = next(filter(None, (_runs(table, config, dtype, False) for dtype in dtypes)), [])
-    assert runs, "no case forces this config: give its entry in verify/entries one"
+    assert runs, "no case forces this config: give its op one in tests/check/config_cases.py"
     run = all_configs.run_config(runs[index % min(len(runs), 4)], config)
     assert run.fault is None, run.case
     assert 0 < run.share <= 1
@@ -94,7 +95,7 @@ def planted(monkeypatch):
     """An op with two tables: the second is asked only where the first says "hidden"."""
     monkeypatch.setattr(launch_configs, "TABLES", tables := {})
     monkeypatch.setattr(all_configs, "TABLES", tables)
-    monkeypatch.setattr(check, "TABLES", tables)
+    monkeypatch.setattr(command, "TABLES", tables)
     monkeypatch.setattr(selection, "TABLES", tables)
     monkeypatch.setattr(worker, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
@@ -138,7 +139,7 @@ def test_a_table_that_no_case_reaches_fails(planted):
     ConfigTable("asleep", [RIGHT], lambda *_: RIGHT)
     runs = [run for run in _run_all([planted]) if run.fault is None]
     assert not all_configs.passed(runs)
-    assert ("asleep", "1", "0", "0", "0.00", "not reached") in check.config_rows(runs)
+    assert ("asleep", "1", "0", "0", "0.00", "not reached") in command.config_rows(runs)
 
 
 def test_a_case_that_raises_fails_and_the_others_run(planted):
@@ -153,12 +154,12 @@ def test_a_case_that_raises_fails_and_the_others_run(planted):
 
 def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
     monkeypatch.setattr(selection, "cases_of", lambda device, dtype, all_configs: [planted])
-    words = ["check", "--all-configs", "--dtype", "fp32", "--device", "cpu"]
-    assert cli.main(words) == 1
+    words = ["--all-configs", "--dtype", "fp32", "--device", "cpu"]
+    assert main(words) == 1
     out = capsys.readouterr().out
     assert "4 of 5 configs of 2 tables fit here and ran" in out
     assert "FAILED tile [kind=wrong], double, fp32: out: max" in out
-    assert cli.main([*words, "--json"]) == 1
+    assert main([*words, "--json"]) == 1
     *runs, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert summary["passed"] is False and len(runs) == 4
     assert {run["table"] for run in runs} == {"route", "tile"}
@@ -214,13 +215,13 @@ def test_kept_configs_of_one_dtype_are_not_another_dtypes(
 
     monkeypatch.setattr(selection.all_configs, "run_config", run_config)
     monkeypatch.setattr(selection, "cases_of", lambda *_: [planted, case])
-    words = ["check", "--all-configs", "--device", "cpu", "--keep", str(tmp_path / "kept.jsonl")]
-    assert cli.main([*words, "--dtype", "fp32", "--only", "double"]) == 0
+    words = ["--all-configs", "--device", "cpu", "--keep", str(tmp_path / "kept.jsonl")]
+    assert main([*words, "--dtype", "fp32", "--only", "double"]) == 0
     assert ran == ["double"] * 4
-    assert cli.main([*words, "--dtype", "fp32"]) == 0
+    assert main([*words, "--dtype", "fp32"]) == 0
     assert ran == ["double"] * 4 + ["two keys"] * 2
     capsys.readouterr()
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     *runs, summary = map(json.loads, capsys.readouterr().out.splitlines())
     dtypes = [run["case"].rpartition(", ")[2] for run in runs]
     assert dtypes[:6] == ["fp32"] * 6 and "fp32" not in dtypes[6:] and len(dtypes) % 6 == 0

@@ -26,8 +26,8 @@ import fastvit_kernels as fk
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.tools.resources import TARGETS
-from fastvit_kernels.verify import all_configs
-from fastvit_kernels.verify.cases import config_cases
+from tests.check import all_configs
+from tests.check.config_cases import config_cases
 
 PACKAGE = Path(fk.__file__).parent
 

@@ -83,7 +83,7 @@ def private_names(tree):
     ("folder", "home", "reads"),
     [
         (PACKAGE, COMPAT, []),
-        (BENCH, BENCH / "private.py", [PACKAGE]),
+        (BENCH, BENCH / "providers.py", [PACKAGE]),
         (TESTS, SUPPORT / "private.py", [PACKAGE, BENCH]),
     ],
     ids=["package", "bench", "tests"],

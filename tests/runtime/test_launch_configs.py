@@ -17,7 +17,7 @@ from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
 from fastvit_kernels.tools.aot import Trace, _RunLaunchers
 from fastvit_kernels.tools.resources import TARGETS
-from fastvit_kernels.verify.all_configs import launches_left_out
+from tests.check.all_configs import launches_left_out
 
 
 class Config(NamedTuple):

@@ -132,7 +132,7 @@ def main() -> int:
     from fast_interpreter import make_fast
     from interpreter import mend_interpreter
 
-    from fastvit_kernels.commands.zoo import define_torchvision_operators
+    from fastvit_kernels.runtime.compat import define_torchvision_operators
 
     mend_interpreter()
     make_fast()

@@ -142,7 +142,7 @@ def main() -> None:
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from fastvit_kernels.commands.zoo import define_torchvision_operators
+    from fastvit_kernels.runtime.compat import define_torchvision_operators
 
     define_torchvision_operators()
     torch.set_num_threads(1)

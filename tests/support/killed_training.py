@@ -27,6 +27,7 @@ from small_training import shrink
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.training import checkpoint
 from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.runtime import files
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks
 EPOCHS = 2
@@ -73,12 +74,12 @@ def die_in_step(count: int) -> None:
 
 def die_at(moment: str, count: int) -> None:
     """Kill this process at the given moment of its count-th file (0 is the first)."""
-    write_atomically, replace = checkpoint.write_atomically, os.replace
-    files = 0
+    write_atomically, replace = files.write_atomically, os.replace
+    written = 0
 
     def counted(path: Path, write: Callable[[Any], object]) -> None:
-        nonlocal files
-        mine, files = files == count, files + 1
+        nonlocal written
+        mine, written = written == count, written + 1
 
         def replace_or_die(source: Any, target: Any) -> None:
             if moment == "written":
@@ -91,13 +92,13 @@ def die_at(moment: str, count: int) -> None:
             return write_atomically(path, write)
         if moment == "half":
             return write_atomically(path, lambda file: write(_HalfFile(file)))
-        checkpoint.os.replace = replace_or_die
+        files.os.replace = replace_or_die
         try:
             return write_atomically(path, write)
         finally:
-            checkpoint.os.replace = replace
+            files.os.replace = replace
 
-    checkpoint.write_atomically = counted
+    files.write_atomically = counted
 
 
 def run(folder: Path, moment: str, count: int) -> int:

@@ -227,7 +227,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from fastvit_kernels.commands.zoo import define_torchvision_operators
+    from fastvit_kernels.runtime.compat import define_torchvision_operators
 
     define_torchvision_operators()
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "quickstart.ipynb"
 # A torchvision that is built for another torch than this one can still be imported.
 PREPARE = """import warnings
 warnings.filterwarnings("ignore", "IProgress")  # tqdm, where ipywidgets is missing
-from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 define_torchvision_operators()
 import torch
 torch.set_num_threads(1)"""

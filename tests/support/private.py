@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ NAMES = {
     "NoFunction": "torch:_C.DisableTorchFunctionSubclass",
     # the __torch_function__ of a class that has none
     "no_torch_function": "torch:_C._disabled_torch_function_impl",
+    # the kernel of attention with an added mask on a GPU, which a fake CPU tensor would not take
+    "efficient_attention": "torch:ops.aten._scaled_dot_product_efficient_attention",
     # the operator of a cast, below autograd
     "cast_operator": "torch:ops.aten._to_copy.default",
     # keeps the GPU's stream busy for so many cycles
@@ -85,3 +88,19 @@ def set_deterministic(is_on: bool) -> None:
         torch.use_deterministic_algorithms(is_on, warn_only=True)
     else:
         torch._C._set_deterministic_algorithms(is_on, warn_only=True)
+
+
+def compiler_with(partition: Callable[..., Any]) -> Any:
+    """A backend of torch.compile that runs its graphs as they are.
+
+    Args:
+        partition: (default partitioner, joint graph, its inputs, **options) -> (forward, backward).
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition_fn(joint: Any, inputs: Any, **options: Any) -> Any:
+        return partition(min_cut_rematerialization_partition, joint, inputs, **options)
+
+    return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition_fn)

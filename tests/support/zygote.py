@@ -24,7 +24,7 @@ import triton.language  # noqa: F401
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEERS = ("timm", "transformers.modeling_utils", "torchvision", "rich.console")
 
-runpy.run_path(str(ROOT / "fastvit_kernels/commands/zoo.py"))["define_torchvision_operators"]()
+runpy.run_path(str(ROOT / "fastvit_kernels/runtime/compat.py"))["define_torchvision_operators"]()
 for name in PEERS:
     with suppress(ImportError):  # tests of it are skipped
         importlib.import_module(name)

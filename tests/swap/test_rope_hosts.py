@@ -10,7 +10,7 @@ from outside import dinov3
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.beside import model_errors
+from fastvit_kernels.commands.compare import model_errors
 from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
 from fastvit_kernels.swap.hosts import attend, fused
 from tests.model_coverage.compare import difference, randomize

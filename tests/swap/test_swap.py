@@ -131,7 +131,7 @@ def test_swapped_blocks_unpickle_in_a_new_process(tmp_path):
     torch.save(blocks, tmp_path / "blocks.pt")
     program = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from fastvit_kernels.commands import zoo; zoo.define_torchvision_operators()\n"
+        "from fastvit_kernels.runtime import compat; compat.define_torchvision_operators()\n"
         "import torch; blocks = torch.load(sys.argv[1], weights_only=False)\n"
         "for m in (m for b in blocks for m in b.modules()): print(type(m).__qualname__)"
     )

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_kernels import backend, create_vit, swap_in, swap_out
-from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 from tests.model_coverage import model_zoo
 from tests.model_coverage.compare import randomize
 

@@ -12,7 +12,7 @@ from private import cast_operator
 from replaced import operators, replace_operator
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.beside import model_errors
+from fastvit_kernels.commands.compare import model_errors
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.swap.hosts import fused
 from tests.model_coverage.compare import randomize

@@ -21,7 +21,7 @@ import pytest
 
 import fastvit_kernels
 from fastvit_kernels import backend
-from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 define_torchvision_operators()
 timm = pytest.importorskip("timm")

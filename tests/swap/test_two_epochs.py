@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.commands.zoo import define_torchvision_operators
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 define_torchvision_operators()
 timm = pytest.importorskip("timm")

@@ -16,10 +16,9 @@ from op_facts import FACTS
 
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import cases, worker
+from fastvit_kernels.verify import cases
 from fastvit_kernels.verify import op as registry
-from fastvit_kernels.verify.all_configs import choices_of
-from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
+from fastvit_kernels.verify.cases import OPS, check_cases
 from fastvit_kernels.verify.op import (
     LARGE,
     SMALL,
@@ -30,6 +29,9 @@ from fastvit_kernels.verify.op import (
     Whole,
     in_precision,
 )
+from tests.check import config_cases as configs
+from tests.check import worker
+from tests.check.all_configs import choices_of
 
 LIST = Path(__file__).with_name("cases.txt")
 CPU = torch.device("cpu")
@@ -132,6 +134,10 @@ def _arguments(op):
         yield f"{name} ({', '.join(facts)})" if facts else name
 
 
+def _of(op, large):
+    return configs.EXAMPLES.get(op.name, lambda large: [])(large)
+
+
 def sections():
     model = check_cases(SMALL, CPU, torch.float16)[-1]
     return {
@@ -143,8 +149,8 @@ def sections():
             *_calls(lambda op: op.check(SMALL)),
             f"{model.name}: " + "; ".join(_tensor(n, x) for n, x in model.make().items()),
         ],
-        "check --all-configs": list(_calls(lambda op: op.configs(False))),
-        "check --all-configs on a GPU": list(_calls(lambda op: op.configs(True))),
+        "check --all-configs": list(_calls(lambda op: _of(op, False))),
+        "check --all-configs on a GPU": list(_calls(lambda op: _of(op, True))),
         "the fuzz test": [line for op in OPS.values() for line in _drawn(op)],
     }
 
@@ -230,8 +236,8 @@ def test_whole_numbers_span_their_range():
 
 def test_rows_lie_where_their_example_says():
     draw = Draw(CPU, torch.float32)
-    x = registry.padded(8)(draw, (3, 5))
-    y = registry.in_memory(0, 2, 3, 1, 4)(draw, (2, 5, 3, 4, 6))
+    x = configs.padded(8)(draw, (3, 5))
+    y = configs.in_memory(0, 2, 3, 1, 4)(draw, (2, 5, 3, 4, 6))
     assert x.shape == (3, 5) and x.stride() == (13, 1) and x.requires_grad
     assert y.shape == (2, 5, 3, 4, 6) and y.requires_grad
     assert y.permute(0, 2, 3, 1, 4).is_contiguous()
@@ -279,7 +285,7 @@ def test_run_backward_gives_each_output_its_gradient():
 
 
 def test_a_gpu_gets_real_sizes(monkeypatch):
-    monkeypatch.setattr(worker, "check_cases", lambda v, device, dtype: (v, dtype))
+    monkeypatch.setattr(cases, "check_cases", lambda v, device, dtype: (v, dtype))
     monkeypatch.setattr(worker, "config_cases", lambda large, device, dtype: (large, dtype))
     for kind, sizes in (("cpu", SMALL), ("cuda", LARGE)):
         device = torch.device(kind)
@@ -289,8 +295,8 @@ def test_a_gpu_gets_real_sizes(monkeypatch):
 
 def test_slow_cases_come_last_and_none_is_lost():
     """A test takes the first."""
-    names = [case.name for case in config_cases(False, CPU, torch.float32)]
-    examples = [(op, example) for op in OPS.values() for example in op.configs(False)]
+    names = [case.name for case in configs.config_cases(False, CPU, torch.float32)]
+    examples = [(op, example) for op in OPS.values() for example in _of(op, False)]
     slow = [f"{op.name}, {example.label}" for op, example in examples if example.slow]
     assert slow and names[-len(slow) :] == slow and len(names) == len(examples)
 

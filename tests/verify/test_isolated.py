@@ -14,14 +14,14 @@ import pytest
 import torch
 from numerics import DEVICE
 
-from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import all_configs, isolated, selection, worker
-from fastvit_kernels.verify import results_cache as cache
-from fastvit_kernels.verify.isolated import Job, Outcome, run_isolated
-from fastvit_kernels.verify.results_cache import ResultsCache
 from fastvit_kernels.verify.runner import device_lost, run_case
+from tests.check import all_configs, isolated, selection, worker
+from tests.check import results_cache as cache
+from tests.check.__main__ import main
+from tests.check.isolated import Job, Outcome, run_isolated
+from tests.check.results_cache import ResultsCache
 
 pytest.importorskip("rich")
 
@@ -151,8 +151,8 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
     monkeypatch.setattr(selection, "run_isolated", run)
     monkeypatch.setattr(selection, "check_job", check_job)
     monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
-    words = ["check", "--jobs", "3", "--case-timeout", "8", "--dtype", "fp32"]
-    assert cli.main([*words, "--json"]) == 1
+    words = ["--jobs", "3", "--case-timeout", "8", "--dtype", "fp32"]
+    assert main([*words, "--json"]) == 1
     *lines, summary = map(json.loads, capsys.readouterr().out.splitlines())
     by_name = {line["name"]: line for line in lines}
     assert len(lines) == 3 and lines[-1]["name"] == "layer_norm"  # each as it ends
@@ -160,7 +160,7 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
     assert by_name["linear"]["failure"] == "the process was ended by SIGSEGV"
     assert by_name["layer_norm_and_input"] == passes and passes["passed"]
     assert summary["failed"] == [f"{line['name']}, fp32" for line in lines if not line["passed"]]
-    assert cli.main([*words, "--only", "linear"]) == 1
+    assert main([*words, "--only", "linear"]) == 1
     out = capsys.readouterr().out
     assert "linear, fp32: the process was ended by SIGSEGV" in out and "0 of 1 cases" in out
 
@@ -168,11 +168,11 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
 @pytest.mark.skipif(not INTERPRETED, reason="the sizes of a GPU take longer than the timeout")
 def test_check_in_processes_gives_what_this_process_gives(capsys):
     """Errors too: inputs follow from the case alone. The yardstick may run in other threads."""
-    words = ["check", "--only", "layer_norm_and", "--dtype", "fp32", "--json"]
+    words = ["--only", "layer_norm_and", "--dtype", "fp32", "--json"]
     words += ["--case-timeout", str(TIMEOUT)]
     printed = []
     for jobs in ("0", "1"):
-        assert cli.main([*words, "--jobs", jobs]) == 0
+        assert main([*words, "--jobs", jobs]) == 0
         *cases, _ = map(json.loads, capsys.readouterr().out.splitlines())
         names = [
             (c["name"], c["dtype"], c["passed"], t["name"]) for c in cases for t in c["tensors"]
@@ -336,17 +336,17 @@ def config_job_entry(table):
 
 def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
     """In any folder of the package, by name and content."""
-    monkeypatch.setattr(cache, "PACKAGE", tmp_path)
-    (tmp_path / "ops").mkdir()
-    path = tmp_path / "ops" / "one.py"
+    monkeypatch.setattr(cache, "ROOT", tmp_path)
+    (folder := tmp_path / cache.FOLDERS[0] / "ops").mkdir(parents=True)
+    path = folder / "one.py"
     hashes = []
     for name, content in (("one", "x = 1"), ("one", "x = 2"), ("two", "x = 2"), ("two", "x = 2")):
         path.unlink(missing_ok=True)
         path = path.with_name(f"{name}.py")
         path.write_text(content)
-        cache.package_hash.cache_clear()
-        hashes.append(cache.package_hash())
-    cache.package_hash.cache_clear()
+        cache.sources_hash.cache_clear()
+        hashes.append(cache.sources_hash())
+    cache.sources_hash.cache_clear()
     assert len({*hashes}) == 3 and hashes[2] == hashes[3]
 
 
@@ -427,24 +427,24 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(selection, "check_job", check_job)
     monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
-    words = ["check", "--jobs", "2", "--dtype", "fp32", "--keep", str(tmp_path / "check.jsonl")]
-    assert cli.main(words) == 1 and sorted(started) == sorted(code)
+    words = ["--jobs", "2", "--dtype", "fp32", "--keep", str(tmp_path / "check.jsonl")]
+    assert main(words) == 1 and sorted(started) == sorted(code)
     first = capsys.readouterr().out
     assert "FAILED linear, fp32: the process was ended by SIGSEGV" in first
     with (tmp_path / "check.jsonl").open("a") as file:
         file.write('{"name": "torn')
-    assert cli.main(words) == 1 and len(started) == 2
+    assert main(words) == 1 and len(started) == 2
     assert "1 of 2 cases passed" in capsys.readouterr().out
     monkeypatch.setattr(ResultsCache.__init__, "__defaults__", (lambda: "mended",))
-    assert cli.main(words) == 1 and len(started) == 4
+    assert main(words) == 1 and len(started) == 4
 
 
 def test_a_budget_leaves_cases_out_and_says_so(monkeypatch, capsys):
     cases = worker.cases_of(DEVICE, "fp32", False)[:2]
     monkeypatch.setattr(selection, "check_job", lambda name, *_: job(name, HANGS))
     monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
-    words = ["check", "--jobs", "2", "--dtype", "fp32", "--time-budget", "0.05"]
-    assert cli.main(words) == 3
+    words = ["--jobs", "2", "--dtype", "fp32", "--time-budget", "0.05"]
+    assert main(words) == 3
     assert "the time is over: 2 did not run" in capsys.readouterr().out
 
 
@@ -463,7 +463,8 @@ def test_kept_configs_are_left_out_of_a_job():
 
 TERMINATED = """
 import sys
-from fastvit_kernels.verify.isolated import Job, run_isolated
+from tests.check.__main__ import main
+from tests.check.isolated import Job, run_isolated
 jobs = [Job("hangs", (sys.executable, "-c", {code!r}))]
 list(run_isolated(jobs, 1, 3600.0))
 """

@@ -1,56 +1,19 @@
-"""Files that are either whole or not there, and the states of every random generator."""
+"""The checkpoint of a run, and the states of every random generator."""
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from ...runtime import files
 from ...weights.files import read_pickle
 from ..console import CommandError, refusing
 
 FORMAT = 2
 PARTS = {"settings", "classes", "normalization", "data_digest", "history"}
-
-
-def unwritten(path: Path, error: BaseException) -> OSError:
-    """That `path` cannot be written, in one line: torch.save raises a RuntimeError where the disk
-    is full, with the system's own error under it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    reason = getattr(cause, "strerror", None) or str(cause or error).split("\n")[0]
-    return OSError(f"{path} cannot be written: {reason}")
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call write(file) on a temporary file beside `path`, which then takes the place of `path`.
-
-    Whatever interrupts it, `path` holds either the old content or the new.
-    Raises: OSError that names `path`, where it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError | RuntimeError):
-            raise unwritten(path, error) from error
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def rng_state() -> dict[str, Any]:
@@ -81,7 +44,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint atomically: tensors and plain Python values, which `load` reads safely."""
-    write_atomically(path, lambda file: torch.save({"format": FORMAT, **content}, file))
+    files.write_atomically(path, lambda file: torch.save({"format": FORMAT, **content}, file))
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...models.attention_maps import attention_maps
 from ...models.vit import VisionTransformer
+from ...runtime.files import write_atomically
 from ..console import CommandError, require
-from .checkpoint import write_atomically
 
 OURS, REFERENCE = "tab:blue", "tab:orange"
 

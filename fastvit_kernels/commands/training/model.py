@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ...models.vit import VisionTransformer
+from ...runtime.compat import define_torchvision_operators
 from ...swap.apply import swap_out
 from ...verify.plain_vit import plain_vit
 from ...weights.files import read_file
 from ...weights.load import load_weights
 from ..console import CommandError, refusing, require
 from ..models import fused_model, snapshot, source_folder, weight_files
-from ..zoo import define_torchvision_operators
 from .settings import DIGITS_VIT, Settings
 
 NARROW = 192  # embed_dim below this takes _init_narrow

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ...models.vit import VisionTransformer
+from ...runtime import files
 from ...runtime.backend import INTERPRETED, backend
 from ...runtime.triton import HAS_TRITON, triton
 from ...runtime.version import __version__
 from ...verify.accuracy import Error
 from ...verify.plain_vit import agreement, worst_error
 from ...verify.runner import quiet_interpreter
-from ..beside import model_errors
+from ..compare import model_errors
 from ..console import ERROR_COLUMNS, error_cells, make_table
-from . import checkpoint, figures
+from . import figures
 from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
 from .model import host_of, merged
 from .run import Run
@@ -158,7 +159,7 @@ def _write(
         )
     if run.source.broken:
         console.print(f"Left out: {len(run.source.broken)} images that cannot be read.")
-    checkpoint.write_atomically(
+    files.write_atomically(
         run.folder / WEIGHTS,
         lambda file: torch.save(merged(model, run.settings).state_dict(), file),
     )
@@ -180,7 +181,7 @@ def _write(
             "python": platform.python_version(),
         },
     }  # fmt: skip
-    checkpoint.write_text(run.folder / SUMMARY, json.dumps(summary, indent=1))
+    files.write_text(run.folder / SUMMARY, json.dumps(summary, indent=1))
 
     name = f"{run.settings.model or 'ViT'} on {run.settings.data}"
     smoothing = run.settings.label_smoothing

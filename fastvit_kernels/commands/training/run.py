@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...models.vit import VisionTransformer
+from ...runtime import files
 from ..console import CommandError, refusing
 from ..models import logits_of
 from . import checkpoint
@@ -342,7 +343,7 @@ class Run:
         if self.history:
             lines = [",".join(self.history[0])]
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
-            checkpoint.write_text(self.folder / METRICS, "\n".join(lines) + "\n")
+            files.write_text(self.folder / METRICS, "\n".join(lines) + "\n")
 
     def restore(self) -> None:
         """Go on from the checkpoint: weights, optimizer, history, and where one process goes on

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ...runtime.compat import define_torchvision_operators
 from ..console import CommandError, require
 from ..options import MOST_PROCESSES, within
-from ..zoo import define_torchvision_operators
 from . import data
 from .data import InMemory, Normalization, read_image
 from .processes import Processes

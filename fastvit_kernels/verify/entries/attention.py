@@ -11,7 +11,7 @@ from ...ops.attention.functions import attention, attention_ref
 from ...ops.attention.projected import qkv_attention, qkv_attention_ref
 from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
-from ..op import Arg, Example, Op, Shape, Sizes, in_memory, sized
+from ..op import Arg, Example, Op, Shape, Sizes
 from .arguments import FIRST, MATRIX, OPERAND, ignoring
 from .rope import ROPE, TABLES, rope_at, rope_shapes
 
@@ -34,35 +34,12 @@ def _attention_check(v: Sizes) -> list[Example]:
     ]
 
 
-def _attention_configs(large: bool) -> list[Example]:
-    def packed(B: int, T: int, H: int, D: int, *words: str, **example: Any) -> Example:
-        return sized(dict(B=B, T=T, H=H, D=D), *words, **example)
-
-    def strided(B: int, T: int, H: int, D: int) -> Example:
-        return packed(B, T, H, D, "heads first", strided=in_memory(0, 2, 3, 1, 4))
-
-    if large:
-        return [
-            *(packed(3, T, 5, 64) for T in (1, 50, 197, 257, 577, 1025)),
-            *(packed(128, T, 17, D) for T, D in ((19, 32), (50, 64))),
-            *(strided(2, 197, 3, D) for D in (32, 64, 72, 80, 96, 128, 256)),
-        ]
-    return [
-        packed(1, 50, 2, 64),
-        packed(1, 1, 1, 64),
-        *(strided(1, 35, 1, D) for D in (32, 72, 128, 256)),
-        packed(8, 19, 4, 16),
-        packed(1, 197, 1, 64, slow=True),
-        packed(1, 300, 1, 16, slow=True),
-    ]
-
-
 ATTENTION = Op(
     attention, ignoring("dropout_p", attention_ref), eager=attention_ref,
     args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False)},
     shapes=_attention_shapes,
     at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, mask=None),
-    check=_attention_check, configs=_attention_configs,
+    check=_attention_check,
 )  # fmt: skip
 
 
@@ -77,7 +54,6 @@ QKV_ATTENTION = Op(
     shapes=_projected_shapes,
     at=(_qkv_at := lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, C=v.C)),
     check=lambda v: [Example(_qkv_at(v))],
-    configs=lambda large: [],  # the kernels of `attention`
 )  # fmt: skip
 
 
@@ -95,7 +71,6 @@ ROPE_ATTENTION = Op(
         Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm", frozen=TABLES),
         Example({**rope_at(v), "C": v.C, "lead": (1, v.H)}, "learnt tables by head"),
     ],
-    configs=lambda large: [],  # the kernels of `attention` and `rope`
 )  # fmt: skip
 
 
@@ -120,21 +95,6 @@ def _sdpa_check(v: Sizes) -> list[Example]:
     ]
 
 
-def _sdpa_configs(large: bool) -> list[Example]:
-    def each(T: int, S: int, D: int) -> list[Example]:
-        sizes = dict(B=1, H=2, T=T, S=S, D=D)
-        mask = (1, 1, T, S)
-        return [
-            sized({**sizes, "mask": None}),
-            sized({**sizes, "mask": mask}, "boolean", boolean=True),
-            sized({**sizes, "mask": (1, 1, 1, S)}, "mask of keys", boolean=True),
-            sized({**sizes, "mask": mask}, "additive"),
-            sized({**sizes, "mask": None}, "causal", options=dict(is_causal=True)),
-        ]
-
-    return [*each(197, 261, 64), each(130, 197, 128)[1]] if large else each(37, 42, 32)
-
-
 SDPA = Op(
     scaled_dot_product_attention, ignoring("dropout_p", _sdpa),
     eager=F.scaled_dot_product_attention,
@@ -144,5 +104,5 @@ SDPA = Op(
     settings=lambda s: dict(is_causal=getattr(s, "is_causal", False)),
     shapes=_sdpa_shapes,
     at=lambda v: dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H, mask=None),
-    check=_sdpa_check, configs=_sdpa_configs,
+    check=_sdpa_check,
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
-from ..op import Arg, Example, Op, Shape, Sizes, sized
+from ..op import Arg, Example, Op, Shape, Sizes
 from .arguments import EPILOGUE, OPERAND, ignoring, with_epilogue
 from .linear import FC_ARGS, fc_shapes
 
@@ -43,16 +43,6 @@ def _check(v: Sizes) -> list[Example]:
     return [Example(_at(v)), Example(normed, "separate, LayerNorm", dict(recompute=False))]
 
 
-def _configs(large: bool) -> list[Example]:
-    sizes = [((2, 5), 8, 72), ((1, 5), 8, 600)]
-    if large:
-        sizes = [((8, 197), C, hidden) for C, hidden in ((96, 72), (192, 512), (768, 2048))]
-    return [
-        sized(gated_sizes(rows, C, hidden, C, separate=True, norm=True))
-        for rows, C, hidden in sizes
-    ]
-
-
 GATED_MLP = Op(
     gated_mlp, ignoring("recompute", gated_mlp_ref), eager=_eager,
     args={
@@ -60,5 +50,5 @@ GATED_MLP = Op(
         "norm_weight": Arg(), "norm_bias": Arg(), **EPILOGUE,
     },
     settings=lambda s: dict(gate_last=True) if getattr(s, "gate_last", False) else {},
-    shapes=_shapes, at=_at, check=_check, configs=_configs,
+    shapes=_shapes, at=_at, check=_check,
 )  # fmt: skip

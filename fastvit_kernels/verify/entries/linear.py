@@ -10,7 +10,7 @@ from torch import Tensor
 from ...ops.common.activation import ACTIVATIONS
 from ...ops.linear.functions import linear, linear_ref
 from ...ops.mlp.functions import mlp, mlp_ref
-from ..op import Example, Op, Shape, Sizes, sized
+from ..op import Example, Op, Shape, Sizes
 from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, ignoring, with_epilogue
 
 
@@ -25,30 +25,13 @@ def _linear_check(v: Sizes) -> list[Example]:
     ]
 
 
-def _linear_configs(large: bool) -> list[Example]:
-    def gelu(rows: Shape, K: int, N: int) -> Example:
-        sizes, options = dict(rows=rows, K=K, N=N), dict(activation="gelu")
-        return sized(sizes, "gelu", options=options, only=("x", "weight", "bias"))
-
-    def residual(rows: Shape, K: int, N: int) -> Example:
-        return sized(dict(rows=rows, K=K, N=N), "residual")
-
-    if not large:
-        return [gelu((2, 37), 72, 136), residual((2, 37), 136, 72)]
-    return [
-        *(gelu((8, 197), K, N) for K, N in ((768, 3072), (200, 328))),
-        *(residual((8, 197), K, N) for K, N in ((768, 768), (328, 200))),
-        *(gelu((1, T), 192, 768) for T in (1, 50)),
-    ]
-
-
 LINEAR = Op(
     linear, linear_ref,
     eager=lambda x, weight, bias, residual: residual + F.linear(x, weight, bias),
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND, **EPILOGUE},
     shapes=lambda s: with_epilogue(dict(x=(*s.rows, s.K), weight=(s.N, s.K), bias=(s.N,)), s),
     at=lambda v: dict(rows=(v.B, v.T), K=v.C, N=v.C),
-    check=_linear_check, configs=_linear_configs,
+    check=_linear_check,
 )  # fmt: skip
 
 
@@ -74,26 +57,10 @@ def _eager_mlp(
     return residual + F.linear(hidden, fc2_weight, fc2_bias)
 
 
-def _mlp_configs(large: bool) -> list[Example]:
-    def both(rows: Shape, C: int, hidden: int) -> list[Example]:
-        sizes = dict(rows=rows, C=C, F=hidden, N=C)
-        return [sized(sizes), sized(sizes, "stored", options=dict(recompute=False))]
-
-    def inference(rows: Shape, C: int, hidden: int) -> Example:
-        """Where the hidden activations need not be kept."""
-        return sized(dict(rows=rows, C=C, F=hidden, N=C), "inference", inference=True)
-
-    if not large:
-        return [*both((2, 19), 40, 72), inference((2, 19), 40, 72), inference((1, 50), 192, 80)]
-    trained = [example for C in (96, 192, 768) for example in both((8, 197), C, 4 * C)]
-    return [*trained, *(inference((3, 197), C, 4 * C) for C in (64, 100, 192, 256))]
-
-
 MLP = Op(
     mlp, ignoring("recompute", mlp_ref), eager=_eager_mlp,
     args=FC_ARGS | EPILOGUE,
     shapes=lambda s: with_epilogue(fc_shapes(s, s.F), s),
     at=(_mlp_at := lambda v: dict(rows=(v.B, v.T), C=v.C, F=v.F, N=v.C)),
     check=lambda v: [Example(_mlp_at(v)), Example(_mlp_at(v), "stored", dict(recompute=False))],
-    configs=_mlp_configs,
 )  # fmt: skip

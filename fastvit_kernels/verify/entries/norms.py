@@ -17,7 +17,7 @@ from ...ops.norm.functions import (
     rms_norm_ref,
 )
 from ...runtime.arguments import autocast_dtype
-from ..op import Arg, Example, Op, SampleShape, Shape, Sizes, padded, sized
+from ..op import Arg, Example, Op, SampleShape, Shape, Sizes
 
 
 def _norm(reference: Any) -> Any:
@@ -68,26 +68,12 @@ def _check_and_input(v: Sizes) -> list[Example]:
     return [Example(_at(v)), Example(_at(v) | dict(kept=(v.B + 1) // 2), "kept samples")]
 
 
-def _configs(large: bool) -> list[Example]:
-    widths = (60, 96, 200, 384, 768, 1280, 3000, *((8192,) if large else ()))
-    rows, found = (8 * 197 + 3 if large else 5,), []
-    for C in widths:
-        sizes = dict(rows=rows, C=C)
-        strided = C % 128 == 0
-        found.append(sized(sizes, "strided", strided=padded(8)) if strided else sized(sizes))
-    return found
-
-
 _RMS = {"x": Arg(required=True), "weight": Arg()}
 _LAYER = {**_RMS, "bias": Arg()}
 _RESIDUAL = {"residual": Arg(usual=False)}
 _SAMPLES = {"samples": Arg("keep", grad=False, trained=False, usual=False)}
-# The variants that hand their input on have the same kernels, and a second gradient: they reach
-# the configs of both.
-_ALONE: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check, configs=lambda large: [])
-_BOTH: dict[str, Any] = dict(
-    shapes=_shapes, at=_at, check=_check_and_input, configs=_configs, outputs=2
-)
+_ALONE: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check)
+_BOTH: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check_and_input, outputs=2)
 LAYER_NORM = Op(
     layer_norm, _layer_norm, _LAYER | _RESIDUAL, **_ALONE,
     eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6),

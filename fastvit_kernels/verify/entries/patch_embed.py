@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ...ops.patch_embed.functions import patch_embed, patch_embed_ref
-from ..op import Arg, Example, Op, Shape, Sizes, Whole, sized
+from ..op import Arg, Example, Op, Shape, Sizes, Whole
 from .arguments import MATRIX, OPERAND
 
 # Besides what every call has, sizes may say `kept`, how many patches of an image are listed, and
 # `uint8`. A grid and a patch of three axes are a video's.
 
 
-def _patch_sizes(v: Sizes, prefix: int = 1) -> dict[str, Any]:
+def patch_sizes(v: Sizes, prefix: int = 1) -> dict[str, Any]:
     grid = (v.img_size[0] // v.patch_size, v.img_size[1] // v.patch_size)
     return dict(
         B=v.B, channels=3, grid=grid, patch=(v.patch_size, v.patch_size), C=v.C, prefix=prefix,
@@ -53,20 +53,8 @@ def _patch_settings(s: Any) -> dict[str, Any]:
     )
 
 
-def _patch_configs(large: bool) -> list[Example]:
-    def example(B: int, size: Shape, patch: int, C: int, **more: Any) -> Example:
-        return sized(_patch_sizes(Sizes(B, 0, C, 0, 0, (size[0], size[1]), patch)) | more)
-
-    if not large:
-        return [example(2, (24, 16), 8, 40)]
-    return [
-        example(5, (224, 192), 16, 192), example(5, (224, 192), 16, 768),
-        example(3, (56, 42), 14, 200), example(5, (224, 192), 16, 768, uint8=True, kept=42),
-    ]  # fmt: skip
-
-
 def _patch_check(v: Sizes) -> list[Example]:
-    sizes = _patch_sizes(v, prefix=2)
+    sizes = patch_sizes(v, prefix=2)
     kept = max(1, math.prod(sizes["grid"]) // 4)
     return [
         Example(sizes),
@@ -86,5 +74,5 @@ PATCH_EMBED = Op(
         "keep": Arg(grad=False, trained=False, usual=False),
     },
     shapes=_patch_shapes, settings=_patch_settings, integers=_patch_integers,
-    at=_patch_sizes, check=_patch_check, configs=_patch_configs,
+    at=patch_sizes, check=_patch_check,
 )  # fmt: skip

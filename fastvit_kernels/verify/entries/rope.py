@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...ops.rope import rope, rope_ref
-from ..op import Arg, Example, Op, Shape, Sizes, sized
+from ..op import Arg, Example, Op, Shape, Sizes
 from .arguments import FIRST
 
 TABLES = ("cos", "sin")
@@ -36,18 +36,6 @@ def _check(v: Sizes) -> list[Example]:
     ]
 
 
-def _configs(large: bool) -> list[Example]:
-    B, T = (4, 261) if large else (1, 11)
-    heads = ((3, 16, 16), (2, 64, 60), (2, 80, 80), (1, 128, 128), (1, 512, 512))
-
-    def case(H: int, D: int, R: int, **example: Any) -> Example:
-        sizes = dict(B=B, T=T, H=H, D=D, R=R, prefix=5, lead=(), norm="layer_norm")
-        return sized(sizes, options=dict(interleaved=R < D), **example)
-
-    learnt = [case(*head) for head in (heads[0], heads[1], heads[-1])]
-    return [*(case(*head, frozen=TABLES) for head in heads), *learnt]
-
-
 _TABLE = Arg(required=True, trained=False)
 ROPE = Op(
     rope, rope_ref, outputs=2,
@@ -56,5 +44,5 @@ ROPE = Op(
         "q_norm_bias": Arg(), "k_norm_weight": Arg(), "k_norm_bias": Arg(),
     },
     settings=lambda s: dict(prefix_tokens=s.prefix, norm=s.norm),
-    shapes=rope_shapes, at=rope_at, check=_check, configs=_configs,
+    shapes=rope_shapes, at=rope_at, check=_check,
 )  # fmt: skip

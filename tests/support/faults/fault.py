@@ -71,7 +71,7 @@ TESTS = {  # by file of the package
 }
 
 # What only development runs, and faults are planted in too: folders of tests/.
-TOOLS = ("hub", "machine", "model_coverage")
+TOOLS = ("check", "hub", "machine", "model_coverage", "traffic")
 
 
 def path_of(file: str) -> str:

@@ -214,15 +214,6 @@ FAULTS = [
             ("overall-sizes", "measure/gate", "overall", "a bias weighs as much as a matrix",
              "v * v * n", "v * v",
              "bench_model.py::test_the_vector_of_all_gradients_is_judged_as_one_tensor"),
-            ("no-fit", "models", "fits", "whatever fails lacks memory",
-             "if status != MEMORY:", "if status == OK:",
-             "bench_model.py::test_only_what_lacks_memory_does_not_fit"),
-            ("profile-parents", "models", "launches_of", "a launch without its operators",
-             "at = at.cpu_parent", "at = None",
-             "bench_model.py::test_a_kernel_has_the_operators_around_its_launch"),
-            ("cold-twice", "models", "measure_first_step", "the caches of before are cold",
-             "{**os.environ, **caches,", "{**os.environ,",
-             "bench_model.py::test_the_second_process_has_the_caches_of_the_first"),
             ("host-warm-up", "host", "measure_host", "the turn that warms up counts",
              "us[1:]", "us[0:]",
              "bench_host.py::test_rows_are_of_the_turns_after_the_first"),
@@ -238,9 +229,6 @@ FAULTS = [
             ("alarm", "run", "Clock.alarm", "the alarm outlives the run",
              "            signal.setitimer(signal.ITIMER_REAL, 0)\n", "",
              "bench_session.py::test_after_the_body_no_alarm_is_left"),
-            ("sources", "rows", "sources_hash", "a change of bench is none",
-             '("fastvit_kernels", "bench")', '("fastvit_kernels",)',
-             "bench_session.py::test_rows_say_which_code_has_run"),
             ("claim-dtype", "targets", "Claim.has", "a row in fp16 decides",
              "(row.op, row.dtype, row.mode) == (self.op, self.dtype, self.mode)",
              "(row.op, row.mode) == (self.op, self.mode)",
@@ -292,12 +280,12 @@ FAULTS = [
              "bench_pages.py::test_the_picture_of_goals_shows_reached_over_wanted"),
             ("gib", "report", "_group", "MiB as GiB", "figure / unit", "figure",
              "bench_pages.py::test_the_picture_of_models_is_in_its_units"),
-            ("stacked", "report", "draw_profile", "stages hide each other", "bottom = [b + h for",
-             "bottom = [h for",
-             "bench_pages.py::test_stages_of_a_profile_lie_on_each_other"),
-            ("weights", "traffic", "", "a minimum that nobody needs", '"forward": 4 + 2 + 2,',
-             '"forward": 4 + 3 + 2,', "traffic.py::test_the_page_has_the_lines_that_are_counted"),
         )
+    ),
+    Fault(
+        "bench-weights", "tests/traffic/blocks.py", "", "a minimum that nobody needs",
+        '"forward": 4 + 2 + 2,', '"forward": 4 + 3 + 2,',
+        ("traffic/test_traffic.py::test_the_page_has_the_lines_that_are_counted",),
     ),
     # bench: counts
     *(
@@ -434,7 +422,7 @@ FAULTS = [
     ),
     Fault(
         "judge-check-status", "commands/check.py", "run", "the check never fails",
-        "int(not passed)", "0", CHECK,
+        "failed = [result.label for result in results if not result.passed]", "failed = []", CHECK,
     ),
     # swapped models beside their hosts
     Fault(
@@ -444,7 +432,7 @@ FAULTS = [
         'return ""', BESIDE,
     ),
     Fault(
-        "judge-beside-gradients", "commands/beside.py", "run_step", "gradients of images alone",
+        "judge-beside-gradients", "commands/compare.py", "run_step", "gradients of images alone",
         "for n, p in model.named_parameters()", "for n, p in ()", BESIDE,
     ),
     Fault(
@@ -572,7 +560,7 @@ FAULTS += [  # what the judges are asked, and with which numbers
         "dict(uint8=True)", "dict(uint8=False)", ASKED,
     ),
     Fault(
-        "entry-frozen", f"{ENTRIES}rope.py", "_configs", "each has the tables' gradient",
+        "entry-frozen", "tests/check/config_cases.py", "_rope", "each has the tables' gradient",
         "case(*head, frozen=TABLES) for", "case(*head) for", ASKED,
     ),
     Fault(
@@ -626,8 +614,8 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{CHECKED}in_precision_runs_under_autocast_but_for_the_oracle",),
     ),
     Fault(
-        "entry-sizes", "verify/worker.py", "cases_of", "a GPU is checked at small sizes",
-        'large = device.type == "cuda"', "large = False", (f"{CHECKED}a_gpu_gets_real_sizes",),
+        "entry-sizes", "verify/cases.py", "cases_on", "a GPU is checked at small sizes",
+        'LARGE if device.type == "cuda" else SMALL', "SMALL", (f"{CHECKED}a_gpu_gets_real_sizes",),
     ),
     Fault(
         "judge-rms-floor", "verify/accuracy.py", "measure", "the RMS has the maximum's floor",
@@ -650,36 +638,43 @@ FAULTS += [  # what the judges are asked, and with which numbers
         (f"{RULE}another_order_rounds_differently_and_is_the_same_function",),
     ),
     Fault(
-        "judge-config-bits", "verify/all_configs.py", "run_config", "configs run once",
+        "judge-config-bits", "tests/check/all_configs.py", "run_config", "configs run once",
         "repeats=repeats", "repeats=1", (f"{CONFIGS}a_config_with_other_bits_at_each_run_fails",),
     ),
     Fault(
-        "judge-config-keys", "verify/all_configs.py", "Reached.fits", "a config must fit every key",
+        "judge-config-keys", "tests/check/all_configs.py", "Reached.fits",
+        "a config must fit every key",
         "return any(", "return all(",
         (f"{CONFIGS}a_config_fits_a_case_where_one_of_its_keys_does",),
     ),
     Fault(
-        "judge-kept-dtype", "verify/selection.py", "_runs", "a dtype's pass for another's",
+        "judge-kept-dtype", "tests/check/selection.py", "_runs", "a dtype's pass for another's",
         'if case == f"{name}, {dtype}"', 'if case.startswith(f"{name}, ")',
         (f"{CONFIGS}kept_configs_of_one_dtype_are_not_another_dtypes",),
     ),
     Fault(
-        "judge-kept-folders", "verify/results_cache.py", "package_hash",
+        "judge-kept-folders", "tests/check/results_cache.py", "sources_hash",
         "kept results outlive the kernels",
-        'PACKAGE.rglob("*.py")', 'PACKAGE.glob("*.py")',
+        '(ROOT / folder).rglob("*.py")', '(ROOT / folder).glob("*.py")',
         (f"{LATE}kept_lines_are_of_the_same_sources",),
     ),
     Fault(
-        "judge-dead-process", "verify/worker.py", "result_of", "a process that died has passed",
+        "bench-sources", "tests/check/results_cache.py", "", "a change of bench is none",
+        '"bench", "tests/check")', '"tests/check")',
+        ("test_bench_session.py::test_rows_say_which_code_has_run",),
+    ),
+    Fault(
+        "judge-dead-process", "tests/check/worker.py", "result_of",
+        "a process that died has passed",
         "if outcome.lines and outcome.failure is None:", "if outcome.lines:",
         (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
     ),
     Fault(
-        "judge-lost-device", "verify/worker.py", "main", "a lost device goes on",
+        "judge-lost-device", "tests/check/worker.py", "main", "a lost device goes on",
         "return LOST", "pass", (f"{LATE}a_process_ends_with_its_device",),
     ),
     Fault(
-        "judge-rest", "verify/worker.py", "rest_of", "what another table tried is left out",
+        "judge-rest", "tests/check/worker.py", "rest_of", "what another table tried is left out",
         '(entry["table"], i) not in tried', "i not in {index for _, index in tried}",
         (f"{LATE}what_is_left_of_one_table_is_not_what_another_has_tried",),
     ),

@@ -70,7 +70,7 @@ FAULTS: list[Fault] = [
     Fault(
         "op-bf16-checked",
         "commands/check.py",
-        "run",
+        "selected",
         "`check --dtype bf16` runs in an interpreter that multiplies raw bits",
         "options.require_kernels(device, arguments.dtype)",
         "options.require_kernels(device)",

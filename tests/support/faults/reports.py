@@ -9,7 +9,8 @@ DISPATCH = "runtime/dispatch.py"
 STATUS = "swap/status.py"
 REPORT = "swap/report.py"
 CHECK, COMPILE = "commands/check.py", "commands/compile.py"
-BESIDE = "commands/beside.py"
+DEV_CHECK = "tests/check/__main__.py"
+BESIDE = "commands/compare.py"
 TUNE, MODELS = "commands/tune.py", "commands/models.py"
 SWEPT, MACHINE = "tests/model_coverage/", "tests/machine/"
 COMPARE, COVERAGE, CUT = f"{SWEPT}compare.py", f"{SWEPT}sweep.py", f"{SWEPT}shrink.py"
@@ -18,6 +19,7 @@ STEPS, ATTENTION_STEPS = f"{MACHINE}steps.py", f"{MACHINE}attention_steps.py"
 OPTIONS, CLI = "commands/options.py", "commands/cli.py"
 ATTENTION_MAPS = "commands/attention_maps.py"
 _CHECK, _BESIDE = "commands/test_check.py::", "model_coverage/test_compare.py::"
+_DEV_CHECK = "check/test_command.py::"
 _COVERAGE, _GATE = "model_coverage/test_sweep.py::", "machine/test_gate.py::"
 _CLI, _OPTIONS = "commands/test_cli.py::", "commands/test_options.py::"
 _STEPS = "machine/test_steps.py::"
@@ -272,8 +274,9 @@ FAULTS: list[Fault] = [
         only=(_COVERAGE + "test_images_of_cut_models_are_small[SamVisionModel]",),
     ),
     Fault(
-        "tune-elsewhere", "runtime/tuned_table.py", "save",
-        "a table is written on another disk first", "dir=path.parent, ", "",
+        "tune-elsewhere", "runtime/files.py", "write_atomically",
+        "a table is written on another disk first",
+        'path.with_name(f".{path.name}.tmp")', 'Path(f"/tmp/.{path.name}.tmp")',
         only=("tools/test_tuning.py::test_a_failed_write_leaves_the_former_table",),
     ),
     Fault(
@@ -282,33 +285,33 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_the_row_of_a_case_is_the_one_nearest_its_limit",),
     ),
     Fault(
-        "report-check-share", CHECK, "", "a table shows its best run",
+        "report-check-share", DEV_CHECK, "", "a table shows its best run",
         "worst = max((run.share", "worst = min((run.share",
-        only=(_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
+        only=(_DEV_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
     ),
     Fault(
-        "report-check-cut", CHECK, "run", "a failure hides what was left out",
+        "report-check-cut", DEV_CHECK, "_run", "a failure hides what was left out",
         'CUT_SHORT if wanted.left_out else int(not passed)',
         'int(not passed) or (CUT_SHORT if wanted.left_out else 0)',
-        only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
+        only=(_DEV_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
-        "report-check-timeout", CHECK, "", "--case-timeout ignored",
-        "_jobs(arguments, device), arguments.case_timeout, kept",
-        "_jobs(arguments, device), CASE_TIMEOUT, kept",
-        only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
+        "report-check-timeout", DEV_CHECK, "", "--case-timeout ignored",
+        "jobs, arguments.case_timeout, kept",
+        "jobs, CASE_TIMEOUT, kept",
+        only=(_DEV_CHECK + "test_what_check_is_told_reaches_the_cases",),
     ),
     Fault(
-        "report-check-jobs", CHECK, "", "--jobs ignored",
-        "    return arguments.jobs\n",
-        "    return 0\n",
-        only=(_CHECK + "test_what_check_is_told_reaches_the_cases",),
+        "report-check-jobs", CHECK, "selected", "--jobs ignored",
+        "return device, dtypes, arguments.jobs",
+        "return device, dtypes, 0",
+        only=(_DEV_CHECK + "test_what_check_is_told_reaches_the_cases",),
     ),
     Fault(
-        "report-check-faults", CHECK, "run", "a selection of configs always passes",
+        "report-check-faults", DEV_CHECK, "_run", "a selection of configs always passes",
         '    passed = not failed',
         '    passed = every or not failed',
-        only=(_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
+        only=(_DEV_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
         "report-beside-oracle", BESIDE, "", "the oracle is in the model's dtype",

@@ -4,6 +4,7 @@ from .fault import Fault
 
 RUN, DATA, SETTINGS = (f"commands/training/{name}.py" for name in ("run", "data", "settings"))
 STREAMING, RECORDS = (f"commands/training/{name}.py" for name in ("streaming", "records"))
+WHOLE_FILES = "runtime/files.py"
 CHECKPOINT, FOLDER = (f"commands/training/{name}.py" for name in ("checkpoint", "folder"))
 MODEL, REPORT = (f"commands/training/{name}.py" for name in ("model", "report"))
 PROCESSES, FIGURES = (f"commands/training/{name}.py" for name in ("processes", "figures"))
@@ -262,25 +263,25 @@ FAULTS: list[Fault] = [
     ),
     # Files: whole, refused, named.
     Fault(
-        "train-not-atomic", CHECKPOINT, "write_atomically", "a file is written in its place",
+        "train-not-atomic", WHOLE_FILES, "write_atomically", "a file is written in its place",
         'temporary = path.with_name(f".{path.name}.tmp")', "temporary = path",
         only=(_TRAIN + "test_a_failed_write_leaves_the_old_file",),
     ),
     Fault(
-        "train-no-fsync", CHECKPOINT, "write_atomically", "renamed before it is on the disk",
+        "train-no-fsync", WHOLE_FILES, "write_atomically", "renamed before it is on the disk",
         "os.fsync(file.fileno())", "pass",
         only=(_RESUME + "test_a_file_is_on_the_disk_before_it_takes_its_name",),
     ),
     Fault(
-        "train-tmp-left", CHECKPOINT, "write_atomically", "half of a file stays",
+        "train-tmp-left", WHOLE_FILES, "write_atomically", "half of a file stays",
         "temporary.unlink(missing_ok=True)", "pass", only=FILLS,
     ),
     Fault(
-        "train-full-disk-raw", CHECKPOINT, "write_atomically", "torch.save's own error comes out",
+        "train-full-disk-raw", WHOLE_FILES, "write_atomically", "torch.save's own error comes out",
         "OSError | RuntimeError", "OSError", only=RAW,
     ),
     Fault(
-        "train-full-disk-reason", CHECKPOINT, "unwritten", "the system's reason is lost",
+        "train-full-disk-reason", WHOLE_FILES, "unwritten", "the system's reason is lost",
         "cause = cause.__cause__ or cause.__context__", "cause = None", only=RAW,
     ),
     Fault(

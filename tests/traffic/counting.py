@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from bench.private import efficient_attention, tree_leaves
 from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -27,6 +26,7 @@ from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.hosts import fused
 from fastvit_kernels.tools.aot import tensor_bytes
 from fastvit_kernels.tools.resources import TARGETS
+from tests.support.private import efficient_attention, tree_leaves
 
 GPU = "sm_90"  # its configs and routes
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from ..runtime.backend import backend
-from ..runtime.configs import TABLES, Choice, forced, recording
-from .op import Case, run_backward
-from .runner import Fault, check, first_line
+from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.configs import TABLES, Choice, forced, recording
+from fastvit_kernels.runtime.tuned_table import fields
+from fastvit_kernels.verify.op import Case, run_backward
+from fastvit_kernels.verify.runner import Fault, check, first_line
 
 Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
 
@@ -85,6 +86,19 @@ class Run:
     case: str
     share: float
     fault: str | None
+
+    @property
+    def label(self) -> str:
+        config = {} if self.config is None else fields(self.config)
+        return f"{self.table} [{','.join(f'{k}={v}' for k, v in config.items())}], {self.case}"
+
+    @property
+    def passed(self) -> bool:
+        return self.fault is None
+
+    @property
+    def why(self) -> str:
+        return self.fault or ""
 
 
 def reached_by(case: Case, settings: Forced) -> list[Reached]:

@@ -1,4 +1,4 @@
-"""`python -m bench traffic`: what a block of a training step launches, moves and keeps.
+"""`python -m tests.traffic`: what a block of a training step launches, moves and keeps.
 
 No GPU needed: a step runs on fake tensors (shapes and dtypes, no memory), and `counting` counts.
 A block is the step of a model of two blocks less that of one.
@@ -19,17 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.counting import Count, Step, counting
 from bench.ops import SPREAD, lengths
-from bench.private import compiler_with
 from bench.providers import VITS, Shape
 from fastvit_kernels import attention, backend, patch_embed, swap_in, varlen_attention
-from fastvit_kernels.commands.zoo import define_torchvision_operators
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.swap.apply import Memory
 from fastvit_kernels.tools.aot import tensor_bytes
+from tests.support.private import compiler_with
+
+from .counting import Count, Step, counting
 
 BATCH, SIZE, PATCH = 256, 224, 16
 TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)

@@ -1,4 +1,4 @@
-"""`python -m bench traffic`: what it counts, and that our blocks keep to what is promised."""
+"""`python -m tests.traffic`: what it counts, and that our blocks keep to what is promised."""
 
 import itertools
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("timm")
-traffic = pytest.importorskip("bench.traffic")
+traffic = pytest.importorskip("tests.traffic.blocks")
 
 TOKENS, C = traffic.BATCH * 197, 384
 LAUNCHES = 28  # of a block, forward and backward
@@ -127,7 +127,7 @@ def test_traffic_of_a_learnt_bias():
     assert abs(torch_.forward[1] - ours.forward[1]) < 0.01 * ours.forward[1]
 
 
-PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def _cells(header):

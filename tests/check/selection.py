@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from ..runtime.configs import TABLES
-from ..runtime.tuned_table import fields
+from fastvit_kernels.runtime.configs import TABLES
+from fastvit_kernels.runtime.tuned_table import fields
+from fastvit_kernels.verify.op import Case
+from fastvit_kernels.verify.runner import Result
+
 from . import all_configs
 from .all_configs import Run
 from .isolated import Job, Outcome, run_isolated
-from .op import Case
 from .results_cache import ResultsCache
-from .runner import Result
 from .worker import asked, cases_of, check_job, config_job, lines_of, rest_of, result_of, runs_of
 
 

@@ -1,6 +1,6 @@
 """What one job of `check` runs: a case in one dtype, a JSON line for each result.
 
-python -m fastvit_kernels.verify.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}'
+python -m tests.check.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}'
 
 `forced` is None for the case as it ships; else the settings behind which its tables are reached,
 each of whose configs runs, by their places in the tables. Before a config a line says that it is
@@ -18,24 +18,25 @@ from typing import Any
 
 import torch
 
-from ..runtime.configs import TABLES
-from ..runtime.dtypes import DTYPES
+from fastvit_kernels.runtime.configs import TABLES
+from fastvit_kernels.runtime.dtypes import DTYPES
+from fastvit_kernels.verify.cases import cases_on
+from fastvit_kernels.verify.op import Case
+from fastvit_kernels.verify.runner import Result, device_lost, quiet_interpreter, run_case
+
 from . import all_configs
 from .all_configs import Reached, Run
-from .cases import check_cases, config_cases
+from .config_cases import config_cases
 from .isolated import Job, Outcome, python
-from .op import LARGE, SMALL, Case
-from .runner import Result, device_lost, quiet_interpreter, run_case
 
 LOST = 4  # exit status of a process whose device is lost
 
 
 def cases_of(device: torch.device, dtype: str, all_configs: bool) -> list[Case]:
-    """What `check` runs on this device, large on a GPU."""
-    large = device.type == "cuda"
+    """What is checked on this device, large on a GPU."""
     if all_configs:
-        return config_cases(large, device, DTYPES[dtype])
-    return check_cases(LARGE if large else SMALL, device, DTYPES[dtype])
+        return config_cases(device.type == "cuda", device, DTYPES[dtype])
+    return cases_on(device, dtype)
 
 
 def check_job(

@@ -8,38 +8,31 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parent.parent
+from fastvit_kernels.commands.console import finite
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("fastvit_kernels", "bench", "tests/check")
 
 
 @functools.lru_cache(maxsize=1)
-def package_hash() -> str:
-    """Of the package's sources: equal where the same code runs."""
+def sources_hash() -> str:
+    """Of the package and of what checks and measures it: equal where the same code runs."""
     found = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         content = path.read_bytes()
-        name = path.relative_to(PACKAGE).as_posix()
+        name = path.relative_to(ROOT).as_posix()
         found.update(f"{name} {len(content)}\n".encode() + content)
     return found.hexdigest()[:12]
-
-
-def finite(value: Any) -> Any:
-    """The value with null for each number that is not finite: JSON has none."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ResultsCache:
     """The lines of one file; without a path, of this process alone."""
 
-    def __init__(self, path: Path | None, sources: Callable[[], str] = package_hash):
+    def __init__(self, path: Path | None, sources: Callable[[], str] = sources_hash):
         self.path, self._sources = path, "" if path is None else sources()
         self.lines: list[dict[str, Any]] = []  # of these sources
         if path is None or not path.exists():

@@ -1,0 +1,72 @@
+"""The words of `python -m tests.check`, and what it says."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastvit_kernels.verify.accuracy import Error
+from fastvit_kernels.verify.runner import Result
+
+from . import __main__ as command
+from .__main__ import main
+from .all_configs import Run
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the cases and configs of `check` give, and what was asked."""
+    given = SimpleNamespace(results=[], runs=[], left_out=0, asked=None)
+
+    def some(found):
+        def run(wanted):
+            given.asked, wanted.left_out = wanted, given.left_out
+            yield from getattr(given, found)
+
+        return run
+
+    monkeypatch.setattr(command, "run_cases", some("results"))
+    monkeypatch.setattr(command, "run_configs", some("runs"))
+    return given
+
+
+def test_what_check_is_told_reaches_the_cases(answers, tmp_path, capsys):
+    words = ["--device", "cpu", "--only", "norm", "--jobs", "3", "--case-timeout", "7"]
+    words += ["--keep", str(tmp_path / "kept"), "--time-budget", "5"]
+    assert main(words) == 0
+    asked = answers.asked
+    assert (asked.only, asked.jobs, asked.timeout, asked.budget) == ("norm", 3, 7, 5)
+    assert asked.dtypes == ["fp32", "fp16"] and asked.device == torch.device("cpu")
+    asked.kept.add(name="x")
+    assert "x" in (tmp_path / "kept").read_text()
+    assert main(["--device", "cpu"]) == 0
+    asked = answers.asked
+    assert (asked.jobs, asked.timeout, asked.budget) == (0, 300, float("inf"))
+
+
+@pytest.mark.parametrize("all_configs", [False, True])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_time_left_out_is_neither_right_nor_wrong(answers, capsys, all_configs, wrong):
+    words = ["--device", "cpu", *["--all-configs"] * all_configs]
+    share, fault = (2.0, "twice too much") if wrong else (0.5, None)
+    answers.results = [
+        Result("a", "fp32", [Error("out0", share, share, 0.5, 0.5, 1.0, 1.0)], None, 1.0)
+    ]
+    answers.runs = [Run("layer_norm_fwd", None, "a", share, fault)]
+    answers.left_out = 4
+    assert main(words) == 3
+    assert "the time is over: 4 did not run" in capsys.readouterr().out
+    answers.left_out = 0
+    assert main([*words, "--only", "a"]) == wrong
+    assert main(words) == (wrong or all_configs), "no other table was reached"
+
+
+def test_the_row_of_a_table_has_its_worst_run(monkeypatch):
+    table = SimpleNamespace(configs=(1, 2, 3))
+    monkeypatch.setattr(command, "TABLES", {"a": table, "b": table, "c": table})
+    runs = [Run("a", 1, "x", 0.25, None), Run("a", 2, "x", 0.5, None), Run("a", 2, "y", 0.1, None)]
+    runs += [Run("b", 1, "x", 3.0, "wrong"), Run("b", 1, "y", 0.0, None)]
+    assert command.config_rows(runs) == [
+        ("a", "3", "2", "3", "0.50", "ok"), ("b", "3", "1", "2", "3.00", "1 FAILED"),
+        ("c", "3", "0", "0", "0.00", "not reached"),
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a block of a training step launches, moves and keeps, counted on fake tensors."""
