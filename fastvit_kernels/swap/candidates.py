@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE, leaves
-from .hosts.searched import AttentionRoles, MlpRoles
+from .hosts.attention import AttentionRoles
+from .hosts.mlp import MlpRoles
 from .observe import Event, Observation, Refused, Unlike
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")

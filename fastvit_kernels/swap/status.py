@@ -45,8 +45,7 @@ class ModuleStatus:
         level: of a module that swap_in swapped: block, parts, attention, mlp, ...; "ours" is a
             module of this package; "" any other.
         way: "fused"; "inside": a fused module further up computes it; "host": its own forward;
-            in a watch also "compiled": in a graph of torch.compile, whose calls are not seen, and
-            "not called".
+            in a watch also "compiled", whose calls are not seen, and "not called".
         reason: of "host" why, of "inside" the name of that module, else "".
         ops: of "fused" in a watch, what the last call ran, in order.
         calls: how many the watch saw.
@@ -131,11 +130,10 @@ class ModelStatus:
 
 
 def status(model: nn.Module) -> ModelStatus:
-    """What the next call of a swapped model would do, as things are now.
+    """What the next call of a swapped model would do, as things are now. Nothing runs.
 
     Looks at hooks, LoRA and other modules put in since swap_in, replaced methods, dispatch modes,
-    tracers and the backend. What only a call shows (a mask, an argument, the ops that run) tells
-    `watch`. Nothing runs, and nothing is changed.
+    tracers and the backend. What only a call shows (a mask, the ops that run) tells `watch`.
 
     Args:
         model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
@@ -160,8 +158,7 @@ def watch(model: nn.Module) -> Iterator[ModelStatus]:
 
     The status is filled at the end of the `with`: the last call of each module, in any thread. A
     recomputation of a checkpoint is no call. Inside a graph of torch.compile nothing is seen: such
-    modules say so where `model` is what was compiled, else that they were not called. Results are
-    the same bits; a call costs more while it is watched, and nothing more afterwards.
+    modules say so where `model` is what was compiled. Results are the same bits.
 
     Args:
         model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
@@ -195,16 +192,13 @@ def why_now(module: Any) -> str | None:
     fused, if its arguments are those that were proven."""
     if not isinstance(module, Fused):
         return None
-    return _why_watched() or verdict_of(module) or module.fused_blocked() or _why_hooked(module)
-
-
-def _why_watched() -> str | None:
-    others = foreign_modes()
-    if others:
+    if others := foreign_modes():
         return f"a dispatch mode looks on: {type(others[0]).__name__}"
     if is_traced():
         return "torch.fx, torch.jit or an exporter looks on"
-    return "a global hook of all modules" if is_watched_everywhere() else None
+    if is_watched_everywhere():
+        return "a global hook of all modules"
+    return verdict_of(module) or module.fused_blocked() or _why_hooked(module)
 
 
 def _why_hooked(module: Any) -> str | None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
+from .hosts.block import BlockRoles, Step
 from .hosts.fused import arguments_of
-from .hosts.searched import BlockRoles, Step
 from .observe import Event, Observation, Refused, Unlike, Value
 
 MOST = 16  # candidates of an inline branch

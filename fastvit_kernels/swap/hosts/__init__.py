@@ -25,7 +25,7 @@ from functools import update_wrapper
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .fused import Entry, Row, arguments_of
+from .fused import Entry, Row, arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
@@ -116,14 +116,16 @@ def make(file: ModuleType, mixin: type, host: type, qualname: str, more: dict[st
     key = mixin, host, tuple(more.items())
     with _making:
         if key not in _swapped:
+            arguments = arguments_of(host.forward)
             namespace: dict[str, Any] = {
                 "__module__": host.__module__,
                 "__qualname__": qualname,
                 "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
                 "fused_home": file.__name__,
                 "fused_host": host,
-                "fused_arguments": arguments_of(host.forward),
+                "fused_arguments": arguments,
                 "forward": _with_signature(mixin.forward, host.forward),
+                **told_by(more.get("fused_roles", mixin.fused_roles), mixin, arguments),
                 **more,
             }
             meta: Any = SwappedType

@@ -127,9 +127,9 @@ def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
     (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
         norm.fused_parameters() for norm in (q_norm, k_norm)
     )
-    if q_norm.fused_kind != k_norm.fused_kind or eps != other or D % 2:
+    if q_norm.fused_level != k_norm.fused_level or eps != other or D % 2:
         return None
-    return HeadNorms(q_norm.fused_kind, q_weight, q_bias, k_weight, k_bias, eps)
+    return HeadNorms(q_norm.fused_level, q_weight, q_bias, k_weight, k_bias, eps)
 
 
 def _arguments(turn: Turn | None, norms: HeadNorms, like: Tensor, tokens: int) -> dict[str, Any]:

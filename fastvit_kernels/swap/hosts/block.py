@@ -20,10 +20,22 @@ from ..plans import Run
 from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
-from .fused import Child, Fused, Place, Row, can_inline, example, left_dropouts, part, row, width_of
+from .fused import (
+    Child,
+    Fused,
+    Place,
+    Row,
+    can_inline,
+    example,
+    left_dropouts,
+    listed,
+    part,
+    row,
+    width_of,
+)
 from .grids import windows_of
 from .mlp import Mlp, MlpRoles
-from .roles import Roles, as_result, listed
+from .roles import as_result, unread_products
 
 
 class BlockRoles(NamedTuple):
@@ -64,8 +76,7 @@ def pre_norm(
     body = "" if inline else str(mlp)
     second = Step(2, 1, 1, norm2, body, tuple(tail2.split()), inline=inline)
     roles = BlockRoles((first, second), through, result)
-    attributes = {"roles": roles, "extra_kwargs": given, **attributes}
-    return row(mixin or Block, **attributes)
+    return row(mixin or Block, roles=roles, **attributes)
 
 
 class Unread:
@@ -93,7 +104,7 @@ def inline(owner: nn.Module, roles: Any) -> Any:
     return (InlineMlp if isinstance(roles, MlpRoles) else InlineAttention)(owner, roles)
 
 
-class Block(Roles):
+class Block(Fused):
     """A block by its roles, in the host's order."""
 
     fused_level = "block"
@@ -104,12 +115,6 @@ class Block(Roles):
     fused_first_rebuilds: ClassVar[bool] = True
     fused_first_skips: ClassVar[bool] = True
     fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
-
-    @classmethod
-    def fused_named(cls) -> Iterator[str]:
-        yield from cls.fused_roles.through
-        for step in cls.fused_roles.steps:
-            yield from (step.norm, step.body, *step.tail)
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
@@ -160,7 +165,7 @@ class Block(Roles):
 
     def fused_unfused_children(self: Any) -> Iterator[Child]:
         if self.fused_inlined():
-            yield from super().fused_unfused_children()
+            yield from unread_products(self)
         for step in self.fused_roles.steps:
             if step.inline is not None and not self.fused_searched:
                 dropouts = getattr(step.inline, "drop", ""), step.inline.after
@@ -231,7 +236,8 @@ class Block(Roles):
                 return None
             size = part(self, step.window)
             shown = ((size, size), (size * size,)) if size else (tuple(seen.shape[1:-1]),)
-            if isinstance(body, Attention) and tokens_of(body) not in ((), *shown):
+            fixed = isinstance(body, Attention) and not isinstance(body.fused_roles.tokens, str)
+            if fixed and tokens_of(body) not in ((), *shown):
                 return None
             checked = body.fused_checked(seen, given)
             if checked is None:
@@ -250,7 +256,7 @@ class Block(Roles):
             return None
         rest = {n: v for n, v in every.items() if n not in others}
         calls = [
-            Roles.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
+            Fused.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
             for i, x in enumerate(args[0])
         ]
         return (calls, {}) if calls and None not in calls else None

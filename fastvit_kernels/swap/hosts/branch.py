@@ -157,7 +157,7 @@ class Branch:
         epilogue = {"residual": residual, "layer_scale": gamma, "row_scale": rows}
         if self.rebuild:
             weight, bias, eps = norm.fused_parameters()
-            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_kind, samples):
+            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_level, samples):
                 y = finish(modules, y, epilogue, context)
         else:
             y = finish(modules, y, epilogue, context)

@@ -15,7 +15,7 @@ from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
 from . import fused
 from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
-from .roles import Body, planned_entry
+from .roles import Body, planned_entry, unread_products
 
 
 class MlpRoles(NamedTuple):
@@ -106,7 +106,7 @@ class Mlp(Body):
         )  # fmt: skip
 
     def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        yield from super().fused_unfused_children()
+        yield from unread_products(self)
         if self.fused_searched:
             return
         roles, parts = self.fused_roles, self.fused_parts()
@@ -166,10 +166,6 @@ def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> fused.Row:
 
 class SequentialMlp(Mlp):
     """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]); torchvision's MLPBlock."""
-
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return frozenset()
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:

@@ -16,7 +16,19 @@ from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import NOTHING, Entry, Epilogue, Fused, Given, can_inline, inputs, is_dense, names
+from .fused import (
+    NOTHING,
+    Entry,
+    Epilogue,
+    Fused,
+    Given,
+    Place,
+    Planned,
+    can_inline,
+    inputs,
+    is_dense,
+    names,
+)
 from .mlp import MlpRoles, SequentialMlp
 from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
 
@@ -49,6 +61,10 @@ class MultiheadAttention(Fused):
 
     def fused_accepts_autocast_input(self) -> bool:
         return True
+
+    def fused_planned(self: Any, place: Place) -> Planned:
+        at = place(self)
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
@@ -113,9 +129,9 @@ class TransformerEncoderLayer(Block):
     def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
         return _BEFORE if self.norm_first else _BEHIND
 
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return names("self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation")
+    fused_children = names(
+        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
+    )
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
