@@ -116,12 +116,10 @@ class _Recorder(TorchFunctionMode):
         self, part: str, function: str, args: Any, kwargs: Any, result: Any, new: bool
     ) -> None:
         tensor, item = _first_tensor(result)
-        if tensor is None:
-            return
         args, kwargs = self.values(args), {n: self.values(v) for n, v in kwargs.items()}
         inputs = tuple(v.number for v in leaves((args, kwargs), Value))
-        if id(tensor) in self.numbers and not new:
-            return  # the function gave back its input
+        if tensor is None or (id(tensor) in self.numbers and not new):
+            return  # or the function gave back its input
         number = self.number(tensor, new=True)
         self.found.events.append(Event(part, function, args, kwargs, inputs, number, item))
         for other in result if item is not None else ():
@@ -225,8 +223,7 @@ def observed(
     names, defaults, _ = arguments_of(type(module).forward)
     if not names:
         raise Unlike("its forward names no argument")
-    wanted = {n: None for n in names[1:] if n not in defaults}
-    failure: Exception | None = None
+    wanted, failure = {n: None for n in names[1:] if n not in defaults}, None
     every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
 
     @cache
@@ -247,8 +244,8 @@ def observed(
         except Foreign as error:
             raise Refused(str(error)) from error
         except Exception as error:
-            failure = failure or error
-    raise Unlike(f"it could not be run: {first_line(failure) if failure else ''}")
+            failure = failure or first_line(error)
+    raise Unlike(f"it could not be run: {failure}")
 
 
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:

@@ -21,6 +21,7 @@ from ..runtime.backend import get_backend, reason_for_torch
 from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
+from .facts import level_of
 from .hosts.fused import Fused, Unfused, can_inline, is_dense, is_traced, part
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
@@ -322,7 +323,7 @@ def _made(
 ) -> ModelStatus:
     """The status of these modules, from the rows of a report; `calls` are what a watch saw."""
     report = make_report(modules, _not_swapped(modules), {}, why=why)
-    levels = {name: _level(module) for name, module in modules.items()}
+    levels = {n: level_of(type(m)) or "ours" * is_ours(m) for n, m in modules.items()}
     levels |= {row.name: row.level for row in report.swapped}
     ways: dict[str, tuple[Way, str]] = {row.name: ("fused", "") for row in report.swapped}
     for left in report.left:  # of what is swapped it is a caveat: what the call did is known
@@ -363,9 +364,3 @@ def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
         if reason != "":
             found[name] = reason or NOT_SWAPPED
     return found
-
-
-def _level(module: Any) -> str:
-    if isinstance(module, Fused):
-        return module.fused_level
-    return "ours" if is_ours(module) else ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
-from ...runtime.plain import add_branch, is_plain
+from ...runtime.plain import is_plain
 from ..prove import ROOTS
 from . import fused
 from .attend import (
@@ -268,7 +268,7 @@ class Attention(Body):
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
-        groups = getattr(self, roles.groups, 1) if roles.groups else 1
+        groups = self.fused_groups()
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
@@ -284,6 +284,9 @@ class Attention(Body):
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
         return attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
+
+    def fused_groups(self: Any) -> int:
+        return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -309,12 +312,6 @@ class Attention(Body):
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
         return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
-
-    def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
-        out = self.fused_part("out")
-        if out is None:
-            return add_branch(y, **epilogue)
-        return fused.project_out(out, self.fused_part("after"), y, epilogue)
 
     def fused_planned(self: Any, place: Place) -> fused.Planned:
         after, inner = self.fused_part("after"), self.fused_part("inner_norm")
@@ -347,7 +344,9 @@ class Attention(Body):
             elif axes == 4:
                 y = y.unflatten(1, grid)
             if writes is None:
-                return found(modules).fused_project_out(y, epilogue)
+                me = found(modules)
+                last, drop = me.fused_part("out"), me.fused_part("after")
+                return fused.project_out(last, drop, y, epilogue)
             return linear(y, *fused.weights_of(modules[writes]), **epilogue)
 
         return run
@@ -427,17 +426,18 @@ class Attention(Body):
         """What examples have besides x and a mask; the last of them goes with masks."""
         roles, T = self.fused_roles, x.shape[1] - self.fused_prefix()
         for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
-            yield {roles.rope: self.fused_angles(generator, tokens)}
+            tables = (example(generator, tokens, self.fused_head_dim()).detach() for _ in "sc")
+            yield {roles.rope: tuple(tables)}
         if not roles.needs_rope:
             yield {}
 
-    def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
-        D = self.fused_head_dim()
-        return tuple(example(generator, tokens, D).detach() for _ in range(2))  # type: ignore[return-value]
-
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        roles = self.fused_roles
-        if (self.fused_searched and roles.rope and not roles.kernel) or roles.turn:
+        roles, groups = self.fused_roles, self.fused_groups()
+        if groups > 1:
+            yield "k and v repeated", 2 * (1 + 1 / groups) * self.fused_width()
+        by_host = not roles.kernel if self.fused_searched else self.fused_norms() is None
+        if (roles.rope and by_host) or roles.turn:
+            # q and k: halves rotated, two products, a sum, cat with the prefix
             yield "RoPE", 2 * 9 * self.fused_width()
         if self.fused_norms() is None:
             for name in ("q_norm", "k_norm"):

@@ -1,10 +1,9 @@
 """What every swapped class shares: which calls run fused, and what stands for a child.
 
-A swapped module runs its fused forward where three things hold, and its host's own forward
-everywhere else: the call gives the arguments that were proven and leaves the others at their
-defaults; the module is as it was proven (plans.py); and nobody traces, counts or watches what
-runs inside. A child may be bypassed when it was swapped itself, nobody watches it, and its settings
-are those that the fused path computes. Any other child is called.
+A swapped module runs its fused forward where three things hold, else its host's own: the call gives
+the arguments that were proven and no others; the module is as it was proven (plans.py); and nobody
+traces, counts or watches what runs inside. A child may be bypassed when it was swapped itself, its
+settings are what the fused path computes, and nobody watches it. Any other child is called.
 
 Names that begin with `fused_` are ours: a host's class or child has none of them.
 """
@@ -77,6 +76,13 @@ def arguments_of(forward: Any) -> Arguments:
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Arguments(tuple(p.name for p in positional), defaults, others)
+
+
+def bound(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names; None where the host raises an error."""
+    # Without strict=, here and elsewhere: Dynamo of torch 2.9 takes strict=False for True.
+    given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
+    return given if len(given) == len(args) + len(kwargs) else None
 
 
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
@@ -206,11 +212,7 @@ class Fused:
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
         names, defaults, others = self.fused_arguments
-        if len(args) > len(names):
-            return None  # the host's error
-        # Without strict=, here and in the others: Dynamo of torch 2.9 takes strict=False for True.
-        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-        if len(given) != len(args) + len(kwargs):
+        if (given := bound(names, args, kwargs)) is None:
             return None
         x = given.pop(names[0], None)
         extras = {}
@@ -394,20 +396,6 @@ def why_not_plain(child: nn.Module) -> str:
     return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
-def _named(module: Any, name: str) -> Any:
-    """The child of this dotted name, None for none."""
-    for step in name.split("."):
-        module = getattr(module, step, None)
-    return module
-
-
-def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
-    for name in children:
-        child = _named(module, name)
-        if isinstance(child, nn.Module) and not is_plain(child):
-            yield name, child, why_not_plain(child)
-
-
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
     if not (is_noop(norm) or is_fused_norm(norm)):
@@ -416,7 +404,7 @@ def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[
 
 def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
-        child = _named(module, name)
+        child = part(module, name, None)
         if type(child) is nn.Dropout and child.p > 0:
             yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
@@ -428,8 +416,11 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
-def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
-    """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right."""
+def project_out(module: Any, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
+    """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right;
+    no module: x."""
+    if module is None:
+        return add_branch(x, **epilogue)
     if is_plain(module) and is_noop(drop):
         return linear(x, module.weight, module.bias, **epilogue)
     y = project(module, x)

@@ -25,10 +25,6 @@ SDPA = (
 )
 
 
-def _is_sdpa(function: Any) -> bool:
-    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
-
-
 class Attention(attention.Attention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
@@ -37,10 +33,7 @@ class Attention(attention.Attention):
         dropout="attention_dropout", result=(2, 0),
     )  # fmt: skip
     fused_unread = UNREAD
-
-    def fused_facts(self: Any) -> Any:
-        chosen = attention_of(self.config)
-        return chosen, registered(chosen)
+    fused_facts = attention.attention_facts
 
     def fused_blocked(self: Any) -> str | None:
         chosen = attention_of(self.config)
@@ -50,7 +43,8 @@ class Attention(attention.Attention):
             return "is_causal is set"
         if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
             return "CLIP's text attention is causal"
-        if not _is_sdpa(registered(chosen)):
+        function = registered(chosen)
+        if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) not in SDPA:
             return f"another function is registered as {chosen!r}"
         return super().fused_blocked()
 

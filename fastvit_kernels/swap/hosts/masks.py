@@ -79,6 +79,7 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     return (
         isinstance(mask, Tensor)
         and is_raw(mask)
+        and mask.device == x.device
         and (mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None)
         and reading_of(roles, mask, x) is not None
     )

@@ -58,15 +58,6 @@ class RopeAttention(Attention):
         prefix="num_prefix_tokens",
     )  # fmt: skip
 
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield from super().fused_pytorch()
-        groups = getattr(self, "num_kv_groups", 1)
-        if groups > 1:
-            yield "k and v repeated", 2 * (1 + 1 / groups) * self.proj.in_features
-        if self.fused_norms() is None:
-            # q and k: halves rotated, two products, a sum, cat with the prefix
-            yield "RoPE", 2 * 9 * self.proj.in_features
-
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         yield {}
         patches, D = x.shape[1] - self.fused_prefix(), self.fused_head_dim()

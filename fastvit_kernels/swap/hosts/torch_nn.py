@@ -22,15 +22,14 @@ from .fused import (
     Epilogue,
     Fused,
     Given,
-    Place,
-    Planned,
+    bound,
     can_inline,
     inputs,
     is_dense,
     names,
 )
 from .mlp import MlpRoles, SequentialMlp
-from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
+from .patch_conv import PatchConv, PatchConvOfTokens
 
 
 class MultiheadAttention(Fused):
@@ -62,7 +61,7 @@ class MultiheadAttention(Fused):
     def fused_accepts_autocast_input(self) -> bool:
         return True
 
-    def fused_planned(self: Any, place: Place) -> Planned:
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         at = place(self)
         return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
 
@@ -78,16 +77,13 @@ class MultiheadAttention(Fused):
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
-        if len(args) > len(names):
-            return None  # the host's error
-        given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
+        if (given := bound(names, args, kwargs)) is None:
+            return None
         x = given.pop("query", None)
         same = given.pop("key", None) is x and given.pop("value", None) is x
-        unasked = given.pop("need_weights", True) is False
+        asked = given.pop("need_weights", True) is not False
         given.pop("average_attn_weights", None)  # of the weights
-        if not (same and unasked):
-            return None
-        if any(v is not defaults.get(n) for n, v in given.items()):
+        if asked or not same or any(v is not defaults.get(n) for n, v in given.items()):
             return None
         return (x, {}) if is_dense(x) and self.fused_takes(x) else None
 
@@ -152,7 +148,7 @@ class TransformerEncoderLayer(Block):
 TABLE: dict[str, Entry] = {
     "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
-    "torch.nn.modules.conv.Conv3d": PatchConv3d,
+    "torch.nn.modules.conv.Conv3d": PatchConv,
     "torch.nn.modules.container.Sequential": SequentialMlp,
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
@@ -160,7 +156,7 @@ TABLE: dict[str, Entry] = {
 
 OF_TOKENS: dict[str, Entry] = {
     "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
-    "torch.nn.modules.conv.Conv3d": PatchConv3dOfTokens,
+    "torch.nn.modules.conv.Conv3d": PatchConvOfTokens,
 }
 
 

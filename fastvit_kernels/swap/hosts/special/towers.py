@@ -13,7 +13,7 @@ from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
 from .. import fused
-from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
+from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, turn_of, turned
 from ..fused import Given, Unfused, can_inline, example, names, project, width_of
 from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
 from ..masks import BROADCAST
@@ -229,11 +229,17 @@ GEMMA = layer(
 )  # fmt: skip
 
 
+# Kinds of masks that transformers makes: none learns.
+ROWS = ("boolean, 4 axes", ""), ("added, 4 axes", "")
+
+
 class PaddedAttention(Attention):
     """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
     alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
 
-    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
+    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(
+        mask="attention_mask", masks=ROWS
+    )
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         T = 6
@@ -245,15 +251,6 @@ class PaddedAttention(Attention):
         yield (x,), {}
         for mask in (shown, added, rows, example(generator, 3, 1, T, T).detach()):
             yield (x,), {"attention_mask": mask}
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        """None beside a mask that learns, or of other axes, dtype or device than transformers'."""
-        mask = extras.get("attention_mask")
-        if mask is None:
-            return x, extras
-        fits = is_mask(mask, x, self.q_proj.out_features // self.head_dim)
-        same = fits and mask.dtype in (torch.bool, x.dtype) and mask.device == x.device
-        return (x, extras) if same and not mask.requires_grad else None
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         return by_keys(extras.get("attention_mask"))
