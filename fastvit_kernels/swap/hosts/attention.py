@@ -135,7 +135,7 @@ class Attention(Body):
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         if isinstance(self.fused_roles.tokens, str):
-            yield self, *tokens_of(self)
+            yield self, tokens_of(self)[0]
 
     def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
         yield from unread_products(self)

@@ -590,9 +590,10 @@ class DropPath(Unfused):
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """(B,) of 0 or 1 / keep, drawn as the host draws it, None where nothing is dropped."""
-        if not self.fused_drops():
+        rate = getattr(self, self.fused_roles.rate)
+        if not rate or not self.training:
             return None
-        keep, scaled = 1 - getattr(self, self.fused_roles.rate), self.fused_rate() is not None
+        keep, scaled = 1 - rate, self.fused_rate() is not None
         if self.fused_roles.drawn == "rand":
             scale = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
             scale = torch.floor(scale + keep).flatten()
