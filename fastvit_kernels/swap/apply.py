@@ -15,9 +15,9 @@ from torch import nn
 
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
-from .facts import leaves, level_of
+from .facts import leaves, level_of, patched
 from .hosts.fused import Fused, Unfused
-from .plans import patched, refusal, unproven
+from .plans import refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, is_ours, make_report
 
@@ -108,7 +108,10 @@ def swap_in(
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
         if hasattr(type(module), "fused_memory") and name not in left_out:
-            _remember(module, fused_memory=memory, fused_drop_path=drop_path)
+            for chosen, value in ("fused_memory", memory), ("fused_drop_path", drop_path):
+                vars(module).pop(chosen, None)  # the default is an attribute of the class
+                if value != getattr(type(module), chosen):
+                    setattr(module, chosen, value)
     refused = {n: swap.refused[n] for n in modules if n in swap.refused}
     report = make_report(modules, refused, swap.guesses, drop_path)
     if explain:
@@ -200,14 +203,6 @@ def explanation(modules: dict[str, nn.Module], tried: dict[str, tuple[Trial, ...
         lines.append(f"{names[0] or 'the model'}{more}: {cls}")
         lines += [f"  {candidate}: {outcome}" for candidate, outcome in trials]
     return lines
-
-
-def _remember(block: Any, **chosen: str) -> None:
-    """The default is an attribute of the class: a block that has it is as its host made it."""
-    for name, value in chosen.items():
-        vars(block).pop(name, None)
-        if value != getattr(type(block), name):
-            setattr(block, name, value)
 
 
 def swap_out(model: nn.Module) -> None:

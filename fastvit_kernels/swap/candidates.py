@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE, leaves
-from .hosts.searched import AttentionRoles, MlpRoles
+from .hosts.attention import AttentionRoles
+from .hosts.mlp import MlpRoles
 from .observe import Event, Observation, Refused, Unlike
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
@@ -222,7 +223,9 @@ def _query_key_value(seen: Observation, core: Event, stop: set[int]) -> list[int
     if core.function == SDPA:
         ends = list(core.inputs[:3])
     else:
-        scores = _matmul_before(seen, core.inputs[0])
+        scores = seen.made.get(core.inputs[0])
+        while scores is not None and scores.function not in MATMULS:
+            scores = seen.made.get(scores.inputs[0]) if scores.inputs else None
         behind = seen.events[seen.events.index(core) + 1 :]
         last = next((e for e in behind if e.function in MATMULS), None)
         if scores is None or last is None or len(scores.inputs) < 2:
@@ -233,13 +236,6 @@ def _query_key_value(seen: Observation, core: Event, stop: set[int]) -> list[int
     if any(len(f) != 1 for f in found) or len({f[0] for f in found}) != 3:
         return None
     return [f[0] for f in found]
-
-
-def _matmul_before(seen: Observation, number: int) -> Event | None:
-    event = seen.made.get(number)
-    while event is not None and event.function not in MATMULS:
-        event = seen.made.get(event.inputs[0]) if event.inputs else None
-    return event
 
 
 def _around(

@@ -95,13 +95,9 @@ class Copier:
         return dict(value) if type(value) is dict else value
 
     def _module(
-        self,
-        original: nn.Module,
-        host: bool,
-        called: bool,
-        seen: dict[int, nn.Module],
+        self, original: nn.Module, host: bool, called: bool, seen: dict[int, nn.Module],
         off: frozenset[str],
-    ) -> nn.Module:
+    ) -> nn.Module:  # fmt: skip
         """
         Args:
             seen: the copies of this tree, by the original's id; empty for a root.

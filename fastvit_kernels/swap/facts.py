@@ -34,17 +34,8 @@ SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Methods that no forward depends on.
-IDLE = frozenset(
-    [
-        "extra_repr",
-        "reset_parameters",
-        "_reset_parameters",
-        "init_weights",
-        "set_window_size",
-        "train",
-        "eval",
-    ]
-)
+_RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
+IDLE = frozenset(("extra_repr", "set_window_size", "train", "eval", *_RESETS))
 # Packages whose decorators a library puts around its own methods.
 DECORATORS = frozenset(("torch", "functools", "contextlib", "abc", "typing"))
 # Functions of C: what is asked at every call costs no call of Python.
@@ -125,21 +116,19 @@ def _globals_of(cls: type) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
     return tuple((home, tuple(names)) for home, names in found.values() if names)
 
 
-def replaced_method(cls: type) -> str | None:
-    """The name of a method that another package put into a host's class, or None."""
-    for name in methods(cls):
-        function = getattr(cls, name, None)
-        owner = next((c for c in cls.__mro__ if name in vars(c)), cls)
+def patched(module: nn.Module, cls: Any) -> str | None:
+    """Which method of a module that would run the fused forward of `cls` somebody replaced."""
+    own, host = vars(module), host_of(cls)
+    name = next((n for n in methods(host_of(type(module))) if callable(own.get(n))), None)
+    if name is not None and (name != "forward" or not level_of(type(module))):
+        return f"its {name} was replaced on the instance"
+    for name in methods(host):
+        function = getattr(host, name, None)
+        owner = next((c for c in host.__mro__ if name in vars(c)), host)
         home = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
         if home not in DECORATORS and home != owner.__module__.partition(".")[0]:
-            return name
+            return f"{host.__name__}.{name} was replaced"  # by another package
     return None
-
-
-def shadowed_method(module: nn.Module) -> str | None:
-    """The name of a method that was replaced on the instance, or None."""
-    own = vars(module)
-    return next((n for n in methods(host_of(type(module))) if callable(own.get(n))), None)
 
 
 def _is_simple(value: Any) -> bool:
@@ -207,11 +196,7 @@ def _content(value: Any) -> Any:
 
 
 def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
-    """The part of the key for one module.
-
-    Args:
-        whole: it belongs to a module that was recognised by structure: all that it holds counts.
-    """
+    """The part of the key for one module; of what is recognised as a `whole` all counts."""
     own, tensors = vars(module), {**module._parameters, **module._buffers}
     if REPLICA in own:
         tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
@@ -251,11 +236,8 @@ class Objects:
 
 
 class Facts:
-    """What is known of a module and of all that its fused forward may bypass. Holds no module.
-
-    Args:
-        whole: look at everything below, as for a module that was recognised by structure.
-    """
+    """What is known of a module and of what its fused forward may bypass; `whole`: of all below, as
+    where it was recognised by structure. Holds no module."""
 
     def __init__(self, root: nn.Module, class_of: ClassOf = type, whole: bool = False):
         places, names, wholes = [0], [""], [whole or is_recognised(class_of(root))]
@@ -323,15 +305,10 @@ class Facts:
             pairs = zip(classes, values, strict=True)
             return [v for c, v in pairs if c not in drops.values()]
 
-        return (
-            tuple(
-                (name, "drops" if name in drops else known, *more)
-                for name, known, *more in self.key[0]
-            ),
-            tuple(without(self.classes, self.functions)),
-            tuple(a for a in self.answers if a is not None),
-            tuple(without(self.readers, self.read)),
-        )
+        key = [(n, "drops" if n in drops else known, *more) for n, known, *more in self.key[0]]
+        answers = tuple(a for a in self.answers if a is not None)
+        functions, read = without(self.classes, self.functions), without(self.readers, self.read)
+        return tuple(key), tuple(functions), answers, tuple(read)
 
     def hold(self, root: nn.Module) -> bool:
         """Whether `root` is still as it was described."""

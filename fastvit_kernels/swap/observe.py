@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from .copies import CALL, Copier, numbers_of_heads, shorter_tables, sizes_of
 from .draws import Foreign, own_draws
 from .facts import ClassOf, leaves, level_of
-from .hosts import searched
-from .hosts.fused import arguments_of, example, width_of
+from .hosts.attention import AttentionRoles
+from .hosts.fused import HEAVY, arguments_of, example, part, width_of
+from .hosts.masks import example_of_mask
 from .prove import DTYPES, first_line
 
 TOKENS = 2400  # of a batch in a search
-HEAVY = ("attention", "mlp", "block")  # levels of parts with a matmul
 
 
 class Refused(Exception):
@@ -116,12 +116,10 @@ class _Recorder(TorchFunctionMode):
         self, part: str, function: str, args: Any, kwargs: Any, result: Any, new: bool
     ) -> None:
         tensor, item = _first_tensor(result)
-        if tensor is None:
-            return
         args, kwargs = self.values(args), {n: self.values(v) for n, v in kwargs.items()}
         inputs = tuple(v.number for v in leaves((args, kwargs), Value))
-        if id(tensor) in self.numbers and not new:
-            return  # the function gave back its input
+        if tensor is None or (id(tensor) in self.numbers and not new):
+            return  # or the function gave back its input
         number = self.number(tensor, new=True)
         self.found.events.append(Event(part, function, args, kwargs, inputs, number, item))
         for other in result if item is not None else ():
@@ -166,12 +164,8 @@ class _Recorder(TorchFunctionMode):
 
 
 def _run(copy: nn.Module, parts: list[str], x: Tensor, kwargs: dict[str, Any]) -> Observation:
-    """One run of `copy`, which nobody else needs.
-
-    Args:
-        parts: names of the submodules that count as one event each; the run is seen through all
-            others.
-    """
+    """One run of `copy`, which nobody else needs; `parts` count as one event each, and the run is
+    seen through all others."""
     recorder = _Recorder(copy)
     for name in parts:
         recorder.watch(name, copy.get_submodule(name))
@@ -223,16 +217,13 @@ def observed(
 ) -> Observation:
     """A run of the module's own forward on a copy: on tokens, else on a grid of tokens.
 
-    Args:
-        more: what it is called with besides.
     Raises: Refused where it takes neither.
     """
     parts = [name for name, _ in open_parts(module, class_of)]
     names, defaults, _ = arguments_of(type(module).forward)
     if not names:
         raise Unlike("its forward names no argument")
-    wanted = {n: None for n in names[1:] if n not in defaults}
-    failure: Exception | None = None
+    wanted, failure = {n: None for n in names[1:] if n not in defaults}, None
     every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
 
     @cache
@@ -253,8 +244,8 @@ def observed(
         except Foreign as error:
             raise Refused(str(error)) from error
         except Exception as error:
-            failure = failure or error
-    raise Unlike(f"it could not be run: {first_line(failure) if failure else ''}")
+            failure = failure or first_line(error)
+    raise Unlike(f"it could not be run: {failure}")
 
 
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
@@ -289,7 +280,7 @@ def angles_for(copy: Any, tokens: int, name: str, roles: Any) -> dict[str, Any]:
         D = width_of(copy) // max(numbers_of_heads(copy), default=1)
     else:
         names = roles.projections
-        packed = searched.part(copy, names[0]).out_features // roles.heads
+        packed = part(copy, names[0]).out_features // roles.heads
         D, tokens = packed // (3 if len(names) == 1 else 1), tokens - roles.prefix
     generator = torch.Generator().manual_seed(3)
     dtype = next(copy.parameters()).dtype
@@ -300,20 +291,20 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
     """What a block may hand on to its attention: RoPE's tables and a mask, or fewer of them."""
     names = arguments_of(type(module).forward).names[1:]
     masks = [n for n in names if is_mask(n)]
-    for part, m in open_parts(module, class_of):
+    for inside, m in open_parts(module, class_of):
         roles = getattr(class_of(m), "fused_roles", None)
-        if not isinstance(roles, searched.AttentionRoles):
+        if not isinstance(roles, AttentionRoles):
             continue
 
-        def more(copy: Any, tokens: int, mask: bool, part: str = part, roles: Any = roles) -> Any:
+        def more(copy: Any, tokens: int, mask: bool, name: str = inside, roles: Any = roles) -> Any:
             angles = angle_argument(module) if roles.rope else None
-            inner = copy.get_submodule(part)
+            inner = copy.get_submodule(name)
             given = angles_for(inner, tokens, angles, roles) if angles else {}
             if mask:
                 x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
                 kind, reading = roles.masks[0]
                 generator = torch.Generator().manual_seed(3)
-                given[masks[0]] = searched.example_of_mask(
+                given[masks[0]] = example_of_mask(
                     kind, "keys" in reading, x, generator, roles.heads
                 )
             return given

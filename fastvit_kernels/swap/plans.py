@@ -28,11 +28,9 @@ from ..runtime.compat import is_observed
 from .facts import (
     ClassOf,
     Facts,
-    host_of,
     is_there,
     level_of,
-    replaced_method,
-    shadowed_method,
+    patched,
     swapped_of,
     torch_is_patched,
 )
@@ -112,17 +110,6 @@ def _judge(module: Any, facts: Facts) -> str | None:
             if reason is not None:
                 return f"{name}: {reason or ANOTHER}"
     return prove(module, facts, swapped_of)
-
-
-def patched(module: nn.Module, cls: Any) -> str | None:
-    """Which method of a module that would run the fused forward of `cls` somebody replaced."""
-    name = shadowed_method(module)
-    if name is not None and (name != "forward" or not level_of(type(module))):
-        return f"its {name} was replaced on the instance"
-    name = replaced_method(host_of(cls))
-    if name is not None:
-        return f"{host_of(cls).__name__}.{name} was replaced"
-    return None
 
 
 def refusal(module: nn.Module, cls: Any) -> str | None:

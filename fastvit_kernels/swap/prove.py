@@ -1,14 +1,11 @@
 """Proof that a fused forward computes what its host computes, before it is used.
 
-A small copy of the module, with random weights in float64 on the CPU, runs its own forward and the
-fused specification on the same inputs: several lengths, train and eval, children bypassed and
-called, with the same seed. Outputs, all gradients and the numbers drawn must be equal to rounding.
-A proof takes milliseconds and is kept for the configuration. It runs in a thread of its own, where
-no autocast, no mode, no transform and no tracer of the caller is at work, and changes nothing that
-another thread can see: it draws from a generator of its own (draws.py), its copies call no global
-hook (copies.py), and its backend is its thread's.
-
-The copy is narrower than the module wherever that runs (copies.py).
+A small copy of the module (copies.py), with random weights in float64 on the CPU, runs its own
+forward and the fused specification on the same inputs: several lengths, train and eval, children
+bypassed and called, with the same seed. Outputs, all gradients and the numbers drawn must be equal
+to rounding. A proof is kept for the configuration. It runs in a thread of its own, away from
+autocast, modes, transforms and tracers of the caller, and changes nothing that another thread can
+see: it draws from a generator of its own (draws.py), its copies call no global hook.
 """
 
 from __future__ import annotations

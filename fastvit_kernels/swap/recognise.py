@@ -21,22 +21,17 @@ import torch
 from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
+from . import observe
 from .candidates import attention_roles, mlp_roles
 from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
 from .hosts import searched
-from .hosts.fused import arguments_of
-from .observe import (
-    HEAVY,
-    Refused,
-    Unlike,
-    angle_argument,
-    angles_for,
-    extras_of_block,
-    is_mask,
-    observed,
-    open_parts,
-)
+from .hosts.attention import AttentionRoles, ways_of_rope
+from .hosts.block import BlockRoles
+from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
+from .hosts.mlp import MlpRoles
+from .hosts.roles import LinearRoles
+from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
 from .prove import aside, prove
 from .steps import block_roles
 
@@ -53,18 +48,6 @@ READINGS = {
 LEARNT = {"learnt, 3 axes": ("",), "learnt, 4 axes": ("",)}  # the same of a bias of the scores
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
-
-# What computes each kind of roles.
-MIXINS: dict[type, Any] = {
-    searched.AttentionRoles: searched.Attention,
-    searched.BlockRoles: searched.Block,
-    searched.LinearRoles: searched.MaskedLinear,
-    searched.MlpRoles: searched.Mlp,
-    searched.NormRoles: searched.Norm,
-    searched.PathRoles: searched.Path,
-    searched.RmsRoles: searched.Rms,
-    searched.ScaleRoles: searched.Scale,
-}
 
 
 class Found(NamedTuple):
@@ -98,29 +81,22 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
         if key not in _found:
             _found[key] = search.again(_last.get(alike)) or aside(lambda: search.run(kind))
         found = _last[alike] = _found[key]
-        return found.roles and _class_with(found.roles, module), found
+        return found.roles and searched.recognised_class(type(module), found.roles), found
     except Exception as error:  # a state that we cannot read is the host's business
         return None, Found(reason=f"it could not be read: {error}")
 
 
-def _class_with(roles: Any, module: nn.Module) -> Any:
-    return searched.recognised_class(MIXINS[type(roles)], type(module), roles)
-
-
 def is_partial(cls: Any) -> bool:
-    """Whether a wider module may have all of this class in one of its parts: an attention without
-    its output projection, a block of one branch."""
+    """Whether it may be a part of a wider one: an attention without its output projection, a block
+    of one branch."""
     roles = getattr(cls, "fused_roles", None)
-    if isinstance(roles, searched.BlockRoles):
+    if isinstance(roles, BlockRoles):
         return sum(step.residual >= 0 for step in roles.steps) == 1
-    return isinstance(roles, searched.AttentionRoles) and not roles.out
+    return isinstance(roles, AttentionRoles) and not roles.out
 
 
 class Search:
-    """The search for the roles of one module: what it may be, by its parts, and trying that.
-
-    The methods that look for something give its roles, or raise Refused.
-    """
+    """The search for the roles of one module; its methods give roles, or raise Refused."""
 
     def __init__(self, module: Any, class_of: ClassOf):
         self.module, self.class_of = module, class_of
@@ -143,16 +119,14 @@ class Search:
         return None if found.roles is None else found
 
     def first(self, candidates: Iterable[Any], former: Any = None, at_size: bool = True) -> Any:
-        """The first of these roles that is proven.
+        """The first of these roles that is proven, else the `former`, which were.
 
         Args:
-            former: roles that were proven; they stand where none of these is.
-            at_size: at full size, too. Roles for more calls need none: the former were proven at
-                full size, and what a caller may hand on besides does not depend on that.
+            at_size: at full size, too. Roles for more calls need none: the former were proven so.
         """
         begin, reason = time.process_time(), ""
         for roles in candidates:
-            cls = _class_with(roles, self.module)
+            cls = searched.recognised_class(type(self.module), roles)
 
             def planned(m: nn.Module, cls: type = cls) -> type:
                 return cls if m is self.module else self.class_of(m)
@@ -253,9 +227,8 @@ class Search:
         """The first of the known candidates that is proven with the host's own rotation, and with
         our kernel in place of that, where it is one that our kernel knows."""
         roles = self.first(self.rotated(angles, known), former)
-        if roles is former:
-            return roles
-        return self.first((roles._replace(kernel=way) for way in searched.ways_of_rope()), roles)
+        ways = () if roles is former else ways_of_rope()
+        return self.first((roles._replace(kernel=way) for way in ways), roles)
 
     def rotated(self, angles: str, known: list[Any]) -> Iterator[Any]:
         """Candidates with RoPE: the host's own methods and functions of such a name may rotate."""
@@ -265,24 +238,23 @@ class Search:
         others = [n for n in functions if re.search("rope|rotary", n)]
         for roles in known:
             for rotate in (*own, *others):
-                for spread in ("", "*", "*0", "each") if rotate in own else ("*", "*0", "", "each"):
-                    for prefix in (1, 0):
-                        yield roles._replace(
-                            rope=angles, rotate=rotate, spread=spread, prefix=prefix
-                        )
+                spreads = ("", "*", "*0", "each") if rotate in own else ("*", "*0", "", "each")
+                for spread, prefix in product(spreads, (1, 0)):
+                    more = {"rotate": rotate, "spread": spread, "prefix": prefix}
+                    yield roles._replace(rope=angles, **more)
 
     def with_masks(self, roles: Any) -> Any:
         """The same with the kinds of masks that its forward reads as ours does."""
         names = arguments_of(type(self.module).forward).names[1:]
         for name in filter(is_mask, () if roles.grid else names):
-            if "mask" not in name:
+            known = READINGS if "mask" in name else LEARNT
+            if known is LEARNT:
                 both = roles._replace(mask=name, masks=tuple((kind, "") for kind in LEARNT))
                 roles = self.first([both], roles, at_size=False)
-            if not roles.mask:
-                for kind, readings in (READINGS if "mask" in name else LEARNT).items():
-                    more = [(*roles.masks, (kind, reading)) for reading in readings]
-                    more = [roles._replace(mask=name, masks=masks) for masks in more]
-                    roles = self.first(more, roles, at_size=False)
+            for kind, readings in () if roles.mask else known.items():
+                more = [(*roles.masks, (kind, reading)) for reading in readings]
+                more = [roles._replace(mask=name, masks=masks) for masks in more]
+                roles = self.first(more, roles, at_size=False)
             if roles.mask:
                 break
         return roles
@@ -291,7 +263,8 @@ class Search:
         """A residual block."""
         roles = self.first(self.blocks())
         names, defaults, _ = arguments_of(type(self.module).forward)
-        taken = (*searched.extras(roles), angle_argument(self.module))
+        cls: Any = searched.recognised_class(type(self.module), roles)
+        taken = (*cls.fused_extra_kwargs, angle_argument(self.module))
         for name in names[1:]:  # a caller may give what nothing reads
             if defaults.get(name, name) is None and name not in taken and not is_mask(name):
                 unread = roles._replace(unread=(*roles.unread, name))
@@ -306,7 +279,7 @@ class Search:
         resting: list[Any] = []  # of evaluation
         why: list[Refused] = []  # of runs that give none
         for training in (True, False):
-            for more in extras_of_block(self.module, self.class_of):
+            for more in observe.extras_of_block(self.module, self.class_of):
                 try:
                     seen = observed(self.module, self.class_of, training, more)
                     every = [*block_roles(self.module, self.class_of, seen)]
@@ -316,10 +289,10 @@ class Search:
                 yield from (roles for roles in every if roles not in known)
                 known |= dict.fromkeys(every)
                 resting = resting if training else every
-        for name in (n for n, v in vars(self.module).items() if is_rate(n, v)):
-            sampled = [roles._replace(sampled=name) for roles in resting]
-            yield from sampled
-            known |= dict.fromkeys(sampled)
+        rates = [n for n, v in vars(self.module).items() if is_rate(n, v)]
+        sampled = [roles._replace(sampled=name) for name in rates for roles in resting]
+        yield from sampled
+        known |= dict.fromkeys(sampled)
         yield from (roles._replace(evaluation=True) for roles in known)
         if not known:
             unlike = any(isinstance(refused, Unlike) for refused in why)
@@ -328,11 +301,11 @@ class Search:
     # Parts without parts. The report names none of them but norms.
 
     def norm(self) -> Any:
-        axes = len(self.module.normalized_shape)
-        if axes != 1:
+        if (axes := len(self.module.normalized_shape)) != 1:
             raise Refused(f"it normalizes {axes} axes")
         both = (False, True)
-        return self.first(searched.NormRoles(fp32, rounded) for rounded in both for fp32 in both)
+        roles = [NormRoles(dtype="input" * fp32, rounded=r) for r in both for fp32 in both]
+        return self.first(roles)
 
     def leaf(self) -> Any:
         try:
@@ -347,19 +320,20 @@ def _leaf_roles(module: Any) -> Iterator[Any]:
     parameters = [n for n, p in module._parameters.items() if p is not None]
     if isinstance(module, nn.Linear):
         if len(buffers) == 1 and module.bias is not None:
-            yield searched.LinearRoles(buffers[0])
+            yield LinearRoles(buffers[0])
     elif len(parameters) == 1 and not buffers and module._parameters[parameters[0]].ndim == 1:
         eps = [n for n, v in own if isinstance(v, float) and 0 < v < 0.1]
         kept = bool(eps) and _keeps_dtype(module)
         for rounded in (False, True):
-            yield from (searched.RmsRoles(parameters[0], n, kept, rounded) for n in eps)
-        yield searched.ScaleRoles(parameters[0])
+            dtype = "input" if kept else "widest"
+            yield from (searched.RmsRoles(parameters[0], "", n, dtype, rounded) for n in eps)
+        yield ScaleRoles(parameters[0])
     elif not parameters and not buffers:
         numbers = [n for n, v in own if isinstance(v, (int, float, type(None)))]
         rates = [n for n in numbers if "drop" in n or n in ("p", "prob")]
         for rate, scaled in product(rates, (True, False)):
-            yield searched.PathRoles(rate, "bernoulli", scaled)
-            yield searched.PathRoles(rate, "rand", scaled)
+            yield PathRoles(rate, "bernoulli", scaled)
+            yield PathRoles(rate, "rand", scaled)
 
 
 def _keeps_dtype(module: nn.Module) -> bool:
@@ -371,9 +345,9 @@ def _keeps_dtype(module: nn.Module) -> bool:
 
 def describe(roles: Any) -> str:
     """A candidate in a few words."""
-    if isinstance(roles, searched.BlockRoles):
+    if isinstance(roles, BlockRoles):
         what = [
-            s.body or ("an MLP" if isinstance(s.inline, searched.MlpRoles) else "an attention")
+            s.body or ("an MLP" if isinstance(s.inline, MlpRoles) else "an attention")
             for s in roles.steps
         ]
         what += [f"in windows of {s.window}" for s in roles.steps if s.window]
@@ -382,7 +356,7 @@ def describe(roles: Any) -> str:
         what += [f"{n} unread" for n in roles.unread]
         return f"block of {', '.join(what)}"
     told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]
-    return f"{level_of(MIXINS[type(roles)])} {' '.join(told)}"
+    return f"{level_of(searched.MIXINS[type(roles)])} {' '.join(told)}"
 
 
 def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
@@ -391,9 +365,5 @@ def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:
     for module, cls in planned.items():
         if cls.fused_level == "block" and cls.fused_searched:
             used |= {module.get_submodule(s.body) for s in cls.fused_roles.steps if s.body}
-    giving = [m for m, cls in planned.items() if _gives_weights(cls)]
+    giving = [m for m, cls in planned.items() if getattr(cls.fused_roles, "weights", False)]
     return [m for m in giving if m not in used]
-
-
-def _gives_weights(cls: Any) -> bool:
-    return getattr(getattr(cls, "fused_roles", None), "weights", False)

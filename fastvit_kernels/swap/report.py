@@ -51,25 +51,21 @@ class SwapReport:
 
     Attributes:
         swapped: modules that run fused, with their level: block, attention, mlp, layer_norm,
-            rms_norm, patch_embed; "ours" is a module of this package, fused as it is; "parts" is a
-            block of which a branch keeps its own forward, "model" one that hands its parts
-            something else: what it covers has rows of its own.
-        left: modules that keep their own forward, and why. They stay as they were.
+            rms_norm, patch_embed; "ours" is a module of this package; "parts" is a block of which
+            a branch keeps its own forward, "model" one that hands its parts something else.
+        left: modules that keep their own forward, and why.
         tokens: the sequence length at which FLOPs and bytes are counted.
-        flops, fused_flops: matmul FLOPs of a forward for one image (projections, MLPs, patch
-            embedding, attention), and those that run in a fused op; from the weights' shapes, a
-            layer outside the stack of blocks counted for one row.
+        flops, fused_flops: matmul FLOPs of a forward for one image, and those that run in a fused
+            op; from the weights' shapes, a layer outside the stack counted for one row.
         depending_flops: those of them that run fused only where the caller asks for nothing else.
         pytorch: what PyTorch computes inside modules that count as fused, such as RoPE, with its
             share of the elements that the layers read and write: a model, not a measurement.
         uncounted: modules whose FLOPs or bytes could not be counted.
-        explanation: with explain=True, for each kind of module the candidates that were tried and
-            how each fared.
+        explanation: with explain=True, the candidates that were tried and how each fared.
         rebuilt: names of the norms whose output the backward rebuilds, by memory="low".
         rebuilt_rms: how many of these are RMSNorms.
         skipping: names of the norms of branches that compute nothing for the samples that they
-            drop, by drop_path="skip" or because the host does not either (DINOv2). With "skip" a
-            DropPath of no such branch is among `left`.
+            drop. With drop_path="skip" a DropPath of no such branch is among `left`.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -118,10 +114,9 @@ class SwapReport:
             lines.append(f"{share:.1%} more where attention is called without a mask or weights")
         for what, share in self.pytorch.items():
             lines.append(f"{share:.1%} of the elements moved: {what}, by PyTorch")
-        layer_norms = len(self.rebuilt) - self.rebuilt_rms
-        for kind, count in ("LayerNorm", layer_norms), ("RMSNorm", self.rebuilt_rms):
-            if count:
-                lines.append(f"{count} {kind} outputs are rebuilt in the backward")
+        rms = self.rebuilt_rms
+        kinds = (len(self.rebuilt) - rms, "LayerNorm"), (rms, "RMSNorm")
+        lines += [f"{n} {kind} outputs are rebuilt in the backward" for n, kind in kinds if n]
         if self.skipping:
             lines.append(f"{len(self.skipping)} branches compute no sample that they drop")
         if self.uncounted:
@@ -167,8 +162,6 @@ def make_report(
     Args:
         refused: why a module of a known class was not swapped, by name; "" goes unsaid.
         guesses: the same of modules of unknown classes; a module around may know better.
-        drop_path: what was asked for.
-        why: of a swapped module or one of ours; a verdict holds for any call.
     """
     maker = _Maker(modules, why)
     for name, reason in refused.items():
@@ -214,11 +207,7 @@ class _Maker:
         """The modules around this one, the next first."""
         return [self.modules[a] for a in ancestors(name) if a != name and a in self.modules]
 
-    # What runs fused, and what is left.
-
     def note_skipping(self, drop_path: DropPathMode) -> None:
-        """The branches that skip what they drop; with drop_path="skip" each DropPath of no such
-        branch is left."""
         reached: set[int] = set()
         for name, module in self.modules.items():
             if hasattr(module, "fused_skips") and self.runs_fused(module):
@@ -232,7 +221,7 @@ class _Maker:
                 self.leave(name, module, reason)
 
     def note_ours(self, name: str, module: nn.Module) -> None:
-        """A part of our own models; the widest has the row."""
+        """The widest has the row."""
         for child, m in module._modules.items():
             if m is not None and hasattr(m, "in_features") and not is_plain(m):
                 self.leave(f"{name}.{child}" if name else child, m, why_not_plain(m))
@@ -280,8 +269,7 @@ class _Maker:
         self.covered |= {n for n in inside if called.keys().isdisjoint(ancestors(n))}
 
     def gets_masks(self, name: str, block: Any) -> bool:
-        """Whether what calls a fused block holds a mask for it, as open_clip's text tower does, and
-        the host's forward runs with one."""
+        """Whether what calls a fused block holds a mask for it, as open_clip's text tower does."""
         names = block.fused_arguments.names[1:]
         if not any("mask" in n and n not in block.fused_extra_kwargs for n in names):
             return False
@@ -301,8 +289,6 @@ class _Maker:
             if not any(is_ours(m) or _computes_all(m) for m in (module, *self.above(name))):
                 plain = isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
                 self.leave(name, module, "a plain product" if plain else "no fused class for it")
-
-    # FLOPs, and elements that are read and written for each token.
 
     def count(self) -> None:
         report = self.report
@@ -334,8 +320,7 @@ class _Maker:
         report.pytorch = {what: n / moved for what, n in self.moved.items()}
 
     def depends(self, name: str, module: Any) -> bool:
-        """Whether a module runs fused only where its caller asks for nothing else. A fused block
-        that calls it never gives it a mask."""
+        """Whether it runs fused only where its caller asks for nothing else, as a block does."""
         if not (isinstance(module, Fused) and module.fused_caveat):
             return False
         blocks = (m for m in self.above(name) if isinstance(m, Fused) and m.fused_level == "block")
@@ -344,12 +329,8 @@ class _Maker:
     def flops(
         self, name: str, module: Any, parent: Any, keys: int, inside: set[int]
     ) -> tuple[int, bool, int]:
-        """(FLOPs, whether they run fused, elements for each token)
-
-        Args:
-            keys: how many tokens a token attends to.
-            inside: ids of what a module further up computes, where that is plain.
-        """
+        """(FLOPs, whether they run fused, elements for each token); a token attends to `keys`, and
+        a module further up computes what is `inside`, where that is plain."""
         tokens = self.report.tokens
         rows = tokens if _in_stack(name) else 1
         fused = self.runs_fused(module)

@@ -21,6 +21,7 @@ from ..runtime.backend import get_backend, reason_for_torch
 from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
+from .facts import level_of
 from .hosts.fused import Fused, Unfused, can_inline, is_dense, is_traced, part
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
@@ -45,8 +46,7 @@ class ModuleStatus:
         level: of a module that swap_in swapped: block, parts, attention, mlp, ...; "ours" is a
             module of this package; "" any other.
         way: "fused"; "inside": a fused module further up computes it; "host": its own forward;
-            in a watch also "compiled": in a graph of torch.compile, whose calls are not seen, and
-            "not called".
+            in a watch also "compiled", whose calls are not seen, and "not called".
         reason: of "host" why, of "inside" the name of that module, else "".
         ops: of "fused" in a watch, what the last call ran, in order.
         calls: how many the watch saw.
@@ -131,11 +131,10 @@ class ModelStatus:
 
 
 def status(model: nn.Module) -> ModelStatus:
-    """What the next call of a swapped model would do, as things are now.
+    """What the next call of a swapped model would do, as things are now. Nothing runs.
 
     Looks at hooks, LoRA and other modules put in since swap_in, replaced methods, dispatch modes,
-    tracers and the backend. What only a call shows (a mask, an argument, the ops that run) tells
-    `watch`. Nothing runs, and nothing is changed.
+    tracers and the backend. What only a call shows (a mask, the ops that run) tells `watch`.
 
     Args:
         model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
@@ -160,8 +159,7 @@ def watch(model: nn.Module) -> Iterator[ModelStatus]:
 
     The status is filled at the end of the `with`: the last call of each module, in any thread. A
     recomputation of a checkpoint is no call. Inside a graph of torch.compile nothing is seen: such
-    modules say so where `model` is what was compiled, else that they were not called. Results are
-    the same bits; a call costs more while it is watched, and nothing more afterwards.
+    modules say so where `model` is what was compiled. Results are the same bits.
 
     Args:
         model: any nn.Module, swapped or not; a wrapper such as DDP or a compiled module too.
@@ -195,16 +193,13 @@ def why_now(module: Any) -> str | None:
     fused, if its arguments are those that were proven."""
     if not isinstance(module, Fused):
         return None
-    return _why_watched() or verdict_of(module) or module.fused_blocked() or _why_hooked(module)
-
-
-def _why_watched() -> str | None:
-    others = foreign_modes()
-    if others:
+    if others := foreign_modes():
         return f"a dispatch mode looks on: {type(others[0]).__name__}"
     if is_traced():
         return "torch.fx, torch.jit or an exporter looks on"
-    return "a global hook of all modules" if is_watched_everywhere() else None
+    if is_watched_everywhere():
+        return "a global hook of all modules"
+    return verdict_of(module) or module.fused_blocked() or _why_hooked(module)
 
 
 def _why_hooked(module: Any) -> str | None:
@@ -328,7 +323,7 @@ def _made(
 ) -> ModelStatus:
     """The status of these modules, from the rows of a report; `calls` are what a watch saw."""
     report = make_report(modules, _not_swapped(modules), {}, why=why)
-    levels = {name: _level(module) for name, module in modules.items()}
+    levels = {n: level_of(type(m)) or "ours" * is_ours(m) for n, m in modules.items()}
     levels |= {row.name: row.level for row in report.swapped}
     ways: dict[str, tuple[Way, str]] = {row.name: ("fused", "") for row in report.swapped}
     for left in report.left:  # of what is swapped it is a caveat: what the call did is known
@@ -369,9 +364,3 @@ def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
         if reason != "":
             found[name] = reason or NOT_SWAPPED
     return found
-
-
-def _level(module: Any) -> str:
-    if isinstance(module, Fused):
-        return module.fused_level
-    return "ours" if is_ours(module) else ""

@@ -10,8 +10,8 @@ from torch import nn
 
 from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
+from .hosts.block import BlockRoles, Step
 from .hosts.fused import arguments_of
-from .hosts.searched import BlockRoles, Step
 from .observe import Event, Observation, Refused, Unlike, Value
 
 MOST = 16  # candidates of an inline branch
@@ -45,13 +45,9 @@ class _Block:
                 step._replace(inline=inlined[turn % len(inlined)]) if inlined else step
                 for step, inlined in found
             )
-            yield BlockRoles(
-                steps,
-                self.through(steps),
-                self.seen.place,
-                rounded=any(map(self.rounds, steps)),
-                channels=self.channels,
-            )
+            rounded, through = any(map(self.rounds, steps)), self.through(steps)
+            place, channels = self.seen.place, self.channels
+            yield BlockRoles(steps, through, place, rounded=rounded, channels=channels)
 
     def branches(self) -> list[Branch]:
         """The steps in their order: those that end in a sum, and calls of other parts."""
@@ -82,17 +78,13 @@ class _Block:
             s.residual for s, _ in found if s.residual >= 0
         }:
             raise Refused("a branch begins with a value that is none of ours")
-        return [
-            (
-                step._replace(
-                    output=numbers[step.output],
-                    source=numbers[step.source],
-                    residual=numbers.get(step.residual, -1),
-                ),
-                inlined,
-            )
-            for step, inlined in found
-        ]
+        renamed = []
+        for step, inlined in found:
+            output, source = numbers[step.output], numbers[step.source]
+            residual = numbers.get(step.residual, -1)
+            more = {"output": output, "source": source, "residual": residual}
+            renamed.append((step._replace(**more), inlined))
+        return renamed
 
     def ending_in(self, event: Event) -> Branch | None:
         """residual + tail(body(norm(source))) that ends in this sum; None where no branch does."""
@@ -216,13 +208,9 @@ class _Block:
     def through(self, steps: tuple[Step, ...]) -> tuple[str, ...]:
         """The modules whose forwards the steps stand for, beside the block's own."""
         called = tuple(f"{n}." for s in steps for n in (s.norm, s.body, *s.tail) if n)
-        return tuple(
-            name
-            for name, m in self.module.named_modules()
-            if name
-            and type(m).forward is not nn.Module.forward
-            and not f"{name}.".startswith(called)
-        )
+        inside = {n: m for n, m in self.module.named_modules() if n}
+        apart = {n: m for n, m in inside.items() if not f"{n}.".startswith(called)}
+        return tuple(n for n, m in apart.items() if type(m).forward is not nn.Module.forward)
 
 
 def _channels(seen: Observation) -> tuple[Observation, bool]:

@@ -55,12 +55,12 @@ def _noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Shape and dtype of each mask that a fused block takes."""
     found: list[tuple[Any, ...]] = []
 
-    def noted(mask: Any, x: torch.Tensor, heads: int) -> bool:
+    def noted(roles: Any, mask: Any, x: torch.Tensor) -> bool:
         if mask is not None:
             found.append((tuple(mask.shape), mask.dtype))
-        return masks.takes_mask(mask, x, heads)
+        return masks.fits(roles, mask, x)
 
-    monkeypatch.setattr("fastvit_kernels.swap.hosts.timm.takes_mask", noted)
+    monkeypatch.setattr("fastvit_kernels.swap.hosts.attention.fits", noted)
     return found
 
 

@@ -2,17 +2,15 @@
 
 What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
-DropPath in fused.py and searched.py). A host file (timm.py, torch_nn.py, torchvision.py,
-transformers.py) has a table, host class path -> such a class, or a row: the class with the roles. A
-search by structure finds roles of hosts that no table has (searched.py). special/ has what is more
-than its roles.
+DropPath in fused.py). A host file (timm.py, torch_nn.py, torchvision.py, transformers.py) has a
+table, host class path -> such a class, or a row: the class with the roles, and perhaps methods that
+differ. A search finds roles of other hosts (searched.py). special/ has what is more than its roles.
 
 The swapped class is `(mixin, host class)`, built when the first module of that class is met and
 kept as an attribute of the host file, where pickle finds it; it keeps the host class's `__name__`,
 because wrap policies go by that name. A host library is imported by its own models, never by us.
 
-What a class has a row for, where the search by structure would find it too: a hook on one part of
-an attention or MLP calls that part alone, while a recognised one runs its host's forward; and
+What the search would find has a row, too, so that a hook on one part calls that part alone, and
 tables of RoPE may learn.
 """
 
@@ -25,7 +23,7 @@ from functools import update_wrapper
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .fused import Entry, Row, arguments_of
+from .fused import Entry, Row, arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
@@ -96,14 +94,6 @@ def _qualname(mixin: type, path: str) -> str:
     return f"{mixin.__name__}_{path.replace('.', '_')}"
 
 
-def _with_signature(forward: Any, host_forward: Any) -> Any:
-    """A copy of `forward` that says it has the arguments of the host's: tracers ask."""
-    copied = FunctionType(
-        forward.__code__, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
-    )
-    return update_wrapper(copied, host_forward)
-
-
 class SwappedType(type):
     """Class of the swapped classes. The class itself is where pickle finds it; its modules say that
     they are of the host's, because torch.fx takes modules of torch.nn as leaves."""
@@ -116,14 +106,21 @@ def make(file: ModuleType, mixin: type, host: type, qualname: str, more: dict[st
     key = mixin, host, tuple(more.items())
     with _making:
         if key not in _swapped:
+            arguments = arguments_of(host.forward)
+            # A copy that says it has the arguments of the host's: tracers ask.
+            own: Any = mixin.forward
+            forward = FunctionType(
+                own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__
+            )
             namespace: dict[str, Any] = {
                 "__module__": host.__module__,
                 "__qualname__": qualname,
                 "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
                 "fused_home": file.__name__,
                 "fused_host": host,
-                "fused_arguments": arguments_of(host.forward),
-                "forward": _with_signature(mixin.forward, host.forward),
+                "fused_arguments": arguments,
+                "forward": update_wrapper(forward, host.forward),
+                **told_by(more.get("fused_roles", mixin.fused_roles), mixin, arguments),
                 **more,
             }
             meta: Any = SwappedType

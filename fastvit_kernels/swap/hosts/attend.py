@@ -38,15 +38,6 @@ def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def is_mask(mask: Any, x: Tensor, heads: int) -> bool:
-    """Whether it is a tensor whose axes broadcast to the scores (B, H, T, T) of x (B, T, C), with
-    all T keys."""
-    if not (isinstance(mask, Tensor) and is_raw(mask) and mask.ndim == 4):
-        return False
-    (B, T), (*leading, keys) = x.shape[:2], mask.shape
-    return keys == T and all(n in (1, m) for n, m in zip(leading, (B, heads, T), strict=True))
-
-
 def by_keys(mask: Tensor | None) -> Tensor | None:
     """The mask as (B, 1, 1, T), boolean, where it hides keys alike from all heads and queries: the
     kernels then read a byte a key. Any other mask as it is. Whether it does is read once for all
@@ -127,9 +118,9 @@ def head_norms(q_norm: Any, k_norm: Any, D: int) -> HeadNorms | None:
     (q_weight, q_bias, eps), (k_weight, k_bias, other) = (
         norm.fused_parameters() for norm in (q_norm, k_norm)
     )
-    if q_norm.fused_kind != k_norm.fused_kind or eps != other or D % 2:
+    if q_norm.fused_level != k_norm.fused_level or eps != other or D % 2:
         return None
-    return HeadNorms(q_norm.fused_kind, q_weight, q_bias, k_weight, k_bias, eps)
+    return HeadNorms(q_norm.fused_level, q_weight, q_bias, k_weight, k_bias, eps)
 
 
 def _arguments(turn: Turn | None, norms: HeadNorms, like: Tensor, tokens: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
-from ...runtime.plain import add_branch, is_plain
+from ...runtime.plain import is_plain
 from ..prove import ROOTS
 from . import fused
 from .attend import (
@@ -29,8 +29,8 @@ from .attend import (
 )
 from .fused import Epilogue, Given, Place, example, is_noop, norm_in_pytorch, normed, part
 from .grids import bias_of, turned_behind, with_decomposed
-from .masks import READINGS, example_of_mask, fits, reading_of
-from .roles import Body, is_ours, planned_entry, weight_and_bias
+from .masks import READINGS, as_read, example_of_mask, fits, reading_of
+from .roles import Body, is_ours, planned_entry, unread_products, weight_and_bias
 
 # (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)
 Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
@@ -39,7 +39,7 @@ Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
 class AttentionRoles(NamedTuple):
     """The parts of an attention by name; "" for none."""
 
-    projections: tuple[str, ...]  # one Linear for q, k and v, or three
+    projections: tuple[str, ...]  # one Linear for q, k and v, or three; or either
     heads: int | str = ""  # a setting of the module, or a number
     out: str = ""
     layout: str = "3HD"  # of the columns of a packed projection
@@ -59,18 +59,18 @@ class AttentionRoles(NamedTuple):
     rotate: str = ""  # the method or function of the host that rotates q and k by them
     spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0;
     # "each": one by one, for q and k apart and without the tokens of the prefix
-    prefix: int = 0  # tokens that it leaves out
+    prefix: int | str = 0  # tokens that it leaves out, or the setting that says how many
     kernel: str = ""  # what that computes, in words of `ways_of_rope`: the kernel may stand for it
     needs_rope: bool = False  # it takes no call without angles
     mask: str = ""  # the argument with a mask
     masks: tuple[tuple[str, str], ...] = ()  # the kinds that were proven, and how each is read
-    raw: bool = False  # it reads the weights of its projections, and calls none
-    biases: tuple[tuple[str, ...], ...] = ()  # then: of each projection, end to end; "" for zeros
+    raw: bool = False  # it reads the weights of its projections, and calls none; with biases of
+    biases: tuple[tuple[str, ...], ...] = ()  # each projection, end to end: where there are these
     table: str = ""  # a bias of the scores: rows of this parameter
     index: str = ""  # by this buffer (T, T)
     along: tuple[str, ...] = ()  # decomposed relative positions: along height, along width
     turn: str = ""  # a child that turns q and k, all but `prefix` tokens
-    tokens: int = 0  # as many as the child that turns them takes
+    tokens: int | str = 0  # as many as it takes, or the setting that says how many a window has
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
     head_dim: str = ""  # the setting with D, where `heads` says nothing
     gate: str = ""  # a Linear of x: what attention gives is multiplied by its sigmoid
@@ -110,11 +110,13 @@ def attention_facts(module: Any) -> Any:
 def tokens_of(module: Any) -> tuple[int, ...]:
     """(T,) or (height, width), where the positions of an attention are for no other; else ()."""
     roles = module.fused_roles
-    if roles.along:
-        return tuple((len(part(module, n)) + 1) // 2 for n in roles.along)
-    if roles.table:
-        return (len(part(module, roles.index)),)
-    return (roles.tokens,) if roles.tokens else ()
+    along = [part(module, n, None) for n in roles.along]
+    if along and along[0] is not None:
+        return tuple((len(t) + 1) // 2 for t in along)
+    if module.fused_part("table") is not None:
+        return (len(module.fused_part("index")),)
+    tokens = part(module, roles.tokens) if isinstance(roles.tokens, str) else roles.tokens
+    return (tokens,) if tokens else ()
 
 
 class Attention(Body):
@@ -122,30 +124,32 @@ class Attention(Body):
 
     fused_level = "attention"
     fused_roles: ClassVar[AttentionRoles]
-    fused_simple: ClassVar[bool] = True  # of a call that gives x alone, the roles say all
-
-    @classmethod
-    def fused_named(cls) -> Iterator[str]:
-        yield from (*super().fused_named(), *cls.fused_roles.projections)
-
-    def fused_linears(self: Any) -> tuple[str, ...]:
-        """Of the projections, one for q, k and v, or three."""
-        return self.fused_roles.projections
 
     def fused_projections(self: Any) -> tuple[Any, ...]:
-        return tuple(self.fused_child(name) for name in self.fused_linears())
+        every = map(self.fused_child, self.fused_roles.projections)
+        return tuple(m for m in every if m is not None)
 
     def fused_products(self: Any) -> Iterator[nn.Module]:
         every = (*self.fused_projections(), self.fused_part("gate"), self.fused_part("out"))
         yield from (m for m in every if m is not None)
 
+    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
+        if isinstance(self.fused_roles.tokens, str):
+            yield self, tokens_of(self)[0]
+
     def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        yield from super().fused_unfused_children()
+        yield from unread_products(self)
         if not self.fused_searched:
             yield from fused.left_dropouts(self, self.fused_roles.after)
 
+    def fused_raw(self: Any) -> bool:
+        """Whether the host reads the weights of its projections without a call."""
+        roles = self.fused_roles
+        named = [n for names in roles.biases for n in names if n]
+        return roles.raw and all(part(self, n, None) is not None for n in named)
+
     def fused_blocked(self: Any) -> str | None:
-        if self.fused_roles.raw and not all(map(is_plain, self.fused_projections())):
+        if self.fused_raw() and not all(map(is_plain, self.fused_projections())):
             return "it reads the weights of Linears that are no plain ones, and calls none"
         apart = self.fused_apart() if self.fused_searched else None
         return apart or super().fused_blocked()
@@ -193,7 +197,7 @@ class Attention(Body):
     def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
         """Weight and bias of each projection; None for one that has to be called."""
         roles, modules = self.fused_roles, self.fused_projections()
-        if not roles.raw:
+        if not self.fused_raw():
             return [weight_and_bias(m) for m in modules]
         found = []
         for module, names in zip(modules, roles.biases or ((),) * len(modules)):  # noqa: B905
@@ -204,18 +208,21 @@ class Attention(Body):
             found.append((module.weight, bias))
         return found
 
+    def fused_bias(self: Any) -> Tensor | None:
+        """What it adds to the scores of its own, (H, T, T) or (1, H, T, T)."""
+        table = self.fused_part("table")
+        return None if table is None else bias_of(table, self.fused_part("index"))
+
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         """What is added to the scores of x (B, T, C), or says which keys are hidden."""
         roles = self.fused_roles
-        mask = extras.get(roles.mask)
+        mask, own = extras.get(roles.mask), self.fused_bias()
         if mask is not None and roles.masks:
             reading = reading_of(roles, mask, x)
             assert reading is not None  # fits
             mask = READINGS[reading](mask)
-        if roles.table:
-            own = bias_of(self.fused_part("table"), self.fused_part("index"))
-            mask = own if mask is None else own + mask
-        return mask
+            mask = mask if self.fused_searched else as_read(mask, x)
+        return own if mask is None else mask if own is None else own + mask
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         """The tables for x (B, T, C); None where the host's function turns q and k."""
@@ -235,7 +242,9 @@ class Attention(Body):
         roles, D = self.fused_roles, self.fused_head_dim()
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
         norms, by_host = self.fused_norms(), angles is not None and turn is None
-        usual = norms is not None and not (by_host or roles.causal or roles.along or roles.turn)
+        along: Any = tuple(part(self, n, None) for n in roles.along)
+        along = () if None in along else along
+        usual = norms is not None and not (by_host or roles.causal or along or roles.turn)
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
         weights = self.fused_weights()
         packed = as_one(weights) if roles.layout == "3HD" else None
@@ -259,7 +268,7 @@ class Attention(Body):
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
-        groups = getattr(self, roles.groups, 1) if roles.groups else 1
+        groups = self.fused_groups()
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
@@ -270,12 +279,14 @@ class Attention(Body):
         if roles.turn:
             rotate = self.fused_part("turn")
             q, k = (turned_behind(rotate, t, roles.prefix, v) for t in (q, k))
-        if roles.along:
-            along: Any = tuple(part(self, n) for n in roles.along)
+        if along:
             scale = D**-0.5 if given["scale"] is None else given["scale"]
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
         return attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
+
+    def fused_groups(self: Any) -> int:
+        return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -301,12 +312,6 @@ class Attention(Body):
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
         return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
-
-    def fused_project_out(self: Any, y: Tensor, epilogue: Epilogue) -> Tensor:
-        out = self.fused_part("out")
-        if out is None:
-            return add_branch(y, **epilogue)
-        return fused.project_out(out, self.fused_part("after"), y, epilogue)
 
     def fused_planned(self: Any, place: Place) -> fused.Planned:
         after, inner = self.fused_part("after"), self.fused_part("inner_norm")
@@ -339,7 +344,9 @@ class Attention(Body):
             elif axes == 4:
                 y = y.unflatten(1, grid)
             if writes is None:
-                return found(modules).fused_project_out(y, epilogue)
+                me = found(modules)
+                last, drop = me.fused_part("out"), me.fused_part("after")
+                return fused.project_out(last, drop, y, epilogue)
             return linear(y, *fused.weights_of(modules[writes]), **epilogue)
 
         return run
@@ -347,9 +354,11 @@ class Attention(Body):
     def fused_planned_heads(self: Any, place: Place) -> Heads:
         """`fused_heads`, at once by the weights of plain Linears where the call gives x alone."""
         roles, linears, found = self.fused_roles, self.fused_projections(), self.fused_found(place)
-        more = (
-            roles.causal or roles.raw or roles.table or roles.along or roles.turn
-            or roles.layout != "3HD" or not self.fused_simple
+        own, usual = type(self), Attention
+        more = own.fused_heads is not usual.fused_heads or own.fused_bias is not usual.fused_bias
+        more = more or (
+            roles.causal or self.fused_raw() or roles.table or roles.along or roles.turn
+            or roles.layout != "3HD"
         )  # fmt: skip
         if more or not all(map(is_plain, linears)) or self.fused_norms() is not NO_NORMS:
             return lambda modules, x, more: found(modules).fused_heads(x, **more)
@@ -386,36 +395,49 @@ class Attention(Body):
     def fused_wanted(self: Any, result: Any) -> Any:
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles = fused.width_of(self), self.fused_roles
-        shapes = [(3, 5, width), (2, 4, width)]
-        if roles.grid:
-            shapes = [(2, 3, 4, width), (3, 2, 2, width)]
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        """Batch and tokens of the examples."""
         if tokens := tokens_of(self):  # perhaps many
-            shapes = [(2, *tokens, width), (1, *tokens, width)]
-        for place, shape in enumerate(shapes):
-            x = example(generator, *shape)
-            given = {}
-            if roles.rope:
-                if "any prefix" in roles.kernel:
-                    given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix - 1)}
+            return [(2, *tokens), (4 if isinstance(self.fused_roles.tokens, str) else 1, *tokens)]
+        if self.fused_roles.grid:
+            return [(2, 3, 4), (3, 2, 2)]
+        prefix = self.fused_prefix()
+        return [(3, 5 + prefix), (2, 4 + prefix)]
+
+    def fused_prefix(self: Any) -> int:
+        prefix = self.fused_roles.prefix
+        return getattr(self, prefix, 1) if isinstance(prefix, str) else prefix
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        width, roles, tokens = fused.width_of(self), self.fused_roles, tokens_of(self)
+        masks = roles.masks if roles.mask in self.fused_extra_kwargs else ()
+        heads = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
+        heads = heads or self.fused_width() // self.fused_head_dim()
+        for place, shape in enumerate(self.fused_shapes()):
+            x, given = example(generator, *shape, width), {}
+            for given in self.fused_others(x, generator):
+                if not (place and tokens and masks):
                     yield (x,), given
-                given = {roles.rope: self.fused_angles(generator, shape[1] - roles.prefix)}
-                yield (x,), given
-            if not (roles.needs_rope or (place and tokens and roles.masks)):
-                given = {}
-                yield (x,), given
-            for kind, reading in roles.masks if place or not tokens else ():
-                mask = example_of_mask(kind, "keys" in reading, x, generator, roles.heads)
+            for kind, reading in masks if place or not tokens else ():
+                mask = example_of_mask(kind, "keys" in reading, x, generator, heads)
                 yield (x,), given | {roles.mask: mask}
 
-    def fused_angles(self: Any, generator: torch.Generator, tokens: int) -> tuple[Tensor, Tensor]:
-        D = self.fused_head_dim()
-        return tuple(example(generator, tokens, D).detach() for _ in range(2))  # type: ignore[return-value]
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        """What examples have besides x and a mask; the last of them goes with masks."""
+        roles, T = self.fused_roles, x.shape[1] - self.fused_prefix()
+        for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
+            tables = (example(generator, tokens, self.fused_head_dim()).detach() for _ in "sc")
+            yield {roles.rope: tuple(tables)}
+        if not roles.needs_rope:
+            yield {}
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        roles = self.fused_roles
-        if (self.fused_searched and roles.rope and not roles.kernel) or roles.turn:
+        roles, groups = self.fused_roles, self.fused_groups()
+        if groups > 1:
+            yield "k and v repeated", 2 * (1 + 1 / groups) * self.fused_width()
+        by_host = not roles.kernel if self.fused_searched else self.fused_norms() is None
+        if (roles.rope and by_host) or roles.turn:
+            # q and k: halves rotated, two products, a sum, cat with the prefix
             yield "RoPE", 2 * 9 * self.fused_width()
         if self.fused_norms() is None:
             for name in ("q_norm", "k_norm"):
@@ -423,18 +445,3 @@ class Attention(Body):
         yield from norm_in_pytorch("norm of attention", self.fused_part("inner_norm"))
         if self.fused_part("gate") is not None:
             yield "gate of attention", 5 * self.fused_width()  # sigmoid: 2, product: 3
-
-
-LONG = 256  # tokens
-
-
-def examples_with_bias(
-    module: Any, generator: torch.Generator, name: str, heads: int, own: Tensor | None = None
-) -> Iterator[tuple[tuple, dict]]:
-    """Calls with a bias of the scores and without; the module's own bias says the length."""
-    for x in fused.inputs(module, generator, *(() if own is None else own.shape[-2:])):
-        B, T, _ = x.shape
-        if B == 3 and T > LONG:
-            continue  # one batch says it: in float64 1,025 tokens take seconds
-        yield (x,), {}
-        yield (x,), {name: example(generator, 1, heads, T, T)}

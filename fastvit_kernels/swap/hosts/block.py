@@ -1,8 +1,4 @@
-"""Residual blocks, step by step: branches with their norms, LayerScale, DropPath and residuals.
-
-What a block does is data, `BlockRoles`: a table's row says it of a host class, or a search finds
-it.
-"""
+"""Residual blocks by their roles: branches with norms, LayerScale, DropPath and residuals."""
 
 from __future__ import annotations
 
@@ -16,14 +12,15 @@ from torch import Tensor, nn
 
 from ...ops.common.samples import DropPathMode
 from ...runtime.plain import is_hooked
+from ..facts import leaves
 from ..plans import Run
 from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
-from .fused import Child, Fused, Place, Row, can_inline, example, left_dropouts, part, row, width_of
+from .fused import Child, Fused, Place, Row, can_inline, example, listed, part, row, width_of
 from .grids import windows_of
 from .mlp import Mlp, MlpRoles
-from .roles import Roles, as_result, listed
+from .roles import as_result, unread_products
 
 
 class BlockRoles(NamedTuple):
@@ -64,19 +61,16 @@ def pre_norm(
     body = "" if inline else str(mlp)
     second = Step(2, 1, 1, norm2, body, tuple(tail2.split()), inline=inline)
     roles = BlockRoles((first, second), through, result)
-    attributes = {"roles": roles, "extra_kwargs": given, **attributes}
-    return row(mixin or Block, **attributes)
+    return row(mixin or Block, roles=roles, **attributes)
 
 
 class Unread:
     """Stands for an argument that nothing may read, in an example of a call."""
 
-    def __bool__(self) -> bool:
+    def __bool__(self, *_: Any) -> bool:
         raise TypeError("it reads this argument")
 
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("it reads this argument")
-
+    __eq__ = __bool__
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -93,7 +87,7 @@ def inline(owner: nn.Module, roles: Any) -> Any:
     return (InlineMlp if isinstance(roles, MlpRoles) else InlineAttention)(owner, roles)
 
 
-class Block(Roles):
+class Block(Fused):
     """A block by its roles, in the host's order."""
 
     fused_level = "block"
@@ -104,12 +98,6 @@ class Block(Roles):
     fused_first_rebuilds: ClassVar[bool] = True
     fused_first_skips: ClassVar[bool] = True
     fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
-
-    @classmethod
-    def fused_named(cls) -> Iterator[str]:
-        yield from cls.fused_roles.through
-        for step in cls.fused_roles.steps:
-            yield from (step.norm, step.body, *step.tail)
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
@@ -126,9 +114,8 @@ class Block(Roles):
             yield from body.fused_products()
 
     def fused_widths(self) -> Iterator[int]:
-        for body in self.fused_inlined():
-            if isinstance(body, InlineAttention):
-                yield body.fused_width()
+        every = self.fused_inlined()
+        yield from (body.fused_width() for body in every if isinstance(body, InlineAttention))
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         for step in self.fused_roles.steps:
@@ -160,12 +147,12 @@ class Block(Roles):
 
     def fused_unfused_children(self: Any) -> Iterator[Child]:
         if self.fused_inlined():
-            yield from super().fused_unfused_children()
+            yield from unread_products(self)
         for step in self.fused_roles.steps:
             if step.inline is not None and not self.fused_searched:
                 dropouts = getattr(step.inline, "drop", ""), step.inline.after
-                yield from left_dropouts(self, *filter(None, dropouts))
-            yield from left_dropouts(self, *(n for n in step.tail if "." not in n))
+                yield from fused.left_dropouts(self, *dropouts)
+            yield from fused.left_dropouts(self, *(n for n in step.tail if "." not in n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         ends = [self.fused_tail(s)[-1] for s in self.fused_roles.steps if s.tail]
@@ -174,50 +161,44 @@ class Block(Roles):
             yield "sums behind a norm", 3 * alone * width_of(self)
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for (x, *rest), given in self.fused_calls(generator):
-            given = given | {n: Unread() for n in self.fused_roles.unread}
-            if self.fused_roles.channels:
+        roles = self.fused_roles
+        unread, calls = {n: Unread() for n in roles.unread}, self.fused_calls(generator)
+        if roles.sampled:  # batches of which a share is no whole number of samples
+            batches = zip((7, 5, 8, 3), calls, strict=False)
+            calls = [
+                (example(generator, n, *x.shape[1:]), more) for n, (x, more) in batches
+            ] + calls
+        for x, given in calls:
+            if roles.channels:
                 x = x.detach().movedim(-1, 1).contiguous().requires_grad_()
-            yield (x, *rest), given
+            yield (x,), given | unread
+        for one, two in ((0, 2), (-1, 1)) if roles.lists else ():
+            (x, e), (y, f) = calls[one % len(calls)], calls[two % len(calls)]
+            yield ([x, y],), {n: [e.get(n), f.get(n)] for n in e | f} | unread
 
-    def fused_calls(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles = width_of(self), self.fused_roles
-        for step in roles.steps:
+    def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
+        for step in self.fused_roles.steps:
             body = self.fused_body(step)
             if size := part(self, step.window):
-                for shape in ((2, size + 1, 2 * size - 1), (1, size, size + 1)):
-                    yield (example(generator, *shape, width),), {}
-                return
+                shapes = (2, size + 1, 2 * size - 1), (1, size, size + 1)
+                return [(example(generator, *shape, width_of(self)), {}) for shape in shapes]
             if getattr(body, "fused_level", "") == "attention":
                 given = dict(step.context)
                 # One kind of mask shows that the block hands it on.
                 most = 2 if isinstance(body, Attention) and tokens_of(body) else None
-                calls = [
-                    ((x,), {given[n]: v for n, v in kwargs.items() if n in given})
+                return [
+                    (x, {given[n]: v for n, v in kwargs.items() if n in given})
                     for (x, *_), kwargs in islice(body.fused_examples(generator), most)
                 ]
-                if roles.sampled:  # batches of which a share is no whole number of samples
-                    for batch, ((x,), more) in zip((7, 5, 8, 3), calls, strict=False):
-                        yield (example(generator, batch, *x.shape[1:]),), more
-                yield from calls
-                if roles.lists:
-                    for one, two in ((0, 2), (-1, 1)):
-                        (a, e), (b, f) = calls[one % len(calls)], calls[two % len(calls)]
-                        both = {n: [e.get(n), f.get(n)] for n in e | f}
-                        yield ([a[0], b[0]],), both
-                return
-        for x in fused.inputs(self, generator):
-            yield (x,), {}
+        return [(x, {}) for x in fused.inputs(self, generator)]
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         """None where an attention inside does not take what the call gives it."""
         roles = self.fused_roles
         seen = x.movedim(1, -1) if roles.channels else x
-        if roles.sampled and self.training:  # what a sample has of its own stays whole
-            for value in extras.values():
-                tensors = value if isinstance(value, (tuple, list)) else (value,)
-                if any(isinstance(t, Tensor) and t.ndim > 2 for t in tensors):
-                    return None
+        given = leaves(tuple(extras.values()), Tensor) if roles.sampled and self.training else ()
+        if any(t.ndim > 2 for t in given):  # what a sample has of its own stays whole
+            return None
         for step in roles.steps:
             body = self.fused_body(step)
             if step is roles.steps[0] and not self.fused_searched and is_hooked(body):
@@ -231,7 +212,8 @@ class Block(Roles):
                 return None
             size = part(self, step.window)
             shown = ((size, size), (size * size,)) if size else (tuple(seen.shape[1:-1]),)
-            if isinstance(body, Attention) and tokens_of(body) not in ((), *shown):
+            fixed = isinstance(body, Attention) and not isinstance(body.fused_roles.tokens, str)
+            if fixed and tokens_of(body) not in ((), *shown):
                 return None
             checked = body.fused_checked(seen, given)
             if checked is None:
@@ -250,7 +232,7 @@ class Block(Roles):
             return None
         rest = {n: v for n, v in every.items() if n not in others}
         calls = [
-            Roles.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
+            Fused.fused_given(self, (x,), rest | {n: v[i] for n, v in others.items()})
             for i, x in enumerate(args[0])
         ]
         return (calls, {}) if calls and None not in calls else None
@@ -274,13 +256,10 @@ class Block(Roles):
                 x = windows.cut(x)
                 x = x if tokens else x.unflatten(1, windows.size)
             args, kwargs = step.arguments
-            args = [x if a == "x" else a for a in args]
             kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
-            result = body(*args, **kwargs)
+            result = body(*[x if a == "x" else a for a in args], **kwargs)
             result = result if step.item is None else result[step.item]
-            if windows is None:
-                return result
-            return windows.joined(result, tokens)
+            return result if windows is None else windows.joined(result, tokens)
 
         return call
 

@@ -39,12 +39,6 @@ class Step(NamedTuple):
     window: str = ""  # the setting with the size of the windows that the body sees
 
 
-def _foldable(item: Tail) -> bool:
-    if isinstance(item, Tensor):
-        return item.ndim == 1
-    return is_noop(item) or (can_inline(item) and isinstance(item, (LayerScale, DropPath)))
-
-
 def fold(
     tail: Iterable[Any], x: Tensor, samples: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -61,7 +55,11 @@ def fold(
 
 
 def is_foldable(tail: Iterable[Tail]) -> bool:
-    return all(map(_foldable, tail))
+    for item in tail:
+        ours = isinstance(item, (LayerScale, DropPath)) and can_inline(item)
+        if not (item.ndim == 1 if isinstance(item, Tensor) else ours or is_noop(item)):
+            return False
+    return True
 
 
 def takes_samples(norm: Any, body: Any, tail: Iterable[Tail]) -> bool:
@@ -157,7 +155,7 @@ class Branch:
         epilogue = {"residual": residual, "layer_scale": gamma, "row_scale": rows}
         if self.rebuild:
             weight, bias, eps = norm.fused_parameters()
-            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_kind, samples):
+            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_level, samples):
                 y = finish(modules, y, epilogue, context)
         else:
             y = finish(modules, y, epilogue, context)

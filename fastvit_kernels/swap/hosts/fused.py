@@ -1,10 +1,9 @@
 """What every swapped class shares: which calls run fused, and what stands for a child.
 
-A swapped module runs its fused forward where three things hold, and its host's own forward
-everywhere else: the call gives the arguments that were proven and leaves the others at their
-defaults; the module is as it was proven (plans.py); and nobody traces, counts or watches what
-runs inside. A child may be bypassed when it was swapped itself, nobody watches it, and its settings
-are those that the fused path computes. Any other child is called.
+A swapped module runs its fused forward where three things hold, else its host's own: the call gives
+the arguments that were proven and no others; the module is as it was proven (plans.py); and nobody
+traces, counts or watches what runs inside. A child may be bypassed when it was swapped itself, its
+settings are what the fused path computes, and nobody watches it. Any other child is called.
 
 Names that begin with `fused_` are ours: a host's class or child has none of them.
 """
@@ -32,8 +31,9 @@ from ...runtime.compat import (
 )
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from .. import plans
-from ..facts import torch_is_patched
+from ..facts import leaves, torch_is_patched
 from ..plans import verdict
+from ..prove import TOLERANCE
 
 Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
@@ -78,6 +78,31 @@ def arguments_of(forward: Any) -> Arguments:
     return Arguments(tuple(p.name for p in positional), defaults, others)
 
 
+def bound(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names; None where the host raises an error."""
+    # Without strict=, here and elsewhere: Dynamo of torch 2.9 takes strict=False for True.
+    given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
+    return given if len(given) == len(args) + len(kwargs) else None
+
+
+ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
+
+
+def told_by(roles: Any, mixin: Any, arguments: Arguments) -> dict[str, Any]:
+    """Attributes of a swapped class that follow from its roles, where its mixin has none."""
+    steps = getattr(roles, "steps", ())
+    extras = [getattr(roles, name, "") for name in ("rope", "mask")]
+    extras += [given for s in steps for _, given in s.context]
+    takes = [n for n in dict.fromkeys(extras) if n in arguments.names or (n and arguments.others)]
+    dropouts = [getattr(r, "dropout", "") for r in (roles, *(s.inline for s in steps))]
+    found = {
+        "fused_extra_kwargs": tuple(takes),
+        "fused_attention_dropout": frozenset(filter(None, dropouts)),
+        "fused_tolerance": ROUNDED if getattr(roles, "rounded", False) else TOLERANCE,
+    }
+    return {n: v for n, v in found.items() if getattr(mixin, n) == getattr(Fused, n)}
+
+
 def is_traced() -> bool:
     """Whether somebody at work wants torch's own operators: torch.fx, torch.jit, ONNX export, a
     dispatch mode of another package (a counter), which knows no others."""
@@ -95,14 +120,22 @@ def heard(module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
         yield
 
 
+HEAVY = ("attention", "mlp", "block")  # levels with a matmul
+
+
 class Fused:
-    """Mixin of every swapped class; stands before the host's class, so super() is the host."""
+    """Mixin of every swapped class; stands before the host's class, so super() is the host.
+
+    One that was found by structure runs its host's forward while anybody watches what is inside:
+    nobody has read how that calls its parts.
+    """
 
     fused_level: ClassVar[str]
+    fused_roles: ClassVar[Any] = ()  # which part of the host is what
     fused_searched: ClassVar[bool] = False  # found by structure: nobody has read its host
     fused_host: ClassVar[type]  # the host's class
     fused_arguments: ClassVar[Arguments]  # of the host's forward
-    fused_children: ClassVar[frozenset[str]] = frozenset()  # children and parameters; empty: any
+    fused_children: ClassVar[frozenset[str]] = frozenset()  # and parameters, besides the roles'
     fused_extra_kwargs: ClassVar[tuple[str, ...]] = ()  # arguments besides the first that count
     # Arguments that nothing reads: of a host that a table knows, further keywords.
     fused_unread: ClassVar[frozenset[str]] = frozenset()
@@ -111,7 +144,7 @@ class Fused:
     fused_bodies: Any = ()  # of a block: the pieces that are its branches
     fused_caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
-    fused_tolerance: ClassVar[float] = 1e-9  # of a proof
+    fused_tolerance: ClassVar[float] = TOLERANCE  # of a proof
     fused_derived: Any = None  # settings of a narrow copy that follow from its others
     fused_facts: Any = None  # (module) -> facts that are no settings of it; asked at every call
 
@@ -125,33 +158,38 @@ class Fused:
 
     @classmethod
     def fused_known(cls) -> frozenset[str]:
-        """The children and parameters that a module may have; empty: any."""
-        return cls.fused_children
+        """The children and parameters that a module may have; empty: any. A host that a table's
+        row describes has no others."""
+        if cls.fused_searched:
+            return frozenset()
+        named = leaves(cls.fused_roles, str) if cls.fused_level in HEAVY else ()
+        return cls.fused_children | {n.partition(".")[0] for n in named if n}
 
-    def fused_blocked(self) -> str | None:
+    def fused_child(self, name: str) -> Any:
+        """What a role names; None for no name."""
+        return part(self, name, None)
+
+    def fused_part(self, role: str) -> Any:
+        return self.fused_child(getattr(self.fused_roles, role))
+
+    def fused_blocked(self: Any) -> str | None:
         """Why the fused forward must not run as things are now."""
-        return None
+        modules = self.named_modules() if self.fused_searched else ()
+        return next((f"{name} is hooked" for name, m in modules if name and is_hooked(m)), None)
 
-    def fused_unfused_children(self) -> Iterator[Child]:
-        """The children that keep their own forward inside the fused one, for the report."""
+    def _fused_none(self) -> Iterator[Any]:
         yield from ()
 
-    def fused_pytorch(self) -> Iterator[tuple[str, float]]:
-        """What PyTorch computes inside the fused forward: a name, and the elements that it reads
-        and writes for each token. For the report."""
-        yield from ()
-
-    def fused_products(self) -> Iterator[nn.Module]:
-        """Linears further inside that the fused forward computes, besides its own children."""
-        yield from ()
-
-    def fused_widths(self) -> Iterator[int]:
-        """H D of each attention that this module has no module for."""
-        yield from ()
-
-    def fused_windows(self) -> Iterator[tuple[nn.Module, int]]:
-        """The attentions inside that see windows, and how many tokens each has."""
-        yield from ()
+    # For the report. The children that keep their own forward inside the fused one.
+    fused_unfused_children: Callable[[Any], Iterator[Child]] = _fused_none
+    # What PyTorch computes inside: a name, and the elements that it reads and writes for each token
+    fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = _fused_none
+    # Linears further inside that the fused forward computes, besides its own children.
+    fused_products: Callable[[Any], Iterator[nn.Module]] = _fused_none
+    # H D of each attention that this module has no module for.
+    fused_widths: Callable[[Any], Iterator[int]] = _fused_none
+    # The attentions inside that see windows, and how many tokens each has.
+    fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = _fused_none
 
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
@@ -174,11 +212,7 @@ class Fused:
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
         names, defaults, others = self.fused_arguments
-        if len(args) > len(names):
-            return None  # the host's error
-        # Without strict=, here and in the others: Dynamo of torch 2.9 takes strict=False for True.
-        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-        if len(given) != len(args) + len(kwargs):
+        if (given := bound(names, args, kwargs)) is None:
             return None
         x = given.pop(names[0], None)
         extras = {}
@@ -206,10 +240,11 @@ class Fused:
         """Whether the fused forward takes a tensor of this shape."""
         return x.ndim in self.fused_axes
 
-    def fused_forward(self, x: Any, **extras: Any) -> Any:
-        raise NotImplementedError
+    def fused_forward(self: Any, x: Any, **extras: Any) -> Any:
+        modules, place = listed(self)
+        return self.fused_resolved(place)(modules, x, extras)
 
-    def fused_resolved(self, place: Place) -> plans.Run | None:
+    def fused_resolved(self: Any, place: Place) -> plans.Run | None:
         """The fused forward as things are now, with all that it decides decided; None where it
         decides at each call.
 
@@ -217,11 +252,6 @@ class Fused:
             place: of one of this module's parts, in what a plan runs on.
         """
         return None
-
-    def fused_planned(self: Any, place: Place) -> Planned:
-        """`fused_branch`, which a block's branch ends in, with all that it decides decided."""
-        at = place(self)
-        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
 
     def fused_alone(self: Any, x: Tensor, **extras: Any) -> Tensor:
         """The branch without an epilogue, as the next of a block's parts reads it."""
@@ -255,11 +285,11 @@ class Fused:
 
 
 class Unfused(Fused):
-    """Mixin of a class whose forward stays the host's, so that there is nothing to prove: others
+    """Mixin of a class whose forward stays the host's, so that a table's row needs no proof: others
     take its parts, or it calls parts that are fused."""
 
     def fused_verdict(self) -> str | None:
-        return None
+        return super().fused_verdict() if self.fused_searched else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run: Any = super(Fused, self).forward  # type: ignore[misc]
@@ -268,6 +298,17 @@ class Unfused(Fused):
             return run(*args, **kwargs)
         with heard(self, is_traced() or is_watched_everywhere(), args, kwargs):
             return run(*args, **kwargs)
+
+
+def listed(module: Any) -> tuple[list[Any], Place]:
+    """For a plan that is run at once: its modules, and what puts one there."""
+    modules = [module]
+
+    def place(part: Any) -> int:
+        modules.append(part)
+        return len(modules) - 1
+
+    return modules, place
 
 
 def example(generator: torch.Generator, *shape: int) -> Tensor:
@@ -355,20 +396,6 @@ def why_not_plain(child: nn.Module) -> str:
     return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
-def _named(module: Any, name: str) -> Any:
-    """The child of this dotted name, None for none."""
-    for step in name.split("."):
-        module = getattr(module, step, None)
-    return module
-
-
-def left_linears(module: nn.Module, *children: str) -> Iterator[Child]:
-    for name in children:
-        child = _named(module, name)
-        if isinstance(child, nn.Module) and not is_plain(child):
-            yield name, child, why_not_plain(child)
-
-
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
     if not (is_noop(norm) or is_fused_norm(norm)):
@@ -377,7 +404,7 @@ def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[
 
 def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
     for name in children:
-        child = _named(module, name)
+        child = part(module, name, None)
         if type(child) is nn.Dropout and child.p > 0:
             yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
@@ -389,8 +416,11 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
-def project_out(module: nn.Module, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
-    """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right."""
+def project_out(module: Any, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
+    """residual + row_scale * layer_scale * drop(module(x)), in one epilogue where that is right;
+    no module: x."""
+    if module is None:
+        return add_branch(x, **epilogue)
     if is_plain(module) and is_noop(drop):
         return linear(x, module.weight, module.bias, **epilogue)
     y = project(module, x)
@@ -405,31 +435,47 @@ def weights_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     return linear.weight, linear.bias
 
 
+class NormRoles(NamedTuple):
+    """A norm over the last axis: its parts and settings by name, and the dtype of its result."""
+
+    weight: str = "weight"
+    bias: str = "bias"
+    eps: str = "eps"
+    dtype: str = (
+        ""  # torch's own rule; or that of the "input"; or the "widest", weight's or input's
+    )
+    rounded: bool = False  # it computes in fp32, whatever the dtype
+
+
+KEEPS = NormRoles(dtype="input", rounded=True)  # it writes x.dtype, autocast or not
+
+
 class Norm(Fused):
     """A norm over the last axis; a pre-norm branch has it hand its input on."""
 
+    fused_roles = NormRoles()
     fused_axes = (1, 2, 3, 4, 5)
-    fused_keeps: ClassVar[bool] = False  # it computes in fp32 and writes x.dtype, autocast or not
-    # what `rope` calls such a norm of each head
-    fused_kind: ClassVar[Literal["layer_norm", "rms_norm"]]
+    fused_level: ClassVar[Literal["layer_norm", "rms_norm"]]
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
         axes = len(getattr(module, "normalized_shape", (0,)))
         if axes != 1:
             return f"it normalizes {axes} axes"
-        return "its eps depends on the dtype" if module.eps is None else None
+        eps = getattr(module, cls.fused_roles.eps)
+        return "its eps depends on the dtype" if eps is None else None
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""
-        own = self._parameters
-        if "weight" in own and "bias" in own:
-            return own["weight"], own["bias"], self.eps
-        return getattr(self, "weight", None), getattr(self, "bias", None), self.eps
+        (weight, bias, eps, *_), own = self.fused_roles, self._parameters
+        if weight in own and bias in own:
+            return own[weight], own[bias], getattr(self, eps)
+        return getattr(self, weight, None), getattr(self, bias, None), getattr(self, eps)
 
     def fused_blocked(self) -> str | None:
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
-        return "timm's fast_norm is on" if is_fast_norm(self) else None
+        fast = not self.fused_searched and is_fast_norm(self)
+        return "timm's fast_norm is on" if fast else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         weight, _, _ = self.fused_parameters()
@@ -438,14 +484,17 @@ class Norm(Fused):
 
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         """The dtype of the host's result; None: torch's own rule."""
-        return x.dtype if self.fused_keeps else None
+        rule = self.fused_roles.dtype
+        if rule == "widest":
+            return torch.promote_types(x.dtype, getattr(self, self.fused_roles.weight).dtype)
+        return x.dtype if rule else None
 
     def fused_norm(
         self: Any, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None = None
     ) -> Tensor:
         """[residual +] norm(x) in `out_dtype`"""
         weight, bias, eps = self.fused_parameters()
-        if self.fused_kind == "layer_norm":
+        if self.fused_level == "layer_norm":
             return layer_norm(x, weight, bias, eps, out_dtype=out_dtype, residual=residual)
         return rms_norm(x, weight, eps, out_dtype=out_dtype, residual=residual)
 
@@ -455,7 +504,7 @@ class Norm(Fused):
         """The norm in `out_dtype`, by default in the host's own, and x for the residual. The norm
         of the samples that `samples` keeps, where it is given."""
         (weight, bias, eps), dtype = self.fused_parameters(), out_dtype or self.fused_dtype(x)
-        if self.fused_kind == "layer_norm":
+        if self.fused_level == "layer_norm":
             return layer_norm_and_input(x, weight, bias, eps, out_dtype=dtype, samples=samples)
         return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
 
@@ -470,23 +519,13 @@ class Norm(Fused):
 
 
 class LayerNorm(Norm):
-    """nn.LayerNorm over the last axis."""
-
     fused_level = "layer_norm"
-    fused_kind = "layer_norm"
 
 
 class RmsNorm(Norm):
-    """nn.RMSNorm over the last axis, and classes that compute the same under other names."""
+    """nn.RMSNorm, and classes that compute the same under other names."""
 
     fused_level = "rms_norm"
-    fused_kind = "rms_norm"
-
-
-KEEPS: dict[str, Any] = {
-    "keeps": True,
-    "tolerance": 1e-5,
-}  # of a norm's row: the host rounds to fp32
 
 
 def is_fused_norm(norm: object) -> TypeGuard[Norm]:
@@ -504,44 +543,68 @@ def normed(norm: Any, x: Tensor, low: bool, samples: Tensor | None = None) -> tu
     return norm.fused_and_input(x, autocast_dtype(x) if low else None, samples)
 
 
+class ScaleRoles(NamedTuple):
+    """x * gamma"""
+
+    gamma: str = "gamma"
+
+
 class LayerScale(Unfused):
-    """x * gamma. Its forward stays the host's; a branch's epilogue takes gamma instead."""
+    """Its forward stays the host's; a branch's epilogue takes gamma instead."""
 
     fused_level = "epilogue"
-    fused_gamma = "gamma"
+    fused_roles = ScaleRoles()
+    fused_axes = (2, 3, 4)
 
     def fused_scale(self) -> Tensor:
-        return getattr(self, self.fused_gamma)
+        return getattr(self, self.fused_roles.gamma)
+
+    def fused_forward(self, x: Tensor) -> Tensor:
+        return x * self.fused_scale()
+
+
+class PathRoles(NamedTuple):
+    """Stochastic depth: the setting with its probability, how its numbers are drawn ("bernoulli",
+    or "rand" for floor(keep + uniform)), and whether what is kept is scaled, or what says so."""
+
+    rate: str = "drop_prob"
+    drawn: str = "bernoulli"
+    scaled: bool | str = "scale_by_keep"
 
 
 class DropPath(Unfused):
     """Stochastic depth. Its forward stays the host's; an epilogue takes the row factors instead."""
 
     fused_level = "epilogue"
-    fused_drawn: ClassVar[str] = "bernoulli"
+    fused_roles = PathRoles()
+    fused_axes = (2, 3, 4)
 
-    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
-        """The share that is dropped, how its numbers are drawn ("bernoulli", or "rand" for
-        floor(keep + uniform)), and whether what is kept is scaled."""
-        return self.drop_prob, self.fused_drawn, getattr(self, "scale_by_keep", True)
-
-    def fused_rate(self) -> float | None:
+    def fused_rate(self: Any) -> float | None:
         """The share that is dropped in training; None where what is kept is not scaled."""
-        rate, _, scaled = self.fused_drop_path_params()
-        return rate if scaled else None
+        rate, _, scaled = self.fused_roles
+        scaled = getattr(self, scaled, True) if isinstance(scaled, str) else scaled
+        return getattr(self, rate) if scaled else None
 
     def fused_drops(self: Any) -> bool:
-        return self.training and bool(self.fused_drop_path_params()[0])
+        return self.training and bool(getattr(self, self.fused_roles.rate))
 
     def fused_row_scale(self: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """(B,) of 0 or 1 / keep, drawn as the host draws it, None where nothing is dropped."""
-        rate, drawn, scaled = self.fused_drop_path_params()
+        rate = getattr(self, self.fused_roles.rate)
         if not rate or not self.training:
             return None
-        keep = 1 - rate
-        if drawn == "rand":
+        keep, scaled = 1 - rate, self.fused_rate() is not None
+        if self.fused_roles.drawn == "rand":
             scale = torch.rand(x.shape[0], *[1] * (x.ndim - 1), dtype=dtype, device=x.device)
             scale = torch.floor(scale + keep).flatten()
             return scale / keep if scaled else scale
         scale = x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep)
         return scale.div_(keep) if keep > 0 and scaled else scale
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        rows = self.fused_row_scale(x, x.dtype)
+        return x if rows is None else x * rows.view(-1, *[1] * (x.ndim - 1))
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+        for shape in ((7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)):
+            yield (example(generator, *shape),), {}

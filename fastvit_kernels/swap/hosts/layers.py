@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from ...runtime.compat import attention_of
 from . import attention
 from .attend import registered
-from .attention import AttentionRoles, examples_with_bias
+from .attention import AttentionRoles
 from .block import pre_norm
-from .fused import DropPath, LayerScale, Row, names, row
+from .fused import DropPath, LayerScale, PathRoles, Row, ScaleRoles, names, row
+from .masks import BIAS
 from .mlp import plain_mlp
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
@@ -27,10 +25,6 @@ SDPA = (
 )
 
 
-def _is_sdpa(function: Any) -> bool:
-    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in SDPA
-
-
 class Attention(attention.Attention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
@@ -39,11 +33,7 @@ class Attention(attention.Attention):
         dropout="attention_dropout", result=(2, 0),
     )  # fmt: skip
     fused_unread = UNREAD
-    fused_attention_dropout = names("attention_dropout dropout dropout_prob")
-
-    def fused_facts(self: Any) -> Any:
-        chosen = attention_of(self.config)
-        return chosen, registered(chosen)
+    fused_facts = attention.attention_facts
 
     def fused_blocked(self: Any) -> str | None:
         chosen = attention_of(self.config)
@@ -53,9 +43,10 @@ class Attention(attention.Attention):
             return "is_causal is set"
         if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
             return "CLIP's text attention is causal"
-        if not _is_sdpa(registered(chosen)):
+        function = registered(chosen)
+        if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) not in SDPA:
             return f"another function is registered as {chosen!r}"
-        return None
+        return super().fused_blocked()
 
 
 def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles: Any) -> Row:
@@ -69,19 +60,10 @@ def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles
 CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout")
 
 
-class BeitAttention(Attention):
-    """The mask that BEiT passes is its relative position bias."""
-
-    fused_roles = Attention.fused_roles._replace(mask="attention_mask")
-    fused_extra_kwargs = ("attention_mask",)
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        heads = self.q_proj.out_features // self.head_dim
-        yield from examples_with_bias(self, generator, "attention_mask", heads)
-
-
-SCALE = row(LayerScale, gamma="lambda1")
-DROP_PATH = row(DropPath, drawn="rand")
+# The mask that BEiT passes is its relative position bias.
+BEIT_ATTENTION = attention_row("q_proj k_proj v_proj", "o_proj", mask="attention_mask", masks=BIAS)
+SCALE = row(LayerScale, roles=ScaleRoles("lambda1"))
+DROP_PATH = row(DropPath, roles=PathRoles(drawn="rand"))
 MLP = plain_mlp("fc1", "activation_fn", "fc2")
 SWIGLU = plain_mlp("up_proj", "act_fn", "down_proj", gate="gate_proj")
 

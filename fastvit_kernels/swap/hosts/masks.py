@@ -1,9 +1,7 @@
-"""Masks that attentions take: the kinds that a search proves, examples of them, how a host reads
-each; and timm's, boolean or added to the scores, with axes that broadcast to (B, H, T, T)."""
+"""Masks of attentions: the kinds that are proven, examples of them, how a host reads each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from torch import Tensor
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_raw
 from ..facts import is_recognised
-from .attend import is_mask
-from .fused import example, inputs
 
 
 def kind_of(mask: Tensor, x: Tensor) -> str:
@@ -38,6 +34,8 @@ def example_of_mask(
 ) -> Tensor:
     """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
     B, T, _ = x.shape
+    if kind == "added, 3 axes":  # of two windows
+        return torch.randn(2, T, T, generator=generator, dtype=x.dtype)
     if kind.startswith("learnt"):  # large: products of few numbers
         row, column = torch.randn(2, heads, T, generator=generator, dtype=x.dtype)
         mask = row.unsqueeze(-1) * column.unsqueeze(-2)
@@ -52,13 +50,20 @@ def example_of_mask(
     return mask
 
 
-# How a host reads a boolean or added mask of two axes.
+# How a host reads a boolean or added mask: of two axes, or of windows.
 READINGS = {
     "": lambda mask: mask,
     "keys": lambda mask: mask[:, None, None, :],
     "not": lambda mask: ~mask,
     "not keys": lambda mask: ~mask[:, None, None, :],
+    "windows": lambda mask: mask[:, None],
 }
+
+
+# Kinds and readings of masks that broadcast to (B, H, T, T), of a bias, and of shifted windows.
+BROADCAST = (("boolean, 4 axes", ""), ("learnt, 4 axes", ""))
+BIAS = (("learnt, 4 axes", ""),)
+SHIFTED = (("added, 3 axes", "windows"),)
 
 
 def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
@@ -74,16 +79,10 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     return (
         isinstance(mask, Tensor)
         and is_raw(mask)
-        and (mask.dtype == torch.bool or mask.dtype == x.dtype)
+        and mask.device == x.device
+        and (mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None)
         and reading_of(roles, mask, x) is not None
     )
-
-
-def takes_mask(mask: Any, x: Tensor, heads: int) -> bool:
-    """False for a mask that the host would refuse, or of a kind that was not proven."""
-    if mask is None or not is_mask(mask, x, heads):
-        return mask is None
-    return mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None
 
 
 def attends_by_mask(attention: Any) -> bool:
@@ -92,26 +91,7 @@ def attends_by_mask(attention: Any) -> bool:
     return takes and not is_recognised(type(attention))
 
 
-def as_read(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The mask as the host's attention adds it: autocast rounds the least fp32 to -inf."""
-    dtype = autocast_dtype(x)
-    if mask is None or mask.dtype is torch.bool or dtype is None:
-        return mask
-    return mask.to(dtype)
-
-
-def examples_of_masks(
-    module: Any, generator: torch.Generator, *lengths: int
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """x of two lengths, each without a mask and, where the host takes one, with it: of the keys and
-    boolean, of the scores and added."""
-    for x in inputs(module, generator, *lengths):
-        batch, T, _ = x.shape
-        yield x, {}
-        if "attn_mask" not in module.fused_arguments.names:
-            continue
-        if batch == 3:
-            keys = torch.arange(T) < torch.tensor([[T], [T - 2], [1]])
-            yield x, {"attn_mask": keys[:, None, None, :]}
-        else:
-            yield x, {"attn_mask": example(generator, batch, 1, T, T)}
+def as_read(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as a host's attention adds it: autocast rounds the least fp32 to -inf."""
+    dtype = None if mask.dtype is torch.bool else autocast_dtype(x)
+    return mask if dtype is None else mask.to(dtype)

@@ -15,7 +15,7 @@ from ...runtime.plain import is_hooked, is_plain
 from ..activations import activation_name
 from . import fused
 from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
-from .roles import Body, planned_entry
+from .roles import Body, planned_entry, unread_products
 
 
 class MlpRoles(NamedTuple):
@@ -106,7 +106,7 @@ class Mlp(Body):
         )  # fmt: skip
 
     def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        yield from super().fused_unfused_children()
+        yield from unread_products(self)
         if self.fused_searched:
             return
         roles, parts = self.fused_roles, self.fused_parts()
@@ -114,7 +114,7 @@ class Mlp(Body):
             hooked = isinstance(parts.act, nn.Module) and is_hooked(parts.act)
             why = "it is hooked" if hooked else "no kernel for this activation"
             yield roles.act, parts.act, why
-        yield from fused.left_dropouts(self, *(n for n in (roles.drop, roles.after) if n))
+        yield from fused.left_dropouts(self, roles.drop, roles.after)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         parts = self.fused_parts()
@@ -125,9 +125,8 @@ class Mlp(Body):
             yield from norm_in_pytorch("norm of the MLP", parts.norm, width)
 
     def fused_accepts_autocast_input(self) -> bool:
-        parts = self.fused_parts()
-        entry = is_plain(parts.fc1) and (parts.gate is None or is_plain(parts.gate))
-        return entry and not self.fused_roles.norm
+        fc1, _, *gate = self.fused_parts().linears()
+        return not self.fused_roles.norm and all(map(is_plain, (fc1, *gate)))
 
     def fused_draws(self) -> bool:
         return not (is_noop(self.fused_part("drop")) and is_noop(self.fused_part("after")))
@@ -166,10 +165,6 @@ def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> fused.Row:
 
 class SequentialMlp(Mlp):
     """nn.Sequential(Linear, activation, [Dropout,] Linear[, Dropout]); torchvision's MLPBlock."""
-
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return frozenset()
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:

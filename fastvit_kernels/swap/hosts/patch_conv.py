@@ -15,10 +15,10 @@ from .fused import Fused, example
 
 
 class PatchConv(Fused):
-    """A Conv2d whose kernel is its stride, on images: (B, in, height, width) -> (B, C, h, w)."""
+    """A Conv2d whose kernel is its stride, on images: (B, in, height, width) -> (B, C, h, w); or a
+    Conv3d on videos: (B, in, frames, height, width) -> (B, C, t, h, w)."""
 
     fused_level = "patch_embed"
-    fused_axes = (4,)
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -32,7 +32,7 @@ class PatchConv(Fused):
         return self.fused_reject(self)  # read while tracing, so that compilers guard on it
 
     def fused_takes(self: Any, x: Tensor) -> bool:
-        fits = x.ndim in self.fused_axes and x.shape[1] == self.in_channels
+        fits = x.ndim == self.weight.ndim and x.shape[1] == self.in_channels
         return fits and all(n % p == 0 for n, p in zip(x.shape[2:], self.kernel_size, strict=True))
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
@@ -41,7 +41,11 @@ class PatchConv(Fused):
         yield (example(generator, 1, self.in_channels, *frames, p, q),), {}
 
     def fused_grid(self: Any, images: Tensor) -> Tensor:
-        """The op writes (B, h*w, C): the result is a view of that."""
+        """The op writes (B, h*w, C): the result is a view of that. Videos of one patch each, as
+        Qwen-VL's processor makes them, are the rows of a Linear."""
+        if images.ndim == 5 and tuple(images.shape[2:]) == tuple(self.kernel_size):
+            rows = linear(images.flatten(1), self.weight.flatten(1), self.bias)
+            return rows[:, :, None, None, None]
         tokens = patch_embed(images, self.weight, self.bias)
         grid = (n // p for n, p in zip(images.shape[2:], self.kernel_size, strict=True))
         return tokens.transpose(1, 2).unflatten(2, tuple(grid))
@@ -56,22 +60,3 @@ class PatchConvOfTokens(PatchConv):
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         grid = self.fused_grid(x)
         return grid.contiguous() if is_hooked(self) else grid
-
-
-class PatchConv3d(PatchConv):
-    """The same of a Conv3d: videos (B, in, frames, height, width) -> (B, C, t, h, w).
-
-    Samples of one patch each, as Qwen-VL's processor makes them, are the rows of a Linear.
-    """
-
-    fused_axes = (5,)
-
-    def fused_grid(self: Any, images: Tensor) -> Tensor:
-        if tuple(images.shape[2:]) != tuple(self.kernel_size):
-            return super().fused_grid(images)
-        rows = linear(images.flatten(1), self.weight.flatten(1), self.bias)
-        return rows[:, :, None, None, None]
-
-
-class PatchConv3dOfTokens(PatchConv3d, PatchConvOfTokens):
-    pass

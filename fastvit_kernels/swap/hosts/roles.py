@@ -1,4 +1,4 @@
-"""What all mixins with roles share: parts by role, and when the host's forward runs."""
+"""What a block's branch computes, in common; and Linears, whether an op of ours reads them."""
 
 from __future__ import annotations
 
@@ -9,73 +9,27 @@ from torch import Tensor
 
 from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_hooked, is_plain
+from ...runtime.plain import is_plain
 from ..plans import Run
 from . import fused
-from .fused import NOTHING, Child, Epilogue, Fused, Place, can_inline, part, why_not_plain
+from .fused import NOTHING, Child, Epilogue, Fused, Place, can_inline, listed, why_not_plain
 
 # (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
 Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
 
 
-class Roles(Fused):
-    """A module whose parts are named by `fused_roles`. One that was found by structure runs its
-    host's forward while anybody watches what is inside: nobody has read how that calls its parts.
-    """
-
-    fused_roles: ClassVar[Any]
-
-    @classmethod
-    def fused_named(cls) -> Iterator[str]:
-        """The parts that the roles name."""
-        yield from (n for n in cls.fused_roles if isinstance(n, str))
-
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        """A host that a table's row describes has no other child."""
-        if cls.fused_searched:
-            return frozenset()
-        return cls.fused_children | {n.partition(".")[0] for n in cls.fused_named() if n}
-
-    def fused_child(self, name: str) -> Any:
-        """What a role names; None for no name."""
-        return part(self, name, None)
-
-    def fused_part(self, role: str) -> Any:
-        return self.fused_child(getattr(self.fused_roles, role))
-
-    def fused_blocked(self: Any) -> str | None:
-        if not self.fused_searched:
-            return None
-        for name, module in self.named_modules():
-            if name and is_hooked(module):
-                return f"{name} is hooked"
-        return None
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        for name, module in self.named_modules():
-            product = any(module is m for m in self.fused_products())
-            if product and weight_and_bias(module) is None:
-                yield name, module, why_not_plain(module)
-
-    def fused_forward(self: Any, x: Any, **extras: Any) -> Any:
-        modules, place = listed(self)
-        return self.fused_resolved(place)(modules, x, extras)
+def unread_products(module: Any) -> Iterator[Child]:
+    """The Linears of a fused forward that it must call."""
+    for name, m in module.named_modules():
+        product = any(m is other for other in module.fused_products())
+        if product and weight_and_bias(m) is None:
+            yield name, m, why_not_plain(m)
 
 
-def listed(module: Any) -> tuple[list[Any], Place]:
-    """For a plan that is run at once: its modules, and what puts one there."""
-    modules = [module]
-
-    def place(part: Any) -> int:
-        modules.append(part)
-        return len(modules) - 1
-
-    return modules, place
-
-
-class Body(Roles):
+class Body(Fused):
     """What a block's branch computes between its norm and its tail; a module of its own, too."""
+
+    fused_unfused_children = unread_products
 
     def fused_found(self, place: Place) -> Callable[[list[Any]], Any]:
         """What finds this part among the modules of a plan."""
@@ -121,7 +75,7 @@ class LinearRoles(NamedTuple):
     mask: str
 
 
-class MaskedLinear(Roles):
+class MaskedLinear(Fused):
     """An nn.Linear of which a buffer switches parts of the bias off, as DINOv3 does with k's."""
 
     fused_level = "linear"

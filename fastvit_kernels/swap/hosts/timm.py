@@ -10,62 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.compat import constant_when_traced, rel_pos_bias
-from ...runtime.plain import is_plain
+from ...runtime.compat import constant_when_traced
 from .. import hosts
 from . import attention, fused
 from .attend import Turn, turn_of
-from .attention import AttentionRoles, examples_with_bias
+from .attention import AttentionRoles
 from .block import pre_norm
 from .grids import turned_behind
-from .masks import as_read, examples_of_masks, takes_mask
+from .masks import BIAS, BROADCAST
 from .mlp import Mlp, MlpRoles
 from .special import windows
 from .special.models import NaFlexVit, VisionTransformer
-from .special.parallel import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock
+from .special.parallel import RES_POST_BLOCK, ParallelScalingBlock, ParallelThingsBlock
 
 
 class Attention(attention.Attention):
-    """qkv -> q_norm, k_norm -> attention -> norm -> gate -> proj -> proj_drop."""
+    """qkv -> q_norm, k_norm -> attention -> norm -> gate -> proj -> proj_drop. Biases of qkv may
+    be parameters beside it."""
 
     fused_roles = AttentionRoles(
         ("qkv",), "num_heads", "proj", dropout="attn_drop", q_norm="q_norm", k_norm="k_norm",
-        inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask",
+        inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask", masks=BROADCAST,
+        raw=True, biases=(("q_bias", "k_bias", "v_bias"),),
     )  # fmt: skip
-    fused_attention_dropout = fused.names("attn_drop")
-    fused_extra_kwargs = ("attn_mask",)
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
-        return (x, extras) if takes_mask(extras.get("attn_mask"), x, self.num_heads) else None
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for x, given in examples_of_masks(self, generator, 5, 4):
-            yield (x,), given
 
     def fused_blocked(self: Any) -> str | None:
-        return None if self.fused_attn else "fused_attn is False: it forms the scores"
-
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        return as_read(extras.get("attn_mask"), x)
-
-
-class WithBiases(Attention):
-    """The biases of its qkv may be parameters of its own, which the host reads beside the weight
-    without a call."""
-
-    def fused_blocked(self: Any) -> str | None:
-        if getattr(self, "q_bias", None) is not None and not is_plain(self.qkv):
-            return "its qkv is replaced, and the host reads only the weight"
-        return super().fused_blocked()
-
-    def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
-        if getattr(self, "q_bias", None) is None:
-            return super().fused_weights()
-        return [(self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))]
-
-    @property
-    def fused_simple(self: Any) -> bool:  # type: ignore[override]
-        return getattr(self, "q_bias", None) is None
+        scores = None if self.fused_attn else "fused_attn is False: it forms the scores"
+        return scores or super().fused_blocked()
 
 
 @constant_when_traced
@@ -79,41 +50,25 @@ def tables_by_head(host: str) -> bool:
         return False
 
 
-class RopeAttention(WithBiases):
+class RopeAttention(Attention):
     """EvaAttention and AttentionRope. Where frequencies are learnt the tables have a gradient."""
 
-    fused_roles = Attention.fused_roles._replace(rope="rope", groups="num_kv_groups")
-    fused_children = fused.names("q_proj k_proj v_proj q_bias v_bias")
-    fused_extra_kwargs = ("rope", "attn_mask")
+    fused_roles = Attention.fused_roles._replace(
+        projections=("qkv", "q_proj", "k_proj", "v_proj"), rope="rope", groups="num_kv_groups",
+        prefix="num_prefix_tokens",
+    )  # fmt: skip
 
-    def fused_linears(self: Any) -> tuple[str, ...]:
-        packed = getattr(self, "qkv", None) is not None
-        return ("qkv",) if packed else ("q_proj", "k_proj", "v_proj")
-
-    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        yield from super().fused_pytorch()
-        groups = getattr(self, "num_kv_groups", 1)
-        if groups > 1:
-            yield "k and v repeated", 2 * (1 + 1 / groups) * self.proj.in_features
-        if self.fused_norms() is None:
-            # q and k: halves rotated, two products, a sum, cat with the prefix
-            yield "RoPE", 2 * 9 * self.proj.in_features
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        prefix, D = getattr(self, "num_prefix_tokens", 1), self.fused_head_dim()
-        for patches, batch in ((6, 3), (4, 2)):
-            x = fused.example(generator, batch, patches + prefix, fused.width_of(self))
-            for leading in ((), (self.num_heads,), (batch, 1)):
-                rope = fused.example(generator, *leading, patches, 2 * D)
-                yield (x,), {"rope": rope.detach()}
-            yield (x,), {"rope": rope}  # learnt
-        for x, given in examples_of_masks(self, generator, 6 + prefix, 4 + prefix):
-            rope = fused.example(generator, x.shape[1] - prefix, 2 * D).detach()
-            yield (x,), {"rope": rope, **given} if given else {}
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        yield {}
+        patches, D = x.shape[1] - self.fused_prefix(), self.fused_head_dim()
+        for leading in ((self.num_heads,), (len(x), 1), ()):
+            rope = fused.example(generator, *leading, patches, 2 * D)
+            yield {"rope": rope.detach()}
+        yield {"rope": rope}  # learnt
 
     def fused_turn(self: Any, x: Tensor, rope: Tensor) -> Turn | None:
         """The tables of `rope`, sines first, where they are as `rope_attention` takes them."""
-        (B, T, _), tokens = x.shape, x.shape[1] - getattr(self, "num_prefix_tokens", 1)
+        (B, T, _), tokens = x.shape, x.shape[1] - self.fused_prefix()
         if rope.ndim < 2 or rope.shape[-2] != tokens:  # fixed to 1 before timm 1.0.10
             return None
         if rope.ndim == 3 and tables_by_head(self.fused_host.__module__):
@@ -126,56 +81,35 @@ class RopeAttention(WithBiases):
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
-        first = getattr(self, "num_prefix_tokens", 1)
+        first = self.fused_prefix()
         half = {"half": True} if getattr(self, "rotate_half", False) else {}
         return tuple(turned_behind(lambda t: rotate(t, rope, **half), t, first, t) for t in (q, k))  # type: ignore
 
 
-class Biased(Attention):
-    """A learnt bias of relative positions, its own or the layers', is an additive mask."""
-
-    fused_simple = False
-
-    def fused_bias(self: Any) -> Tensor | None:
-        """(1, H, T, T), its own"""
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
-        return x, extras
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        own, (shared,) = self.fused_bias(), self.fused_extra_kwargs
-        yield from examples_with_bias(self, generator, shared, self.num_heads, own)
-
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        own, shared = self.fused_bias(), extras.get(self.fused_extra_kwargs[0])
-        return own if shared is None else shared if own is None else own + shared
+BEIT = Attention.fused_roles._replace(
+    table="relative_position_bias_table", index="relative_position_index",
+    mask="shared_rel_pos_bias", masks=BIAS,
+)  # fmt: skip
 
 
-class BeitAttention(Biased, WithBiases):
-    fused_children = fused.names("q_bias v_bias relative_position_bias_table")
-    fused_extra_kwargs = ("shared_rel_pos_bias",)
-
-    def fused_bias(self: Any) -> Tensor | None:
-        return None if self.relative_position_bias_table is None else rel_pos_bias(self)
-
-
-class RelPosAttention(Biased):
-    """The bias comes from a child."""
+class RelPosAttention(Attention):
+    """A learnt bias of relative positions comes from a child, else from the layers'."""
 
     fused_children = fused.names("rel_pos")
-    fused_extra_kwargs = ("shared_rel_pos",)
+    fused_roles = Attention.fused_roles._replace(mask="shared_rel_pos", masks=BIAS)
 
     def fused_bias(self: Any) -> Tensor | None:
         return None if self.rel_pos is None else self.rel_pos.get_bias()
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        own = self.fused_bias()
-        return extras.get("shared_rel_pos") if own is None else own
+        return super().fused_mask(x, extras if self.rel_pos is None else {})
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        if self.rel_pos is not None:
-            self.rel_pos.eval()  # in training it may draw numbers, before anybody looks which
-        yield from super().fused_examples(generator)
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        if self.rel_pos is None:
+            return super().fused_shapes()
+        self.rel_pos.eval()  # in training it may draw numbers, before anybody looks which
+        T = self.fused_bias().shape[-1]
+        return [(2, T), (1, T)]
 
     def fused_draws(self: Any) -> bool:
         inside = () if self.rel_pos is None else self.rel_pos.modules()
@@ -205,10 +139,10 @@ TABLE: dict[str, fused.Entry] = {
     "timm.layers.mlp.Mlp": _mlp(),
     "timm.layers.mlp.SwiGLU": _mlp("fc1_x", "fc1_g"),
     "timm.layers.norm.LayerNorm": fused.LayerNorm,
-    "timm.layers.norm.LayerNormFp32": fused.row(fused.LayerNorm, **fused.KEEPS),
+    "timm.layers.norm.LayerNormFp32": fused.row(fused.LayerNorm, roles=fused.KEEPS),
     "timm.layers.norm.RmsNorm": fused.RmsNorm,
-    "timm.layers.norm.RmsNormFp32": fused.row(fused.RmsNorm, **fused.KEEPS),
-    "timm.models.beit.Attention": BeitAttention,
+    "timm.layers.norm.RmsNormFp32": fused.row(fused.RmsNorm, roles=fused.KEEPS),
+    "timm.models.beit.Attention": fused.row(Attention, roles=BEIT),
     "timm.models.beit.Block": _block("gamma_", "shared_rel_pos_bias"),
     "timm.models.eva.EvaAttention": RopeAttention,
     "timm.models.eva.EvaBlock": _block("gamma_", "rope", "attn_mask"),
@@ -219,11 +153,11 @@ TABLE: dict[str, fused.Entry] = {
     "timm.models.vision_transformer_relpos.LayerScale": fused.LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
-    "timm.models.vision_transformer.ResPostBlock": ResPostBlock,
+    "timm.models.vision_transformer.ResPostBlock": RES_POST_BLOCK,
     "timm.models.vision_transformer.VisionTransformer": VisionTransformer,
     "timm.models.vision_transformer_relpos.RelPosAttention": RelPosAttention,
     "timm.models.vision_transformer_relpos.RelPosBlock": _block("ls", "shared_rel_pos"),
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": ResPostBlock,
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": RES_POST_BLOCK,
 }
 
 

@@ -16,9 +16,20 @@ from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import NOTHING, Entry, Epilogue, Fused, Given, can_inline, inputs, is_dense, names
+from .fused import (
+    NOTHING,
+    Entry,
+    Epilogue,
+    Fused,
+    Given,
+    bound,
+    can_inline,
+    inputs,
+    is_dense,
+    names,
+)
 from .mlp import MlpRoles, SequentialMlp
-from .patch_conv import PatchConv, PatchConv3d, PatchConv3dOfTokens, PatchConvOfTokens
+from .patch_conv import PatchConv, PatchConvOfTokens
 
 
 class MultiheadAttention(Fused):
@@ -50,6 +61,10 @@ class MultiheadAttention(Fused):
     def fused_accepts_autocast_input(self) -> bool:
         return True
 
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
+        at = place(self)
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
+
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
@@ -62,16 +77,13 @@ class MultiheadAttention(Fused):
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
-        if len(args) > len(names):
-            return None  # the host's error
-        given = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
+        if (given := bound(names, args, kwargs)) is None:
+            return None
         x = given.pop("query", None)
         same = given.pop("key", None) is x and given.pop("value", None) is x
-        unasked = given.pop("need_weights", True) is False
+        asked = given.pop("need_weights", True) is not False
         given.pop("average_attn_weights", None)  # of the weights
-        if not (same and unasked):
-            return None
-        if any(v is not defaults.get(n) for n, v in given.items()):
+        if asked or not same or any(v is not defaults.get(n) for n, v in given.items()):
             return None
         return (x, {}) if is_dense(x) and self.fused_takes(x) else None
 
@@ -113,9 +125,9 @@ class TransformerEncoderLayer(Block):
     def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
         return _BEFORE if self.norm_first else _BEHIND
 
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return names("self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation")
+    fused_children = names(
+        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
+    )
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -136,7 +148,7 @@ class TransformerEncoderLayer(Block):
 TABLE: dict[str, Entry] = {
     "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
-    "torch.nn.modules.conv.Conv3d": PatchConv3d,
+    "torch.nn.modules.conv.Conv3d": PatchConv,
     "torch.nn.modules.container.Sequential": SequentialMlp,
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
@@ -144,7 +156,7 @@ TABLE: dict[str, Entry] = {
 
 OF_TOKENS: dict[str, Entry] = {
     "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
-    "torch.nn.modules.conv.Conv3d": PatchConv3dOfTokens,
+    "torch.nn.modules.conv.Conv3d": PatchConvOfTokens,
 }
 
 

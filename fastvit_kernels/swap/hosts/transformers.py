@@ -114,7 +114,7 @@ TABLE: dict[str, Entry] = {
     **family(
         "gemma4", "Gemma4", ("VisionEncoderLayer", towers.GEMMA),
         ("VisionAttention", towers.GemmaAttention), ("VisionMLP", towers.GemmaMlp),
-        ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, **KEEPS)),
+        ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, roles=KEEPS)),
     ),
     **family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
     **bias.DATA2VEC,

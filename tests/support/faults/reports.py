@@ -124,7 +124,7 @@ FAULTS: list[Fault] = [
         only=_test("test_a_recomputation_is_no_call[False]"),
     ),
     Fault(
-        "status-global-hook", STATUS, "_why_watched", "a global hook is not told",
+        "status-global-hook", STATUS, "why_now", "a global hook is not told",
         "if is_watched_everywhere()", "if False", only=NEXT,
     ),
     Fault(
@@ -185,7 +185,7 @@ FAULTS: list[Fault] = [
         "if owner is not None:", "if False:", only=OURS,
     ),
     Fault(
-        "status-traced", STATUS, "_why_watched", "a tracer is not told", "if is_traced():",
+        "status-traced", STATUS, "why_now", "a tracer is not told", "if is_traced():",
         "if False:", only=NEXT,
     ),
     Fault(

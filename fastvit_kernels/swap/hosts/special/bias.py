@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention import Attention, AttentionRoles
 from ..block import Block
 from ..fused import Entry, Fused, Given, example, hooked, names, width_of
-from ..layers import DROP_PATH, MLP, BeitAttention, layer
+from ..layers import BEIT_ATTENTION, DROP_PATH, MLP, layer
 from ..mlp import MlpRoles
 
 
@@ -43,7 +43,7 @@ class OwnBias(Fused):
             return None
         return super().fused_checked(x, extras)
 
-    def fused_mask(self, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         (table, patch), shared = self.fused_table(), extras.get(self.fused_extra_kwargs[0])
         if table is None:
             return shared
@@ -60,7 +60,6 @@ class Data2VecAttention(OwnBias, Attention):
         ("attention.query", "attention.key", "attention.value"), out="output.dense",
         after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
     )  # fmt: skip
-    fused_simple = False
     fused_extra_kwargs = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
     @classmethod
@@ -115,5 +114,5 @@ DATA2VEC: dict[str, Entry] = {
     _DATA2VEC + "DropPath": DROP_PATH,
 }
 BEIT = (
-    ("Layer", BEIT_LAYER), ("Attention", BeitAttention), ("MLP", MLP), ("DropPath", DROP_PATH)
+    ("Layer", BEIT_LAYER), ("Attention", BEIT_ATTENTION), ("MLP", MLP), ("DropPath", DROP_PATH)
 )  # fmt: skip

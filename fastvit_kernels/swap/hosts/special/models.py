@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ....models.patch_dropout import draw_kept
 from ....ops.patch_embed.functions import patch_embed
-from ....runtime.plain import is_hooked, is_raw
-from ..fused import Fused, Given, Unfused, can_inline, example, is_dense, is_noop, names
+from ....runtime.plain import is_hooked
+from ..fused import Fused, Given, Unfused, bound, can_inline, example, is_dense, is_noop, names
 from ..masks import attends_by_mask
 from ..patch_conv import PatchConv
 
@@ -37,29 +37,19 @@ class Model(Fused):
     fused_level = "model"
 
 
-def _sees_rows(hook: Any) -> bool:
-    """False for the hooks by which torch gathers the shards of a module."""
-    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
-
-
 def is_watched_inside(*modules: nn.Module) -> bool:
     """Whether somebody sees what goes through one of these modules or a part of it."""
     every = list(modules)
     for module in every:  # grows as we go
         own = module.__dict__
-        before, behind = own["_forward_pre_hooks"], own["_forward_hooks"]
-        if (before or behind) and any(map(_sees_rows, (*before.values(), *behind.values()))):
-            return True
+        hooks = (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values())
+        homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        if not all(home.startswith("torch.distributed.") for home in homes):
+            return True  # those gather the shards of a module
         if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
             return True
         every += [m for m in own["_modules"].values() if m is not None]
     return False
-
-
-def _takes_keys(block: Any) -> bool:
-    """Whether a block, fused or not, computes the same by a boolean mask of the keys."""
-    attention = getattr(block, "attn", None)
-    return attends_by_mask(attention) and attention.fused_blocked() is None  # type: ignore[union-attr]
 
 
 class NaFlexVit(Model):
@@ -73,16 +63,17 @@ class NaFlexVit(Model):
     def fused_blocked(self: Any) -> str | None:
         if self.attn_pool is None and self.global_pool == "":
             return "its result has the rows of padding"
-        if not all(map(_takes_keys, self.blocks)):
-            return "a block of it takes no mask of keys"
+        for attn in (getattr(block, "attn", None) for block in self.blocks):
+            if not attends_by_mask(attn) or attn.fused_blocked() is not None:  # type: ignore[union-attr]
+                return "a block of it takes no mask of keys"
         readers = [m for m in (self.blocks, self.norm, self.attn_pool) if m is not None]
         return "a hook inside sees the rows of padding" if is_watched_inside(*readers) else None
 
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """Patches with their coordinates and which of them are valid, or a dict of these."""
         names = self.fused_arguments.names
-        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-        if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
+        given = bound(names, args, kwargs)
+        if given is None or not given.keys() <= set(names):
             return None
         x = given.pop(names[0], None)
         known = {**given, **x} if isinstance(x, dict) else given
@@ -197,11 +188,10 @@ class MaeEmbeddings(Fused):
             return None
         patches = self.patch_embeddings
         noise, shape = extras.get("noise"), (x.shape[0], patches.num_patches)
-        if noise is not None:
-            if not (isinstance(noise, Tensor) and is_raw(noise) and noise.shape == shape):
-                return None
-            if noise.device != x.device:
-                return None
+        if noise is not None and not (is_dense(noise) and noise.shape == shape):
+            return None
+        if noise is not None and noise.device != x.device:
+            return None
         fits = tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)
         keeps = int(shape[1] * (1 - self.config.mask_ratio)) > 0
         return (x, extras) if fits and keeps and x.is_floating_point() else None

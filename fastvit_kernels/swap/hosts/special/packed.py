@@ -48,7 +48,6 @@ class PackedAttention(Attention):
     fused_roles = Attention.fused_roles._replace(
         projections=("qkv",), heads="num_heads", head_dim="", out="proj", result=None
     )
-    fused_simple = False
     fused_extra_kwargs = ("cu_seqlens", "position_embeddings", "max_seqlen")
     fused_axes = (2,)
     fused_tolerance = 1e-5  # the host turns in fp32

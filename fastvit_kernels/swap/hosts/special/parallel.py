@@ -7,25 +7,22 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....runtime.plain import is_plain
 from .. import fused
 from ..attend import attend, attend_qkv, unpack
 from ..block import Block, BlockRoles
 from ..branch import Step, fold, is_foldable
-from ..fused import Child, Fused, Unfused, is_noop, left_linears, names, norm_in_pytorch, project
+from ..fused import Child, Fused, Unfused, is_noop, names, norm_in_pytorch, project, row
+from ..roles import unread_products
 
-
-class ResPostBlock(Unfused):
-    """x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between every branch and its
-    residual, so that nothing fuses across children and the host's forward on fused children is
-    the widest there is."""
-
-    fused_level = "block"
-    fused_children = names("norm1 attn drop_path1 norm2 mlp drop_path2")
-    fused_pieces = ("attn", "norm1", "mlp", "norm2")
-    fused_bodies = ("attn", "mlp")
+# x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between each branch and its
+# residual, so that nothing fuses across children; the host's forward on fused ones is the widest.
+RES_POST_BLOCK = row(
+    Unfused, level="block", children=names("norm1 attn drop_path1 norm2 mlp drop_path2"),
+    pieces=("attn", "norm1", "mlp", "norm2"), bodies=("attn", "mlp"),
+)  # fmt: skip
 
 
 class ParallelScalingBlock(Fused):
@@ -42,8 +39,11 @@ class ParallelScalingBlock(Fused):
     def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
 
+    def fused_products(self: Any) -> Iterator[nn.Module]:
+        yield from (m for n, m in self.named_children() if n.endswith("_proj"))
+
     def fused_unfused_children(self: Any) -> Iterator[Child]:
-        yield from left_linears(self, "in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
+        yield from unread_products(self)
         yield from fused.left_dropouts(self, "mlp_drop")
 
     def fused_heads(self: Any, qkv: Tensor) -> Tensor:
@@ -109,9 +109,7 @@ class ParallelThingsBlock(Block):
     def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
         return _things(len(self.attns), len(self.ffns))
 
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return names("attns ffns")
+    fused_children = names("attns ffns")
 
     def fused_rebuilds(self, step: Step) -> bool:
         return False  # several norms read one sum

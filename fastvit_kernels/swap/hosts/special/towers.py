@@ -13,9 +13,10 @@ from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
 from .. import fused
-from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, is_mask, turn_of, turned
-from ..fused import Given, Unfused, can_inline, example, inputs, names, project, width_of
+from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, turn_of, turned
+from ..fused import Given, Unfused, can_inline, example, names, project, width_of
 from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from ..masks import BROADCAST
 from ..mlp import Mlp
 from ..roles import Body
 
@@ -26,20 +27,14 @@ class RopeAttention(Attention):
     fused_roles = Attention.fused_roles._replace(
         dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
         rotate="apply_rotary_pos_emb", spread="*", kernel="half, cos before sin, any prefix",
-        needs_rope=True,
+        needs_rope=True, masks=BROADCAST,
     )  # fmt: skip
-    fused_extra_kwargs = ("position_embeddings", "attention_mask")
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for batch, patches in ((3, 4), (2, 6)):
-            tokens = patches + self.fused_roles.prefix
-            x = example(generator, batch, tokens, width_of(self))
-            for learnt in (False, True):
-                tables = [example(generator, patches, self.head_dim) for _ in "cs"]
-                tables = tuple(t if learnt else t.detach() for t in tables)
-                yield (x,), {"position_embeddings": tables}
-            mask = example(generator, batch, 1, tokens, tokens)
-            yield (x,), {"position_embeddings": tables, "attention_mask": mask}
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        for learnt in (False, True):
+            patches = x.shape[1] - self.fused_prefix()
+            tables = [example(generator, patches, self.head_dim) for _ in "cs"]
+            yield {self.fused_roles.rope: tuple(t if learnt else t.detach() for t in tables)}
 
 
 class PixtralAttention(RopeAttention):
@@ -64,8 +59,6 @@ class VJepaAttention(Attention):
         projections=("query", "key", "value"), out="proj", dropout="dropout_prob",
         head_dim="attention_head_size",
     )  # fmt: skip
-    fused_simple = False  # it turns q and k without being told
-    fused_attention_dropout = names("dropout_prob")
     fused_extra_kwargs = ("position_mask",)
 
     @staticmethod
@@ -78,12 +71,10 @@ class VJepaAttention(Attention):
         same = all(getattr(module, name) == width for name, width in derived.items())
         return None if same else "its thirds of a head have other widths"
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        yield {}
         most = self.grid_depth * self.grid_size**2
-        for x in inputs(self, generator):
-            yield (x,), {}
-            places = torch.randint(most, x.shape[:2], generator=generator)
-            yield (x,), {"position_mask": places}
+        yield {"position_mask": torch.randint(most, x.shape[:2], generator=generator)}
 
     def fused_heads(  # type: ignore[override]
         self: Any, x: Tensor, position_mask: Tensor | None = None
@@ -143,8 +134,9 @@ def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
 class GemmaAttention(Clipped, Attention):
     """Gemma 4's: RMSNorm of q, k and v by head; a half of each head turns by x, the other by y."""
 
-    fused_roles = Attention.fused_roles._replace(q_norm="q_norm", k_norm="k_norm")
-    fused_simple = False
+    fused_roles = Attention.fused_roles._replace(
+        q_norm="q_norm", k_norm="k_norm", mask="attention_mask", masks=BROADCAST
+    )
     fused_children = names("v_norm")
     fused_extra_kwargs = ("position_embeddings", "attention_mask", "position_ids")
 
@@ -161,17 +153,10 @@ class GemmaAttention(Clipped, Attention):
             yield "RoPE", 2 * 9 * self.fused_width()
         yield from fused.norm_in_pytorch("v_norm", self.v_norm, self.fused_width())
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for x in inputs(self, generator, 4, 6):
-            batch, tokens, _ = x.shape
-            tables = [example(generator, batch, tokens, self.head_dim).detach() for _ in "cs"]
-            given = {
-                "position_embeddings": tuple(tables),
-                "position_ids": torch.zeros(batch, tokens, 2, dtype=torch.long),
-            }
-            yield (x,), given
-            mask = example(generator, batch, 1, tokens, tokens)
-            yield (x,), given | {"attention_mask": mask}
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        tables = [example(generator, *x.shape[:2], self.head_dim).detach() for _ in "cs"]
+        places = torch.zeros(*x.shape[:2], 2, dtype=torch.long)
+        yield {"position_embeddings": tuple(tables), "position_ids": places}
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         places, tables = extras.get("position_ids"), extras.get("position_embeddings")
@@ -221,7 +206,7 @@ class GemmaMlp(Clipped, Mlp):
     fused_roles = SWIGLU.attributes["fused_roles"]
 
 
-_ROPE = RopeAttention.fused_extra_kwargs
+_ROPE = "position_embeddings", "attention_mask"
 UNREAD_PIXTRAL = PixtralAttention.fused_unread
 DINOV3 = layer(*DINO_NAMES, given=_ROPE)
 PIXTRAL = layer(
@@ -244,12 +229,17 @@ GEMMA = layer(
 )  # fmt: skip
 
 
+# Kinds of masks that transformers makes: none learns.
+ROWS = ("boolean, 4 axes", ""), ("added, 4 axes", "")
+
+
 class PaddedAttention(Attention):
     """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
     alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
 
-    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(mask="attention_mask")
-    fused_extra_kwargs = ("attention_mask",)
+    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(
+        mask="attention_mask", masks=ROWS
+    )
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         T = 6
@@ -259,22 +249,11 @@ class PaddedAttention(Attention):
         rows = shown.clone()
         rows[1, 0, 0] = ~rows[1, 0, 0]
         yield (x,), {}
-        yield (x,), {"attention_mask": shown}
-        yield (x,), {"attention_mask": added}
-        yield (x,), {"attention_mask": rows}
-        yield (x,), {"attention_mask": example(generator, 3, 1, T, T).detach()}
-
-    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        """None beside a mask that learns, or of other axes, dtype or device than transformers'."""
-        mask = extras.get("attention_mask")
-        if mask is None:
-            return x, extras
-        fits = is_mask(mask, x, self.q_proj.out_features // self.head_dim)
-        same = fits and mask.dtype in (torch.bool, x.dtype) and mask.device == x.device
-        return (x, extras) if same and not mask.requires_grad else None
+        for mask in (shown, added, rows, example(generator, 3, 1, T, T).detach()):
+            yield (x,), {"attention_mask": mask}
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         return by_keys(extras.get("attention_mask"))
 
 
-SIGLIP = layer(*CLIP_NAMES, given=PaddedAttention.fused_extra_kwargs)
+SIGLIP = layer(*CLIP_NAMES, given=("attention_mask",))

@@ -21,15 +21,11 @@ from ....runtime.plain import is_hooked, is_plain
 from .. import fused
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import DropPath, Entry, Epilogue, Place, Planned, example, is_noop, names, width_of
+from ..fused import DropPath, Entry, PathRoles, example, is_noop, names, row, width_of
 from ..grids import Windows
 from ..layers import MLP, layer
 from ..layers import Attention as HfAttention
-
-
-def with_shift(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """bias (1, H, N, N) and mask (windows, N, N) as one."""
-    return bias if mask is None else bias + mask[:, None]
+from ..masks import SHIFTED
 
 
 def _area(copy: Any) -> dict[str, int]:
@@ -37,51 +33,28 @@ def _area(copy: Any) -> dict[str, int]:
     return {"window_area": copy.window_size[0] * copy.window_size[1]}
 
 
-ROLES = AttentionRoles(("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop")
+ROLES = AttentionRoles(
+    ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop", mask="mask",
+    masks=SHIFTED,
+)  # fmt: skip
 
 
-class WindowedAttention(Attention):
-    """Attention on windows (B windows, N, C), with or without a mask of the shift; a block's on x
-    and the windows that it is cut into."""
-
-    fused_simple = False
-    fused_roles = ROLES
-
-    def fused_area(self: Any) -> int:
-        """N"""
-        return self.window_area
-
-    def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
-        yield self, self.fused_area()
-
-    def fused_takes(self: Any, x: Tensor) -> bool:
-        return x.ndim == 3 and x.shape[1] == self.fused_area()
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        N = self.fused_area()
-        yield (example(generator, 2, N, width_of(self)),), {}
-        mask = example(generator, 2, N, N).detach()
-        yield (example(generator, 4, N, width_of(self)),), {self.fused_extra_kwargs[0]: mask}
+def _softmax_watched(self: Any) -> str | None:
+    if is_hooked(self.attn_drop) or is_hooked(self.softmax):
+        return "its probabilities are hooked"
+    return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
 
 
-class WindowAttention(WindowedAttention):
-    """timm's: it forms the scores by default, so `fused_attn` says nothing here."""
+def _scale(self: Any) -> float | None:
+    return None if self.fused_attn else self.scale
 
-    fused_children = names("relative_position_bias_table softmax")
-    fused_attention_dropout = names("attn_drop")
-    fused_extra_kwargs = ("mask",)
-    fused_derived = staticmethod(_area)
 
-    def fused_blocked(self: Any) -> str | None:
-        if is_hooked(self.attn_drop) or is_hooked(self.softmax):
-            return "its probabilities are hooked"
-        return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
-
-    def fused_scale(self: Any) -> float | None:
-        return None if self.fused_attn else self.scale
-
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        return with_shift(rel_pos_bias(self), extras.get("mask"))
+# timm's, on windows (B windows, N, C). It forms the scores by default: `fused_attn` says nothing.
+WINDOW_ATTENTION = row(
+    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias, scale=_scale,
+    children=names("relative_position_bias_table softmax"), blocked=_softmax_watched,
+    derived=staticmethod(_area),
+)  # fmt: skip
 
 
 class SwinBlock(Block):
@@ -117,24 +90,18 @@ class SwinBlock(Block):
         return partial(attend_in_windows, self)
 
 
-class StochasticDepth(DropPath):
-    """torchvision's DropPath."""
+def _by_sample(module: Any) -> str | None:
+    return None if module.mode == "row" else "it drops whole batches"
 
-    @classmethod
-    def fused_reject(cls, module: Any) -> str | None:
-        return None if module.mode == "row" else "it drops whole batches"
 
-    def fused_drop_path_params(self: Any) -> tuple[float, str, bool]:
-        return self.p, "bernoulli", True
+STOCHASTIC_DEPTH = row(DropPath, roles=PathRoles("p"), reject=staticmethod(_by_sample))
 
 
 class ShiftedWindowAttention(Attention):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
     fused_roles = ROLES._replace(after="", dropout="attention_dropout")
-    fused_simple = False
     fused_children = names("relative_position_bias_table")
-    fused_attention_dropout = names("attention_dropout")
     fused_axes = (4,)
 
     def fused_blocked(self: Any) -> str | None:
@@ -159,13 +126,13 @@ class ShiftedWindowAttention(Attention):
         shift = [0 if n >= length else step for step, n, length in bounds]
         return windows._replace(shift=tuple(shift))
 
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        return with_shift(self.get_relative_position_bias(), extras.get("mask"))
+    def fused_bias(self: Any) -> Tensor | None:
+        return self.get_relative_position_bias()
 
-    def fused_planned(self: Any, place: Place) -> Planned:
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         planned, found = super().fused_planned(place), self.fused_found(place)
 
-        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+        def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
             windows = found(modules).fused_cut(x)
             mask = windows.mask(found(modules).relative_position_bias_table)
             return planned(modules, x, epilogue, {"windows": windows, "mask": mask})
@@ -173,18 +140,13 @@ class ShiftedWindowAttention(Attention):
         return run
 
 
-class HfSwinAttention(WindowedAttention, HfAttention):
-    """transformers', from 5.x on."""
-
-    fused_roles = HfAttention.fused_roles
-    fused_children = names("relative_position_bias")
-    fused_extra_kwargs = ("attention_mask",)
-
-    def fused_area(self: Any) -> int:
-        return self.relative_position_bias.window_area
-
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        return with_shift(self.relative_position_bias(), extras.get("attention_mask"))
+HF_ATTENTION = row(  # transformers', from 5.x on
+    HfAttention, bias=lambda self: self.relative_position_bias(),
+    children=names("relative_position_bias"),
+    roles=HfAttention.fused_roles._replace(
+        mask="attention_mask", masks=SHIFTED, tokens="relative_position_bias.window_area"
+    ),
+)  # fmt: skip
 
 
 class HfSwinLayer(Block):
@@ -221,63 +183,45 @@ TIMM: dict[str, Entry] = {
     "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
-    "timm.models.swin_transformer.WindowAttention": WindowAttention,
+    "timm.models.swin_transformer.WindowAttention": WINDOW_ATTENTION,
 }
 TORCHVISION: dict[str, Entry] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
     ),
-    "torchvision.ops.stochastic_depth.StochasticDepth": StochasticDepth,
+    "torchvision.ops.stochastic_depth.StochasticDepth": STOCHASTIC_DEPTH,
 }
 _LAYER = layer(
     "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
     mixin=HfSwinLayer, result=(2, 0), extra_kwargs=("input_dimensions", "always_partition"),
 )  # fmt: skip
-SWIN = (("Layer", _LAYER), ("Attention", HfSwinAttention), ("MLP", MLP))
+SWIN = (("Layer", _LAYER), ("Attention", HF_ATTENTION), ("MLP", MLP))
 
 
-class SamAttention(Attention):
-    fused_attention_dropout = names("attn_drop")
-    fused_axes = (4,)
-
-    @property
-    def fused_roles(self: Any) -> AttentionRoles:  # type: ignore[override]
-        """Its tables are for windows of one size; the host interpolates them for others."""
-        along = ("rel_pos_h", "rel_pos_w") if self.use_rel_pos else ()
-        return ROLES._replace(grid=True, along=along)
-
-    @classmethod
-    def fused_known(cls) -> frozenset[str]:
-        return names("qkv proj attn_drop proj_drop q_norm k_norm rope rel_pos_h rel_pos_w")
-
-    @classmethod
-    def fused_reject(cls, module: Any) -> str | None:
-        if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
-            return "it normalises queries and keys"
-        return None if getattr(module, "rope", None) is None else "it turns queries and keys"
-
-    def fused_blocked(self: Any) -> str | None:
-        return fused.hooked(self, "attn_drop", "q_norm", "k_norm")
-
-    def fused_scale(self: Any) -> float | None:
-        return None if self.fused_attn else self.scale
+def _other_sam(module: Any) -> str | None:
+    if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
+        return "it normalises queries and keys"
+    return None if getattr(module, "rope", None) is None else "it turns queries and keys"
 
 
-class SamBlock(Block):
-    fused_axes = (4,)
-    fused_first_skips = False
+# Its tables are for windows of one size; the host interpolates them for others.
+SAM_ATTENTION = row(
+    Attention, roles=ROLES._replace(mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w")),
+    children=names("q_norm k_norm rope"), axes=(4,), reject=staticmethod(_other_sam), scale=_scale,
+    blocked=lambda self: fused.hooked(self, "attn_drop", "q_norm", "k_norm"),
+)  # fmt: skip
 
-    def fused_blocked(self: Any) -> str | None:
-        if self.window_size and not (is_noop(self.drop_path1) and is_noop(self.attn.proj_drop)):
-            return "it drops by window"
-        return None
+
+def _drops_by_window(self: Any) -> str | None:
+    at_rest = is_noop(self.drop_path1) and is_noop(self.attn.proj_drop)
+    return None if at_rest or not self.window_size else "it drops by window"
 
 
 TIMM |= {
-    "timm.models.vision_transformer_sam.Attention": SamAttention,
+    "timm.models.vision_transformer_sam.Attention": SAM_ATTENTION,
     "timm.models.vision_transformer_sam.Block": pre_norm(
         "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
-        mixin=SamBlock, window="window_size",
+        window="window_size", blocked=_drops_by_window, axes=(4,), first_skips=False,
     ),
 }  # fmt: skip
