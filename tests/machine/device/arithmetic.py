@@ -1,13 +1,14 @@
 """Numbers: integers, floats, comparisons, choices. Each thread for itself.
 
 PTX ISA, sections "Integer Arithmetic", "Floating-Point", "Comparison and Selection", "Logic and
-Shift". Exact where PTX says so; what it calls approximate has its documented error, always as large
-as allowed, up or down by the bits of the argument, so that a kernel that needs more is found out.
+Shift". Exact where PTX says so; what it calls approximate has an error up to the
+documented one, by a hash of the argument's bits, so that a kernel that needs better is found out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -286,8 +287,7 @@ def count_bits(op: Op) -> Run:
 
 _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
-    "hs": np.greater_equal,
+    "ge": np.greater_equal,
 }  # fmt: skip
 
 
@@ -306,14 +306,16 @@ def _comparison(name: str, is_float: bool) -> Callable[[Array, Array], Array]:
     return _COMPARE[name]
 
 
-_OF_INTEGERS = "{eq,ne,lt,le,gt,ge,lo,ls,hi,hs}"
+_ORDER = "{eq,ne,lt,le,gt,ge}"
 _OF_FLOATS = "{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}"
 
 
 @instruction(
-    f"setp.{_OF_INTEGERS}.{{b16,b32,b64,u16,u32,u64,s16,s32,s64}}",
-    f"setp.{_OF_FLOATS}[.ftz].f32", f"setp.{_OF_FLOATS}.{{f16,bf16,f64}}",
-)  # fmt: skip
+    "setp.{eq,ne}.{b16,b32,b64}",
+    f"setp.{_ORDER}.{_INTEGERS}",
+    f"setp.{_OF_FLOATS}[.ftz].f32",
+    f"setp.{_OF_FLOATS}.{{f16,bf16,f64}}",
+)
 def compare(op: Op) -> Run:
     a, b = _float_reader(op, 1), _float_reader(op, 2)
     compare = _comparison(op.parts[1], "f" in op.type)
@@ -323,7 +325,8 @@ def compare(op: Op) -> Run:
 
 
 @instruction(
-    f"setp.{_OF_INTEGERS}.{{and,or,xor}}.{{b16,b32,b64,u16,u32,u64,s16,s32,s64}}",
+    "setp.{eq,ne}.{and,or,xor}.{b16,b32,b64}",
+    f"setp.{_ORDER}.{{and,or,xor}}.{{u32,s32,u64,s64}}",
     f"setp.{_OF_FLOATS}.{{and,or,xor}}.f32",
 )
 def compare_and_combine(op: Op) -> Run:
@@ -436,30 +439,34 @@ def root_or_inverse(op: Op) -> Run:
     return _flushed(op, np.sqrt if op.parts[0] == "sqrt" else lambda x: 1 / x, op.read(1))
 
 
-# What PTX calls approximate: relative errors that it documents
+# What PTX calls approximate: errors that it documents
 
-_ERRORS = {
-    "ex2": 2**-22.5,  # "maximum relative error of 2^-22.5"; of .ftz 2 ulp
-    "rsqrt": 2**-22.9,  # "maximum relative error 2^-22.9"
-    "tanh": 2**-11,  # "maximum relative error 2^-11"
-    "rcp": 2**-23,  # 1 ulp
-    "sqrt": 2**-23,
-    "div.full": 2**-22,  # 2 ulp
-    "div.approx": 2**-22,
-    "sin": 2**-20.5, "cos": 2**-20.5,  # absolute, from -pi to pi
-    "lg2": 2**-22,  # absolute from 0.5 to 2, else relative
+
+class Error(NamedTuple):
+    size: float
+    of: str  # "ulp" of the result; "relative"; "absolute"
+
+
+ERRORS = {
+    "ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rcp": Error(1, "ulp"),
+    "sqrt": Error(2**-23, "relative"), "rsqrt": Error(2**-22.9, "relative"),
+    "tanh": Error(2**-11, "relative"),
+    "sin": Error(2**-20.5, "absolute"), "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
+    "lg2": Error(2**-22, "absolute"),  # from 0.5 to 2; elsewhere it is relative
 }  # fmt: skip
-ABSOLUTE = ("sin", "cos", "lg2")
 
 
-def off_by(exact: Array, error: float, bits: Array, absolute: bool = False) -> Array:
-    """`exact` (f64), wrong by as much as allowed, up or down by a hash of the argument's bits.
-
-    Zeros, infinities and NaN stay: PTX lists them.
-    """
-    sign = 1.0 - 2.0 * ((bits * np.uint32(0x9E3779B1)) >> 31)
-    wrong = exact + sign * error if absolute else exact * (1 + sign * error)
-    return np.where(np.isfinite(exact) & (exact != 0), wrong, exact).astype(F32)
+def off_by(exact: Array, error: Error, bits: Array) -> Array:
+    """`exact` (f64) in f32, wrong by a part of the error that may be, from -1 to 1: a hash of the
+    argument's bits. Zeros, infinities and NaN stay: PTX lists them."""
+    part = (bits * np.uint32(0x9E3779B1)).view(S32) * 2.0**-31
+    if error.of == "ulp":
+        size = np.ldexp(error.size, np.frexp(exact)[1] - 24)
+    elif error.of == "relative":
+        size = error.size * np.abs(exact)
+    else:
+        size = error.size
+    return np.where(np.isfinite(exact) & (exact != 0), exact + part * size, exact).astype(F32)
 
 
 _EXACT = {
@@ -471,27 +478,23 @@ _EXACT = {
 @instruction("{ex2,rsqrt,rcp,sqrt,sin,cos,lg2}.approx[.ftz].f32", "tanh.approx.f32")
 def approximate(op: Op) -> Run:
     name = op.parts[0]
-    exact, error = _EXACT[name], _ERRORS[name]
+    exact, error = _EXACT[name], ERRORS[name]
 
     def compute(x):
         value = exact(x.astype(np.float64))
-        if name == "ex2":
-            return np.where(x == 0, F32.type(1), off_by(value, error, x.view(U32)))
+        found = off_by(value, error, x.view(U32))
         if name == "lg2":
-            far = np.isfinite(value) & ((x <= 0.5) | (x >= 2))
-            return off_by(value, error * np.where(far, np.abs(value), 1), x.view(U32), True)
-        return off_by(value, error, x.view(U32), name in ABSOLUTE)
+            far = off_by(value, error._replace(of="relative"), x.view(U32))
+            return np.where((x > 0.5) & (x < 2), found, far)
+        return found
 
     return _flushed(op, compute, op.read(1))
 
 
 @instruction("div.{full,approx}[.ftz].f32")
 def approximate_quotient(op: Op) -> Run:
-    error = _ERRORS["div.full"]
-
     def compute(x, y):
-        exact = x.astype(np.float64) / y
-        return off_by(exact, error, x.view(U32) ^ y.view(U32))
+        return off_by(x.astype(np.float64) / y, ERRORS["div"], x.view(U32) ^ y.view(U32))
 
     return _flushed(op, compute, op.read(1), op.read(2))
 
@@ -603,7 +606,7 @@ def float_to_integer(op: Op) -> Run:
 
     def convert(r):
         x = round_(read(r).astype(np.float64))
-        inside = (x > least) & (x < most)
+        inside = (x >= least) & (x < 2.0 ** (8 * target.itemsize - (target.kind == "i")))
         x = np.where(inside, x, 0).astype(target)
         value = read(r)
         x = np.where(inside | np.isnan(value), x, np.where(value > 0, most, least))

@@ -76,7 +76,8 @@ def copy_async(op: Op) -> Run:
         address, reads = source(r), mask
         if used is not None:
             size = used(r)
-            if ((size != 0) & (size != width)).any():
+            part = (size != 0) & (size != width)
+            if (part if mask is None else part & mask).any():
                 raise NotImplementedError(f"{op.where}: a part of {width} bytes")
             reads = size != 0 if mask is None else mask & (size != 0)
         shape = np.broadcast_shapes(address.shape, (1, 1) if reads is None else reads.shape)

@@ -13,7 +13,7 @@ from .registry import Run, instruction
 from .values import TYPES, Array
 
 _SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
-_HINTS = "[.L1::evict_last][.L1::evict_first][.L1::no_allocate]"
+_HINTS = "{,.L1::evict_last,.L1::evict_first,.L1::no_allocate}"
 _LOADS = f"ld.global[.nc]{_HINTS}"
 
 
@@ -23,15 +23,14 @@ def load_parameter(op: Op) -> Run:
     name, _, offset = op.operands[1].strip("[]").partition("+")
     names = [parameter.name for parameter in op.program.parameters]
     place, start = names.index(name.strip()), int(offset or "0", 0)
-    dtype, kind = TYPES[op.type], op.program.kinds[op.destination()]
-    slot = op.destination()
+    slot, dtype = op.destination(), TYPES[op.type]
+    dtype = np.dtype(np.uint32) if op.type == "f32" else dtype
+    kind = op.program.kinds[slot]
 
     def run(group):
         raw = group.chunk.launch.arguments[place].tobytes()
         value = np.frombuffer(raw[start : start + dtype.itemsize], dtype).reshape(1, 1)
-        if dtype.itemsize < kind.itemsize:
-            value = value.astype(f"{'i' if dtype.kind == 'i' else 'u'}{kind.itemsize}")
-        group.write(slot, value, group.active(op))
+        group.write(slot, extended(value, kind), group.active(op))
 
     return run
 

@@ -71,9 +71,8 @@ class Op:
     def where(self) -> str:
         return f"{self.program.name}, PTX line {self.line} ({self.source}): {self.text}"
 
-    @cached_property
-    def parts(self) -> list[str]:
-        return self.name.split(".")
+    def __post_init__(self):
+        self.parts = self.name.split(".")
 
     @property
     def type(self) -> str:
@@ -312,7 +311,10 @@ class Program:
             depth += (text[end] == "{") - (text[end] == "}")
             end += 1
         inside = text[at : end - 1]
-        names = {label: f"{label}@{number}" for label in re.findall(r"^\s*([\w$]+):", inside, re.M)}
+        names = {
+            label: f"{label}@{number}"
+            for label in re.findall(r"(?:^|[;{}])\s*([\w$]+):(?!:)", inside, re.M)
+        }
         return {**outer, **names, "": str(number)}
 
     def _begin(self, label: str, open_labels: list[str]) -> None:
