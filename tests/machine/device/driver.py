@@ -39,6 +39,27 @@ FAMILIES = (arithmetic, async_copies, control, global_memory, mma, shared_memory
 
 
 @dataclass
+class Recorded:
+    """A launch that can be run again, from the same memory."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    shared: int
+    tensors: list[Tensor]
+
+    def __post_init__(self):
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
+        self._memory = [(storage, storage.clone()) for storage in storages.values()]
+
+    def run(self) -> None:
+        for storage, before in self._memory:
+            storage.copy_(before)
+        memory = GlobalMemory(self.tensors)
+        Launch(self.program, self.grid, self.arguments, memory, self.shared).run()
+
+
+@dataclass
 class Machine:
     """What ran, and how: options that tests set.
 
@@ -46,6 +67,7 @@ class Machine:
         changed: makes another text of a kernel's PTX before it runs, for faults to plant.
         launches: of each kernel.
         seconds: of execution, by kernel.
+        recorded: where each launch is kept, with its memory; None: nowhere.
     """
 
     target: str
@@ -55,6 +77,7 @@ class Machine:
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     accesses: int = 0
+    recorded: list[Recorded] | None = None
 
     def launch(
         self, text: str, metadata: Any, grid: tuple[int, int, int], values: list,
@@ -77,6 +100,8 @@ class Machine:
             argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x or 0)
             for parameter, x in zip(program.parameters, values, strict=True)
         ]
+        if self.recorded is not None:
+            self.recorded.append(Recorded(program, grid, arguments, metadata.shared, tensors))
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):
