@@ -1,0 +1,718 @@
+"""Numbers: integers, floats, comparisons, choices. Each thread for itself.
+
+PTX ISA, sections "Integer Arithmetic", "Floating-Point", "Comparison and Selection", "Logic and
+Shift". Exact where PTX says so; what it calls approximate has an error up to the
+documented one, by a hash of the argument's bits, so that a kernel that needs better is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .program import Op
+from .registry import Run, instruction
+from .values import (
+    F16,
+    F32,
+    S32,
+    S64,
+    TYPES,
+    U16,
+    U32,
+    U64,
+    Array,
+    bf16_to_f32,
+    f32_to_bf16,
+    f32_to_f16,
+    halves,
+    joined,
+)  # fmt: skip
+
+_INTEGERS = "{u16,s16,u32,s32,u64,s64}"
+_WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
+
+# Integers
+
+
+@instruction(f"add.{_INTEGERS}")
+def add_integers(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+    return op.pure(lambda r: a(r) + b(r))
+
+
+@instruction(f"sub.{_INTEGERS}")
+def subtract_integers(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+    return op.pure(lambda r: a(r) - b(r))
+
+
+@instruction(f"mul.lo.{_INTEGERS}")
+def multiply_low(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+    return op.pure(lambda r: a(r) * b(r))
+
+
+@instruction(f"mad.lo.{_INTEGERS}")
+def multiply_add_low(op: Op) -> Run:
+    a, b, c = op.read(1), op.read(2), op.read(3)
+    return op.pure(lambda r: a(r) * b(r) + c(r))
+
+
+@instruction("mul.wide.{u16,s16,u32,s32}")
+def multiply_wide(op: Op) -> Run:
+    a, b, wide = op.read(1), op.read(2), TYPES[_WIDE[op.type]]
+    return op.pure(lambda r: a(r).astype(wide) * b(r).astype(wide))
+
+
+@instruction("mad.wide.{u16,s16,u32,s32}")
+def multiply_add_wide(op: Op) -> Run:
+    a, b, c, wide = op.read(1), op.read(2), op.read(3, _WIDE[op.type]), TYPES[_WIDE[op.type]]
+    return op.pure(lambda r: a(r).astype(wide) * b(r).astype(wide) + c(r))
+
+
+@instruction("mul.hi.{u32,s32}")
+def multiply_high(op: Op) -> Run:
+    a, b, wide = op.read(1), op.read(2), TYPES[_WIDE[op.type]]
+    return op.pure(lambda r: ((a(r).astype(wide) * b(r).astype(wide)) >> 32).astype(TYPES[op.type]))
+
+
+@instruction("mul.hi.u64")
+def multiply_high_64(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+
+    def high(r):
+        x, y = a(r), b(r)
+        x0, x1, y0, y1 = x & 0xFFFFFFFF, x >> 32, y & 0xFFFFFFFF, y >> 32
+        middle = x1 * y0 + (x0 * y0 >> 32)
+        return x1 * y1 + (middle >> 32) + ((x0 * y1 + (middle & 0xFFFFFFFF)) >> 32)
+
+    return op.pure(high)
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    """Towards zero. By zero PTX leaves it open; here it is all ones."""
+    safe = np.where(b == 0, 1, b).astype(b.dtype)
+    floor = a // safe
+    up = (floor * safe != a) & ((a < 0) != (b < 0))
+    return np.where(b == 0, ~np.zeros((), a.dtype), floor + up).astype(a.dtype)
+
+
+@instruction(f"div.{_INTEGERS}")
+def divide_integers(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+    return op.pure(lambda r: _quotient(a(r), b(r)))
+
+
+@instruction(f"rem.{_INTEGERS}")
+def remainder(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+
+    def rest(r):
+        x, y = a(r), b(r)
+        return x - _quotient(x, y) * y
+
+    return op.pure(rest)
+
+
+@instruction("neg.{s16,s32,s64}")
+def negate_integer(op: Op) -> Run:
+    a = op.read(1)
+    return op.pure(lambda r: -a(r))
+
+
+@instruction("abs.{s16,s32,s64}")
+def absolute_integer(op: Op) -> Run:
+    a = op.read(1)
+    return op.pure(lambda r: np.abs(a(r)))
+
+
+@instruction(f"min.{_INTEGERS}", f"max.{_INTEGERS}")
+def smaller_or_larger_integer(op: Op) -> Run:
+    a, b = op.read(1), op.read(2)
+    choose = np.minimum if op.parts[0] == "min" else np.maximum
+    return op.pure(lambda r: choose(a(r), b(r)))
+
+
+@instruction("bfe.{u32,s32,u64,s64}")
+def extract_bits(op: Op) -> Run:
+    """bfe d, a, b, c: c bits of a from bit b on; of s types the last one repeats above."""
+    a, b, c = op.read(1), op.read(2, "u32"), op.read(3, "u32")
+    width = 8 * TYPES[op.type].itemsize
+
+    def extract(r):
+        x, start, count = a(r), (b(r) & 0xFF).astype(int), (c(r) & 0xFF).astype(int)
+        top = np.minimum(start + count - 1, width - 1)
+        left = np.where(count == 0, width, width - 1 - top)  # shift out what is above
+        unsigned = x.view(f"u{x.dtype.itemsize}")
+        up = _shift_left(unsigned, left.astype(U32))
+        down = (left + start).astype(U32)
+        if x.dtype.kind == "u":
+            return _shift_right(up, down)
+        return np.where(count == 0, 0, _shift_right(up.view(x.dtype), down)).astype(x.dtype)
+
+    return op.pure(extract)
+
+
+@instruction("bfi.{b32,b64}")
+def insert_bits(op: Op) -> Run:
+    """bfi f, a, b, c, d: b, with its d bits from bit c on taken from a."""
+    a, b, c, d = op.read(1), op.read(2), op.read(3, "u32"), op.read(4, "u32")
+
+    def insert(r):
+        y = b(r)
+        start, count = c(r) & 0xFF, d(r) & 0xFF
+        ones = _shift_left(np.ones_like(y), count) - y.dtype.type(1)
+        ones = _shift_left(ones, start)
+        return (y & ~ones) | (_shift_left(a(r), start) & ones)
+
+    return op.pure(insert)
+
+
+# Bits
+
+
+def _shift_left(x: Array, by: Array) -> Array:
+    """By the width or more: 0."""
+    width = 8 * x.dtype.itemsize
+    by = by.astype(U32)
+    return np.where(by < width, x << (by % width).astype(x.dtype), 0).astype(x.dtype)
+
+
+def _shift_right(x: Array, by: Array) -> Array:
+    """By the width or more: 0, of a signed number its sign in each bit."""
+    width = 8 * x.dtype.itemsize
+    by = by.astype(U32)
+    if x.dtype.kind == "i":
+        return x >> np.minimum(by, width - 1).astype(x.dtype)
+    return np.where(by < width, x >> (by % width).astype(x.dtype), 0).astype(x.dtype)
+
+
+@instruction("shl.{b16,b32,b64}", "shr.{b16,b32,b64,u16,u32,u64,s16,s32,s64}")
+def shift(op: Op) -> Run:
+    a, b = op.read(1), op.read(2, "u32")
+    way = _shift_left if op.parts[0] == "shl" else _shift_right
+    text = op.operands[2]
+    if text.isdigit() and int(text) < 8 * TYPES[op.type].itemsize:
+        by = np.array(int(text), TYPES[op.type])
+        if op.parts[0] == "shl":
+            return op.pure(lambda r: a(r) << by)
+        return op.pure(lambda r: a(r) >> by)
+    return op.pure(lambda r: way(a(r), b(r)))
+
+
+_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+@instruction("{and,or,xor}.{b16,b32,b64,pred}")
+def bitwise(op: Op) -> Run:
+    a, b, combine = op.read(1), op.read(2), _BITWISE[op.parts[0]]
+    return op.pure(lambda r: combine(a(r), b(r)))
+
+
+@instruction("not.{b16,b32,b64,pred}")
+def invert(op: Op) -> Run:
+    a = op.read(1)
+    return op.pure(lambda r: ~a(r))
+
+
+@instruction("lop3.b32")
+def any_function_of_three(op: Op) -> Run:
+    """Bit i of the table is the result where a, b, c have the bits of i."""
+    a, b, c = op.read(1), op.read(2), op.read(3)
+    table = int(op.operands[4], 0)
+
+    def look_up(r):
+        x, y, z = a(r), b(r), c(r)
+        found = np.zeros((1, 1), U32)
+        for i in range(8):
+            if table >> i & 1:
+                found = found | ((x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z))
+        return found
+
+    return op.pure(look_up)
+
+
+@instruction("prmt.b32")
+def permute_bytes(op: Op) -> Run:
+    """Byte i of the result is byte c[4i : 4i + 3] of (a, b); bit 4i + 3 repeats its sign."""
+    a, b, c = op.read(1), op.read(2), op.read(3)
+
+    def permute(r):
+        both = a(r).astype(U64) | (b(r).astype(U64) << 32)
+        selector, found = c(r), np.zeros((1, 1), U32)
+        for i in range(4):
+            nibble = selector >> (4 * i)
+            byte = (both >> (8 * (nibble & 7)).astype(U64)).astype(U32) & 0xFF
+            sign = np.where(byte >> 7, 0xFF, 0).astype(U32)
+            found = found | (np.where(nibble & 8, sign, byte).astype(U32) << (8 * i))
+        return found
+
+    return op.pure(permute)
+
+
+@instruction("shf.{l,r}.{wrap,clamp}.b32")
+def funnel_shift(op: Op) -> Run:
+    """Of the 64 bits (b, a): shifted left the upper half, shifted right the lower one."""
+    a, b, c = op.read(1), op.read(2), op.read(3, "u32")
+    left, wraps = op.has("l"), op.has("wrap")
+
+    def funnel(r):
+        by = c(r) & 31 if wraps else np.minimum(c(r), 32)
+        both = a(r).astype(U64) | (b(r).astype(U64) << 32)
+        if left:
+            return ((both << by.astype(U64)) >> 32).astype(U32)
+        return (both >> by.astype(U64)).astype(U32)
+
+    return op.pure(funnel)
+
+
+@instruction("{popc,clz}.b32", "brev.b32")
+def count_bits(op: Op) -> Run:
+    a, kind = op.read(1), op.parts[0]
+
+    def count(r):
+        bits = (a(r)[..., None] >> np.arange(32, dtype=U32)) & 1
+        if kind == "popc":
+            return bits.sum(-1).astype(U32)
+        if kind == "clz":
+            return np.where(bits.any(-1), bits[..., ::-1].argmax(-1), 32).astype(U32)
+        return (bits[..., ::-1] << np.arange(32, dtype=U32)).sum(-1).astype(U32)
+
+    return op.pure(count)
+
+
+# Comparisons and choices
+
+_COMPARE: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal,
+}  # fmt: skip
+
+
+def _comparison(name: str, is_float: bool) -> Callable[[Array, Array], Array]:
+    """Of floats `ltu` and the like hold too where one is NaN; `ne` alone does not, unlike IEEE."""
+    if not is_float:
+        return _COMPARE[name]
+    if name in ("num", "nan"):
+        wanted = name == "nan"
+        return lambda x, y: (np.isnan(x) | np.isnan(y)) == wanted
+    if name == "ne":
+        return lambda x, y: (x != y) & ~(np.isnan(x) | np.isnan(y))
+    if name.endswith("u"):
+        compare = _COMPARE[name[:-1]]
+        return lambda x, y: compare(x, y) | np.isnan(x) | np.isnan(y)
+    return _COMPARE[name]
+
+
+_ORDER = "{eq,ne,lt,le,gt,ge}"
+_OF_FLOATS = "{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}"
+
+
+@instruction(
+    "setp.{eq,ne}.{b16,b32,b64}",
+    f"setp.{_ORDER}.{_INTEGERS}",
+    f"setp.{_OF_FLOATS}[.ftz].f32",
+    f"setp.{_OF_FLOATS}.{{f16,bf16,f64}}",
+)
+def compare(op: Op) -> Run:
+    a, b = _float_reader(op, 1), _float_reader(op, 2)
+    compare = _comparison(op.parts[1], "f" in op.type)
+    if op.has("ftz"):
+        return op.pure(lambda r: compare(flush(a(r)), flush(b(r))))
+    return op.pure(lambda r: compare(a(r), b(r)))
+
+
+@instruction(
+    "setp.{eq,ne}.{and,or,xor}.{b16,b32,b64}",
+    f"setp.{_ORDER}.{{and,or,xor}}.{{u32,s32,u64,s64}}",
+    f"setp.{_OF_FLOATS}.{{and,or,xor}}.f32",
+)
+def compare_and_combine(op: Op) -> Run:
+    a, b, c = op.read(1), op.read(2), op.read(3, "pred")
+    compare, combine = _comparison(op.parts[1], "f" in op.type), _BITWISE[op.parts[2]]
+    return op.pure(lambda r: combine(compare(a(r), b(r)), c(r)))
+
+
+@instruction("selp.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32,f64}")
+def select(op: Op) -> Run:
+    a, b, which = op.read(1), op.read(2), op.read(3, "pred")
+    return op.pure(lambda r: np.where(which(r), a(r), b(r)))
+
+
+# Floats
+
+
+def flush(x: Array) -> Array:
+    """.ftz: a subnormal becomes a zero of its sign."""
+    return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
+
+
+def _float_reader(op: Op, place: int) -> Callable[[list[Array]], Array]:
+    read = op.read(place)
+    return (lambda r: bf16_to_f32(read(r))) if op.type == "bf16" else read
+
+
+def _flushed(op: Op, compute: Callable[..., Array], *reads) -> Run:
+    if not op.has("ftz"):
+        return op.pure(lambda r: compute(*(read(r) for read in reads)))
+    return op.pure(lambda r: flush(compute(*(flush(read(r)) for read in reads))))
+
+
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+@instruction("{add,sub,mul}[.rn][.ftz].f32", "{add,sub,mul}[.rn].f64")
+def add_subtract_multiply(op: Op) -> Run:
+    """Without .rn ptxas may fuse a product with a sum, and round once less: not here."""
+    a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
+    if not op.has("ftz"):
+        return op.pure(lambda r: compute(a(r), b(r)))
+    return _flushed(op, compute, a, b)
+
+
+def fused(a: Array, b: Array, c: Array) -> Array:
+    """a b + c, rounded once. The product is exact in f64; its sum with c is rounded there, which
+    matters for the rounding to f32 only where it then lies halfway between two of them."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    total = product + c
+    bits = total.view(U64)
+    halfway = (bits & 0x1FFFFFFF) == 0x10000000
+    if halfway.any():
+        part = total - product
+        error = (product - (total - part)) + (c - part)  # of `total`, exactly
+        away = np.where((error > 0) == (total > 0), 1, -1)
+        total = np.where(
+            halfway & (error != 0) & np.isfinite(total), bits.view(S64) + away, bits.view(S64)
+        ).view(np.float64)
+    return total.astype(F32)
+
+
+@instruction("fma.rn[.ftz].f32")
+def fused_multiply_add(op: Op) -> Run:
+    a, b, c = op.read(1), op.read(2), op.read(3)
+    if not op.has("ftz"):
+        return op.pure(lambda r: fused(a(r), b(r), c(r)))
+    return _flushed(op, fused, a, b, c)
+
+
+@instruction("neg[.ftz].f32", "neg.f64", "abs[.ftz].f32", "abs.f64")
+def change_sign(op: Op) -> Run:
+    return _flushed(op, np.negative if op.parts[0] == "neg" else np.abs, op.read(1))
+
+
+def _smaller(x: Array, y: Array) -> Array:
+    """Of -0 and +0 the former; NaN only where both are."""
+    found = np.fmin(x, y)
+    return np.where((x == 0) & (y == 0) & np.signbit(y), y, found)
+
+
+def _larger(x: Array, y: Array) -> Array:
+    found = np.fmax(x, y)
+    return np.where((x == 0) & (y == 0) & np.signbit(x), y, found)
+
+
+@instruction("{min,max}[.ftz].f32", "{min,max}[.ftz].NaN.f32")
+def smaller_or_larger(op: Op) -> Run:
+    """NaN is left out where the other is a number; with .NaN it wins."""
+    is_min = op.parts[0] == "min"
+    if op.has("NaN"):
+        return _flushed(op, np.minimum if is_min else np.maximum, op.read(1), op.read(2))
+    return _flushed(op, _smaller if is_min else _larger, op.read(1), op.read(2))
+
+
+@instruction("copysign.f32")
+def copy_sign(op: Op) -> Run:
+    """copysign d, a, b: b with the sign of a."""
+    a, b = op.read(1), op.read(2)
+    return op.pure(lambda r: np.copysign(b(r), a(r)))
+
+
+@instruction("div.rn[.ftz].f32")
+def divide(op: Op) -> Run:
+    return _flushed(op, np.divide, op.read(1), op.read(2))
+
+
+@instruction("{sqrt,rcp}.rn[.ftz].f32")
+def root_or_inverse(op: Op) -> Run:
+    return _flushed(op, np.sqrt if op.parts[0] == "sqrt" else lambda x: 1 / x, op.read(1))
+
+
+# What PTX calls approximate: errors that it documents
+
+
+class Error(NamedTuple):
+    size: float
+    of: str  # "ulp" of the result; "relative"; "absolute"
+
+
+ERRORS = {
+    "ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rcp": Error(1, "ulp"),
+    "sqrt": Error(2**-23, "relative"), "rsqrt": Error(2**-22.9, "relative"),
+    "tanh": Error(2**-11, "relative"),
+    "sin": Error(2**-20.5, "absolute"), "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
+    "lg2": Error(2**-22, "absolute"),  # from 0.5 to 2; elsewhere it is relative
+}  # fmt: skip
+
+
+def off_by(exact: Array, error: Error, bits: Array) -> Array:
+    """`exact` (f64) in f32, wrong by a part of the error that may be, from -1 to 1: a hash of the
+    argument's bits. Zeros, infinities and NaN stay: PTX lists them."""
+    part = (bits * np.uint32(0x9E3779B1)).view(S32) * 2.0**-31
+    if error.of == "ulp":
+        size = np.ldexp(error.size, np.frexp(exact)[1] - 24)
+    elif error.of == "relative":
+        size = error.size * np.abs(exact)
+    else:
+        size = error.size
+    return np.where(np.isfinite(exact) & (exact != 0), exact + part * size, exact).astype(F32)
+
+
+_EXACT = {
+    "ex2": np.exp2, "tanh": np.tanh, "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "sin": np.sin,
+    "cos": np.cos, "lg2": np.log2, "rsqrt": lambda x: 1 / np.sqrt(x),
+}  # fmt: skip
+
+
+@instruction("{ex2,rsqrt,rcp,sqrt,sin,cos,lg2}.approx[.ftz].f32", "tanh.approx.f32")
+def approximate(op: Op) -> Run:
+    name = op.parts[0]
+    exact, error = _EXACT[name], ERRORS[name]
+
+    def compute(x):
+        value = exact(x.astype(np.float64))
+        found = off_by(value, error, x.view(U32))
+        if name == "lg2":
+            far = off_by(value, error._replace(of="relative"), x.view(U32))
+            return np.where((x > 0.5) & (x < 2), found, far)
+        return found
+
+    return _flushed(op, compute, op.read(1))
+
+
+@instruction("div.{full,approx}[.ftz].f32")
+def approximate_quotient(op: Op) -> Run:
+    def compute(x, y):
+        return off_by(x.astype(np.float64) / y, ERRORS["div"], x.view(U32) ^ y.view(U32))
+
+    return _flushed(op, compute, op.read(1), op.read(2))
+
+
+# Pairs of 16 bits
+
+
+def _pairs(op: Op, place: int) -> Callable[[list[Array]], tuple[Array, Array]]:
+    """Both numbers of an operand as f32."""
+    read, is_bf16 = op.read(place, "b32"), op.type == "bf16x2"
+
+    def both(r):
+        low, high = halves(read(r))
+        if is_bf16:
+            return bf16_to_f32(low), bf16_to_f32(high)
+        return low.view(np.float16).astype(F32), high.view(np.float16).astype(F32)
+
+    return both
+
+
+@instruction("{add,sub,mul,min,max}[.rn].{bf16x2,f16x2}", "{min,max}.NaN.{bf16x2,f16x2}")
+def on_pairs(op: Op) -> Run:
+    """Computed in f32, where a product or sum of two 16-bit numbers rounds to the same."""
+    a, b = _pairs(op, 1), _pairs(op, 2)
+    kind, pack = op.parts[0], f32_to_bf16 if op.type == "bf16x2" else f32_to_f16
+    if kind in _ARITHMETIC:
+        compute = _ARITHMETIC[kind]
+    elif op.has("NaN"):
+        compute = np.minimum if kind == "min" else np.maximum
+    else:
+        compute = _smaller if kind == "min" else _larger
+    return op.pure(
+        lambda r: joined(*(pack(compute(x, y)) for x, y in zip(a(r), b(r), strict=True)))
+    )
+
+
+@instruction("{add,sub,mul}[.rn].{bf16,f16}")
+def on_halves(op: Op) -> Run:
+    a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
+    if op.type == "f16":
+        return op.pure(lambda r: f32_to_f16(compute(a(r).astype(F32), b(r).astype(F32))))
+    return op.pure(lambda r: f32_to_bf16(compute(bf16_to_f32(a(r)), bf16_to_f32(b(r)))))
+
+
+def _fused_half(type: str, a: Array, b: Array, c: Array) -> Array:
+    """a b + c of bits, rounded once; the product and nearly always the sum are exact in f64."""
+    if type == "f16":
+        x, y, z = (each.view(F16).astype(np.float64) for each in (a, b, c))
+        total = x * y + z
+        return np.where(np.isnan(total), U16.type(0x7FFF), total.astype(F16).view(U16))
+    x, y, z = (bf16_to_f32(each).astype(np.float64) for each in (a, b, c))
+    total = x * y + z
+    near = total.astype(F32)
+    # To odd: a number between two of f32 becomes the odd one, so that it rounds to bf16 as it is.
+    bits = near.view(U32) - (np.abs(near) > np.abs(total)).astype(U32)
+    odd = np.where(np.isfinite(total) & (near != total), bits | 1, near.view(U32)).view(F32)
+    return f32_to_bf16(odd)
+
+
+@instruction("fma.rn.{bf16,f16}")
+def fused_half(op: Op) -> Run:
+    a, b, c, type = op.read(1, "b16"), op.read(2, "b16"), op.read(3, "b16"), op.type
+    return op.pure(lambda r: _fused_half(type, a(r), b(r), c(r)))
+
+
+@instruction("fma.rn.{bf16x2,f16x2}")
+def fused_pair(op: Op) -> Run:
+    reads, type = [op.read(place, "b32") for place in (1, 2, 3)], op.type[:-2]
+
+    def compute(r):
+        low, high = zip(*(halves(read(r)) for read in reads), strict=True)
+        return joined(_fused_half(type, *low), _fused_half(type, *high))
+
+    return op.pure(compute)
+
+
+# Conversions
+
+_INTEGER_TYPES = "{u8,s8,u16,s16,u32,s32,u64,s64}"
+
+
+@instruction(f"cvt.{_INTEGER_TYPES}.{_INTEGER_TYPES}")
+def convert_integer(op: Op) -> Run:
+    """Cut, or extended by the source's sign."""
+    read, target = op.read(1), TYPES[op.parts[1]]
+    kind = op.program.kinds[op.destination()]
+    wide = np.dtype(f"{target.kind}{kind.itemsize}")  # a register has 16 bits at least
+    return op.pure(lambda r: read(r).astype(target).astype(wide))
+
+
+@instruction("cvt.f32.{bf16,f16}")
+def widen(op: Op) -> Run:
+    read = op.read(1)
+    if op.type == "bf16":
+        return op.pure(lambda r: bf16_to_f32(read(r)))
+    return op.pure(lambda r: read(r).astype(F32))
+
+
+@instruction("cvt.rn.{bf16,f16}.f32")
+def narrow(op: Op) -> Run:
+    read, pack = op.read(1), f32_to_bf16 if op.parts[2] == "bf16" else f32_to_f16
+    return op.pure(lambda r: pack(read(r)))
+
+
+@instruction("cvt.rn.{bf16x2,f16x2}.f32")
+def narrow_pair(op: Op) -> Run:
+    """cvt d, a, b: a becomes the upper half."""
+    a, b = op.read(1), op.read(2)
+    pack = f32_to_bf16 if op.parts[2] == "bf16x2" else f32_to_f16
+    return op.pure(lambda r: joined(pack(b(r)), pack(a(r))))
+
+
+def to_tf32(bits: Array) -> Array:
+    """.rna: to 10 bits of mantissa, the nearest, ties away from zero."""
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    infinite = (bits & 0x7FFFFFFF) == 0x7F800000
+    rounded = (bits + 0x1000) & np.uint32(0xFFFFE000)
+    return np.where(nan, 0x7FFFFFFF, np.where(infinite, bits, rounded)).astype(U32)
+
+
+@instruction("cvt.rna.tf32.f32")
+def round_to_tf32(op: Op) -> Run:
+    read = op.read(1, "b32")
+    return op.pure(lambda r: to_tf32(read(r)))
+
+
+@instruction("cvt.rn.f32.{s32,u32,s64,u64,s16,u16}", "cvt.rn.f64.{s32,u32,s64,u64}")
+def integer_to_float(op: Op) -> Run:
+    read, target = op.read(1), TYPES[op.parts[2]]
+    return op.pure(lambda r: read(r).astype(target))
+
+
+_ROUND = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
+
+
+@instruction("cvt.{rzi,rmi,rpi,rni}[.ftz].{s32,u32,s64,u64}.f32")
+def float_to_integer(op: Op) -> Run:
+    """NaN becomes 0, what is too large the largest."""
+    read, round_, target = op.read(1), _ROUND[op.parts[1]], TYPES[op.parts[-2]]
+    least, most = np.iinfo(target).min, np.iinfo(target).max
+
+    def convert(r):
+        x = round_(read(r).astype(np.float64))
+        inside = (x >= least) & (x < 2.0 ** (8 * target.itemsize - (target.kind == "i")))
+        x = np.where(inside, x, 0).astype(target)
+        value = read(r)
+        x = np.where(inside | np.isnan(value), x, np.where(value > 0, most, least))
+        return x.astype(target)
+
+    return op.pure(convert)
+
+
+@instruction("cvt.{rzi,rmi,rpi,rni}[.ftz].f32.f32")
+def round_float(op: Op) -> Run:
+    return _flushed(op, _ROUND[op.parts[1]], op.read(1))
+
+
+@instruction("cvt.f64.f32", "cvt.rn.f32.f64")
+def other_width(op: Op) -> Run:
+    read, target = op.read(1), TYPES[op.parts[-2]]
+    return op.pure(lambda r: read(r).astype(target))
+
+
+# Copies
+
+
+@instruction("mov.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f16,f32,f64,pred}")
+def move(op: Op) -> Run:
+    """Also takes a register apart, or puts one together: `mov.b32 {%rs1, %rs2}, %r1`."""
+    if op.operands[0].startswith("{"):
+        return _take_apart(op)
+    if op.operands[1].startswith("{"):
+        return _put_together(op)
+    read = op.read(1)
+    if op.guard is not None:
+        return op.pure(read)
+    slot, source = op.destination(), op.slot(op.operands[1])
+    if op.program.kinds[slot] != op.program.kinds[source]:
+        return op.pure(read)
+
+    def copy(group):
+        r, mask = group.registers, group.mask
+        r[slot] = r[source] if mask is None else np.where(mask, r[source], r[slot])
+
+    return copy
+
+
+def _take_apart(op: Op) -> Run:
+    read = op.read(1)
+    parts = [(slot, i) for i, slot in enumerate(_or_none(op, op.items(0))) if slot is not None]
+    part = np.dtype(f"u{TYPES[op.type].itemsize // len(op.items(0))}")
+
+    def run(group):
+        mask, value = group.active(op), read(group.registers)
+        for slot, i in parts:
+            group.write(slot, (value >> value.dtype.type(8 * part.itemsize * i)).astype(part), mask)
+
+    return run
+
+
+def _or_none(op: Op, texts: list[str]) -> list[int | None]:
+    return [None if text == "_" else op.slot(text) for text in texts]
+
+
+def _put_together(op: Op) -> Run:
+    texts, target = op.items(1), TYPES[op.type]
+    width = target.itemsize // len(texts)
+    reads = [op.reader(text, f"b{8 * width}") for text in texts]
+
+    def join(r):
+        parts = [read(r).astype(target) << (8 * width * i) for i, read in enumerate(reads)]
+        return np.bitwise_or.reduce(np.broadcast_arrays(*parts))
+
+    return op.pure(join)
+
+
+@instruction("cvta[.to].{global,shared}.{u64,u32}")
+def convert_address(op: Op) -> Run:
+    """Global addresses are generic ones. Those of shared memory are not: nothing reads them so."""
+    return op.pure(op.read(1))

@@ -1,0 +1,65 @@
+"""Branches, the end, and barriers of a block.
+
+A barrier: `bar.sync id` waits for all warps of a block, `bar.sync id, n` for n threads. What they
+did before is ordered before what they do after.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .faults import Diverged, MachineError
+from .program import END, Op
+from .registry import Run, instruction
+
+
+@instruction("bra[.uni]", ends_block=True)
+def branch(op: Op) -> Run:
+    target = op.label(op.operands[0])
+    return lambda group: group.branch(op, target)
+
+
+@instruction("ret", "exit", ends_block=True)
+def leave(op: Op) -> Run:
+    if op.guard is not None:
+        raise MachineError("a guarded end", op)
+    return lambda group: END
+
+
+@instruction("bar.sync", "barrier.sync[.aligned]", ends_block=True)
+def wait_at_barrier(op: Op) -> Run:
+    name = int(op.operands[0], 0)
+    count = int(op.operands[1], 0) if len(op.operands) > 1 else None
+
+    def run(group):
+        chunk, blocks = group.chunk, group.whole_blocks(op)
+        wanted = chunk.warps if count is None else count // 32
+        if len(group.warps) == wanted:
+            if chunk.races is not None:
+                chunk.races.meet(group.warps, blocks)
+            return None
+        return _join(group, name, wanted, op)
+
+    return run
+
+
+def _join(group, name: int, wanted: int, op: Op) -> int | None:
+    """Of several groups: the last one lets all go on."""
+    from .execution import WAIT
+
+    chunk = group.chunk
+    barriers = chunk.extra.setdefault("barriers", {})
+    waiting, done = barriers.setdefault(name, ([], [0]))
+    waiting.append(group.warps)
+    there = np.concatenate(waiting)
+    if len(there) > wanted:
+        raise Diverged(f"{len(there)} warps at a barrier of {wanted}", op)
+    if len(there) == wanted:
+        waiting.clear()
+        done[0] += 1
+        if chunk.races is not None:
+            chunk.races.meet(there, np.ones(len(chunk.blocks), bool))
+        return None
+    turn = done[0]
+    group.ready, group.waits_at = lambda: done[0] > turn, op.where
+    return WAIT

@@ -1,0 +1,214 @@
+"""A stand-in for Triton's driver: launches run on the machine, on CPU tensors.
+
+Nothing of the package changes. The driver names the target, so Triton compiles for it; "assembling"
+is left out (the PTX itself is what it calls a binary); a launch flattens the arguments as Triton's
+own launcher does and runs the program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
+from fastvit_kernels.runtime.compat import active_driver
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools.resources import TARGETS
+
+from . import arithmetic, async_copies, control, global_memory, mma, shared_memory, warps
+from .execution import Launch, argument
+from .memory import GlobalMemory, check_size
+from .program import Program
+
+# Arguments whose rows are longer than their tensors', with padding that the kernels fill in.
+PADDED = ("lse_ptr", "delta_ptr")
+
+FAMILIES = (arithmetic, async_copies, control, global_memory, mma, shared_memory, warps)
+
+
+@dataclass
+class Recorded:
+    """A launch that can be run again, from the same memory."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    shared: int
+    tensors: list[Tensor]
+
+    def __post_init__(self):
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
+        self._memory = [(storage, storage.clone()) for storage in storages.values()]
+
+    def run(self) -> None:
+        for storage, before in self._memory:
+            storage.copy_(before)
+        memory = GlobalMemory(self.tensors)
+        Launch(self.program, self.grid, self.arguments, memory, self.shared).run()
+
+
+@dataclass
+class Machine:
+    """What ran, and how: options that tests set.
+
+    Attributes:
+        changed: makes another text of a kernel's PTX before it runs, for faults to plant.
+        launches: of each kernel.
+        seconds: of execution, by kernel.
+        recorded: where each launch is kept, with its memory; None: nowhere.
+    """
+
+    target: str
+    changed: Callable[[str, str], str] | None = None
+    order: int = 0
+    watches: bool = True
+    launches: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    accesses: int = 0
+    recorded: list[Recorded] | None = None
+
+    def launch(
+        self, text: str, metadata: Any, grid: tuple[int, int, int], values: list,
+        tensors: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Run a kernel.
+
+        Args:
+            values: of its parameters, tensors for pointers.
+            tensors: the memory that it may touch.
+        """
+        name = metadata.name
+        if self.changed is not None:
+            text = self.changed(name, text)
+        program = _program(text)
+        scratch = _scratch(metadata, grid)
+        values = [*values, scratch if scratch is not None else 0, 0]
+        tensors = [*tensors, *([scratch] if scratch is not None else [])]
+        arguments = [
+            argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x or 0)
+            for parameter, x in zip(program.parameters, values, strict=True)
+        ]
+        if self.recorded is not None:
+            self.recorded.append(Recorded(program, grid, arguments, metadata.shared, tensors))
+        memory = GlobalMemory(tensors)
+        began = time.perf_counter()
+        with np.errstate(all="ignore"):
+            Launch(
+                program, grid, arguments, memory, metadata.shared, self.order,
+                watches=self.watches,
+            ).run()  # fmt: skip
+        self.seconds[name] += time.perf_counter() - began
+        self.launches[name] += 1
+        self.accesses += memory.accesses
+
+
+def _scratch(metadata: Any, grid: tuple[int, int, int]) -> Tensor | None:
+    """Global memory that the launcher lends a kernel, for tensor maps."""
+    size = getattr(metadata, "global_scratch_size", 0) * int(np.prod(grid))
+    return torch.zeros(size + 128, dtype=torch.uint8)[:size] if size else None
+
+
+_PROGRAMS: dict[str, Program] = {}
+
+
+def _program(text: str) -> Program:
+    key = hashlib.sha256(text.encode()).hexdigest()
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = Program(text)
+    return _PROGRAMS[key]
+
+
+def flattened(signature: Sequence[Any], values: Sequence[Any]) -> Iterator[Any]:
+    """The values that a kernel takes as parameters: tuples unpacked, constexprs left out."""
+    for kind, value in zip(signature, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from flattened(kind, value)
+        elif kind != "constexpr":
+            yield value
+
+
+class _Launcher:
+    """What Triton calls to launch a compiled kernel."""
+
+    def __init__(self, source: Any, metadata: Any):
+        self.signature, self.metadata = source.signature, metadata
+
+    def __call__(self, x, y, z, stream, function, packed, launch_metadata, enter, leave, *values):
+        machine = running()
+        check_size(self.metadata.shared, TARGETS[machine.target].shared_limit)
+        flat = list(flattened(list(self.signature.values()), values))
+        padded = [x for name, x in zip(self.signature, values, strict=True) if name in PADDED]
+        tensors = [x for x in flat if isinstance(x, Tensor)] + [
+            x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            for x in padded if isinstance(x, Tensor)
+        ]  # fmt: skip
+        machine.launch(function, self.metadata, (x, y, z), flat, tensors)
+
+
+_RUNNING: list[Machine] = []
+
+
+def running() -> Machine:
+    return _RUNNING[-1]
+
+
+@cache
+def _driver(target: str) -> Any:
+    number, gpu_target = 2000 + list(TARGETS).index(target), TARGETS[target].triton_target()
+    limit = TARGETS[target].shared_limit
+    return SimpleNamespace(
+        get_current_device=lambda: number,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: gpu_target,
+        launcher_cls=_Launcher,
+        utils=SimpleNamespace(
+            load_binary=lambda name, binary, shared, device: (
+                None, binary.decode(), 0, 0, 1024,
+            ),
+            get_device_properties=lambda device: {"max_shared_mem": limit},
+        ),
+    )  # fmt: skip
+
+
+@contextmanager
+def ptx_machine(target: str, **options: Any) -> Iterator[Machine]:
+    """Inside, the package's kernels are compiled for `target` and run on CPU tensors.
+
+    Args:
+        target: "sm_80" or "sm_90".
+        options: attributes of the Machine.
+    """
+    if INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile")
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.driver import driver
+
+    machine, gpu = Machine(target, **options), TARGETS[target]
+    former, assemble = active_driver(driver), CUDABackend.make_cubin
+    CUDABackend.make_cubin = lambda self, src, *_: src.encode()
+    driver.set_active(_driver(target))
+    _RUNNING.append(machine)
+    try:
+        with (
+            triton.knobs.cache.scope(),
+            on_absent_gpu(Gpu(target, gpu.num_sms, gpu.shared_limit)),
+            backend("triton"),
+        ):
+            triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / "ptx_machine")
+            yield machine
+    finally:
+        _RUNNING.pop()
+        CUDABackend.make_cubin = assemble
+        driver.set_active(former)  # pyright: ignore[reportArgumentType]

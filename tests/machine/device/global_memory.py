@@ -1,0 +1,98 @@
+"""ld and st: parameters and global memory.
+
+PTX ISA, "Data Movement: ld, st". Every address must be in a tensor of the launch and a multiple of
+the width, all elements of a vector together; threads under a false predicate touch nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .program import Op
+from .registry import Run, instruction
+from .values import TYPES, Array
+
+_SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
+_HINTS = "{,.L1::evict_last,.L1::evict_first,.L1::no_allocate}"
+_LOADS = f"ld.global[.nc]{_HINTS}"
+
+
+@instruction(f"ld.param.{_SCALARS}")
+def load_parameter(op: Op) -> Run:
+    """Narrower than its register it is extended, by its sign for s types."""
+    name, _, offset = op.operands[1].strip("[]").partition("+")
+    names = [parameter.name for parameter in op.program.parameters]
+    place, start = names.index(name.strip()), int(offset or "0", 0)
+    slot, dtype = op.destination(), TYPES[op.type]
+    dtype = np.dtype(np.uint32) if op.type == "f32" else dtype
+    kind = op.program.kinds[slot]
+
+    def run(group):
+        raw = group.chunk.launch.arguments[place].tobytes()
+        value = np.frombuffer(raw[start : start + dtype.itemsize], dtype).reshape(1, 1)
+        group.write(slot, extended(value, kind), group.active(op))
+
+    return run
+
+
+def elements(units: Array, dtype: np.dtype) -> Array:
+    """Units of a vector access as their elements: (..., count)."""
+    units = np.ascontiguousarray(units)
+    return units[..., None].view(dtype)
+
+
+def extended(value: Array, kind: np.dtype) -> Array:
+    """A loaded number as its register holds it."""
+    if value.dtype.itemsize == kind.itemsize:
+        return value.view(kind)
+    return value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{kind.itemsize}").view(kind)
+
+
+@instruction(f"{_LOADS}.{_SCALARS}", f"{_LOADS}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
+             f"{_LOADS}.v2.{{b64,u64,f64}}", f"{_LOADS}.v8.b16")  # fmt: skip
+def load(op: Op) -> Run:
+    dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1, "b64")
+    width, kinds = dtype.itemsize * len(slots), [op.program.kinds[slot] for slot in slots]
+
+    def run(group):
+        mask = group.active(op)
+        units = group.memory.load(address(group.registers), width, mask, op)
+        if units is None:
+            return
+        parts = elements(units, dtype)
+        for i, (slot, kind) in enumerate(zip(slots, kinds, strict=True)):
+            group.write(slot, extended(parts[..., i], kind), mask)
+
+    return run
+
+
+def joined_units(op: Op, place: int):
+    """Reads an operand, a register or several in braces, as one unit for each thread."""
+    dtype = TYPES[op.type]
+    bits = np.dtype(f"u{dtype.itemsize}")
+    reads = [op.reader(text, f"b{8 * dtype.itemsize}") for text in op.items(place)]
+    if len(reads) == 1:
+        return reads[0]
+    unit = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}[bits.itemsize * len(reads)]
+
+    def read(r):
+        parts = np.broadcast_arrays(*(one(r) for one in reads))
+        return np.stack(parts, -1).view(unit)[..., 0]
+
+    return read
+
+
+_STORES = f"st.global{_HINTS}"
+
+
+@instruction(f"{_STORES}.{_SCALARS}", f"{_STORES}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
+             f"{_STORES}.v2.{{b64,u64,f64}}", f"{_STORES}.v8.b16")  # fmt: skip
+def store(op: Op) -> Run:
+    address, value = op.address(0, "b64"), joined_units(op, 1)
+
+    def run(group):
+        r, mask = group.registers, group.active(op)
+        addresses, values = np.broadcast_arrays(address(r), value(r))
+        group.memory.store(addresses, values, mask, op)
+
+    return run

@@ -1,0 +1,324 @@
+"""The package's ops on the machine, by the 2x rule: what `python -m tests.machine device` runs.
+
+check     every case of `fastvit-kernels check`
+tokens    attention, rope and their kin at T = 1, 17, 50, 197, 257, plain and with dropout
+training  three steps of a small ViT, its loss and weights
+configs   every launch config that ships, twice, for equal bits
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import fastvit_kernels as fk
+from fastvit_kernels.models.vit import VisionTransformer
+from fastvit_kernels.ops.attention import functions
+from fastvit_kernels.runtime.compat import TorchDispatchMode
+from fastvit_kernels.verify import all_configs
+from fastvit_kernels.verify.accuracy import measure_all
+from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
+from fastvit_kernels.verify.op import SMALL, Case, Draw, Example, Inputs
+from fastvit_kernels.verify.plain_vit import plain_vit
+from fastvit_kernels.verify.runner import first_line, poisoned
+from tests.support.philox import philox_keep
+
+from .driver import Machine, ptx_machine
+
+CPU = torch.device("cpu")
+TOKEN_OPS = ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention")
+TOKENS = (1, 17, 50, 197, 257)
+KINDS = ("check", "tokens", "training", "configs")
+# tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
+PRECISIONS = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
+}  # fmt: skip
+
+
+class Job(NamedTuple):
+    target: str
+    precision: str
+    kind: str
+    name: str  # of the case
+    place: int = 0  # of the config
+
+
+class Outcome(NamedTuple):
+    job: Job
+    fault: str | None
+    seconds: float  # with compiling and the reference
+    machine: float  # on the machine alone
+    launches: int
+    accesses: int
+
+    def __str__(self) -> str:
+        job = self.job
+        where = f"{job.target} {job.precision} {job.kind}: {job.name}"
+        place = f" [{job.place}]" if job.kind == "configs" else ""
+        return f"{'ok  ' if self.fault is None else 'FAIL'} {where}{place}" + (
+            f"  {self.machine:.2f} s, {self.launches} launches"
+            if self.fault is None
+            else f"  {self.fault}"
+        )
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    """Inside, fp32 products round to tf32 where `name` says so."""
+    former = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(former)
+
+
+class CutProducts(TorchDispatchMode):
+    """Inside, PyTorch's products of fp32 do on the CPU what tensor cores do to tf32: the 13 lowest
+    bits of each operand are not looked at."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, args = func.overloadpacket.__name__, list(args)
+        first = _FIRST_OPERAND.get(name, 0 if name.startswith("_scaled_dot_product") else None)
+        if first is not None:
+            for i in range(first, first + (3 if name.startswith("_scaled") else 2)):
+                if args[i].dtype is torch.float32:
+                    args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
+        return func(*args, **(kwargs or {}))
+
+
+_FIRST_OPERAND = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+
+
+def _token_cases(dtype: torch.dtype) -> list[Case]:
+    """Attention's relatives at each T, in a ViT of 32 channels a head; and with dropout."""
+    found = []
+    for T in TOKENS:
+        sizes = replace(SMALL, T=T, B=1)
+        for op in (OPS[name] for name in TOKEN_OPS):
+            each = dict(op.at(sizes))
+            if "S" in each:  # one key has no gradient but rounding, and no error may be above 0
+                each["S"] = T + 5
+            found.append(op.case(Example(each, f"T={T}"), CPU, dtype))
+        found.append(dropout_case(T, dtype))
+    return found
+
+
+SEED, DROPPED = 0x1234_5678_9ABC, 0.3
+
+
+def dropout_case(T: int, dtype: torch.dtype, D: int = 32) -> Case:
+    """attention with dropout, against the formula with the mask that Philox gives."""
+    keep = torch.from_numpy(philox_keep(SEED, 1, 2, T, T, DROPPED))
+
+    def reference(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        probabilities = ((q @ k.mT) * D**-0.5).softmax(-1) * keep / (1 - DROPPED)
+        return (probabilities @ v).transpose(1, 2)
+
+    def ours(qkv: Tensor) -> Tensor:
+        with patch.object(functions, "draw_seed", lambda device: torch.tensor([SEED])):
+            return fk.attention(qkv, dropout_p=DROPPED)
+
+    def make() -> Inputs:
+        return {"qkv": Draw(CPU, dtype)(1, T, 3, 2, D)}
+
+    return Case(f"attention with dropout, T={T}", ours, reference, make)
+
+
+def cases(kind: str, name: str) -> list[Case]:
+    """By kind and precision; the same list in each process."""
+    dtype = PRECISIONS[name]
+    if kind == "check":
+        found = check_cases(SMALL, CPU, dtype)
+    elif kind == "tokens":
+        found = _token_cases(dtype)
+    else:
+        found = config_cases(False, CPU, dtype)
+    return found
+
+
+def jobs(target: str, name: str, kind: str) -> list[Job]:
+    if kind == "training":
+        return [Job(target, name, kind, "VisionTransformer, 3 steps")]
+    if kind == "configs":
+        return _config_jobs(target, name)
+    return [Job(target, name, kind, case.name) for case in cases(kind, name)]
+
+
+def _config_jobs(target: str, name: str) -> list[Job]:
+    """Each config once, by the first case that reaches it."""
+    with precision(name), ptx_machine(target):
+        reached, faults = all_configs.reach(cases("configs", name))
+    assert not faults, faults
+    found, done = [], set()
+    for place, r in enumerate(reached):
+        for config in r.configs(done):
+            done.add((r.table, config))
+            found.append(Job(target, name, "configs", f"{r.case.name}|{r.table}|{config}", place))
+    return found
+
+
+def run_job(job: Job) -> Outcome:
+    began = time.perf_counter()
+    fault = None
+    machine = Machine(job.target)
+    try:
+        with precision(job.precision), ptx_machine(job.target) as machine:
+            fault = _fault_of(job)
+    except Exception as error:  # whatever it is, the others still run
+        fault = first_line(error)
+    seconds = time.perf_counter() - began
+    return Outcome(
+        job, fault, seconds, sum(machine.seconds.values()), machine.launches.total(),
+        machine.accesses,
+    )  # fmt: skip
+
+
+def _fault_of(job: Job) -> str | None:
+    yardstick = CutProducts if job.precision == "tf32" else nullcontext
+    if job.kind == "training":
+        return training_fault(PRECISIONS[job.precision], yardstick)
+    if job.kind == "configs":
+        return _config_fault(job, yardstick)
+    (case,) = (c for c in cases(job.kind, job.precision) if c.name == job.name)
+    with yardstick():
+        case.reference  # noqa: B018, computed here, and kept
+    with poisoned():
+        errors = case.reference.errors(case.function)
+    return "; ".join(str(e) for e in errors if not e.passed) or None
+
+
+_REACHED: dict[tuple[str, str], list[all_configs.Reached]] = {}
+
+
+def _config_fault(job: Job, yardstick: Any) -> str | None:
+    key = job.target, job.precision
+    if key not in _REACHED:
+        _REACHED[key] = all_configs.reach(cases("configs", job.precision))[0]
+    reached = _REACHED[key][job.place]
+    _, table, text = job.name.split("|", 2)
+    (config,) = (c for c in reached.configs() if str(c) == text)
+    assert reached.table == table
+    with yardstick():
+        reached.case.reference  # noqa: B018, computed here, and kept
+    return all_configs.run_config(reached, config).fault
+
+
+# Training
+
+
+def training_fault(dtype: torch.dtype, yardstick: Any, steps: int = 3) -> str | None:
+    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule.
+
+    Args:
+        yardstick: the context of PyTorch's own training.
+    """
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=(24, 16), patch_size=8, num_classes=10, embed_dim=64, depth=2, num_heads=2,
+        init_values=0.5,
+    ).eval()  # fmt: skip
+    start = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
+    images, labels = Draw(CPU, dtype)(4, 3, 24, 16, grad=False), torch.tensor([1, 7, 0, 3])
+
+    def train(forward: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        weights = {name: p.to(dtype, copy=True).requires_grad_() for name, p in start.items()}
+        found = {}
+        for step in range(steps):
+            logits = forward(weights, images.to(dtype))
+            wide = logits if dtype is torch.float64 else logits.float()
+            found[f"loss {step}"] = loss = nn.functional.cross_entropy(wide, labels)
+            grads = torch.autograd.grad(loss, list(weights.values()))
+            with torch.no_grad():
+                for p, grad in zip(weights.values(), grads, strict=True):
+                    p -= 0.1 * grad
+        changes = [(p - start[name].to(dtype)).flatten() for name, p in weights.items()]
+        return {**found, "change of the weights": torch.cat(changes)}
+
+    def ours(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (images,))
+
+    def plain(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        return plain_vit(model, weights, images)
+
+    with poisoned():
+        actual = train(ours, dtype)
+    oracle = train(plain, torch.float64)
+
+    def specification() -> dict[str, Tensor]:
+        with yardstick():
+            return train(plain, dtype)
+
+    errors = measure_all(actual, specification, oracle, dtype)
+    return "; ".join(str(e) for e in errors if not e.passed) or None
+
+
+# Many of them
+
+
+def run_all(
+    targets: Sequence[str],
+    precisions: Sequence[str],
+    kinds: Sequence[str],
+    count: int,
+    share: tuple[int, int] = (0, 1),
+    only: str = "",
+) -> Iterator[Outcome]:
+    """Run them in so many processes; each outcome as it is there.
+
+    Args:
+        share: (number, of): each `of`-th job, from this number on.
+        only: jobs whose name has this in it.
+    """
+    wanted = [
+        job for target in targets for name in precisions for kind in kinds
+        for job in jobs(target, name, kind) if only in job.name
+    ][share[0] :: share[1]]  # fmt: skip
+    if count == 1:
+        yield from map(run_job, wanted)
+        return
+    # spawned: a fork would carry the state of torch's and LLVM's threads
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread) as pool:
+        for future in as_completed([pool.submit(run_job, job) for job in wanted]):
+            yield future.result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run_device(
+    targets: Sequence[str],
+    precisions: Sequence[str],
+    kinds: Sequence[str],
+    count: int,
+    only: str = "",
+    share: tuple[int, int] = (0, 1),
+) -> int:
+    """Print each outcome; the exit status."""
+    began, passed, failed = time.perf_counter(), Counter[str](), 0
+    for outcome in run_all(targets, precisions, kinds, count, share, only):
+        print(outcome, flush=True)
+        failed += outcome.fault is not None
+        passed["jobs"] += outcome.fault is None
+        passed["launches"] += outcome.launches
+        passed["accesses"] += outcome.accesses
+        passed["machine s"] += math.ceil(outcome.machine)
+    print(
+        f"{passed['jobs']} passed, {failed} failed, {passed['launches']} launches, "
+        f"{passed['accesses']} accesses to global memory, {passed['machine s']} s of execution, "
+        f"{time.perf_counter() - began:.0f} s"
+    )
+    return 1 if failed or not passed["jobs"] else 0

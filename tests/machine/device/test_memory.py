@@ -1,0 +1,291 @@
+"""Loads, stores, ldmatrix, asynchronous copies; poison, bounds, alignment, races."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.machine.device.faults import MachineError, Misaligned, OutOfBounds, Race
+from tests.machine.device.registry import INSTRUCTIONS
+from tests.machine.device.snippets import run
+
+LANES = np.arange(32)
+BASE = "mov.b32 %r100, global_smem;"
+
+
+def pointer(x):
+    return {"tensors": [x], "arguments": [("u64", x.data_ptr())]}
+
+
+def at(register, width):
+    """Lines that put the address of each thread's own element into %rd1."""
+    return f"ld.param.b64 %rd2, [snippet_param_0]; mad.wide.s32 %rd1, {register}, {width}, %rd2;"
+
+
+WIDTHS = {"8": 1, "16": 2, "32": 4, "64": 8}
+
+
+def memory_forms(start):
+    return sorted(name for name in INSTRUCTIONS if name.startswith(start))
+
+
+@pytest.mark.parametrize("name", memory_forms(("ld.global", "ld.shared", "st.global", "st.shared")))
+def test_loads_and_stores(name):
+    """Element i of thread l is byte pattern 37 (count l + i) + 11, whatever its width."""
+    parts = name.split(".")
+    count = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8")), 1)
+    bits = parts[-1][1:]
+    width = WIDTHS[bits]
+    prefix = {"8": "%rs", "16": "%rs", "32": "%r", "64": "%rd"}[bits]
+    registers = [f"{prefix}{10 + i}" for i in range(count)]
+    listed = "{" + ", ".join(registers) + "}" if count > 1 else registers[0]
+    total = 32 * count
+    raw = (np.arange(total * width) * 37 + 11).astype(np.uint8)
+    kind = {"8": "1", "16": "2", "32": "4", "64": "8"}[bits]
+    elements = raw.view(f"{'i' if parts[-1][0] == 's' else 'u'}{kind}").reshape(32, count)
+    stored = {r: elements[:, i].view(f"u{kind}") for i, r in enumerate(registers)}
+    if ".global" in name:
+        x = torch.zeros(total * width, dtype=torch.uint8)
+        place = at("%tid.x", count * width)
+        if name.startswith("ld"):
+            x.copy_(torch.from_numpy(raw))
+            found = run(f"{place} {name} {listed}, [%rd1];", **pointer(x))
+        else:
+            run(f"{place} {name} [%rd1], {listed};", stored, **pointer(x))
+            assert np.array_equal(x.numpy(), raw)
+            return
+    else:
+        place = f"{BASE} mad.lo.s32 %r1, %tid.x, {count * width}, %r100;"
+        plain = f"st.shared.{'v' + str(count) + '.' if count > 1 else ''}b{bits}"
+        body = f"{place} {plain if name.startswith('ld') else name} [%r1], {listed};"
+        loaded = [f"{prefix}{50 + i}" for i in range(count)]
+        if name.startswith("ld"):
+            body += f"{name} {listed.replace(prefix + '1', prefix + '5')}, [%r1];"
+        found = run(body, stored, shared=total * width)
+        assert np.array_equal(found["shared"][0], raw)
+        if name.startswith("st"):
+            return
+        registers = loaded
+    for i, register in enumerate(registers):
+        held = found[register][0]
+        wanted = elements[:, i].astype(f"{'i' if parts[-1][0] == 's' else 'u'}{held.itemsize}")
+        assert np.array_equal(held, wanted.view(held.dtype)), (name, i)
+
+
+@pytest.mark.parametrize(("type", "value", "wanted"), [
+    ("u32", 7, 7), ("s32", -1, 2**64 - 1), ("u8", 200, 200), ("f32", 1.0, 0x3F800000),
+])  # fmt: skip
+def test_parameters(type, value, wanted):
+    assert run(f"ld.param.{type} %rd1, [snippet_param_0];", arguments=[(type, value)])[
+        "%rd1"
+    ][0, 0] == wanted  # fmt: skip
+
+
+def test_an_access_outside_of_every_tensor():
+    x = torch.zeros(31)
+    body = at("%tid.x", 4) + "ld.global.b32 %r1, [%rd1];"
+    with pytest.raises(OutOfBounds, match=r"PTX line \d+ .*ld.global.b32"):
+        run(body, **pointer(x))
+    guarded = at("%tid.x", 4) + "setp.lt.s32 %p1, %tid.x, 31; @%p1 ld.global.b32 %r1, [%rd1];"
+    run(guarded, **pointer(x))
+    with pytest.raises(OutOfBounds):
+        run(guarded.replace("@%p1", "@!%p1"), **pointer(x))
+
+
+def test_an_access_between_the_rows_of_a_tensor():
+    rows = torch.zeros(4, 10)[:, :8]
+    body = "ld.param.b64 %rd1, [snippet_param_0]; ld.global.b32 %r1, [%rd1+{}];"
+    run(body.format(7 * 4), **pointer(rows))
+    with pytest.raises(OutOfBounds, match="padded"):
+        run(body.format(8 * 4), **pointer(rows))
+
+
+def test_a_vector_must_be_aligned():
+    x = torch.zeros(64)
+    body = "ld.param.b64 %rd1, [snippet_param_0]; ld.global.v4.b32 {{%r1,%r2,%r3,%r4}}, [%rd1+{}];"
+    run(body.format(16), **pointer(x))
+    with pytest.raises(Misaligned):
+        run(body.format(8), **pointer(x))
+    with pytest.raises(Misaligned):
+        run(f"{BASE} st.shared.v2.b32 [%r100+4], {{%r1, %r2}};", shared=64)
+
+
+def test_shared_memory_has_bounds_and_starts_as_poison():
+    found = run(f"{BASE} ld.shared.b32 %r1, [%r100]; ld.shared.b16 %rs1, [%r100+8];", shared=16)
+    assert np.isnan(found["%r1"].view(np.float32)).all()
+    assert (found["%rs1"] == 0x7FFF).all()  # NaN as bf16 and as f16
+    for offset in (-4, 16):
+        with pytest.raises(OutOfBounds, match="of 16 of shared memory"):
+            run(f"{BASE} ld.shared.b32 %r1, [%r100+{offset}];", shared=16)
+
+
+def test_a_variable_in_shared_memory():
+    found = run(".shared .align 4 .b8 mine[128]; mov.b32 %r1, mine;"
+                "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x;"
+                "ld.shared.b32 %r3, [mine+12];", shared=128)  # fmt: skip
+    assert (found["%r3"] == 3).all()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_ldmatrix(count, transposed, blocks):
+    """PTX ISA, "ldmatrix": thread l gets elements 2 (l % 4) and the next of row l // 4."""
+    draw = np.random.default_rng(0)
+    numbers = draw.integers(0, 2**16, (blocks, 32 * 8), dtype=np.uint16)
+    # Row i of matrix j, in a place of its own, comes from thread 8 j + i.
+    places = draw.permutation(32)
+    stores = "".join(f"st.shared.b16 [%r1+{2 * i}], %rs{10 + i};" for i in range(8))
+    registers = {f"%rs{10 + i}": numbers.reshape(blocks, 32, 8)[:, :, i] for i in range(8)}
+    slots = ", ".join(f"%r{20 + i}" for i in range(count))
+    found = run(
+        f"{BASE} mad.lo.s32 %r1, %tid.x, 16, %r100; mad.lo.s32 %r2, %r3, 16, %r100; {stores}"
+        f"bar.warp.sync -1;"
+        f"ldmatrix.sync.aligned.m8n8.x{count}{transposed}.shared.b16 {{{slots}}}, [%r2];",
+        {**registers, "%r3": places}, shared=512, blocks=blocks,
+    )  # fmt: skip
+    rows = numbers.reshape(blocks, 32, 8)
+    for block in range(blocks):
+        for j in range(count):
+            matrix = rows[block, places[8 * j : 8 * j + 8]]
+            if transposed:
+                matrix = matrix.T
+            for lane in LANES:
+                low, high = matrix[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].astype(int)
+                assert found[f"%r{20 + j}"][block, lane] == low | high << 16
+
+
+# cp.async
+
+COPY = at("%tid.x", 16) + BASE + "mad.lo.s32 %r1, %tid.x, 16, %r100;"
+READ = "ld.shared.b32 %r{}, [%r1{}];"
+
+
+def copies(lines, blocks=1, **registers):
+    x = torch.arange(4 * 32 * 4, dtype=torch.int32)
+    found = run(COPY + lines, registers, shared=4 * 512, blocks=blocks, **pointer(x))
+    return [found[f"%r{i}"][0] if f"%r{i}" in found else None for i in (10, 11, 12, 13)]
+
+
+ISSUE = "cp.async.cg.shared.global [%r1+{0}], [%rd1+{0}], 16;"
+COMMIT = "cp.async.commit_group;"
+ARRIVED, ON_ITS_WAY = 4 * LANES, 0x7FFF7FFF
+
+
+def test_a_copy_lands_at_the_wait_that_covers_it():
+    for waits, arrived in (("", 0), ("cp.async.wait_group 2;", 0), ("cp.async.wait_group 1;", 1),
+                           ("cp.async.wait_group 0;", 2), ("cp.async.wait_all;", 2)):  # fmt: skip
+        first, second, *_ = copies(
+            ISSUE.format(0) + COMMIT + ISSUE.format(512) + COMMIT + waits
+            + READ.format(10, "") + READ.format(11, "+512")
+        )  # fmt: skip
+        assert (first == (ARRIVED if arrived >= 1 else ON_ITS_WAY)).all(), waits
+        assert (second == (ARRIVED + 128 if arrived >= 2 else ON_ITS_WAY)).all(), waits
+
+
+def test_a_copy_that_nobody_commits_lands_at_wait_all_alone():
+    for wait, arrived in (("cp.async.wait_group 0;", False), ("cp.async.wait_all;", True)):
+        first, *_ = copies(ISSUE.format(0) + wait + READ.format(10, ""))
+        assert (first == (ARRIVED if arrived else ON_ITS_WAY)).all()
+
+
+def test_a_copy_poisons_what_was_there():
+    first, *_ = copies(
+        "st.shared.v4.b32 [%r1], {7, 7, 7, 7};" + ISSUE.format(0) + READ.format(10, "")
+    )
+    assert (first == ON_ITS_WAY).all()
+
+
+def test_a_copy_of_no_bytes_gives_zeros():
+    body = "setp.lt.s32 %p1, %tid.x, 8; selp.b32 %r2, 16, 0, %p1;"
+    first, *_ = copies(
+        body + "cp.async.ca.shared.global [%r1], [%rd1], 16, %r2;" + COMMIT
+        + "cp.async.wait_group 0;" + READ.format(10, "")
+    )  # fmt: skip
+    assert first.tolist() == [*range(0, 32, 4)] + [0] * 24
+
+
+def test_groups_are_counted_by_block():
+    """The first block issues one group more, then both wait for all but one."""
+    lines = (
+        "setp.eq.s32 %p1, %ctaid.x, 0;" + ISSUE.format(0) + COMMIT
+        + "@!%p1 bra SKIP;" + ISSUE.format(512) + COMMIT + "SKIP:"
+        + "cp.async.wait_group 1;" + READ.format(10, "")
+    )  # fmt: skip
+    x = torch.arange(4 * 32 * 4, dtype=torch.int32)
+    found = run(COPY + lines, shared=4 * 512, blocks=2, **pointer(x))["%r10"]
+    assert (found[0] == ARRIVED).all() and (found[1] == ON_ITS_WAY).all()
+
+
+# Races
+
+WRITE = (
+    BASE
+    + "mad.lo.s32 %r1, %tid.x, 4, %r100; xor.b32 %r2, %tid.x, 32;"
+    + ("mad.lo.s32 %r2, %r2, 4, %r100; st.shared.b32 [%r1], %tid.x;")
+)
+
+
+def test_a_read_of_what_another_warp_wrote_needs_a_barrier():
+    with pytest.raises(Race, match=r"warp 0 reads byte 0 .* which warp 1 wrote|warp \d reads byte"):
+        run(WRITE + "ld.shared.b32 %r3, [%r2];", threads=64, shared=256)
+    found = run(WRITE + "bar.sync 0; ld.shared.b32 %r3, [%r2];", threads=64, shared=256)
+    assert (found["%r3"][0] == np.arange(64) ^ 32).all()
+
+
+def test_a_warp_may_read_what_it_wrote():
+    run(WRITE + "ld.shared.b32 %r3, [%r1];", threads=64, shared=256)
+
+
+def test_a_write_over_what_another_warp_read_needs_a_barrier():
+    read = WRITE + "bar.sync 0; ld.shared.b32 %r3, [%r2];"
+    with pytest.raises(Race, match=r"warp \d writes byte .* which warp \d read"):
+        run(read + "st.shared.b32 [%r1], %r3;", threads=64, shared=256)
+    run(read + "bar.sync 0; st.shared.b32 [%r1], %r3;", threads=64, shared=256)
+
+
+def test_two_warps_that_write_the_same_bytes():
+    with pytest.raises(Race, match=r"warp \d writes byte .* which warp \d wrote"):
+        run(WRITE + "st.shared.b32 [%r2], %tid.x;", threads=64, shared=256)
+
+
+def test_neighbouring_bytes_are_no_race():
+    run(BASE + "mad.lo.s32 %r1, %tid.x, 2, %r100; st.shared.b16 [%r1], 1;", threads=64, shared=128)
+
+
+def test_lanes_that_name_no_row_of_ldmatrix_do_not_count():
+    body = (
+        BASE
+        + "and.b32 %r1, %tid.x, 31; shl.b32 %r1, %r1, 4; shr.u32 %r2, %tid.x, 5;"
+        + (
+            "shl.b32 %r2, %r2, 7; and.b32 %r4, %tid.x, 7; mad.lo.s32 %r4, %r4, 16, %r2;"
+            "add.s32 %r4, %r4, %r100; st.shared.v4.b32 [%r4], {%r5, %r5, %r5, %r5};"
+            "add.s32 %r6, %r1, %r2; add.s32 %r6, %r6, %r100;"
+        )
+    )
+    # Lanes 8 and above of warp 0 point at rows of warp 1.
+    run(body + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r7}, [%r6];", threads=64, shared=2048)
+    with pytest.raises(Race):
+        run(body + "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r7, %r8}, [%r6];", threads=64,
+            shared=2048)  # fmt: skip
+
+
+def test_a_copy_counts_as_written_where_it_was_waited_for():
+    x = torch.zeros(1024)
+    body = (
+        at("%tid.x", 16)
+        + BASE
+        + "mad.lo.s32 %r1, %tid.x, 16, %r100; xor.b32 %r2, %tid.x, 32;"
+        + (
+            "mad.lo.s32 %r2, %r2, 16, %r100; cp.async.cg.shared.global [%r1], [%rd1], 16;"
+            "cp.async.commit_group; cp.async.wait_group 0;"
+        )
+    )
+    with pytest.raises(Race):
+        run(body + "ld.shared.b32 %r3, [%r2];", threads=64, shared=1024, **pointer(x))
+    run(body + "bar.sync 0; ld.shared.b32 %r3, [%r2];", threads=64, shared=1024, **pointer(x))
+
+
+def test_unknown_instructions_and_modifiers_are_named():
+    for line in ("frobnicate.b32 %r1, %r2;", "add.sat.s32 %r1, %r2, %r3;"):
+        with pytest.raises(MachineError, match=rf"PTX line \d+ .*unknown instruction {line[:5]}"):
+            run(line)
