@@ -27,7 +27,10 @@ from fastvit_kernels.runtime.compat import active_driver
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.resources import TARGETS
 
-from . import arithmetic, async_copies, control, global_memory, mma, shared_memory, warps
+from . import (
+    arithmetic, async_copies, control, global_memory, mbarriers, mma, proxies, roles,
+    shared_memory, stmatrix, tensor_copies, warps, wgmma,
+)  # fmt: skip
 from .execution import Launch, argument
 from .memory import GlobalMemory, check_size
 from .program import Program
@@ -35,7 +38,10 @@ from .program import Program
 # Arguments whose rows are longer than their tensors', with padding that the kernels fill in.
 PADDED = ("lse_ptr", "delta_ptr")
 
-FAMILIES = (arithmetic, async_copies, control, global_memory, mma, shared_memory, warps)
+FAMILIES = (
+    arithmetic, async_copies, control, global_memory, mbarriers, mma, proxies, roles,
+    shared_memory, stmatrix, tensor_copies, warps, wgmma,
+)  # fmt: skip
 
 
 @dataclass
@@ -46,12 +52,16 @@ class Machine:
         changed: makes another text of a kernel's PTX before it runs, for faults to plant.
         launches: of each kernel.
         seconds: of execution, by kernel.
+        early: wgmma reads its operands at the issue instead of at the wait.
+        notes: what is odd but no fault.
     """
 
     target: str
     changed: Callable[[str, str], str] | None = None
     order: int = 0
     watches: bool = True
+    early: bool = False
+    notes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     accesses: int = 0
@@ -80,10 +90,12 @@ class Machine:
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):
-            Launch(
+            launch = Launch(
                 program, grid, arguments, memory, metadata.shared, self.order,
-                watches=self.watches,
-            ).run()  # fmt: skip
+                watches=self.watches, early=self.early,
+            )  # fmt: skip
+            launch.run()
+        self.notes.update(launch.counts)
         self.seconds[name] += time.perf_counter() - began
         self.launches[name] += 1
         self.accesses += memory.accesses

@@ -1,9 +1,9 @@
 """The package's ops on the machine, by the 2x rule: what `python -m tests.machine device` runs.
 
-    check     every case of `fastvit-kernels check`
-    tokens    attention, rope and their kin at T = 1, 17, 50, 197, 257, plain and with dropout
-    training  three steps of a small ViT, its loss and weights
-    configs   every launch config that ships, twice, for equal bits
+check     every case of `fastvit-kernels check`
+tokens    attention, rope and their kin at T = 1, 17, 50, 197, 257, plain and with dropout
+training  three steps of a small ViT, its loss and weights
+configs   every launch config that ships, twice, for equal bits
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ def _token_cases(dtype: torch.dtype) -> list[Case]:
     found = []
     for T in TOKENS:
         sizes = SMALL._replace(T=T) if hasattr(SMALL, "_replace") else _with_tokens(T)
-        for name in ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention"):
+        for name in (
+            "attention",
+            "qkv_attention",
+            "rope_attention",
+            "scaled_dot_product_attention",
+        ):
             op = OPS[name]
             case = op.case(Example(op.at(sizes), f"T={T}"), CPU, dtype)
             found.append(case)
