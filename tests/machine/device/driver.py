@@ -28,9 +28,20 @@ from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.resources import TARGETS
 
 from . import (
-    arithmetic, async_copies, control, global_memory, mbarriers, mma, proxies, roles,
-    shared_memory, stmatrix, tensor_copies, warps, wgmma,
-)  # fmt: skip
+    arithmetic,
+    async_copies,
+    control,
+    global_memory,
+    mbarriers,
+    mma,
+    proxies,
+    roles,
+    shared_memory,
+    stmatrix,
+    tensor_copies,
+    warps,
+    wgmma,
+)
 from .execution import Launch, argument
 from .memory import GlobalMemory, check_size
 from .program import Program

@@ -9,7 +9,7 @@ So the race detector's `clock[row, w]`, what warp w knows, has more columns than
 
     v                 the latest epoch of warp v, as in races.py
     warps             the latest of TMA's writes whose mbarrier w has seen complete
-    warps + 1 + v     the latest epoch of warp v whose writes a fence has passed on to the async proxy
+    warps + 1 + v     the latest epoch of warp v whose writes a fence has passed on to that proxy
     the last          TMA's own writes need no fence: always larger than every epoch
 """
 

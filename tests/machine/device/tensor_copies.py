@@ -6,8 +6,8 @@ outside of the tensor is zero. Axis 0 is the innermost; only the outer ones have
 A load reports its bytes, those outside too, to an mbarrier; a store belongs to a bulk group of its
 thread, as with cp.async, and shared memory must not change before `wait_group.read`.
 
-PTX leaves the bytes of a tensor map open; here they are `MAP`. A kernel builds one in shared memory,
-copies it to global memory (cp_fenceproxy) and says that it will be read as a map
+PTX leaves the bytes of a tensor map open; here they are `MAP`. A kernel builds one in shared
+memory, copies it to global memory (cp_fenceproxy) and says that it will be read as a map
 (fence.proxy.tensormap); one without that fence is a fault.
 """
 
@@ -80,7 +80,7 @@ class Box:
         inside, and their width; each of shape (1, pieces)."""
         width, length = self.width, self.shape[0]
         start, size = self.at[0], int(self.map["global_dim"][0])
-        whole = 0 <= start and start + length <= size
+        whole = start >= 0 and start + length <= size
         if whole and start * width % 16 == 0:
             start, length, size, width = start * width // 16, length * width // 16, 2**31, 16
         address, inside = np.full(1, int(self.map["global_address"])), np.ones(1, bool)
