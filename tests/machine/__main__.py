@@ -1,4 +1,4 @@
-"""python -m tests.machine gate | rank: what kernels take from GPUs that are not here.
+"""python -m tests.machine gate | rank | device | left-out: kernels on GPUs that are not here.
 
 README.md has the rules, the columns and the model.
 """
@@ -12,8 +12,10 @@ from pathlib import Path
 
 from fastvit_kernels.commands import options
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.resources import GATED, TARGETS
 
+from .device.kernels import KINDS, PRECISIONS, run_device
+from .device.left_out import run_left_out
 from .gate import TABLE, run_gate
 from .loop_model import ROOFS
 from .rank import TOKENS, run_rank
@@ -26,7 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     gate = commands.add_parser("gate", help="compile every kernel and apply the rules")
     rank = commands.add_parser("rank", help="order the configs that ship by modelled time")
     count = options.positive(int, options.MOST_PROCESSES)
-    for command, archs in ((gate, TARGETS), (rank, ROOFS)):
+    device = commands.add_parser("device", help="run the compiled kernels, by the 2x rule")
+    left_out = commands.add_parser("left-out", help="write what the machine notices")
+    for command, archs in ((gate, TARGETS), (rank, ROOFS), (device, GATED), (left_out, GATED)):
         command.add_argument("--arch", nargs="+", choices=archs, metavar="ARCH")
         command.add_argument("--jobs", type=count, metavar="N", help="processes")
     gate.add_argument("--changed", action="store_true", help="leave out what passed before")
@@ -35,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     rank.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(sorted(TABLES))}")
     rank.add_argument("--sizes", nargs="+", choices=SIZES, default=["S", "B", "L"])
     rank.add_argument("--tokens", nargs="+", type=options.positive(int), default=list(TOKENS))
+    device.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    device.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    device.add_argument("--only", default="", metavar="NAME", help="cases whose name has this")
     options.add_batch(rank, 256)
     options.add_json(rank)
     return parser
@@ -47,6 +54,11 @@ def main(words: Sequence[str] | None = None) -> int:
         if unknown := [name for name in args.tables if name not in TABLES]:
             parser.error(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
         return run_rank(args)
+    if args.command == "left-out":
+        return run_left_out(args.arch or ["sm_80"], args.jobs or 1)
+    if args.command == "device":
+        archs = args.arch or ["sm_80"]
+        return run_device(archs, args.precision, args.kind, args.jobs or 1, args.only)
     if args.update and (args.arch or args.changed):
         parser.error("--update writes every row: leave out --arch and --changed")
     return run_gate(args.arch or list(TARGETS), args.table, args.update, args.changed, args.jobs)

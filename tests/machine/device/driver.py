@@ -56,6 +56,27 @@ FAMILIES = (
 
 
 @dataclass
+class Recorded:
+    """A launch that can be run again, from the same memory."""
+
+    program: Program
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    shared: int
+    tensors: list[Tensor]
+
+    def __post_init__(self):
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
+        self._memory = [(storage, storage.clone()) for storage in storages.values()]
+
+    def run(self) -> None:
+        for storage, before in self._memory:
+            storage.copy_(before)
+        memory = GlobalMemory(self.tensors)
+        Launch(self.program, self.grid, self.arguments, memory, self.shared).run()
+
+
+@dataclass
 class Machine:
     """What ran, and how: options that tests set.
 
@@ -65,6 +86,7 @@ class Machine:
         seconds: of execution, by kernel.
         early: wgmma reads its operands at the issue instead of at the wait.
         notes: what is odd but no fault.
+        recorded: where each launch is kept, with its memory; None: nowhere.
     """
 
     target: str
@@ -76,6 +98,7 @@ class Machine:
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     accesses: int = 0
+    recorded: list[Recorded] | None = None
 
     def launch(
         self, text: str, metadata: Any, grid: tuple[int, int, int], values: list,
@@ -98,6 +121,8 @@ class Machine:
             argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x or 0)
             for parameter, x in zip(program.parameters, values, strict=True)
         ]
+        if self.recorded is not None:
+            self.recorded.append(Recorded(program, grid, arguments, metadata.shared, tensors))
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):

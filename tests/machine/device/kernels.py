@@ -8,31 +8,35 @@ configs   every launch config that ships, twice, for equal bits
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import fastvit_kernels as fk
 from fastvit_kernels.models.vit import VisionTransformer
-from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.ops.attention import functions
 from fastvit_kernels.verify import all_configs
-from fastvit_kernels.verify.accuracy import Reference, measure_all
+from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
-from fastvit_kernels.verify.op import SMALL, Case, Draw, Example
-from fastvit_kernels.verify.runner import check, first_line, poisoned
+from fastvit_kernels.verify.op import SMALL, Case, Draw, Example, Inputs
+from fastvit_kernels.verify.plain_vit import plain_vit
+from fastvit_kernels.verify.runner import first_line, poisoned
+from tests.support.philox import philox_keep
 
 from .driver import Machine, ptx_machine
 
 CPU = torch.device("cpu")
+TOKEN_OPS = ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention")
 TOKENS = (1, 17, 50, 197, 257)
 KINDS = ("check", "tokens", "training", "configs")
 # tf32 is fp32 whose products may round their operands to tf32.
@@ -80,26 +84,39 @@ def precision(name: str) -> Iterator[None]:
 
 
 def _token_cases(dtype: torch.dtype) -> list[Case]:
-    """Attention's relatives at each T, what a ViT of one head size has."""
+    """Attention's relatives at each T, in a ViT of 32 channels a head; and with dropout."""
     found = []
     for T in TOKENS:
-        sizes = SMALL._replace(T=T) if hasattr(SMALL, "_replace") else _with_tokens(T)
-        for name in (
-            "attention",
-            "qkv_attention",
-            "rope_attention",
-            "scaled_dot_product_attention",
-        ):
-            op = OPS[name]
-            case = op.case(Example(op.at(sizes), f"T={T}"), CPU, dtype)
-            found.append(case)
+        sizes = replace(SMALL, T=T, B=1)
+        for op in (OPS[name] for name in TOKEN_OPS):
+            each = dict(op.at(sizes))
+            if "S" in each:  # one key has no gradient but rounding, and no error may be above 0
+                each["S"] = T + 5
+            found.append(op.case(Example(each, f"T={T}"), CPU, dtype))
+        found.append(dropout_case(T, dtype))
     return found
 
 
-def _with_tokens(T: int) -> Any:
-    from dataclasses import replace
+SEED, DROPPED = 0x1234_5678_9ABC, 0.3
 
-    return replace(SMALL, T=T, B=1)
+
+def dropout_case(T: int, dtype: torch.dtype, D: int = 32) -> Case:
+    """attention with dropout, against the formula with the mask that Philox gives."""
+    keep = torch.from_numpy(philox_keep(SEED, 1, 2, T, T, DROPPED))
+
+    def reference(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        probabilities = ((q @ k.mT) * D**-0.5).softmax(-1) * keep / (1 - DROPPED)
+        return (probabilities @ v).transpose(1, 2)
+
+    def ours(qkv: Tensor) -> Tensor:
+        with patch.object(functions, "draw_seed", lambda device: torch.tensor([SEED])):
+            return fk.attention(qkv, dropout_p=DROPPED)
+
+    def make() -> Inputs:
+        return {"qkv": Draw(CPU, dtype)(1, T, 3, 2, D)}
+
+    return Case(f"attention with dropout, T={T}", ours, reference, make)
 
 
 def cases(kind: str, name: str) -> list[Case]:
@@ -176,3 +193,101 @@ def _config_fault(job: Job) -> str | None:
     (config,) = (c for c in reached.configs() if str(c) == text)
     assert reached.table == table
     return all_configs.run_config(reached, config).fault
+
+
+# Training
+
+
+def training_fault(dtype: torch.dtype, steps: int = 3) -> str | None:
+    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=(24, 16), patch_size=8, num_classes=10, embed_dim=64, depth=2, num_heads=2,
+        init_values=0.5,
+    ).eval()  # fmt: skip
+    start = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
+    images, labels = Draw(CPU, dtype)(4, 3, 24, 16, grad=False), torch.tensor([1, 7, 0, 3])
+
+    def train(forward: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        weights = {name: p.to(dtype, copy=True).requires_grad_() for name, p in start.items()}
+        found = {}
+        for step in range(steps):
+            logits = forward(weights, images.to(dtype))
+            wide = logits if dtype is torch.float64 else logits.float()
+            found[f"loss {step}"] = loss = nn.functional.cross_entropy(wide, labels)
+            grads = torch.autograd.grad(loss, list(weights.values()))
+            with torch.no_grad():
+                for p, grad in zip(weights.values(), grads, strict=True):
+                    p -= 0.1 * grad
+        changes = [(p - start[name].to(dtype)).flatten() for name, p in weights.items()]
+        return {**found, "change of the weights": torch.cat(changes)}
+
+    def ours(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (images,))
+
+    def plain(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        return plain_vit(model, weights, images)
+
+    with poisoned():
+        actual = train(ours, dtype)
+    oracle = train(plain, torch.float64)
+    errors = measure_all(actual, lambda: train(plain, dtype), oracle, dtype)
+    return "; ".join(str(e) for e in errors if not e.passed) or None
+
+
+# Many of them
+
+
+def run_all(
+    targets: Sequence[str],
+    precisions: Sequence[str],
+    kinds: Sequence[str],
+    count: int,
+    share: tuple[int, int] = (0, 1),
+    only: str = "",
+) -> Iterator[Outcome]:
+    """Run them in so many processes; each outcome as it is there.
+
+    Args:
+        share: (number, of): each `of`-th job, from this number on.
+        only: jobs whose name has this in it.
+    """
+    wanted = [
+        job for target in targets for name in precisions for kind in kinds
+        for job in jobs(target, name, kind) if only in job.name
+    ][share[0] :: share[1]]  # fmt: skip
+    if count == 1:
+        yield from map(run_job, wanted)
+        return
+    # spawned: a fork would carry the state of torch's and LLVM's threads
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread) as pool:
+        for future in as_completed([pool.submit(run_job, job) for job in wanted]):
+            yield future.result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run_device(
+    targets: Sequence[str],
+    precisions: Sequence[str],
+    kinds: Sequence[str],
+    count: int,
+    only: str = "",
+) -> int:
+    """Print each outcome; the exit status."""
+    began, passed, failed = time.perf_counter(), Counter[str](), 0
+    for outcome in run_all(targets, precisions, kinds, count, only=only):
+        print(outcome, flush=True)
+        failed += outcome.fault is not None
+        passed["jobs"] += outcome.fault is None
+        passed["launches"] += outcome.launches
+        passed["accesses"] += outcome.accesses
+        passed["machine s"] += math.ceil(outcome.machine)
+    print(
+        f"{passed['jobs']} passed, {failed} failed, {passed['launches']} launches, "
+        f"{passed['accesses']} accesses to global memory, {passed['machine s']} s of execution, "
+        f"{time.perf_counter() - began:.0f} s"
+    )
+    return 1 if failed or not passed["jobs"] else 0

@@ -120,7 +120,8 @@ def test_shared_memory_has_bounds_and_starts_as_poison():
 
 def test_a_variable_in_shared_memory():
     found = run(".shared .align 4 .b8 mine[128]; mov.b32 %r1, mine;"
-                "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x; ld.shared.b32 %r3, [mine+12];", shared=128)  # fmt: skip
+                "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x;"
+                "ld.shared.b32 %r3, [mine+12];", shared=128)  # fmt: skip
     assert (found["%r3"] == 3).all()
 
 

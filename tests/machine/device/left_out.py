@@ -1,0 +1,336 @@
+"""What the machine notices: instructions left out or changed, one at a time.
+
+    python -m tests.machine left-out      # writes left_out.csv, beside this file
+
+One launch of each kernel of `check` is recorded, with the memory before it and after it. Then each
+barrier, wait, commit, mask and swizzle of its program is changed, the launch is run again from the
+same memory, and the row says what noticed: a race, poison (NaN where there was none), an access out
+of bounds, another value; or why nothing did, from what the unchanged run saw.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastvit_kernels.verify.op import SMALL
+
+from .driver import Recorded, ptx_machine
+from .execution import Group
+from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
+from .kernels import CPU, precision
+from .program import Op
+from .registry import INSTRUCTIONS
+
+TABLE = Path(__file__).with_name("left_out.csv")
+FAR = 0.01  # of a tensor's RMS: a number that is further off is another value
+
+
+class Row(NamedTuple):
+    target: str
+    kernel: str
+    source: str  # the line of Python that the instruction comes from
+    line: int  # of the PTX
+    instruction: str
+    change: str
+    noticed: str  # "race", "poison", "bounds", "value", "deadlock"; "" nothing did
+    why: str  # where nothing did
+
+
+@dataclass
+class Seen:
+    """What the unchanged run saw of an instruction."""
+
+    runs: int = 0  # how often it ran
+    held_back: bool = False  # whether its mask ever kept a thread from it
+
+
+class Change(NamedTuple):
+    words: str
+    apply: Callable[[Op], None]
+
+
+def _leave_out(op: Op) -> None:
+    op.run = lambda group: None
+
+
+def _make(op: Op) -> None:
+    op.run = INSTRUCTIONS[op.name](op)
+
+
+def _drop_guard(op: Op) -> None:
+    op.guard, op.negated = None, False
+    _make(op)
+
+
+def _with_operands(*operands: str) -> Callable[[Op], None]:
+    def apply(op: Op) -> None:
+        op.operands = list(operands)
+        _make(op)
+
+    return apply
+
+
+def changes(op: Op) -> Iterator[Change]:
+    """Every change of one instruction that the table tries."""
+    kind = op.parts[0]
+    if op.name.startswith(("bar.sync", "bar.warp.sync", "barrier.sync")):
+        yield Change("left out", _leave_out)
+    elif op.name.startswith(("cp.async.wait", "cp.async.commit")):
+        yield Change("left out", _leave_out)
+        if op.operands:
+            more = str(int(op.operands[0], 0) + 1)
+            yield Change(f"waits for all but {more}", _with_operands(more))
+    elif op.name.startswith("cp.async") and len(op.operands) > 3:
+        yield Change("without its mask", _with_operands(*op.operands[:3]))
+    elif kind in ("ld", "st") and op.guard is not None:
+        yield Change("without its mask", _drop_guard)
+    elif op.name == "xor.b32" and _is_address(op):
+        a, b = op.operands[1:]
+        if b.isdigit():
+            yield Change(f"xor {int(b) ^ 16}", _with_operands(op.operands[0], a, str(int(b) ^ 16)))
+        else:
+            yield Change("xor 0", _with_operands(op.operands[0], a, "0"))
+
+
+def _is_address(op: Op) -> bool:
+    """Whether an address in shared memory is computed from what it writes."""
+    program = op.program
+    if not hasattr(program, "address_registers"):
+        reached: set[str] = set()
+        ops = program.ops
+        for one in ops:
+            if ".shared" in one.name or one.name.startswith("cp.async"):
+                place = next((t for t in one.operands if t.startswith("[")), "")
+                reached.add(place.strip("[] ").split("+")[0].strip())
+        for one in reversed([*ops, *ops]):  # twice, for what a loop carries
+            if one.operands and one.operands[0] in reached and one.parts[0] in _COMPUTES:
+                reached.update(t for t in one.operands[1:] if t.startswith("%"))
+        program.address_registers = reached  # pyright: ignore[reportAttributeAccessIssue]
+    return op.operands[0] in program.address_registers  # pyright: ignore
+
+
+_COMPUTES = ("add", "sub", "xor", "or", "and", "shl", "shr", "mad", "mul", "mov", "bfe")
+
+
+@contextmanager
+def changed(op: Op, change: Change) -> Iterator[None]:
+    """Inside, the program has this change."""
+    former = op.run, op.guard, op.negated, op.operands
+    change.apply(op)
+    op.program.__dict__.pop("runs", None)
+    try:
+        yield
+    finally:
+        op.run, op.guard, op.negated, op.operands = former
+        op.program.__dict__.pop("runs", None)
+
+
+def watched(recorded: Recorded, ops: Sequence[Op]) -> dict[int, Seen]:
+    """Runs the launch as it is; what it saw of these instructions, by PTX line."""
+    seen = {op.line: Seen() for op in ops}
+    former = [op.run for op in ops]
+
+    def watching(op: Op, run, note: Seen):
+        size = (
+            op.read(3, "u32") if op.name.startswith("cp.async.c") and len(op.operands) > 3 else None
+        )
+
+        def watch(group: Group):
+            mask, active = group.mask, group.active(op)
+            note.runs += active is None or bool(active.any())
+            if op.guard is not None:
+                back = ~active if mask is None else mask & ~active  # pyright: ignore
+                note.held_back |= bool(back.any())
+            if size is not None:
+                none = size(group.registers) == 0
+                note.held_back |= bool((none if active is None else none & active).any())
+            return run(group)
+
+        return watch
+
+    for op in ops:
+        op.run = watching(op, op.run, seen[op.line])
+    recorded.program.__dict__.pop("runs", None)
+    try:
+        recorded.run()
+    finally:
+        for op, run in zip(ops, former, strict=True):
+            op.run = run
+        recorded.program.__dict__.pop("runs", None)
+    return seen
+
+
+_NAMES = ((Race, "race"), (OutOfBounds, "bounds"), (Misaligned, "bounds"), (Deadlock, "deadlock"),
+          (Diverged, "parted"))  # fmt: skip
+
+
+def outcome(recorded: Recorded, wanted: Sequence[Tensor]) -> str:
+    """What notices that the program has been changed; "" nothing."""
+    try:
+        recorded.run()
+    except MachineError as error:
+        return next((name for kind, name in _NAMES if isinstance(error, kind)), "error")
+    worst = ""
+    for x, y in zip(recorded.tensors, wanted, strict=True):
+        if x.dtype.is_floating_point:
+            if (x.isnan() & ~y.isnan()).any():
+                return "poison"
+            gap = (x.double() - y.double()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+            finite = y.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            infinite = (x.isinf() != y.isinf()).any()
+            if infinite or gap.max() > FAR * finite.square().mean().sqrt():
+                worst = "value"
+        elif not torch.equal(x, y):
+            worst = "value"
+    return worst
+
+
+def why_not(op: Op, note: Seen, recorded: Recorded) -> str:
+    """Why nothing noticed a change, from what the unchanged run saw."""
+    if note.runs == 0:
+        return "not reached at these sizes"
+    if op.name.startswith("bar.warp"):
+        return "beyond the machine: it runs the lanes of a warp in lock step"
+    if op.name.startswith("bar."):
+        if recorded.program.threads == 32:
+            return "needless: the block is one warp"
+        return "needless: no byte passes from one warp to another over it alone"
+    if op.name.startswith("cp.async.wait"):
+        return "needless: another wait covers its copies before anyone reads them"
+    if op.name.startswith("cp.async.commit"):
+        return "needless: the next commit takes its copies, and the waits still cover them"
+    if op.parts[0] == "xor":
+        return "needless: writers and readers take the same other place"
+    if not note.held_back:
+        return "needless: the mask is full at these sizes"
+    if op.parts[0] == "ld":
+        return "needless: it reads inside of a tensor, or poison, that a later mask leaves out"
+    if op.name.startswith("st.shared"):
+        return "needless: those held back would write the same numbers, or bytes that nobody reads"
+    if op.name.startswith("st.global"):
+        return "needless: those held back would write the same numbers"
+    return "needless: it copies from inside of a tensor what a later mask leaves out"
+
+
+def record(target: str) -> list[Recorded]:
+    """One launch of each kernel of `check` in bf16: the one with the most to change."""
+    from .kernels import cases
+
+    best: dict[str, tuple[int, Recorded]] = {}
+    for case in cases("check", "bf16"):
+        if case.name == "VisionTransformer":
+            continue
+        with ptx_machine(target, recorded=[]) as machine:
+            case.reference.run(case.function)
+        for one in machine.recorded or []:
+            name = one.program.name
+            size = sum(1 for op in one.program.ops for _ in changes(op))
+            longer = "T=260" in case.name  # loops that go round
+            if name not in best or size + 10_000 * longer > best[name][0]:
+                best[name] = size + 10_000 * longer, one
+    return [one for _, one in best.values()]
+
+
+def rows_of(target: str, recorded: Recorded, every: int = 1) -> list[Row]:
+    """A row for each `every`-th change of its program."""
+    program = recorded.program
+    pairs = [(op, change) for op in program.ops for change in changes(op)][::every]
+    with np.errstate(all="ignore"):
+        seen = watched(recorded, list({op.line: op for op, _ in pairs}.values()))
+        wanted = [x.clone() for x in recorded.tensors]
+        rows = []
+        for op, change in pairs:
+            note = seen[op.line]
+            noticed = ""
+            if note.runs:
+                with changed(op, change):
+                    noticed = outcome(recorded, wanted)
+            why = "" if noticed else why_not(op, note, recorded)
+            guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
+            text = f"{guard}{op.name} {op.operands[-1] if op.parts[0] in ('bar', 'cp') else ''}"
+            rows.append(
+                Row(
+                    target,
+                    program.name,
+                    op.source,
+                    op.line,
+                    text.strip(),
+                    change.words,
+                    noticed,
+                    why,
+                )
+            )
+    return rows
+
+
+_RECORDED: dict[str, list[Recorded]] = {}
+
+
+def _rows_by_place(task: tuple[str, int, int]) -> list[Row]:
+    """Kernels number `place`, `place + of` and so on; each process records them for itself."""
+    target, place, of = task
+    torch.set_num_threads(1)
+    with precision("fp32"):
+        found = sorted(record(target), key=lambda one: one.program.name)
+    return [row for one in found[place::of] for row in rows_of(target, one)]
+
+
+def table(targets: Sequence[str], count: int) -> list[Row]:
+    tasks = [(target, place, count) for target in targets for place in range(count)]
+    if count == 1:
+        return [row for task in tasks for row in _rows_by_place(task)]
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        return sorted(row for rows in pool.map(_rows_by_place, tasks) for row in rows)
+
+
+def write(rows: Sequence[Row], path: Path = TABLE) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+
+
+def read(path: Path = TABLE) -> list[Row]:
+    with open(path, newline="") as file:
+        return [Row(**{**row, "line": int(row["line"])}) for row in csv.DictReader(file)]  # pyright: ignore
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """How many of each kind of change were noticed, and by what."""
+    groups: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        groups.setdefault((row.target, kind_of(row)), Counter())[row.noticed] += 1
+    for (target, kind), by in sorted(groups.items()):
+        noticed = ", ".join(f"{name} {n}" for name, n in sorted(by.items()) if name)
+        yield f"{target} {kind}: {by.total() - by['']} of {by.total()} noticed ({noticed})"
+
+
+def kind_of(row: Row) -> str:
+    """What is changed, and how."""
+    name = row.instruction.split(" ")[-1] if row.instruction[0] == "@" else row.instruction
+    words = name.split(" ")[0].split(".")
+    is_new_number = row.change.startswith(("xor", "waits"))
+    head = ".".join(words[: 3 if words[0] == "cp" else 2])
+    return f"{head}, {'another number' if is_new_number else row.change}"
+
+
+def run_left_out(targets: Sequence[str], count: int, path: Path = TABLE) -> int:
+    rows = table(targets, count)
+    write(rows, path)
+    print("\n".join(summary(rows)))
+    return 0
+
+
+__all__ = ["CPU", "SMALL", "read", "rows_of", "run_left_out", "summary", "table"]
