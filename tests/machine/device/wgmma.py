@@ -67,6 +67,13 @@ def tile_units(descriptor: int, rows: int, mn_major: bool) -> Array:
 
 
 @lru_cache(16384)
+def tile_bounds(descriptor: int, rows: int, mn_major: bool) -> tuple[int, int]:
+    """Its first byte, and the one behind its last."""
+    units = tile_units(descriptor, rows, mn_major)
+    return 16 * int(units.min()), 16 * int(units.max()) + 16
+
+
+@lru_cache(16384)
 def tile_cells(descriptor: int, rows: int, mn_major: bool, grain: int) -> Array:
     """The race detector's cells of a tile."""
     each = 16 // grain
@@ -109,6 +116,7 @@ class Accumulator:
     tags: list[Array]  # what its registers hold meanwhile
     value: Array  # (blocks, warp groups, 64, N)
     left: Array  # of each block, how many wgmma
+    line: int  # of the first one
     products: list[Product] = field(default_factory=list)
 
 
@@ -346,7 +354,7 @@ def _accumulator(group, state: Flight, op: Op, slots, blocks: Array, adds: Array
         groups = group.threads // 128
         value = np.zeros((len(blocks), groups, 64, 2 * len(slots)), F32)
         left = np.zeros(len(blocks), int)
-        found = Accumulator(slots, [state.tag() for _ in slots], value, left)
+        found = Accumulator(slots, [state.tag() for _ in slots], value, left, op.line)
     going = blocks & (found.left > 0)
     if going.any():
         _check_tags(found, group, going, op)
@@ -385,8 +393,8 @@ def _check_tags(accumulator: Accumulator, group, blocks: Array, op: Op) -> None:
         if held.shape[0] > 1:
             held = held[blocks]
         if (held != tag).any():
-            line = accumulator.products[-1].op.line
-            raise InFlight(f"a register of the wgmma of PTX line {line} was written in flight", op)
+            what = f"a register of the wgmma of PTX line {accumulator.line}"
+            raise InFlight(f"{what} was written in flight", op)
 
 
 def _watch(group, product: Product, *actions) -> None:
@@ -400,6 +408,9 @@ def _watch(group, product: Product, *actions) -> None:
         for g in range(group.threads // 128):
             warps = group.warps[4 * g : 4 * g + 4]
             for tile in tiles:
+                low, high = tile_bounds(tile.of(block, g), tile.rows, tile.mn_major)
+                if low < 0 or high > group.shared.bytes:
+                    raise OutOfBounds(f"bytes {low} to {high} of shared memory", product.op)
                 cells = tile_cells(tile.of(block, g), tile.rows, tile.mn_major, races.grain)
                 for action in actions:
                     if action is proxies.begin_read:
