@@ -69,11 +69,14 @@ class Recorded:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
         self._memory = [(storage, storage.clone()) for storage in storages.values()]
 
-    def run(self) -> None:
+    def run(self, order: int = 0) -> dict[str, int]:
+        """What the launch counted."""
         for storage, before in self._memory:
             storage.copy_(before)
         memory = GlobalMemory(self.tensors)
-        Launch(self.program, self.grid, self.arguments, memory, self.shared).run()
+        launch = Launch(self.program, self.grid, self.arguments, memory, self.shared, order)
+        launch.run()
+        return launch.counts
 
 
 @dataclass

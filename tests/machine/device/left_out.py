@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastvit_kernels.verify.op import SMALL
 
+from . import left_out_async
 from .driver import Recorded, ptx_machine
 from .execution import Group
 from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
@@ -85,6 +86,8 @@ def _with_operands(*operands: str) -> Callable[[Op], None]:
 def changes(op: Op) -> Iterator[Change]:
     """Every change of one instruction that the table tries."""
     kind = op.parts[0]
+    for words, operands in left_out_async.changes(op):
+        yield Change(words, _with_operands(*operands) if operands else _leave_out)
     if op.name.startswith(("bar.sync", "bar.warp.sync", "barrier.sync")):
         yield Change("left out", _leave_out)
     elif op.name.startswith(("cp.async.wait", "cp.async.commit")):
@@ -173,13 +176,17 @@ def watched(recorded: Recorded, ops: Sequence[Op]) -> dict[int, Seen]:
 
 
 _NAMES = ((Race, "race"), (OutOfBounds, "bounds"), (Misaligned, "bounds"), (Deadlock, "deadlock"),
-          (Diverged, "parted"))  # fmt: skip
+          (Diverged, "parted"), *left_out_async.NAMES)  # fmt: skip
 
 
-def outcome(recorded: Recorded, wanted: Sequence[Tensor]) -> str:
-    """What notices that the program has been changed; "" nothing."""
+def outcome(recorded: Recorded, wanted: Sequence[Tensor], odd: Container[str] = ()) -> str:
+    """What notices that the program has been changed; "" nothing.
+
+    Args:
+        odd: what the unchanged run noted; anything else is "note".
+    """
     try:
-        recorded.run()
+        noted = recorded.run()
     except MachineError as error:
         return next((name for kind, name in _NAMES if isinstance(error, kind)), "error")
     worst = ""
@@ -194,13 +201,15 @@ def outcome(recorded: Recorded, wanted: Sequence[Tensor]) -> str:
                 worst = "value"
         elif not torch.equal(x, y):
             worst = "value"
-    return worst
+    return worst or ("note" if any(text not in odd for text in noted) else "")
 
 
 def why_not(op: Op, note: Seen, recorded: Recorded) -> str:
     """Why nothing noticed a change, from what the unchanged run saw."""
     if note.runs == 0:
         return "not reached at these sizes"
+    if why := left_out_async.why_not(op):
+        return why
     if op.name.startswith("bar.warp"):
         return "beyond the machine: it runs the lanes of a warp in lock step"
     if op.name.startswith("bar."):
@@ -249,14 +258,14 @@ def rows_of(target: str, recorded: Recorded, every: int = 1) -> list[Row]:
     pairs = [(op, change) for op in program.ops for change in changes(op)][::every]
     with np.errstate(all="ignore"):
         seen = watched(recorded, list({op.line: op for op, _ in pairs}.values()))
-        wanted = [x.clone() for x in recorded.tensors]
+        wanted, odd = [x.clone() for x in recorded.tensors], recorded.run()
         rows = []
         for op, change in pairs:
             note = seen[op.line]
             noticed = ""
             if note.runs:
                 with changed(op, change):
-                    noticed = outcome(recorded, wanted)
+                    noticed = outcome(recorded, wanted, odd)
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
             text = f"{guard}{op.name} {op.operands[-1] if op.parts[0] in ('bar', 'cp') else ''}"

@@ -164,7 +164,7 @@ def test_products_add_up_and_signs():
 
 
 def test_d_is_poison_until_the_wait_that_retires_it():
-    line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False)
+    line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     second = line.replace("%r10", "%r20")
     commit = "wgmma.commit_group.sync.aligned;"
     line, second = (x.replace("KEEPS", "0") for x in (line, second))
@@ -172,7 +172,9 @@ def test_d_is_poison_until_the_wait_that_retires_it():
     body += commit + "wgmma.wait_group.sync.aligned MOST; add.f32 %r1, %r100, 0f00000000;"
     body += "add.f32 %r2, %r200, 0f00000000;"
     for most, first_is_there, second_is_there in ((2, 0, 0), (1, 1, 0), (0, 1, 1)):
-        found = run(body.replace("MOST", str(most)), registers, threads=128, shared=65536, begins=raw)
+        found = run(
+            body.replace("MOST", str(most)), registers, threads=128, shared=65536, begins=raw
+        )
         assert np.isnan(found["%r1"].view(np.float32)).all() != first_is_there
         assert np.isnan(found["%r2"].view(np.float32)).all() != second_is_there
     uncommitted = body.replace(commit, "")
@@ -186,7 +188,7 @@ def test_a_mov_of_d_in_flight_lands_with_it():
     body = product(line).replace("wgmma.wait", moves + "wgmma.wait")
     found = run(body, registers, threads=128, shared=65536, begins=raw)
     assert np.array_equal(result_of(found, n, 200), wanted)
-    moved = line.replace("%r10", "%r20").replace("KEEPS", "1")  # adds to the copies, still in flight
+    moved = line.replace("%r10", "%r20").replace("KEEPS", "1")  # adds to the copies in flight
     body = product(line).replace("wgmma.wait", f"{moves} {moved} wgmma.commit_group.sync.aligned;"
                                  "wgmma.wait")  # fmt: skip
     found = run(body, registers, threads=128, shared=65536, begins=raw)
@@ -227,7 +229,7 @@ def test_stored_bytes_need_a_fence_and_a_barrier(order):
     line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     given = {"threads": 128, "shared": 65536, "begins": raw}
     run(STORED + order + product(line), registers, **given)
-    with pytest.raises(Unfenced, match="no fence.proxy.async between"):
+    with pytest.raises(Unfenced, match=r"no fence\.proxy\.async between"):
         run(STORED + "bar.sync 0;" + product(line), registers, **given)
     with pytest.raises(Race, match="a warp wrote"):
         run(STORED + "fence.proxy.async.shared::cta;" + product(line), registers, **given)
@@ -242,7 +244,7 @@ def test_operands_written_in_flight():
     whole = product(line)
     with pytest.raises(Race, match="in flight"):
         run(whole.replace("wgmma.wait", STORED + "wgmma.wait"), registers, **given)
-    with pytest.raises(Race, match="which warp . read"):  # another warp may still wait
+    with pytest.raises(Race, match=r"which warp . read"):  # another warp may still wait
         run(whole + STORED, registers, **given)
     run(whole + "bar.sync 0;" + STORED, registers, **given)
 
@@ -260,7 +262,8 @@ def test_blocks_whose_loops_differ_in_length():
     line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False)
     body = f"""
         mov.b32 %r1, 0;
-        AGAIN: wgmma.fence.sync.aligned; {line.replace('KEEPS', '1')} wgmma.commit_group.sync.aligned;
+        AGAIN: wgmma.fence.sync.aligned; {line.replace("KEEPS", "1")}
+        wgmma.commit_group.sync.aligned;
         add.s32 %r1, %r1, 1;
         setp.le.u32 %p2, %r1, %ctaid.x;
         @%p2 bra AGAIN;
