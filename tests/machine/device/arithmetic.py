@@ -19,7 +19,6 @@ from .values import (
     S32,
     S64,
     TYPES,
-    U16,
     U32,
     U64,
     Array,
@@ -685,6 +684,3 @@ def _put_together(op: Op) -> Run:
 def convert_address(op: Op) -> Run:
     """Global addresses are generic ones. Those of shared memory are not: nothing reads them so."""
     return op.pure(op.read(1))
-
-
-__all__ = ["S32", "U16", "U32", "fused", "off_by", "to_tf32"]

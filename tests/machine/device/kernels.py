@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import fastvit_kernels as fk
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops.attention import functions
+from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.verify import all_configs
 from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 TOKEN_OPS = ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention")
 TOKENS = (1, 17, 50, 197, 257)
 KINDS = ("check", "tokens", "training", "configs")
-# tf32 is fp32 whose products may round their operands to tf32.
+# tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
 PRECISIONS = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
 }  # fmt: skip
@@ -83,6 +84,23 @@ def precision(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(former)
 
 
+class CutProducts(TorchDispatchMode):
+    """Inside, PyTorch's products of fp32 do on the CPU what tensor cores do to tf32: the 13 lowest
+    bits of each operand are not looked at."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, args = func.overloadpacket.__name__, list(args)
+        first = _FIRST_OPERAND.get(name, 0 if name.startswith("_scaled_dot_product") else None)
+        if first is not None:
+            for i in range(first, first + (3 if name.startswith("_scaled") else 2)):
+                if args[i].dtype is torch.float32:
+                    args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
+        return func(*args, **(kwargs or {}))
+
+
+_FIRST_OPERAND = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+
+
 def _token_cases(dtype: torch.dtype) -> list[Case]:
     """Attention's relatives at each T, in a ViT of 32 channels a head; and with dropout."""
     found = []
@@ -123,10 +141,12 @@ def cases(kind: str, name: str) -> list[Case]:
     """By kind and precision; the same list in each process."""
     dtype = PRECISIONS[name]
     if kind == "check":
-        return check_cases(SMALL, CPU, dtype)
-    if kind == "tokens":
-        return _token_cases(dtype)
-    return config_cases(False, CPU, dtype)
+        found = check_cases(SMALL, CPU, dtype)
+    elif kind == "tokens":
+        found = _token_cases(dtype)
+    else:
+        found = config_cases(False, CPU, dtype)
+    return found
 
 
 def jobs(target: str, name: str, kind: str) -> list[Job]:
@@ -167,15 +187,14 @@ def run_job(job: Job) -> Outcome:
 
 
 def _fault_of(job: Job) -> str | None:
+    yardstick = CutProducts if job.precision == "tf32" else nullcontext
     if job.kind == "training":
-        return training_fault(PRECISIONS[job.precision])
+        return training_fault(PRECISIONS[job.precision], yardstick)
     if job.kind == "configs":
-        return _config_fault(job)
+        return _config_fault(job, yardstick)
     (case,) = (c for c in cases(job.kind, job.precision) if c.name == job.name)
-    return _judge(case)
-
-
-def _judge(case: Case) -> str | None:
+    with yardstick():
+        case.reference  # noqa: B018, computed here, and kept
     with poisoned():
         errors = case.reference.errors(case.function)
     return "; ".join(str(e) for e in errors if not e.passed) or None
@@ -184,7 +203,7 @@ def _judge(case: Case) -> str | None:
 _REACHED: dict[tuple[str, str], list[all_configs.Reached]] = {}
 
 
-def _config_fault(job: Job) -> str | None:
+def _config_fault(job: Job, yardstick: Any) -> str | None:
     key = job.target, job.precision
     if key not in _REACHED:
         _REACHED[key] = all_configs.reach(cases("configs", job.precision))[0]
@@ -192,14 +211,20 @@ def _config_fault(job: Job) -> str | None:
     _, table, text = job.name.split("|", 2)
     (config,) = (c for c in reached.configs() if str(c) == text)
     assert reached.table == table
+    with yardstick():
+        reached.case.reference  # noqa: B018, computed here, and kept
     return all_configs.run_config(reached, config).fault
 
 
 # Training
 
 
-def training_fault(dtype: torch.dtype, steps: int = 3) -> str | None:
-    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule."""
+def training_fault(dtype: torch.dtype, yardstick: Any, steps: int = 3) -> str | None:
+    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule.
+
+    Args:
+        yardstick: the context of PyTorch's own training.
+    """
     torch.manual_seed(0)
     model = VisionTransformer(
         img_size=(24, 16), patch_size=8, num_classes=10, embed_dim=64, depth=2, num_heads=2,
@@ -231,7 +256,12 @@ def training_fault(dtype: torch.dtype, steps: int = 3) -> str | None:
     with poisoned():
         actual = train(ours, dtype)
     oracle = train(plain, torch.float64)
-    errors = measure_all(actual, lambda: train(plain, dtype), oracle, dtype)
+
+    def specification() -> dict[str, Tensor]:
+        with yardstick():
+            return train(plain, dtype)
+
+    errors = measure_all(actual, specification, oracle, dtype)
     return "; ".join(str(e) for e in errors if not e.passed) or None
 
 
@@ -275,10 +305,11 @@ def run_device(
     kinds: Sequence[str],
     count: int,
     only: str = "",
+    share: tuple[int, int] = (0, 1),
 ) -> int:
     """Print each outcome; the exit status."""
     began, passed, failed = time.perf_counter(), Counter[str](), 0
-    for outcome in run_all(targets, precisions, kinds, count, only=only):
+    for outcome in run_all(targets, precisions, kinds, count, share, only):
         print(outcome, flush=True)
         failed += outcome.fault is not None
         passed["jobs"] += outcome.fault is None

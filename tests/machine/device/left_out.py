@@ -24,13 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastvit_kernels.verify.op import SMALL
-
 from . import left_out_async
 from .driver import Recorded, ptx_machine
 from .execution import Group
 from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
-from .kernels import CPU, precision
+from .kernels import cases
 from .program import Op
 from .registry import INSTRUCTIONS
 
@@ -41,6 +39,7 @@ FAR = 0.01  # of a tensor's RMS: a number that is further off is another value
 class Row(NamedTuple):
     target: str
     kernel: str
+    case: str  # of `check`, whose launch is changed
     source: str  # the line of Python that the instruction comes from
     line: int  # of the PTX
     instruction: str
@@ -186,6 +185,8 @@ def outcome(recorded: Recorded, wanted: Sequence[Tensor], odd: Container[str] = 
         odd: what the unchanged run noted; anything else is "note".
     """
     try:
+        if recorded.program.parts_for_good:
+            recorded.run(order=1)
         noted = recorded.run()
     except MachineError as error:
         return next((name for kind, name in _NAMES if isinstance(error, kind)), "error")
@@ -233,29 +234,33 @@ def why_not(op: Op, note: Seen, recorded: Recorded) -> str:
     return "needless: it copies from inside of a tensor what a later mask leaves out"
 
 
-def record(target: str) -> list[Recorded]:
-    """One launch of each kernel of `check` in bf16: the one with the most to change."""
-    from .kernels import cases
+def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
+    """One launch of each kernel of `check` in bf16, with its case: the one with the most to change.
 
-    best: dict[str, tuple[int, Recorded]] = {}
+    Args:
+        only: the case to run, by its name; "": all but the model.
+    """
+    best: dict[str, tuple[int, str, Recorded]] = {}
     for case in cases("check", "bf16"):
-        if case.name == "VisionTransformer":
+        if case.name == "VisionTransformer" or (only and case.name != only):
             continue
         with ptx_machine(target, recorded=[]) as machine:
             case.reference.run(case.function)
         for one in machine.recorded or []:
             name = one.program.name
             size = sum(1 for op in one.program.ops for _ in changes(op))
-            longer = "T=260" in case.name  # loops that go round
-            if name not in best or size + 10_000 * longer > best[name][0]:
-                best[name] = size + 10_000 * longer, one
-    return [one for _, one in best.values()]
+            size += 10_000 * ("T=260" in case.name)  # whose loops go round
+            if name not in best or size > best[name][0]:
+                best[name] = size, case.name, one
+    found = [(case, one) for _, case, one in best.values()]
+    return found + (left_out_async.with_roles() if target == "sm_90" and not only else [])
 
 
-def rows_of(target: str, recorded: Recorded, every: int = 1) -> list[Row]:
+def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[Row]:
     """A row for each `every`-th change of its program."""
     program = recorded.program
-    pairs = [(op, change) for op in program.ops for change in changes(op)][::every]
+    ops = program.ops if target == "sm_80" else left_out_async.ordering(program)
+    pairs = [(op, change) for op in ops for change in changes(op)][::every]
     with np.errstate(all="ignore"):
         seen = watched(recorded, list({op.line: op for op, _ in pairs}.values()))
         wanted, odd = [x.clone() for x in recorded.tensors], recorded.run()
@@ -269,31 +274,21 @@ def rows_of(target: str, recorded: Recorded, every: int = 1) -> list[Row]:
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
             text = f"{guard}{op.name} {op.operands[-1] if op.parts[0] in ('bar', 'cp') else ''}"
-            rows.append(
-                Row(
-                    target,
-                    program.name,
-                    op.source,
-                    op.line,
-                    text.strip(),
-                    change.words,
-                    noticed,
-                    why,
-                )
-            )
+            place = (target, program.name, case, op.source, op.line)
+            rows.append(Row(*place, text.strip(), change.words, noticed, why))
     return rows
-
-
-_RECORDED: dict[str, list[Recorded]] = {}
 
 
 def _rows_by_place(task: tuple[str, int, int]) -> list[Row]:
     """Kernels number `place`, `place + of` and so on; each process records them for itself."""
     target, place, of = task
     torch.set_num_threads(1)
-    with precision("fp32"):
-        found = sorted(record(target), key=lambda one: one.program.name)
-    return [row for one in found[place::of] for row in rows_of(target, one)]
+    found = sorted(record(target), key=lambda pair: pair[1].program.name)
+    rows = []
+    for case, one in found[place::of]:
+        rows += rows_of(target, case, one)
+        print(f"{one.program.name}: {len(rows)} rows", flush=True)
+    return rows
 
 
 def table(targets: Sequence[str], count: int) -> list[Row]:
@@ -335,11 +330,13 @@ def kind_of(row: Row) -> str:
     return f"{head}, {'another number' if is_new_number else row.change}"
 
 
-def run_left_out(targets: Sequence[str], count: int, path: Path = TABLE) -> int:
-    rows = table(targets, count)
-    write(rows, path)
-    print("\n".join(summary(rows)))
+def table_of(target: str) -> Path:
+    return TABLE if target == "sm_80" else TABLE.with_name(f"left_out_{target}.csv")
+
+
+def run_left_out(targets: Sequence[str], count: int) -> int:
+    for target in targets:
+        rows = table([target], count)
+        write(rows, table_of(target))
+        print("\n".join(summary(rows)))
     return 0
-
-
-__all__ = ["CPU", "SMALL", "read", "rows_of", "run_left_out", "summary", "table"]

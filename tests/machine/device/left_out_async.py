@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fastvit_kernels.runtime.configs import TABLES, forced
+
+from .driver import Recorded, ptx_machine
 from .faults import InFlight, Unfenced
+from .kernels import cases
 from .mbarriers import Miscounted
-from .program import Op
+from .program import Op, Program
 from .tensor_copies import WrongMap
 
 NAMES = ((Unfenced, "fence"), (InFlight, "in flight"), (Miscounted, "count"), (WrongMap, "bounds"))
@@ -15,6 +19,24 @@ _LEFT_OUT = (
     "wgmma.fence", "wgmma.commit", "wgmma.wait", "fence.proxy", "mbarrier.", "cp.async.bulk",
     "tensormap.cp_fenceproxy",
 )  # fmt: skip
+
+
+def ordering(program: Program) -> list[Op]:
+    """What orders anything, in a kernel that has wgmma or TMA: all that sm_90's table tries."""
+    names = ("bar.sync", "barrier.sync", "cp.async.wait", "cp.async.commit", *_LEFT_OUT)
+    if not any(op.name.startswith(("wgmma", "mbarrier")) for op in program.ops):
+        return []
+    return [op for op in program.ops if op.name.startswith(names)]
+
+
+def with_roles() -> list[tuple[str, Recorded]]:
+    """A launch whose warps have roles: the linear layer, with more tiles than programs."""
+    (config,) = [c for c in TABLES["linear_fwd"].configs if c.warp_specialize][:1]
+    (case,) = (c for c in cases("check", "bf16") if c.name == "linear, gelu")
+    with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", config):
+        case.reference.run(case.function)
+    (one,) = [one for one in machine.recorded or [] if one.program.parts_for_good][:1]
+    return [(f"{case.name}, warps with roles", one)]
 
 
 def changes(op: Op) -> Iterator[tuple[str, list[str]]]:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -270,7 +270,7 @@ class Program:
 
     def _read(self, body: str, line: int) -> None:
         scopes: list[dict[str, str]] = [{}]
-        source, number, open_labels = "", 0, []
+        source, number = "", 0
         # A statement ends at its semicolon; braces that open or close a scope stand alone.
         text = re.sub(r"//[^\n]*", "", body)
         at = 0
@@ -291,7 +291,7 @@ class Program:
             elif label := _LABEL.match(text, at):
                 at = label.end()
                 if not label[1].startswith("$L__tmp"):
-                    self._begin(scopes[-1].get(label[1], label[1]), open_labels)
+                    self._begin(scopes[-1].get(label[1], label[1]))
             elif letter == "." and text.startswith((".loc", ".pragma", ".file", ".section"), at):
                 end = text.find("\n", at)
                 if loc := _LOC.match(text, at):
@@ -318,7 +318,7 @@ class Program:
         }
         return {**outer, **names, "": str(number)}
 
-    def _begin(self, label: str, open_labels: list[str]) -> None:
+    def _begin(self, label: str) -> None:
         if self.blocks[-1]:
             self.blocks.append([])
         self.labels[label] = len(self.blocks) - 1
@@ -398,8 +398,3 @@ def immediate_post_dominators(successors: Sequence[Sequence[int]]) -> list[int]:
                 after[i], changed = new, True
     # The nearest one has the most behind it.
     return [max(after[i] - {i}, key=lambda b: len(after[b]), default=END) for i in range(count)]
-
-
-def read_file(path: Any) -> Program:
-    with open(path) as file:
-        return Program(file.read())

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import driver  # noqa: F401  registers the instructions
 from .execution import Chunk, Launch, argument
 from .memory import GlobalMemory
-from .program import Program, register_kind
+from .program import Program
 from .values import Array
 
 _KINDS = {"%p": "pred", "%rs": "b16", "%r": "b32", "%f": "f32", "%rd": "b64", "%fd": "f64"}
@@ -70,6 +70,3 @@ def run(
     found = {name: group.full(group.registers[slot]) for name, slot in program.slots.items()}
     raw = chunk.shared.units[1]
     return {**found, "shared": raw[:, : max(shared, 0)], "counts": launch.counts}
-
-
-__all__ = ["register_kind", "run", "text_of"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .program import Op
 from .registry import Run, instruction
-from .values import TYPES, U32, Array, poison
+from .values import TYPES, U32, Array
 
 _LANE = np.arange(32)
 
@@ -112,6 +112,3 @@ def synchronise_warp(op: Op) -> Run:
         group.whole_warps(op)
 
     return run
-
-
-__all__ = ["poison", "source_lane"]

@@ -1,0 +1,112 @@
+"""The compiled kernels, run: by the 2x rule, and what is noticed when instructions are left out.
+
+Processes of their own, since the tests' own process interprets. `--ptx sm_80` runs everything.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.machine.device.driver import PADDED, flattened, ptx_machine
+from tests.machine.device.left_out import TABLE, kind_of, read, summary
+
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+
+
+def python(*words):
+    done = subprocess.run([sys.executable, *words], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def device(*words):
+    return python("-m", "tests.machine", "device", *words)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_every_case_of_check(number):
+    """Forward and backward of each op, and a whole model, as they ship for sm_80."""
+    said = device("--precision", "bf16", "--kind", "check", "--share", str(number), "2")
+    assert "23 passed, 0 failed" in said
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
+def test_other_precisions(precision):
+    """The whole suite takes minutes: `--ptx sm_80`. Here are two kernels with products."""
+    said = device("--precision", precision, "--kind", "check", "--only", "linear, gelu")
+    assert "2 passed, 0 failed" in said
+    said = device("--precision", precision, "--kind", "check", "--only", "attention, D=32")
+    assert "1 passed, 0 failed" in said
+
+
+def test_three_steps_of_training():
+    assert "1 passed, 0 failed" in device("--precision", "bf16", "--kind", "training")
+
+
+def test_everything(request):
+    """What `--ptx ARCH` asks for: every case, T, precision and config, and training."""
+    targets = request.config.getoption("--ptx")
+    if not targets:
+        pytest.skip("--ptx sm_80 runs every case, precision and config")
+    print(device("--arch", *targets, "--jobs", str(os.cpu_count() or 1)))
+
+
+# The table of what is left out
+
+SAMPLE = """
+import json, sys
+from tests.machine.device import left_out
+for case, kernel, every in json.loads(sys.argv[1]):
+    for name, one in left_out.record("sm_80", case):
+        if one.program.name == kernel:
+            print(json.dumps(left_out.rows_of("sm_80", name, one, every)))
+"""
+SAMPLED = {"_linear_fwd_kernel": 5, "_norm_bwd_kernel": 5}
+
+
+def test_the_table_says_what_a_sample_of_it_gives():
+    table = [row for row in read() if row.target == "sm_80"]
+    asked = [({row.kernel: row.case for row in table}[kernel], kernel, every)
+             for kernel, every in SAMPLED.items()]  # fmt: skip
+    lines = python("-c", SAMPLE, json.dumps(asked)).splitlines()
+    assert len(lines) == len(asked)
+    for line, (_, kernel, every) in zip(lines, asked, strict=True):
+        wanted = sorted(row for row in table if row.kernel == kernel)
+        found = [tuple(row) for row in json.loads(line)]
+        assert found and set(found) <= {tuple(row) for row in wanted}, kernel
+        assert len(found) == -(-len(wanted) // every)
+
+
+def test_no_row_is_without_an_explanation():
+    rows = read()
+    assert rows and all(bool(row.noticed) != bool(row.why) for row in rows)
+    assert all(row.why.startswith(("needless", "beyond", "not reached")) for row in rows if row.why)
+
+
+def test_what_must_be_noticed_is():
+    """Of barriers and waits between warps the most; of each kind some."""
+    rows = [row for row in read() if row.target == "sm_80"]
+    for kind in sorted({kind_of(row) for row in rows}):
+        if kind.startswith("bar.warp"):
+            continue
+        assert any(row.noticed for row in rows if kind_of(row) == kind), kind
+    assert any(line.startswith("sm_80 bar.sync") for line in summary(rows))
+    assert TABLE.exists()
+
+
+def test_arguments_are_flattened_as_triton_does():
+    given = flattened(
+        ["*fp32", ("i32", "constexpr", ("*bf16",)), "constexpr"], [1, (2, 3, (4,)), 5]
+    )
+    assert list(given) == [1, 2, 4]
+    assert "lse_ptr" in PADDED
+
+
+def test_the_machine_does_not_run_beside_the_interpreter():
+    if "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("nothing interprets here")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), ptx_machine("sm_80"):
+        pass
