@@ -273,7 +273,8 @@ def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[
                     noticed = outcome(recorded, wanted, odd)
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
-            text = f"{guard}{op.name} {op.operands[-1] if op.parts[0] in ('bar', 'cp') else ''}"
+            last = op.operands[-1] if op.operands and op.parts[0] in ("bar", "cp") else ""
+            text = f"{guard}{op.name} {last}"
             place = (target, program.name, case, op.source, op.line)
             rows.append(Row(*place, text.strip(), change.words, noticed, why))
     return rows
