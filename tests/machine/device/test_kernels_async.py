@@ -15,6 +15,11 @@ def test_every_case_of_check(number):
     assert "23 passed, 0 failed" in said
 
 
+def test_operands_read_early():
+    said = device("--arch", "sm_90", "--precision", "bf16", "--kind", "early", "--only", "attention")
+    assert "10 passed, 0 failed" in said
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
 def test_other_precisions(precision):
     for case in ("linear, gelu", "attention, D=32"):
