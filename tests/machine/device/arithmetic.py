@@ -15,10 +15,12 @@ import numpy as np
 from .program import Op
 from .registry import Run, instruction
 from .values import (
+    F16,
     F32,
     S32,
     S64,
     TYPES,
+    U16,
     U32,
     U64,
     Array,
@@ -536,6 +538,38 @@ def on_halves(op: Op) -> Run:
     if op.type == "f16":
         return op.pure(lambda r: f32_to_f16(compute(a(r).astype(F32), b(r).astype(F32))))
     return op.pure(lambda r: f32_to_bf16(compute(bf16_to_f32(a(r)), bf16_to_f32(b(r)))))
+
+
+def _fused_half(type: str, a: Array, b: Array, c: Array) -> Array:
+    """a b + c of bits, rounded once; the product and nearly always the sum are exact in f64."""
+    if type == "f16":
+        x, y, z = (each.view(F16).astype(np.float64) for each in (a, b, c))
+        total = x * y + z
+        return np.where(np.isnan(total), U16.type(0x7FFF), total.astype(F16).view(U16))
+    x, y, z = (bf16_to_f32(each).astype(np.float64) for each in (a, b, c))
+    total = x * y + z
+    near = total.astype(F32)
+    # To odd: a number between two of f32 becomes the odd one, so that it rounds to bf16 as it is.
+    bits = near.view(U32) - (np.abs(near) > np.abs(total)).astype(U32)
+    odd = np.where(np.isfinite(total) & (near != total), bits | 1, near.view(U32)).view(F32)
+    return f32_to_bf16(odd)
+
+
+@instruction("fma.rn.{bf16,f16}")
+def fused_half(op: Op) -> Run:
+    a, b, c, type = op.read(1, "b16"), op.read(2, "b16"), op.read(3, "b16"), op.type
+    return op.pure(lambda r: _fused_half(type, a(r), b(r), c(r)))
+
+
+@instruction("fma.rn.{bf16x2,f16x2}")
+def fused_pair(op: Op) -> Run:
+    reads, type = [op.read(place, "b32") for place in (1, 2, 3)], op.type[:-2]
+
+    def compute(r):
+        low, high = zip(*(halves(read(r)) for read in reads), strict=True)
+        return joined(_fused_half(type, *low), _fused_half(type, *high))
+
+    return op.pure(compute)
 
 
 # Conversions

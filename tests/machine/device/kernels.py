@@ -177,7 +177,10 @@ def run_job(job: Job) -> Outcome:
     fault = None
     machine = Machine(job.target)
     try:
-        with precision(job.precision), ptx_machine(job.target, early=job.kind == "early") as machine:
+        with (
+            precision(job.precision),
+            ptx_machine(job.target, early=job.kind == "early") as machine,
+        ):
             fault = _fault_of(job)
     except Exception as error:  # whatever it is, the others still run
         fault = first_line(error)

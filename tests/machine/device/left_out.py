@@ -253,7 +253,7 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
             if name not in best or size > best[name][0]:
                 best[name] = size, case.name, one
     found = [(case, one) for _, case, one in best.values()]
-    return found + (left_out_async.with_roles() if target == "sm_90" and not only else [])
+    return found + (left_out_async.longer() if target == "sm_90" and not only else [])
 
 
 def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[Row]:
@@ -273,7 +273,7 @@ def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[
                     noticed = outcome(recorded, wanted, odd)
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
-            last = op.operands[-1] if op.operands and op.parts[0] in ("bar", "cp") else ""
+            last = op.operands[-1] if op.parts[0] in ("bar", "cp") and op.operands else ""
             text = f"{guard}{op.name} {last}"
             place = (target, program.name, case, op.source, op.line)
             rows.append(Row(*place, text.strip(), change.words, noticed, why))
@@ -324,9 +324,9 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 def kind_of(row: Row) -> str:
     """What is changed, and how."""
-    name = row.instruction.split(" ")[-1] if row.instruction[0] == "@" else row.instruction
-    words = name.split(" ")[0].split(".")
-    is_new_number = row.change.startswith(("xor", "waits"))
+    name = row.instruction.split(" ")[row.instruction[0] == "@"]
+    words = name.split(".")
+    is_new_number = row.change.startswith(("xor", "waits", "expects"))
     head = ".".join(words[: 3 if words[0] == "cp" else 2])
     return f"{head}, {'another number' if is_new_number else row.change}"
 

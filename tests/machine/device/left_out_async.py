@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+import fastvit_kernels as fk
 from fastvit_kernels.runtime.configs import TABLES, forced
 
 from .driver import Recorded, ptx_machine
 from .faults import InFlight, Unfenced
-from .kernels import cases
 from .mbarriers import Miscounted
 from .program import Op, Program
 from .tensor_copies import WrongMap
@@ -29,14 +31,21 @@ def ordering(program: Program) -> list[Op]:
     return [op for op in program.ops if op.name.startswith(names)]
 
 
-def with_roles() -> list[tuple[str, Recorded]]:
-    """A launch whose warps have roles: the linear layer, with more tiles than programs."""
-    (config,) = [c for c in TABLES["linear_fwd"].configs if c.warp_specialize][:1]
-    (case,) = (c for c in cases("check", "bf16") if c.name == "linear, gelu")
-    with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", config):
-        case.reference.run(case.function)
-    (one,) = [one for one in machine.recorded or [] if one.program.parts_for_good][:1]
-    return [(f"{case.name}, warps with roles", one)]
+def longer() -> list[tuple[str, Recorded]]:
+    """Linear layers whose pipelines are full: one group of warps, and warps with roles."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(130, 320).bfloat16(), torch.randn(136, 320).bfloat16()
+    found = []
+    for has_roles in (False, True):
+        (config,) = [
+            config for config in TABLES["linear_fwd"].configs
+            if config.descriptors and config.warp_specialize == has_roles and not config.flatten
+        ][:1]  # fmt: skip
+        with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", config):
+            fk.linear(x, weight)
+        name = "linear, K=320, warps with roles" if has_roles else "linear, K=320"
+        found += [(name, one) for one in machine.recorded or []]
+    return found
 
 
 def changes(op: Op) -> Iterator[tuple[str, list[str]]]:

@@ -16,7 +16,9 @@ def test_every_case_of_check(number):
 
 
 def test_operands_read_early():
-    said = device("--arch", "sm_90", "--precision", "bf16", "--kind", "early", "--only", "attention")
+    said = device(
+        "--arch", "sm_90", "--precision", "bf16", "--kind", "early", "--only", "attention"
+    )
     assert "10 passed, 0 failed" in said
 
 
