@@ -3,7 +3,7 @@
 PTX ISA, "Parallel Synchronization: mbarrier". A phase is complete once `count` threads have arrived
 and as many bytes have landed as expect_tx announced; then the next one begins. `try_wait.parity P`
 holds once the phase of parity P is complete: phases are counted from 0, so while it is the turn of
-a phase of the other parity.
+a phase of the other parity. Only P's lowest bit counts: Triton gives -1 for 1.
 
 Copies of TMA land here only when somebody tests the mbarrier that they report to: so late they may.
 Who tests it with success knows what all knew who arrived (proxies.py), and sees the bytes.
@@ -198,7 +198,7 @@ def try_wait(op: Op) -> Run:
         result, waits = np.zeros(group.shape, bool), []
         for offset, threads in each_offset(group, op, read):
             barrier = found(group, op, offset, threads)
-            wanted = group.full(parity(group.registers))
+            wanted = group.full(parity(group.registers) & 1)
             done = threads & _is_complete(chunk, barrier, threads, wanted)
             _learn(group, barrier, done)
             result |= done

@@ -129,8 +129,10 @@ def test_phases():
     x = torch.ones(16, 32)
     arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r90]; bar.sync 0;"
     copies(INIT + wait(1) + arrive + wait(0) + arrive + wait(1), x, (16, 32))
-    with pytest.raises(Deadlock, match="phase 1"):
-        copies(INIT + arrive + wait(0) + wait(1), x, (16, 32))
+    copies(INIT + wait(-1) + arrive + wait(-2) + arrive + wait(-1), x, (16, 32))
+    for parity in (1, -1):
+        with pytest.raises(Deadlock, match="phase 1"):
+            copies(INIT + arrive + wait(0) + wait(parity), x, (16, 32))
     with pytest.raises(Miscounted, match="more arrive"):
         copies(INIT.replace(", 1;", ", 2;") + arrive.replace("[%r90]", "[%r90], 3"), x, (16, 32))
 
