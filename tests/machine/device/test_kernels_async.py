@@ -43,7 +43,7 @@ found = []
 for order, early in ((0, False), (1, False), (1, True)):
     with ptx_machine("sm_90", order=order, early=early), forced("linear_fwd", config):
         found.append(fk.linear(x, weight, activation="gelu"))
-    assert ((found[-1] - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+    assert ((found[-1] - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
     assert torch.equal(found[0], found[-1])
 print("right in each order")
 """
