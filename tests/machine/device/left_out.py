@@ -2,7 +2,7 @@
 
     python -m tests.machine left-out      # writes left_out.csv, beside this file
 
-One launch of each kernel of `check` is recorded, with the memory before it and after it. Then each
+One launch of each kernel of `check` is recorded, with the memory before it. Then each
 barrier, wait, commit, mask and swizzle of its program is changed, the launch is run again from the
 same memory, and the row says what noticed: a race, poison (NaN where there was none), an access out
 of bounds, another value; or why nothing did, from what the unchanged run saw.
@@ -218,7 +218,7 @@ def why_not(op: Op, note: Seen, recorded: Recorded) -> str:
             return "needless: the block is one warp"
         return "needless: no byte passes from one warp to another over it alone"
     if op.name.startswith("cp.async.wait"):
-        return "needless: another wait covers its copies before anyone reads them"
+        return "needless: another wait covers its copies before anyone reads them, or nobody does"
     if op.name.startswith("cp.async.commit"):
         return "needless: the next commit takes its copies, and the waits still cover them"
     if op.parts[0] == "xor":
@@ -273,7 +273,8 @@ def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[
                     noticed = outcome(recorded, wanted, odd)
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
-            last = op.operands[-1] if op.parts[0] in ("bar", "cp") and op.operands else ""
+            counts = op.name.startswith(("bar.", "cp.async.wait_group"))
+            last = op.operands[-1] if counts else ""
             text = f"{guard}{op.name} {last}"
             place = (target, program.name, case, op.source, op.line)
             rows.append(Row(*place, text.strip(), change.words, noticed, why))
@@ -324,8 +325,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 def kind_of(row: Row) -> str:
     """What is changed, and how."""
-    name = row.instruction.split(" ")[row.instruction[0] == "@"]
-    words = name.split(".")
+    words = row.instruction.split(" ")[row.instruction[0] == "@"].split(".")
     is_new_number = row.change.startswith(("xor", "waits", "expects"))
     head = ".".join(words[: 3 if words[0] == "cp" else 2])
     return f"{head}, {'another number' if is_new_number else row.change}"
