@@ -140,7 +140,7 @@ def dropout_case(T: int, dtype: torch.dtype, D: int = 32) -> Case:
 def cases(kind: str, name: str) -> list[Case]:
     """By kind and precision; the same list in each process."""
     dtype = PRECISIONS[name]
-    if kind == "check":
+    if kind in ("check", "early"):
         found = check_cases(SMALL, CPU, dtype)
     elif kind == "tokens":
         found = _token_cases(dtype)
