@@ -65,6 +65,10 @@ def changes(op: Op) -> Iterator[tuple[str, list[str]]]:
 def why_not(op: Op) -> str | None:
     """Why nothing noticed; None: not one of these."""
     name = op.name
+    if op.program.parts_for_good and name.startswith(("mbarrier.arrive", "mbarrier.try_wait")):
+        return "beyond the machine: in the orders that it tries, others come in time anyway"
+    if name.startswith("barrier.sync"):
+        return "needless: no byte passes from one warp to another over it alone"
     if name.startswith("wgmma.fence"):
         return "needless: no register of a product was written since the fence before it"
     if name.startswith("wgmma.commit"):

@@ -19,7 +19,7 @@ def test_operands_read_early():
     said = device(
         "--arch", "sm_90", "--precision", "bf16", "--kind", "early", "--only", "attention"
     )
-    assert "10 passed, 0 failed" in said
+    assert "17 passed, 0 failed" in said
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
