@@ -44,7 +44,7 @@ for order, early in ((0, False), (1, False), (1, True)):
     with ptx_machine("sm_90", order=order, early=early), forced("linear_fwd", config):
         found.append(fk.linear(x, weight, activation="gelu"))
     assert ((found[-1] - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
-    assert torch.equal(found[0], found[-1])
+    assert early or torch.equal(found[0], found[-1])  # read early, products are summed one by one
 print("right in each order")
 """
 
