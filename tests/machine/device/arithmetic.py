@@ -679,6 +679,8 @@ def move(op: Op) -> Run:
     def copy(group):
         r, mask = group.registers, group.mask
         r[slot] = r[source] if mask is None else np.where(mask, r[source], r[slot])
+        if "wgmma" in group.extra:  # a register in flight gets a second name
+            group.extra["wgmma"].copied(slot, source)
 
     return copy
 

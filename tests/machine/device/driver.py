@@ -27,7 +27,21 @@ from fastvit_kernels.runtime.compat import active_driver
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.resources import TARGETS
 
-from . import arithmetic, async_copies, control, global_memory, mma, shared_memory, warps
+from . import (
+    arithmetic,
+    async_copies,
+    control,
+    global_memory,
+    mbarriers,
+    mma,
+    proxies,
+    roles,
+    shared_memory,
+    stmatrix,
+    tensor_copies,
+    warps,
+    wgmma,
+)
 from .execution import Launch, argument
 from .memory import GlobalMemory, check_size
 from .program import Program
@@ -35,7 +49,10 @@ from .program import Program
 # Arguments whose rows are longer than their tensors', with padding that the kernels fill in.
 PADDED = ("lse_ptr", "delta_ptr")
 
-FAMILIES = (arithmetic, async_copies, control, global_memory, mma, shared_memory, warps)
+FAMILIES = (
+    arithmetic, async_copies, control, global_memory, mbarriers, mma, proxies, roles,
+    shared_memory, stmatrix, tensor_copies, warps, wgmma,
+)  # fmt: skip
 
 
 @dataclass
@@ -52,11 +69,14 @@ class Recorded:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
         self._memory = [(storage, storage.clone()) for storage in storages.values()]
 
-    def run(self) -> None:
+    def run(self, order: int = 0) -> dict[str, int]:
+        """What the launch counted."""
         for storage, before in self._memory:
             storage.copy_(before)
         memory = GlobalMemory(self.tensors)
-        Launch(self.program, self.grid, self.arguments, memory, self.shared).run()
+        launch = Launch(self.program, self.grid, self.arguments, memory, self.shared, order)
+        launch.run()
+        return launch.counts
 
 
 @dataclass
@@ -67,6 +87,8 @@ class Machine:
         changed: makes another text of a kernel's PTX before it runs, for faults to plant.
         launches: of each kernel.
         seconds: of execution, by kernel.
+        early: wgmma reads its operands at the issue instead of at the wait.
+        notes: what is odd but no fault.
         recorded: where each launch is kept, with its memory; None: nowhere.
     """
 
@@ -74,6 +96,8 @@ class Machine:
     changed: Callable[[str, str], str] | None = None
     order: int = 0
     watches: bool = True
+    early: bool = False
+    notes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     accesses: int = 0
@@ -105,10 +129,12 @@ class Machine:
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):
-            Launch(
+            launch = Launch(
                 program, grid, arguments, memory, metadata.shared, self.order,
-                watches=self.watches,
-            ).run()  # fmt: skip
+                watches=self.watches, early=self.early,
+            )  # fmt: skip
+            launch.run()
+        self.notes.update(launch.counts)
         self.seconds[name] += time.perf_counter() - began
         self.launches[name] += 1
         self.accesses += memory.accesses

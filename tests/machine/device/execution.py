@@ -52,6 +52,7 @@ class Launch:
     order: int = 0  # of the groups of warps that part: 0 in turns, 1 the other way round
     chunk_threads: int = CHUNK_THREADS
     watches: bool = True  # for races
+    early: bool = False  # wgmma reads its operands at the issue instead of at the wait
     counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -69,6 +70,7 @@ class Chunk:
         blocks: their numbers in the grid.
         shared: their shared memory.
         extra: what files of instructions keep for a chunk, by their own keys (mbarriers, say).
+        at_end: what they look at once all groups have ended.
     """
 
     def __init__(self, launch: Launch, blocks: Array):
@@ -80,6 +82,7 @@ class Chunk:
         self.races: Races | None = self.shared.races
         self.groups = [Group(self, np.arange(self.warps), self._registers())]
         self.extra: dict[str, Any] = {}
+        self.at_end: set[Callable[[Chunk], None]] = set()
 
     def _registers(self) -> list[Array]:
         program, (x, y, z) = self.program, self.launch.grid
@@ -113,6 +116,8 @@ class Chunk:
             if not moved:
                 waits = "; ".join(group.waits_at for group in self.groups)
                 raise Deadlock(f"every group of warps waits: {waits}")
+        for check in self.at_end:
+            check(self)
 
 
 class Group:
@@ -226,7 +231,7 @@ class Group:
             return None
         if not others.any():
             return target
-        if self.chunk.program.parts_for_good and self._part(taken, target):
+        if self.chunk.program.parts_for_good and self.part(taken, target):
             return None
         meets = self.chunk.program.meets[at]
         if meets != self.meets:  # else those who wait there already come with them
@@ -237,7 +242,7 @@ class Group:
         self.at, self.mask, self.meets = self.stack.pop()
         return self.at
 
-    def _part(self, taken: Array, target: int) -> bool:
+    def part(self, taken: Array, target: int) -> bool:
         """Whole warps part for good: those that take the branch become a group of their own."""
         by_warp = self.full(taken).reshape(-1, len(self.warps), LANES)
         if (by_warp.any((0, 2)) != by_warp.all((0, 2))).any() or self.mask is not None:

@@ -32,6 +32,14 @@ class Race(Fault):
     """Two warps at the same bytes of shared memory, one writes, nothing orders them."""
 
 
+class Unfenced(Fault):
+    """wgmma or TMA at bytes that ordinary instructions wrote, no fence.proxy.async between."""
+
+
+class InFlight(Fault):
+    """Registers or bytes that wgmma or TMA still work on, touched before the wait."""
+
+
 class Diverged(Fault):
     """An instruction that all threads must run together, where some have left."""
 

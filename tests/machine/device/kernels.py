@@ -39,7 +39,7 @@ from .driver import Machine, ptx_machine
 CPU = torch.device("cpu")
 TOKEN_OPS = ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention")
 TOKENS = (1, 17, 50, 197, 257)
-KINDS = ("check", "tokens", "training", "configs")
+KINDS = ("check", "early", "tokens", "training", "configs")
 # tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
 PRECISIONS = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
@@ -140,7 +140,7 @@ def dropout_case(T: int, dtype: torch.dtype, D: int = 32) -> Case:
 def cases(kind: str, name: str) -> list[Case]:
     """By kind and precision; the same list in each process."""
     dtype = PRECISIONS[name]
-    if kind == "check":
+    if kind in ("check", "early"):
         found = check_cases(SMALL, CPU, dtype)
     elif kind == "tokens":
         found = _token_cases(dtype)
@@ -150,6 +150,8 @@ def cases(kind: str, name: str) -> list[Case]:
 
 
 def jobs(target: str, name: str, kind: str) -> list[Job]:
+    if kind == "early" and target != "sm_90":
+        return []
     if kind == "training":
         return [Job(target, name, kind, "VisionTransformer, 3 steps")]
     if kind == "configs":
@@ -175,7 +177,10 @@ def run_job(job: Job) -> Outcome:
     fault = None
     machine = Machine(job.target)
     try:
-        with precision(job.precision), ptx_machine(job.target) as machine:
+        with (
+            precision(job.precision),
+            ptx_machine(job.target, early=job.kind == "early") as machine,
+        ):
             fault = _fault_of(job)
     except Exception as error:  # whatever it is, the others still run
         fault = first_line(error)

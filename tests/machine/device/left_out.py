@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import left_out_async
 from .driver import Recorded, ptx_machine
 from .execution import Group
 from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
@@ -84,6 +85,8 @@ def _with_operands(*operands: str) -> Callable[[Op], None]:
 def changes(op: Op) -> Iterator[Change]:
     """Every change of one instruction that the table tries."""
     kind = op.parts[0]
+    for words, operands in left_out_async.changes(op):
+        yield Change(words, _with_operands(*operands) if operands else _leave_out)
     if op.name.startswith(("bar.sync", "bar.warp.sync", "barrier.sync")):
         yield Change("left out", _leave_out)
     elif op.name.startswith(("cp.async.wait", "cp.async.commit")):
@@ -172,13 +175,19 @@ def watched(recorded: Recorded, ops: Sequence[Op]) -> dict[int, Seen]:
 
 
 _NAMES = ((Race, "race"), (OutOfBounds, "bounds"), (Misaligned, "bounds"), (Deadlock, "deadlock"),
-          (Diverged, "parted"))  # fmt: skip
+          (Diverged, "parted"), *left_out_async.NAMES)  # fmt: skip
 
 
-def outcome(recorded: Recorded, wanted: Sequence[Tensor]) -> str:
-    """What notices that the program has been changed; "" nothing."""
+def outcome(recorded: Recorded, wanted: Sequence[Tensor], odd: Container[str] = ()) -> str:
+    """What notices that the program has been changed; "" nothing.
+
+    Args:
+        odd: what the unchanged run noted; anything else is "note".
+    """
     try:
-        recorded.run()
+        if recorded.program.parts_for_good:
+            recorded.run(order=1)
+        noted = recorded.run()
     except MachineError as error:
         return next((name for kind, name in _NAMES if isinstance(error, kind)), "error")
     worst = ""
@@ -193,13 +202,15 @@ def outcome(recorded: Recorded, wanted: Sequence[Tensor]) -> str:
                 worst = "value"
         elif not torch.equal(x, y):
             worst = "value"
-    return worst
+    return worst or ("note" if any(text not in odd for text in noted) else "")
 
 
 def why_not(op: Op, note: Seen, recorded: Recorded) -> str:
     """Why nothing noticed a change, from what the unchanged run saw."""
     if note.runs == 0:
         return "not reached at these sizes"
+    if why := left_out_async.why_not(op):
+        return why
     if op.name.startswith("bar.warp"):
         return "beyond the machine: it runs the lanes of a warp in lock step"
     if op.name.startswith("bar."):
@@ -229,6 +240,7 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
     Args:
         only: the case to run, by its name; "": all but the model.
     """
+    is_whole, only = not only, only or (left_out_async.CASE if target == "sm_90" else "")
     best: dict[str, tuple[int, str, Recorded]] = {}
     for case in cases("check", "bf16"):
         if case.name == "VisionTransformer" or (only and case.name != only):
@@ -241,23 +253,25 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
             size += 10_000 * ("T=260" in case.name)  # whose loops go round
             if name not in best or size > best[name][0]:
                 best[name] = size, case.name, one
-    return [(case, one) for _, case, one in best.values()]
+    found = [(case, one) for _, case, one in best.values()]
+    return found + (left_out_async.longer() if target == "sm_90" and is_whole else [])
 
 
 def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[Row]:
     """A row for each `every`-th change of its program."""
     program = recorded.program
-    pairs = [(op, change) for op in program.ops for change in changes(op)][::every]
+    ops = program.ops if target == "sm_80" else left_out_async.ordering(program)
+    pairs = [(op, change) for op in ops for change in changes(op)][::every]
     with np.errstate(all="ignore"):
         seen = watched(recorded, list({op.line: op for op, _ in pairs}.values()))
-        wanted = [x.clone() for x in recorded.tensors]
+        wanted, odd = [x.clone() for x in recorded.tensors], recorded.run()
         rows = []
         for op, change in pairs:
             note = seen[op.line]
             noticed = ""
             if note.runs:
                 with changed(op, change):
-                    noticed = outcome(recorded, wanted)
+                    noticed = outcome(recorded, wanted, odd)
             why = "" if noticed else why_not(op, note, recorded)
             guard = op.text.split(" ")[0] + " " if op.text.startswith("@") else ""
             counts = op.name.startswith(("bar.", "cp.async.wait_group"))
@@ -313,13 +327,18 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 def kind_of(row: Row) -> str:
     """What is changed, and how."""
     words = row.instruction.split(" ")[row.instruction[0] == "@"].split(".")
-    is_new_number = row.change.startswith(("xor", "waits"))
+    is_new_number = row.change.startswith(("xor", "waits", "expects"))
     head = ".".join(words[: 3 if words[0] == "cp" else 2])
     return f"{head}, {'another number' if is_new_number else row.change}"
 
 
-def run_left_out(targets: Sequence[str], count: int, path: Path = TABLE) -> int:
-    rows = table(targets, count)
-    write(rows, path)
-    print("\n".join(summary(rows)))
+def table_of(target: str) -> Path:
+    return TABLE if target == "sm_80" else TABLE.with_name(f"left_out_{target}.csv")
+
+
+def run_left_out(targets: Sequence[str], count: int) -> int:
+    for target in targets:
+        rows = table([target], count)
+        write(rows, table_of(target))
+        print("\n".join(summary(rows)))
     return 0

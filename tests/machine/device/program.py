@@ -201,6 +201,7 @@ class Program:
         self.constants: dict[int, Array] = {}
         self._constants: dict[tuple[int, np.dtype], int] = {}
         self.labels: dict[str, int] = {}
+        self.branch_targets: dict[str, list[str]] = {}  # of brx.idx, by the label of the list
         self.blocks: list[list[Op]] = [[]]
         self.shared_symbols: dict[str, int] = {}
         self.static_shared = 0  # bytes of variables in shared memory that have a size
@@ -321,6 +322,7 @@ class Program:
         if self.blocks[-1]:
             self.blocks.append([])
         self.labels[label] = len(self.blocks) - 1
+        self._last_label = label
 
     def _statement(self, text: str, line: int, source: str, names: dict[str, str]) -> None:
         text = " ".join(text.split())
@@ -352,7 +354,10 @@ class Program:
             start = -(-self.static_shared // align) * align
             self.shared_symbols[match[2]] = SHARED_BASE + start
             self.static_shared = start + int(match[3])
-        elif not text.startswith((".branchtargets", ".maxnreg")):
+        elif text.startswith(".branchtargets"):
+            targets = split_operands(text.removeprefix(".branchtargets"))
+            self.branch_targets[self._last_label] = targets
+        elif not text.startswith(".maxnreg"):
             raise MachineError(f"{self.name}, PTX line {line}: what is {text!r}?")
 
     @cached_property
@@ -364,6 +369,9 @@ class Program:
             last = block[-1] if block else None
             if last is None or last.parts[0] not in ("bra", "ret", "exit", "brx"):
                 found.append([following])
+                continue
+            if last.parts[0] == "brx":
+                found.append([last.label(x) for x in self.branch_targets[last.operands[1]]])
                 continue
             targets = [END] if last.parts[0] in ("ret", "exit") else [last.label(last.operands[0])]
             found.append(targets + [following] * (last.guard is not None))

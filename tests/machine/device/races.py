@@ -5,6 +5,8 @@ which warp w knows: it learns at barriers. An access to bytes that another warp 
 that this one does not know is a race; so is a write to bytes that another warp read in one. Warps
 that only read never race, nor do lanes of one warp, which shuffles and ldmatrix order.
 
+What runs on its own beside the warps (wgmma, TMA: proxies.py) has columns of its own in `clock`.
+
 Bytes are watched in cells of the narrowest access of the program, in the first and the last block
 of a chunk: all its blocks run the same instructions.
 """
@@ -30,13 +32,17 @@ class Races:
         self.rows = np.array(sorted({0, blocks - 1}))  # the blocks that are watched
         self.grain = grain
         rows, cells = len(self.rows), size // grain
-        self.clock = np.zeros((rows, warps, warps), np.int32)
+        self.warps = warps
+        self.clock = np.zeros((rows, warps, 2 * warps + 2), np.int32)  # columns: proxies.py
+        self.clock[..., -1] = np.iinfo(np.int32).max
         self.clock[:, range(warps), range(warps)] = 1
         self.writer = np.zeros((rows, cells), np.int16)
         self.written = np.zeros((rows, cells), np.int32)  # epoch; 0: never
         self.line = np.zeros((rows, cells), np.int32)  # of the instruction that wrote
         self.read = np.zeros((rows, cells, warps), np.int32)  # epoch, by warp
         self.read_line = np.zeros((rows, cells), np.int32)
+        self.busy = np.zeros((rows, cells), np.int16)  # reads in flight, of wgmma and TMA
+        self.flying = np.zeros((rows, cells), bool)  # bytes that TMA has yet to write
         self._row = np.arange(rows)[:, None]
 
     def _cells(self, offset: Array, width: int, mask: Array | None, warp: Array):
@@ -60,6 +66,7 @@ class Races:
         late = written > self.clock[row, warp, writer]
         if late.any():
             self._report("reads", "wrote", late, cell, self.line[row, cell], warp, writer, op)
+        self._look_at("reads", self.flying[row, cell], row, cell, warp, op)
         self.read[row, cell, warp] = self.clock[row, warp, warp]
         self.read_line[row, cell] = op.line
 
@@ -69,13 +76,27 @@ class Races:
         late = written > self.clock[row, warp, writer]
         if late.any():
             self._report("writes", "wrote", late, cell, self.line[row, cell], warp, writer, op)
-        late = self.read[row, cell] > self.clock[row, warp]
+        self._look_at("writes", self.flying[row, cell], row, cell, warp, op)
+        self._look_at("writes", self.busy[row, cell] > 0, row, cell, warp, op)
+        late = self.read[row, cell] > self.clock[row, warp][..., : self.warps]
         if late.any():
             reader = late.argmax(-1)
             late = late.any(-1)
             self._report("writes", "read", late, cell, self.read_line[row, cell], warp, reader, op)
         self.writer[row, cell], self.line[row, cell] = warp, op.line
         self.written[row, cell] = self.clock[row, warp, warp]
+
+    def _look_at(self, does: str, in_flight: Array, row, cell, warp, op) -> None:
+        """What nobody may touch before its wait."""
+        if in_flight.any():
+            row, cell, warp = np.broadcast_arrays(row, cell, warp)
+            row, cell, warp = row[in_flight][0], cell[in_flight][0], warp[in_flight][0]
+            line = self.line[row, cell] if self.flying[row, cell] else self.read_line[row, cell]
+            raise Race(
+                f"warp {warp} {does} byte {cell * self.grain} of shared memory while wgmma or TMA "
+                f"of PTX line {line} is in flight",
+                op,
+            )
 
     def _report(self, does, did, late, cell, line, warp, other, op) -> None:
         cell, line, warp, other = np.broadcast_arrays(cell, line, warp, other)

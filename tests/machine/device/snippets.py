@@ -33,8 +33,8 @@ def text_of(body: str, threads: int = 32, parameters: Sequence[str] = ()) -> str
 def run(
     body: str, registers: Mapping[str, Any] | None = None, *, threads: int = 32, blocks: int = 1,
     shared: int = 0, tensors: Sequence[Tensor] = (), arguments: Sequence[tuple[str, Any]] = (),
-    order: int = 0,
-) -> dict[str, Array]:  # fmt: skip
+    order: int = 0, early: bool = False, begins: Array | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run these lines by all threads of some blocks.
 
     Args:
@@ -43,13 +43,16 @@ def run(
         shared: bytes of shared memory.
         tensors: the memory that may be touched.
         arguments: types and values of `snippet_param_0` and so on.
+        begins: the bytes of shared memory at first, one array or one for each block.
     Returns: the registers of the first group at the end, by name, shape (blocks, threads); and
-        "shared", the bytes of shared memory, (blocks, bytes).
+        "shared", the bytes of shared memory, (blocks, bytes); "counts", what the launch counted.
     """
     program = Program(text_of(body, threads, [type for type, _ in arguments]))
     values = [argument(type, value) for type, value in arguments]
     memory = GlobalMemory(tensors)
-    launch = Launch(program, (blocks, 1, 1), values, memory, shared, order)
+    launch = Launch(
+        program, (blocks, 1, 1), values, memory, shared, order, early=early
+    )  # fmt: skip
     chunk = Chunk(launch, np.arange(blocks, dtype=np.uint32))
     group = chunk.groups[0]
     for name, value in (registers or {}).items():
@@ -60,8 +63,10 @@ def run(
         group.registers[program.slots[name]] = array.reshape(
             (1, 1) if array.ndim == 0 else (1, -1) if array.ndim == 1 else array.shape
         )
+    if begins is not None:
+        chunk.shared.units[1][:, : begins.shape[-1]] = begins
     with np.errstate(all="ignore"):
         chunk.run()
     found = {name: group.full(group.registers[slot]) for name, slot in program.slots.items()}
     raw = chunk.shared.units[1]
-    return {**found, "shared": raw[:, : max(shared, 0)]}
+    return {**found, "shared": raw[:, : max(shared, 0)], "counts": launch.counts}

@@ -1,0 +1,90 @@
+"""What left_out.py changes of wgmma, TMA and their kin, and why some of it is not noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import fastvit_kernels as fk
+from fastvit_kernels.runtime.configs import TABLES, forced
+
+from .driver import Recorded, ptx_machine
+from .faults import InFlight, Unfenced
+from .mbarriers import Miscounted
+from .program import Op, Program
+from .tensor_copies import WrongMap
+
+NAMES = ((Unfenced, "fence"), (InFlight, "in flight"), (Miscounted, "count"), (WrongMap, "bounds"))
+
+CASE = "attention, T=260"  # of `check`, whose kernels sm_90's table changes, beside `longer`
+
+_LEFT_OUT = (
+    "wgmma.fence", "wgmma.commit", "wgmma.wait", "fence.proxy", "mbarrier.", "cp.async.bulk",
+    "tensormap.cp_fenceproxy",
+)  # fmt: skip
+
+
+def ordering(program: Program) -> list[Op]:
+    """What orders anything, in a kernel that has wgmma or TMA: all that sm_90's table tries."""
+    names = ("bar.sync", "barrier.sync", "cp.async.wait", "cp.async.commit", *_LEFT_OUT)
+    if not any(op.name.startswith(("wgmma", "mbarrier")) for op in program.ops):
+        return []
+    return [op for op in program.ops if op.name.startswith(names)]
+
+
+def longer() -> list[tuple[str, Recorded]]:
+    """Linear layers whose pipelines are full: one group of warps, and warps with roles."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
+    found = []
+    for has_roles in (False, True):
+        (config,) = [
+            config for config in TABLES["linear_fwd"].configs
+            if config.descriptors and config.warp_specialize == has_roles and not config.flatten
+        ][:1]  # fmt: skip
+        with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", config):
+            fk.linear(x, weight, activation="gelu")
+        name = "linear, K=320, warps with roles" if has_roles else "linear, K=320"
+        found += [(name, one) for one in machine.recorded or []]
+    return found
+
+
+def changes(op: Op) -> Iterator[tuple[str, list[str]]]:
+    """In words, and the operands instead; [] leaves it out."""
+    if op.name.startswith(_LEFT_OUT):
+        yield "left out", []
+    if op.name.startswith(("wgmma.wait", "cp.async.bulk.wait")):
+        more = str(int(op.operands[0], 0) + 1)
+        yield f"waits for all but {more}", [more]
+    if ".expect_tx" in op.name and op.operands[-1].isdigit():
+        fewer = str(int(op.operands[-1]) // 2)
+        yield f"expects {fewer} bytes", [*op.operands[:-1], fewer]
+
+
+def why_not(op: Op) -> str | None:
+    """Why nothing noticed; None: not one of these."""
+    name = op.name
+    if op.program.parts_for_good and name.startswith(("mbarrier.arrive", "mbarrier.try_wait")):
+        return "beyond the machine: in the orders that it tries, others come in time anyway"
+    if name.startswith("barrier.sync"):
+        return "needless: no byte passes from one warp to another over it alone"
+    if name.startswith("wgmma.fence"):
+        return "needless: no register of a product was written since the fence before it"
+    if name.startswith("wgmma.commit"):
+        return "needless: the next commit takes its products, and the waits still cover them"
+    if name.startswith("wgmma.wait"):
+        return "needless: another wait covers its products before anyone reads D or writes A, B"
+    if name.startswith("fence.proxy.async"):
+        return "needless: another fence lies between the stores and wgmma or TMA"
+    if name.startswith("mbarrier.inval"):
+        return "needless: nobody uses its bytes again"
+    if name.startswith("mbarrier.init"):
+        return "needless: nobody uses this mbarrier"
+    if name.startswith("mbarrier.try_wait"):
+        return "needless: another wait covers its bytes"
+    if name.startswith("cp.async.bulk.") and "tensor" not in name:
+        return "needless: the thread has no store of TMA in flight"
+    if name.startswith("cp.async.bulk.tensor"):
+        return "beyond the machine"
+    return None

@@ -1,0 +1,69 @@
+"""sm_90's kernels, run: by the 2x rule, and what of their order is noticed when it is left out."""
+
+import pytest
+
+from tests.machine.device.left_out import kind_of, read, table_of
+
+from .test_kernels import device, python
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_every_case_of_check(number):
+    """wgmma, TMA, mbarriers as they ship, operands read late."""
+    said = device("--arch", "sm_90", "--precision", "bf16", "--kind", "check", "--share",
+                  str(number), "2")  # fmt: skip
+    assert "23 passed, 0 failed" in said
+
+
+def test_operands_read_early():
+    said = device(
+        "--arch", "sm_90", "--precision", "bf16", "--kind", "early", "--only", "attention"
+    )
+    assert "17 passed, 0 failed" in said
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
+def test_other_precisions(precision):
+    for case in ("linear, gelu", "attention, D=32"):
+        said = device("--arch", "sm_90", "--precision", precision, "--kind", "check",
+                      "--only", case)  # fmt: skip
+        assert " 0 failed" in said and not said.startswith("0 passed")
+
+
+ROLES = """
+import torch, fastvit_kernels as fk
+from fastvit_kernels.runtime.configs import TABLES, forced
+from tests.machine.device import ptx_machine
+
+torch.manual_seed(0)
+x, weight = torch.randn(130, 320).bfloat16(), torch.randn(136, 320).bfloat16()
+config = next(c for c in TABLES["linear_fwd"].configs if c.warp_specialize and not c.flatten)
+wanted = torch.nn.functional.gelu(x.double() @ weight.double().T)
+found = []
+for order, early in ((0, False), (1, False), (1, True)):
+    with ptx_machine("sm_90", order=order, early=early), forced("linear_fwd", config):
+        found.append(fk.linear(x, weight, activation="gelu"))
+    assert ((found[-1] - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
+    assert early or torch.equal(found[0], found[-1])  # read early, products are summed one by one
+print("right in each order")
+"""
+
+
+def test_warps_with_roles():
+    """Five steps of K through three stages, so that each mbarrier goes round; both orders."""
+    assert "right in each order" in python("-c", ROLES)
+
+
+def test_each_row_of_the_table_is_explained():
+    rows = read(table_of("sm_90"))
+    assert rows and all(bool(row.noticed) != bool(row.why) for row in rows)
+    assert all(row.why.startswith(("needless", "beyond", "not reached")) for row in rows if row.why)
+
+
+@pytest.mark.parametrize("kind", [
+    "wgmma.fence, left out", "wgmma.wait_group, left out", "wgmma.wait_group, another number",
+    "wgmma.commit_group, left out", "fence.proxy, left out", "bar.sync, left out",
+    "mbarrier.init, left out", "mbarrier.arrive, left out", "mbarrier.try_wait, left out",
+])  # fmt: skip
+def test_of_each_kind_some_are_noticed(kind):
+    assert any(row.noticed for row in read(table_of("sm_90")) if kind_of(row) == kind)
