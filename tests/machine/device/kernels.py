@@ -26,12 +26,13 @@ import fastvit_kernels as fk
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops.attention import functions
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.verify import all_configs
 from fastvit_kernels.verify.accuracy import measure_all
-from fastvit_kernels.verify.cases import OPS, check_cases, config_cases
+from fastvit_kernels.verify.cases import OPS, check_cases
 from fastvit_kernels.verify.op import SMALL, Case, Draw, Example, Inputs
 from fastvit_kernels.verify.plain_vit import plain_vit
 from fastvit_kernels.verify.runner import first_line, poisoned
+from tests.check import all_configs
+from tests.check.config_cases import config_cases
 from tests.support.philox import philox_keep
 
 from .driver import Machine, ptx_machine
