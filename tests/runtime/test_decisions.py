@@ -127,3 +127,11 @@ def test_equal_numbers_of_another_type_are_another_call():
     fk.attention(qkv, scale=1)
     with pytest.raises(TypeError, match="scale must be a number, got bool True"):
         fk.attention(qkv, scale=True)
+
+
+def test_a_first_call_by_torch_decides_for_no_other_backend():
+    """float64 goes to PyTorch by itself; who asks for kernels is told that there are none."""
+    x = rand(3, 16, dtype=torch.float64, grad=False)
+    fk.layer_norm(x)
+    with fk.backend("triton"), pytest.raises(RuntimeError, match="float64"):
+        fk.layer_norm(x)

@@ -104,6 +104,26 @@ def test_a_recomputation_goes_its_forwards_way(watcher, use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_knows_its_call_by_the_values_of_numbers(use_reentrant):
+    """Those that a forward makes lie elsewhere in memory when it runs again."""
+    made = []
+
+    def norm(x):
+        made.append(float("1e-5"))
+        return fk.layer_norm(x, None, None, made[-1])
+
+    found = []
+    for around in (nullcontext, lambda: fk.backend("torch")):
+        x = torch.linspace(-1, 2, 32).reshape(2, 16).requires_grad_()
+        with around():
+            y = checkpoint(norm, x, use_reentrant=use_reentrant)
+        (y * torch.linspace(1, 2, 16)).sum().backward()
+        found.append(x.grad)
+    assert len({id(n) for n in made}) == 4
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputation_draws_its_forwards_dropout(use_reentrant):
     model = in_checkpoints(timm_model(attn_drop_rate=0.4), use_reentrant=use_reentrant)
     wanted = watched_step(model, nullcontext(), nullcontext())

@@ -414,7 +414,7 @@ FAULTS: list[Fault] = [
         "a recomputation asks for a call by where its numbers lie in memory",
         "(type(x), x) if type(x) in _SCALARS else id(x)",
         "id(x)",
-        only=("swap/test_plans.py::test_a_plan_and_what_decides_anew_are_one_to_a_checkpoint",),
+        only=("swap/test_status.py::test_a_recomputation_knows_its_call_by_the_values_of_numbers",),
     ),
     Fault(
         "order-backend",
@@ -423,7 +423,9 @@ FAULTS: list[Fault] = [
         "a first call decides for those with another backend",
         "[chosen, ",
         "[",
-        only=("runtime/test_decisions.py",),
+        only=(
+            "runtime/test_decisions.py::test_a_first_call_by_torch_decides_for_no_other_backend",
+        ),
     ),
     Fault(
         "order-number",
