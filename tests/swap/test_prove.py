@@ -67,9 +67,11 @@ def _bent(function):
 
 
 def _unlearnt(function):
+    """The argument alone loses a gradient: no parameter's depends on it."""
+
     def norm_and_input(norm, x, *rest):
-        y, x = function(norm, x, *rest)
-        return y, x.detach()
+        y, same = function(norm, x, *rest)
+        return y, same.detach() if x.is_leaf else same
 
     return norm_and_input
 
