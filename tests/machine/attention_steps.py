@@ -25,6 +25,7 @@ from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
+WIDE_HEAD_DIMS = (136, 160, 192, 256)
 TOKENS = (50, 197, 257, 577, 1025)
 
 
@@ -130,6 +131,21 @@ def dropped(D: int) -> None:
             attend(torch.empty(64, 1, 1, T, dtype=torch.bfloat16)),
         ):
             backward(out)
+
+
+def wide_heads(D: int) -> None:
+    """Heads above 128, plain and causal."""
+    attend = _attend(64, 197, D)
+    for out in (attend(), attend(is_causal=True)):
+        backward(out)
+
+
+def few_queries() -> None:
+    """Cross attention of a few queries and many keys: pooling, decoders."""
+    for D, T_q, T_kv in itertools.product((32, 64, 128), (1, 16, 64), (197, 1025)):
+        q = torch.empty(64, 12, T_q, D, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (q.new_empty(64, 12, T_kv, D).requires_grad_() for _ in range(2))
+        backward(scaled_dot_product_attention(q, k, v))
 
 
 def masks_in_fp32() -> None:

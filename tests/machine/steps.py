@@ -260,12 +260,15 @@ CASES: dict[str, Callable[[], None]] = {
         f"attention, D={D}, masks and dropout": functools.partial(attention_steps.dropped, D)
         for D in HEAD_DIMS
     },
+    **{f"attention, D={D}": functools.partial(attention_steps.wide_heads, D)
+       for D in attention_steps.WIDE_HEAD_DIMS},
+    "attention, few queries": attention_steps.few_queries,
 }  # fmt: skip
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "masks in fp32", "learnt bias",
-    "narrow MLP",
+    "narrow MLP", "attention, few queries",
     "attention configs", "attention, one image", "rotary attention", "packed sequences",
-    *(f"attention, D={D}" for D in HEAD_DIMS),
+    *(f"attention, D={D}" for D in (*HEAD_DIMS, *attention_steps.WIDE_HEAD_DIMS)),
     *(f"attention, D={D}, masks and dropout" for D in HEAD_DIMS),
 }  # fmt: skip

@@ -28,6 +28,7 @@ from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.tools.resources import TARGETS
 from tests.check import all_configs
 from tests.check.config_cases import config_cases
+from tests.machine.ptx import Ptx
 
 PACKAGE = Path(fk.__file__).parent
 
@@ -628,6 +629,21 @@ def test_reductions_are_fp32(compiled):
         kinds = re.findall(r"\"tt\.reduce\".*\n\s*\^bb0\(%\S+: (\w+)", kernel.ttir)
         assert set(kinds) <= {"f32", "i32"}, (str(kernel), kinds)  # i32 counts
     assert sum("tt.reduce" in k.ttir for k in compiled) > 5
+
+
+def test_attention_of_three_stages_loads_ahead(compiled):
+    """The wait for a tile's copies leaves the next tile's in flight; two stages leave none."""
+    ahead = set()
+    for kernel in compiled:
+        if not kernel.name.startswith("attention_") or "s3;" not in kernel.label:
+            continue
+        ptx = Ptx(kernel.ptx)
+        ops = [op for loop in ptx.loops for at in loop.blocks for op in ptx.blocks[at].ops]
+        waits = [int(op.operands[0]) for op in ops if op.name == "cp.async.wait_group"]
+        if waits:
+            assert min(waits) > 0, str(kernel)
+            ahead.add(kernel.name.removeprefix("attention_"))
+    assert ahead == {"fwd", "bwd_dq", "bwd_dkdv", "bwd_one_pass"}
 
 
 def test_gates_of_any_width_are_read_in_words(compiled):

@@ -172,7 +172,7 @@ def _attention_bwd_dq_kernel(
 @triton.jit
 def _dkdv_step(
     dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores,
-    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr, GRADS: tl.constexpr,
 ):  # fmt: skip
     """dv += p^T dout and dk / scale += ds^T q for the queries at start_q, all of it (kv, q)."""
     T_q = scores.T_q
@@ -193,8 +193,10 @@ def _dkdv_step(
     p_t, ds_t = softmax_grad(
         s_t, dp_t, lse[None, :], delta[None, :], start_q, start_kv, scores, FORM, False, False
     )
-    dv = accumulate(dv, p_t.to(do[0].dtype), do, FORM)
-    dk = accumulate(dk, ds_t.to(q[0].dtype), q, FORM)
+    if GRADS != "dk":
+        dv = accumulate(dv, p_t.to(do[0].dtype), do, FORM)
+    if GRADS != "dv":
+        dk = accumulate(dk, ds_t.to(q[0].dtype), q, FORM)
     return dk, dv
 
 
@@ -202,6 +204,7 @@ def _dkdv_step(
 def _dkdv_key_tile(
     dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
     scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
+    GRADS: tl.constexpr,
 ):  # fmt: skip
     T_kv = scores.T_kv
     k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
@@ -223,18 +226,20 @@ def _dkdv_key_tile(
     for start_q in tl.range(first_q, end_q, BLOCK_Q, disable_licm=keeps_invariants()):
         dk, dv = _dkdv_step(
             dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores, FORM,
-            BLOCK_Q, TAIL_Q == BLOCK_Q,
+            BLOCK_Q, TAIL_Q == BLOCK_Q, GRADS,
         )  # fmt: skip
     if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
         dk, dv = _dkdv_step(
             dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, start_kv, scores, FORM,
-            TAIL_Q, True,
+            TAIL_Q, True, GRADS,
         )  # fmt: skip
     if FORM.MASK == "keys":
         dk, dv = kept_rows(dk, shown, FORM), kept_rows(dv, shown, FORM)
-    dk = scaled_head(dk, scores.scale, FORM)
-    store_head(dk_rows, dk, start_kv, T_kv, FORM, BLOCK_KV)
-    store_head(dv_rows, dv, start_kv, T_kv, FORM, BLOCK_KV)
+    if GRADS != "dv":
+        dk = scaled_head(dk, scores.scale, FORM)
+        store_head(dk_rows, dk, start_kv, T_kv, FORM, BLOCK_KV)
+    if GRADS != "dk":
+        store_head(dv_rows, dv, start_kv, T_kv, FORM, BLOCK_KV)
 
 
 @triton.jit
@@ -249,7 +254,7 @@ def _attention_bwd_dkdv_kernel(
     D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
     BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
     PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr, GRADS: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
@@ -281,5 +286,5 @@ def _attention_bwd_dkdv_kernel(
     if not VARLEN or start_kv < scores.T_kv:
         _dkdv_key_tile(
             dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
-            scores, FORM, WALK, BLOCK_KV, RAGGED_KV,
+            scores, FORM, WALK, BLOCK_KV, RAGGED_KV, GRADS,
         )  # fmt: skip

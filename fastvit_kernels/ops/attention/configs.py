@@ -10,6 +10,8 @@ that wgmma on sm_90 stays in flight and is at least 16 columns wide.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...runtime.backend import Gpu
@@ -43,13 +45,17 @@ class FwdConfig(NamedTuple):
 
 
 class SplitConfig(NamedTuple):
-    """A kernel of the split backward: rows the program owns, rows it loops over; tail as above."""
+    """A kernel of the split backward: rows the program owns, rows it loops over; tail as above.
+
+    `apart`: dk and dv by a launch each, which computes the scores again but has one accumulator.
+    """
 
     own: int
     loop: int
     tail: int
     num_warps: int
     num_stages: int
+    apart: bool = False
 
 
 class OnePassConfig(NamedTuple):
@@ -76,7 +82,7 @@ class BwdForm(NamedTuple):
 FWD = {
     (2, 80): FwdConfig(64, 64, 16, 1, 4, 2),
     (2, 128): FwdConfig(64, 64, 64, 1, 4, 2),
-    (2, 256): FwdConfig(64, 32, 64, 1, 8, 2),
+    (2, 256): FwdConfig(64, 32, 64, 1, 4, 2),
     (4, 128): FwdConfig(32, 16, 32, 1, 8, 1),
     (4, 256): FwdConfig(16, 16, 16, 1, 4, 1),
 }
@@ -122,7 +128,7 @@ FWD_CONFIGS = [
 DQ = {
     (2, 64): SplitConfig(128, 64, 16, 8, 2),
     (2, 128): SplitConfig(128, 32, 32, 8, 2),
-    (2, 256): SplitConfig(64, 32, 32, 8, 1),
+    (2, 256): SplitConfig(128, 32, 32, 8, 1),
     (4, 32): SplitConfig(32, 32, 32, 4, 1),
     (4, 64): SplitConfig(32, 32, 32, 4, 2),
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
@@ -134,12 +140,14 @@ DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
 MMA_MASKED_WIDE = SplitConfig(32, 32, 32, 4, 1)
+DQ_MMA_WIDEST = SplitConfig(64, 16, 16, 4, 1)  # D above 128, up to 192
 DQ_FP32 = SplitConfig(32, 16, 16, 4, 1)
 DQ_CONFIGS = [
     *dict.fromkeys([*DQ.values(), MMA_MASKED_WIDE]),
     DQ_FP32,
     DQ_MMA,
     DQ_MMA_KEYS,
+    DQ_MMA_WIDEST,
     DQ_MASKED,
     DQ_MASKED_WIDE,
     SplitConfig(128, 32, 16, 8, 2),
@@ -148,7 +156,8 @@ DKDV = {
     (2, 64): SplitConfig(128, 32, 16, 8, 2),
     (2, 96): SplitConfig(128, 32, 32, 8, 2),
     (2, 128): SplitConfig(128, 16, 16, 8, 2),
-    (2, 256): SplitConfig(64, 16, 16, 8, 1),
+    (2, 192): SplitConfig(128, 16, 16, 8, 1),
+    (2, 256): SplitConfig(128, 16, 16, 8, 1, apart=True),
     (4, 64): SplitConfig(32, 32, 32, 4, 1),
     (4, 96): SplitConfig(32, 16, 16, 4, 1),
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
@@ -159,7 +168,8 @@ DKDV_MMA = {  # without a mask of pairs and dropout; the row of D = 64 beside mo
     (2, 64): SplitConfig(128, 16, 16, 4, 2),
     (2, 80): SplitConfig(128, 32, 32, 8, 2),
     (2, 128): SplitConfig(128, 16, 16, 8, 2),
-    (2, 256): SplitConfig(64, 16, 16, 8, 1),
+    (2, 192): SplitConfig(64, 16, 16, 4, 1, apart=True),
+    (2, 256): MMA_MASKED_WIDE,
 }
 DKDV_HOPPER = SplitConfig(128, 64, 16, 8, 2)  # D = 64 without a mask of pairs; D = 32 with none
 DKDV_MASKED = SplitConfig(128, 16, 16, 8, 1)
@@ -193,16 +203,38 @@ ONE_PASS_CONFIGS = [
 DROPPED = ("none+dropout", "causal+dropout")  # dropout where no mask is loaded
 
 
+def _prefetching(default: Callable[..., Any]) -> Callable[..., Any]:
+    """On sm_90 a third stage: two wait for each tile's loads before its products, three have the
+    next tile's in flight. No spill, and as many warps an SM."""
+
+    @functools.wraps(default)
+    def choose(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
+        config = default(gpu, dtype, D, tokens, mask, heads)
+        wants = (gpu.arch, ITEMSIZE[dtype], config.num_stages) == ("sm_90", 2, 2)
+        return config._replace(num_stages=3) if wants else config
+
+    return choose
+
+
+def _with_prefetching(*configs: Any) -> list[Any]:
+    """The configs, and those of two stages with three."""
+    more = [c._replace(num_stages=3) for c in configs if c.num_stages == 2]
+    return list(dict.fromkeys([*configs, *more]))
+
+
 def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     """The first row for elements of this size that is large enough, else the largest."""
     rows = [(largest, config) for (bytes_, largest), config in table.items() if bytes_ == itemsize]
     return next((config for largest, config in rows if size <= largest), rows[-1][1])
 
 
+@_prefetching
 def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
-    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128 and not on_hopper:
+    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and not on_hopper:
+        if D > 128:
+            return FWD_MASKED_WIDE
         if long_on_mma and D == 64 and mask in ("bool", "add"):
             return FWD_LONG
         if D > 96 and _is_ampere(gpu):
@@ -234,6 +266,7 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
     return FWD_FP32 if two_stages else _row(FWD, 4, D)
 
 
+@_prefetching
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, mask, ITEMSIZE[dtype], D) == ("sm_90", "keys", 2, 64):
         return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
@@ -247,6 +280,8 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
         return DQ_MMA_KEYS
     if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
+    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D > 128:
+        return DQ_MMA_WIDEST if D <= 192 else MMA_MASKED_WIDE
     return _row(DQ, 2, D) if ITEMSIZE[dtype] == 2 else _dq_fp32(gpu, D, mask)
 
 
@@ -263,6 +298,7 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     return _row(DQ, 4, D)
 
 
+@_prefetching
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
         if mask in ("keys", "varlen", "causal", *DROPPED):
@@ -280,6 +316,8 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV_MASKED
     if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
         return DKDV_HOPPER
+    if D > 128 and ITEMSIZE[dtype] == 2 and not _is_ampere(gpu) and mask not in ("none", "causal"):
+        return DKDV[2, 256]  # together they spill 16 bytes at D = 192
     keys_on_hopper = (gpu.arch, mask) == ("sm_90", "keys") and D > 64  # wgmma would be serialised
     if (mask.endswith("dropout") or keys_on_hopper) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV[2, 128]
@@ -305,6 +343,7 @@ def _has_tensor(mask: str, *others: str) -> bool:
     return mask.startswith(("bool", "add", *others))
 
 
+@_prefetching
 def _default_one_pass(
     gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> OnePassConfig:
@@ -339,10 +378,13 @@ def _tiles_fit(
     """
     if ITEMSIZE[dtype] == 4:
         return own * loop <= 1024 and own * D <= 32 * num_warps * 64
-    rows = 16 * num_warps if D <= 128 else 64  # with fewer the warps repeat one another
-    if own < D <= 128 and loop >= 8 * num_warps and not _has_wgmma(gpu):
+    rows = 16 * num_warps  # with fewer the warps repeat one another
+    if own < D and loop >= 8 * num_warps and not _has_wgmma(gpu):
         rows = 0  # then each takes columns of its own
-    return own >= rows and own * D <= 32 * num_warps * 96 and loop * own <= 32 * num_warps * scores
+    sums = 96 if D <= 128 else 128  # of a thread
+    return (
+        own >= rows and own * D <= 32 * num_warps * sums and loop * own <= 32 * num_warps * scores
+    )
 
 
 def _is_ampere(gpu: Gpu) -> bool:
@@ -364,6 +406,8 @@ def _fwd_fits(
 ) -> bool:
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
         return config == _default_fwd(gpu, dtype, D, tokens, mask, heads)
+    if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
+        return False  # it spills 16 bytes
     buffers = _buffers(gpu, config.num_stages)
     q, kv = config.block_q * D, 2 * buffers * config.block_kv * D
     if config.heads > 1:
@@ -435,10 +479,15 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
 
 
-FWD_TABLE = ConfigTable("attention_fwd", FWD_CONFIGS, _default_fwd, _fwd_fits)
+FWD_TABLE = ConfigTable("attention_fwd", _with_prefetching(*FWD_CONFIGS), _default_fwd, _fwd_fits)
 BWD_TABLE = ConfigTable("attention_bwd", [BwdForm(True), BwdForm(False)], _default_bwd, _bwd_fits)
 ONE_PASS_TABLE = ConfigTable(
-    "attention_bwd_one_pass", ONE_PASS_CONFIGS, _default_one_pass, _one_pass_fits
+    "attention_bwd_one_pass",
+    _with_prefetching(*ONE_PASS_CONFIGS),
+    _default_one_pass,
+    _one_pass_fits,
 )
-DQ_TABLE = ConfigTable("attention_bwd_dq", DQ_CONFIGS, _default_dq, _split_fits)
-DKDV_TABLE = ConfigTable("attention_bwd_dkdv", DKDV_CONFIGS, _default_dkdv, _dkdv_fits)
+DQ_TABLE = ConfigTable("attention_bwd_dq", _with_prefetching(*DQ_CONFIGS), _default_dq, _split_fits)
+DKDV_TABLE = ConfigTable(
+    "attention_bwd_dkdv", _with_prefetching(*DKDV_CONFIGS), _default_dkdv, _dkdv_fits
+)

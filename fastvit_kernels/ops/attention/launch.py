@@ -127,6 +127,10 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
     block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
+    if T_q < T_kv and problem.gpu.arch == "sm_90":  # wgmma has 64 rows, and reads keys from memory
+        block_q = min(config.block_q, max(block_q, 64))
+    # a smaller tile has rows for fewer warps
+    num_warps = max(min(4, config.num_warps), config.num_warps * block_q // config.block_q)
     programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
     return _launch(
         _attention_fwd_kernel, programs, B * H, H, T_q, T_kv,
@@ -134,15 +138,16 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
         BLOCK_Q=block_q, RAGGED_Q=problem.is_ragged(T_q, block_q),
         BLOCK_KV=block_kv, TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
         ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
-        num_warps=config.num_warps, num_stages=config.num_stages, **problem.flags(),
+        num_warps=num_warps, num_stages=config.num_stages, **problem.flags(),
     )  # fmt: skip
 
 
 def _split_launch(
-    kernel: Any, problem: Problem, config: SplitConfig, own: str, loop: str, T_own: int, T_loop: int
-) -> Launch:
-    """The launch of dq (own "Q", loop "KV") or of dk and dv ("KV", "Q")."""
-    B, T_q, H, D = problem.shape
+    kernel: Any, problem: Problem, config: SplitConfig, own: str, T_own: int, T_loop: int,
+    **grads: str,
+) -> Launch:  # fmt: skip
+    """The launch of dq, which owns queries ("Q") and loops over keys, or of dk and dv ("KV")."""
+    (B, T_q, H, D), loop = problem.shape, "KV" if own == "Q" else "Q"
     block_d0, block_d1 = split_head_dim(D)
     block_loop = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
     options = {
@@ -150,17 +155,17 @@ def _split_launch(
         f"BLOCK_{own}": config.own, f"RAGGED_{own}": problem.is_ragged(T_own, config.own),
         f"BLOCK_{loop}": block_loop,
         f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "num_warps": config.num_warps, "num_stages": config.num_stages, **grads,
     }  # fmt: skip
     programs = triton.cdiv(T_own, config.own) * B * H
     return _launch(kernel, programs, H, T_q, problem.T_kv, **options, **problem.flags())
 
 
 class BwdLaunch(NamedTuple):
-    """Either the one-pass kernel, or dq and then dk and dv."""
+    """Either the one-pass kernel, or dq and then dk and dv, together or one after the other."""
 
     one_pass: Launch | None
-    split: tuple[Launch, Launch] | None
+    split: tuple[Launch, ...]
 
 
 @launch_plan
@@ -169,11 +174,14 @@ def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
     problem = Problem(gpu, *fields)
     key = problem.key()
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
-    if not BWD_TABLE.choose(problem.gpu, *key).one_pass:
+    few_queries = T_q <= 64 < T_kv  # in one pass eight warps would repeat their scores
+    if few_queries or not BWD_TABLE.choose(problem.gpu, *key).one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
+        kernel = _attention_bwd_dkdv_kernel
         return BwdLaunch(None, (
-            _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", "KV", T_q, T_kv),
-            _split_launch(_attention_bwd_dkdv_kernel, problem, dkdv, "KV", "Q", T_kv, T_q),
+            _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv),
+            *(_split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads)
+              for grads in (("dk", "dv") if dkdv.apart else ("dk+dv",))),
         ))  # fmt: skip
     config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
     parts = query_parts(T_q, config.close)
@@ -186,7 +194,7 @@ def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
         RAGGED_Q=problem.is_ragged(T_q, sum(parts)), HEADS=config.heads, HAS_DBIAS=problem.dbias,
         num_warps=config.num_warps, num_stages=config.num_stages, **problem.flags(),
     )  # fmt: skip
-    return BwdLaunch(one_pass, None)
+    return BwdLaunch(one_pass, ())
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:
@@ -273,8 +281,8 @@ class BwdCall(NamedTuple):
     """The backward of tensors in some layouts: one pass, or dq and then dk and dv."""
 
     one_pass: Callable[..., None] | None
-    dq: Callable[..., None]
-    dkdv: Callable[..., None]
+    dq: Callable[..., None] | None
+    dkdv: tuple[Callable[..., None], ...]
     sizes: tuple[int, ...]
 
 
@@ -286,10 +294,11 @@ def bwd_call(gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any
     if one_pass is not None:
         assert layouts.mask is None
         launch = one_pass.bind(layouts, dq_stride, dk_stride, has_mask=False)
-        return BwdCall(launch, launch, launch, one_pass.sizes)
-    assert split is not None
-    dq, dkdv = split
-    return BwdCall(None, dq.bind(layouts, dq_stride), dkdv.bind(layouts, dk_stride), dq.sizes)
+        return BwdCall(launch, None, (), one_pass.sizes)
+    dq, *dkdv = split
+    return BwdCall(
+        None, dq.bind(layouts, dq_stride), tuple(x.bind(layouts, dk_stride) for x in dkdv), dq.sizes
+    )
 
 
 def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
@@ -420,12 +429,13 @@ def launch_bwd(
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return None
-    assert dbias is None
+    assert dbias is None and call.dq is not None
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     delta = empty_rows(q, packing)
     call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
-    call.dkdv(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)
+    for launch in call.dkdv:
+        launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)
     return delta
 
 

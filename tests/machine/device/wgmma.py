@@ -93,7 +93,7 @@ class Tile:
         return int(self.descriptors[block if self.descriptors.shape[0] > 1 else 0, group])
 
 
-@dataclass
+@dataclass(eq=False)  # its arrays are not compared
 class Product:
     """One wgmma in flight."""
 
