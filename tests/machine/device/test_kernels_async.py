@@ -54,6 +54,40 @@ def test_warps_with_roles():
     assert "right in each order" in python("-c", ROLES)
 
 
+SDPA = """
+import sys, torch, fastvit_kernels as fk
+from torch.nn.functional import scaled_dot_product_attention
+from tests.machine.device import ptx_machine
+
+arch, (D, T_q, T_kv) = sys.argv[1], map(int, sys.argv[2:])
+torch.manual_seed(0)
+q, k, v, dout = (torch.randn(1, 1, T, D).bfloat16() for T in (T_q, T_kv, T_kv, T_q))
+
+def step(function, dtype):
+    given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    out = function(*given)
+    return out, *torch.autograd.grad(out, given, dout.to(dtype))
+
+wanted = step(scaled_dot_product_attention, torch.float64)
+yardstick = step(scaled_dot_product_attention, torch.bfloat16)
+with ptx_machine(arch):
+    found = step(fk.scaled_dot_product_attention, torch.bfloat16)
+for a, b, y in zip(found, wanted, yardstick):
+    limit = 2 * (y.double() - b).abs().max() + 2 * torch.finfo(torch.bfloat16).eps * b.abs().max()
+    assert (a.double() - b).abs().max() <= limit
+print("right")
+"""
+
+
+@pytest.mark.parametrize(("arch", "sizes"), [
+    ("sm_80", (256, 70, 70)), ("sm_90", (136, 70, 70)), ("sm_90", (256, 20, 20)),
+    ("sm_90", (64, 16, 197)),
+])  # fmt: skip
+def test_attention_of_wide_heads_and_of_few_queries(arch, sizes):
+    """`check` has neither: their tiles have other warps."""
+    assert "right" in python("-c", SDPA, arch, *map(str, sizes))
+
+
 def test_each_row_of_the_table_is_explained():
     rows = read(table_of("sm_90"))
     assert rows and all(bool(row.noticed) != bool(row.why) for row in rows)
