@@ -45,6 +45,7 @@ MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
     "all": "time everything, the most telling rows first",
     "vit": "time steps of whole models",
+    "profile": "sum kernel times of a training step by stage",
     "host": "time what a call costs the host",
 }
 

@@ -3,16 +3,26 @@
 The gate holds logits and the gradient of all parameters, as one vector, against the host's model in
 float64 on the very batch that is timed; and each gradient by itself with wider limits
 (fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
+
+Also: the largest batch that fits, kernel time by stage of the flow picture, and the time to the
+first step in a new process.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import WARM_UP, Bench, Entry, finish, with_speedup
 from bench.providers import BASELINE, SEARCH, VITS
-from bench.rows import OK, Row
+from bench.rows import ERROR, MEMORY, OK, TIMEOUT, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.measure.gate import Outcome, Results, failure, judged, model_errors, verdict
@@ -31,7 +41,7 @@ from fastvit_kernels.measure.turns import take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error
 
-VIT = "vit"
+VIT, MAX_BATCH, PROFILE, FIRST_STEP = "vit", "max_batch", "profile", "first_step"
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 TURN_MS = 300.0
@@ -376,9 +386,11 @@ class Oracle:
 # --- measuring
 
 
-def row_of(case: Case, provider: str) -> Row:
-    about = case.id, case.dtype, case.mode, case.preset, case.batch, case.tokens
-    return Row(VIT, provider, *about)
+def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
+    return Row(
+        op, provider, case.id, case.dtype, mode or case.mode, case.preset,
+        case.batch, case.tokens,
+    )  # fmt: skip
 
 
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
@@ -456,3 +468,221 @@ def _measure_group(
                 roof="matmul", roof_share=tflops / roof if roof else None,
             )  # fmt: skip
         yield row
+
+
+def fits(case: Case, way: Way, bench: Bench) -> bool:
+    """Whether one step at this batch has the memory it needs."""
+    try:
+        Runner(case, way, bench.device).step()
+        bench.timer.clear()
+        return True
+    except Exception as error:
+        status, note = failure(error, bench.timer)
+        if status != MEMORY:
+            raise RuntimeError(note) from None
+        return False
+
+
+def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Row:
+    """The largest batch of which a step fits, to an eighth: powers of two, then three halvings."""
+    row = row_of(case, name, op=MAX_BATCH)
+    attempt = functools.partial(fits, way=WAYS[name], bench=bench)
+    best, bad = 0, case.batch
+    try:
+        with WAYS[name].context():
+            while bad <= limit and attempt(replace(case, batch=bad)):
+                best, bad = bad, 2 * bad
+            for _ in range(3):
+                middle = (best + bad) // 2
+                if best < middle < bad and bad <= limit:
+                    if attempt(replace(case, batch=middle)):
+                        best = middle
+                    else:
+                        bad = middle
+    except RuntimeError as error:
+        return replace(row, status=ERROR, note=str(error))
+    return replace(row, status=OK, batch=best)
+
+
+# --- kernel time by stage. torch.profiler names for every kernel the operator that launched it,
+# with its shapes, and the operators around that one. Eager PyTorch runs a block as GEMMs that
+# differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped
+# model runs our operators, whose names decide. The rest is "other": residual adds, head.
+
+STAGES = ("patch embed", "norm", "qkv", "attention", "proj", "mlp", "optimizer", "other")
+STEPS = 3
+
+# Part of an operator's name -> stage; the first that occurs in the name decides.
+_NAMES = {
+    "patch_embed": "patch embed",
+    "convolution": "patch embed",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "qkv_projection": "qkv",
+    "rope_": "attention",
+    "sdpa": "attention",
+    "scaled_dot_product": "attention",
+    "attention": "attention",
+    "mlp": "mlp",
+    "gated": "mlp",
+    "gelu": "mlp",
+}
+# Also inside our operators that begin with the QKV projection.
+_ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
+_PRODUCTS = (
+    "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
+    "fastvit_kernels::linear", "fastvit_kernels::qkv_attention",
+    "fastvit_kernels::rope_attention_fwd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: its name and time, and the operators around it, innermost first."""
+
+    kernel: str
+    us: float
+    operators: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each operator's tensors
+
+
+def _product_stage(shapes: Sequence[Sequence[int]], C: int, width: int) -> str | None:
+    """The stage of a GEMM by the sizes of its operands."""
+    sizes = {size for shape in shapes for size in shape}
+    if NUM_CLASSES in sizes:
+        return "other"  # the head
+    if width in sizes:
+        return "mlp"
+    if 3 * C in sizes:
+        return "qkv"
+    return "proj" if C in sizes else None
+
+
+def stage_of(launch: Launch, C: int, width: int) -> str:
+    """Which stage of the flow picture a kernel belongs to, in a ViT of C channels whose MLP has
+    `width`."""
+    if any("Optimizer" in name or "_fused_adamw" in name for name in launch.operators):
+        return "optimizer"
+    if any(part in launch.kernel for part in _ATTENTION_KERNELS):
+        return "attention"
+    for name, shapes in zip(launch.operators, launch.shapes, strict=True):
+        if name.startswith(_PRODUCTS):
+            stage = _product_stage(shapes, C, width)
+            if stage is not None:
+                return stage
+        for part, stage in _NAMES.items():
+            if part in name:
+                return stage
+    return "other"
+
+
+def launches_of(events: Sequence[Any]) -> list[Launch]:
+    """The kernels of torch.profiler's events."""
+    found = []
+    for event in events:
+        for kernel in event.kernels:
+            operators, shapes, at = [], [], event
+            while at is not None:
+                operators.append(at.name)
+                sizes = (s for s in at.input_shapes or () if isinstance(s, (list, tuple)))
+                shapes.append(tuple(tuple(n for n in s if isinstance(n, int)) for s in sizes))
+                at = at.cpu_parent
+            found.append(
+                Launch(kernel.name, float(kernel.duration), tuple(operators), tuple(shapes))
+            )
+    return found
+
+
+def stage_ms(launches: Sequence[Launch], C: int, width: int, steps: int) -> dict[str, float]:
+    """Milliseconds a step of each stage."""
+    totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+    for launch in launches:
+        totals[stage_of(launch, C, width)] += launch.us
+    return {stage: totals[stage] / steps / 1e3 for stage in STAGES}
+
+
+def record(runner: Runner, device: torch.device) -> list[Launch]:
+    """The kernels of STEPS steps after three that warm up."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        runner.step()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(STEPS):
+            result = runner.step()
+        result.sum().item()  # all kernels are done
+    return launches_of(profiler.events() or [])
+
+
+def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
+    """A row for each stage: ms of kernel time a step. Stages add up to the GPU's busy time."""
+    C, _, _, width = VITS[case.model]
+    try:
+        with WAYS[provider].context():
+            launches = record(Runner(case, WAYS[provider], bench.device), bench.device)
+        if not launches:
+            raise RuntimeError("the profiler has seen no kernel")
+    except Exception as error:
+        status, note = failure(error, bench.timer)
+        for stage in STAGES:
+            yield replace(row_of(case, provider, PROFILE, stage), status=status, note=note)
+        return
+    for stage, ms in stage_ms(launches, C, width, STEPS).items():
+        yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)
+
+
+# --- time to the first step in a new process: from the model's construction to the end of one
+# training step, without the imports, with empty caches of kernels and then with full ones
+
+MODES = ("cold", "warm")
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def first_step(argument: str) -> int:
+    """What the new process does: print the seconds as JSON."""
+    wanted = json.loads(argument)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.zeros(1, device=device)  # the context is not ours to time
+    started = time.perf_counter()
+    way = WAYS[wanted["provider"]]
+    with way.context():
+        Runner(Case(**wanted["case"]), way, device).step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(json.dumps({"seconds": time.perf_counter() - started}))
+    return 0
+
+
+def measure_first_step(case: Case, provider: str, timeout: float) -> Iterator[Row]:
+    """A row for cold and one for warm caches, in folders of their own; its ms is the time to the
+    end of the first step."""
+    argument = json.dumps({"case": asdict(case), "provider": provider})
+    command = [sys.executable, "-m", "bench.models", argument]
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder) / name) for name in CACHES}
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        for mode in MODES:
+            row = row_of(case, provider, FIRST_STEP, mode)
+            try:
+                done = subprocess.run(
+                    command, env={**os.environ, **caches, "PYTHONPATH": path}, timeout=timeout,
+                    capture_output=True, text=True,
+                )  # fmt: skip
+                seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
+            except subprocess.TimeoutExpired:
+                yield replace(row, status=TIMEOUT, note=f"not finished after {timeout:.0f} s")
+                return
+            except (ValueError, LookupError):
+                lines = done.stderr.strip().splitlines() or ["no output"]
+                yield replace(row, status=ERROR, note=lines[-1][:300])
+                return
+            yield replace(row, ms=1e3 * seconds, samples=1)
+
+
+if __name__ == "__main__":
+    sys.exit(first_step(sys.argv[1]))

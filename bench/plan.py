@@ -24,7 +24,7 @@ from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, of_tokens
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 
-WHOLE = ("vit", "host")
+WHOLE = ("vit", "profile", "host")
 Key = tuple[str, str, str, str, str]
 Run = Callable[[Sequence[str], Bench], Iterable[Row]]
 
@@ -191,6 +191,37 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
                 keys,
                 functools.partial(models.measure_vit, case),
             )
+    if wanted.model or not _has_host(wanted, "timm"):
+        return
+    base = Case("timm", "B", 224, 128)
+    first = replace(base, batch=32)
+    for tier, seconds, name in (
+        (2, 80.0, "eager"), (2, 80.0, "swapped"), (4, 200.0, "compile"),
+        (4, 200.0, "swapped+compile"),
+    ):  # fmt: skip
+        if wanted.provider(name) and wanted.shape(first.id) and wanted.mode("train"):
+            keys = tuple((models.FIRST_STEP, name, first.id, first.dtype, m) for m in models.MODES)
+            title = f"first step of {first.id}, {name}"
+            measure = functools.partial(models.measure_first_step, first, name, 2 * seconds)
+            yield Task(tier, seconds, title, keys, lambda *_, measure=measure: measure())
+    for name in ("eager", "swapped"):
+        if wanted.provider(name) and wanted.shape(base.id) and wanted.mode("train"):
+            key = (models.MAX_BATCH, name, base.id, base.dtype, base.mode)
+            title = f"largest batch of {base.id}, {name}"
+            measure = functools.partial(models.largest_batch, base, name)
+            yield Task(4, 60.0, title, (key,), lambda _, bench, measure=measure: [measure(bench)])
+
+
+def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
+    if not _has_host(wanted, "timm"):
+        return
+    for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
+        for name in ("eager", "swapped"):
+            if wanted.provider(name) and wanted.shape(case.id):
+                keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
+                title = f"profile of {case.id}, {name}"
+                measure = functools.partial(models.measure_profile, case, name)
+                yield Task(tier, 15.0, title, keys, lambda _, bench, run=measure: run(bench))
 
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
@@ -206,6 +237,8 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     for name in wanted.ops:
         if name == "vit":
             found += _vit_tasks(wanted)
+        elif name == "profile":
+            found += _profile_tasks(wanted)
         elif name == "host":
             found += _host_tasks(device)
         else:

@@ -1,7 +1,8 @@
 """Words, tables and pictures from rows: what ends a run, summary.md, the pages, two runs compared.
 
 Pictures are drawn from the CSV alone, none without rows: targets.png what was wanted and reached,
-attention.png ours over the best SDPA, ops.png and vit.png speed over eager.
+attention.png ours over the best SDPA, ops.png and vit.png speed over eager, roofline.png,
+profile.png.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import targets
-from bench.measure import ROOF
+from bench.measure import ROOF, roofs_of
+from bench.models import STAGES
 from bench.ops import OPS
 from bench.providers import BASELINE, SEARCH
 from bench.rows import FAILED, OK, RESULTS, Results, Row, conditions, describe, is_ours, read_rows
 from fastvit_kernels.commands.console import CommandError, aligned, require
 from fastvit_kernels.measure.gate import like_times
+from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
 SUMMARY = "summary.md"
@@ -104,12 +107,25 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     def of(op: str) -> list[Row]:
         return [r for r in rows if r.op == op]
 
+    first = [
+        [r.shape, r.provider, f"{r.mode} caches", number(None if r.ms is None else r.ms / 1e3)]
+        for r in of("first_step")
+    ]
+    batches = [
+        [r.shape, r.provider, r.status if r.batch is None else str(r.batch)]
+        for r in of("max_batch")
+    ]
     sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
         ("Roofs", ("roof", "dtype", "size", "ms", "TFLOP/s", "GB/s"), [
             [r.mode, r.dtype, r.shape, number(r.ms), number(r.tflops), number(r.gbps)]
             for r in of(ROOF)
         ]),
         ("Whole models", _VIT_HEADER, [vit_line(r) for r in _sorted(of("vit"))]),
+        ("Time to the first step", ("model", "provider", "caches", "s"), first),
+        ("Largest batch that fits", ("model", "provider", "images"), batches),
+        ("Kernel time of a step by stage", ("model", "provider", "stage", "ms"), [
+            [r.shape, r.provider, r.mode, number(r.ms)] for r in of("profile") if r.ms
+        ]),
         *((op, _OP_HEADER, [op_line(r) for r in _sorted(of(op))]) for op in OPS),
         ("Host cost", *_host_table(rows)),
     ]  # fmt: skip
@@ -249,7 +265,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
 
 Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
-PICTURES = ("targets", "attention", "vit", "ops")
+PICTURES = ("targets", "attention", "vit", "ops", "roofline", "profile")
 NOTHING = (
     "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
     "in Triton's\ninterpreter, and the compile gate builds each for seven GPU targets."
@@ -326,6 +342,7 @@ COLORS = {
     "swapped+compile": "#CC79A7",
 }  # fmt: skip
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+MARKERS = dict(zip(OPS, itertools.cycle("osD^vPX*<>")))
 
 
 def color(provider: str) -> str:
@@ -531,7 +548,7 @@ def _most_compared(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Row]
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager, memory, bytes kept."""
+    """Speed over eager, memory, bytes kept, time to the first step, largest batch."""
 
     def name(row: Row) -> str:
         shape = row.shape.replace(":", ":\n").replace("-ViT", "\nViT")
@@ -539,19 +556,82 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
 
     steps = _most_compared((r for r in _measured(rows) if r.op == "vit"), name)
     training = [r for r in steps if r.mode == "train"]
+    first = [r for r in rows if r.op == "first_step" and r.status == OK]
+    largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
     speeds, failed = _speeds(steps, name)
+    seconds = _group(first, lambda r: f"{r.mode} caches", "ms", 1e3)
     panels = [
         (speeds, "times", "Speed over eager; hatched: FAILED", "%.2f"),
         (_group(training, name, "peak_mib", GIB), "GiB", "Peak memory of a training step", "%.1f"),
         (_group(training, name, "kept_mib", GIB), "GiB", "Kept for the backward", "%.1f"),
+        (seconds, "s", "Time to the end of the first step, new process", "%.1f"),
+        (_group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f"),
     ]
     panels = [panel for panel in panels if panel[0]]
     if not panels:
         return None
-    figure = _figure(3.8 * len(panels), "Whole models, one GPU", steps)
+    figure = _figure(3.8 * len(panels), "Whole models, one GPU", [*steps, *first, *largest])
     grid = figure.subplots(len(panels), 1, squeeze=False)
     for (axes,), (groups, label, title, form) in zip(grid, panels, strict=True):
         _bars(axes, groups, label, title, form, failed)
+    return _save(figure, path)
+
+
+def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
+    """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
+    peak = roofs.matmul_tflops.get("bf16")
+    good = [
+        r for r in _measured(rows)
+        if r.op in OPS and r.flops and r.bytes and r.tflops and r.dtype == "bf16"
+        and r.provider in (BASELINE, "ours", "compile") and r.mode != "both"
+        and f"-C{BASE_C}-" in r.shape + "-"
+    ]  # fmt: skip
+    if not good or not peak or not roofs.copy_gbps:
+        return None
+    figure = _figure(6, "Roofline, bf16, C = 768, forward and backward", good)
+    axes = figure.subplots()
+    intensity = [(r.flops or 0.0) / (r.bytes or 1.0) for r in good]
+    for x, row in zip(intensity, good, strict=True):
+        tint = color(row.provider)
+        axes.scatter(
+            x, row.tflops, edgecolors=tint, s=28, alpha=0.75, marker=MARKERS[row.op],
+            facecolors="none" if row.status == FAILED else tint,
+            label=f"{row.op}, {row.provider}",
+        )  # fmt: skip
+    ridge = 1e3 * peak / roofs.copy_gbps
+    ends = [min(*intensity, ridge) / 2, ridge, max(*intensity, ridge) * 2]
+    roof = [min(peak, x * roofs.copy_gbps / 1e3) for x in ends]
+    axes.plot(ends, roof, color="black", lw=1.2)
+    title = f"roofs: {peak:.4g} TFLOP/s, {roofs.copy_gbps:.4g} GB/s"
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s", title=title)
+    axes.grid(alpha=0.3, which="both")
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique, loc="outside right center", fontsize=8)
+    return _save(figure, path)
+
+
+def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
+    """Kernel time of a training step by stage, a stacked bar for each model and provider."""
+    good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
+    bars: Groups = {}
+    for row in good:
+        bars.setdefault(f"{row.shape}\n{row.provider}", {})[row.mode] = row.ms or 0.0
+    if not bars:
+        return None
+    figure = _figure(5.5, "Kernel time of a training step by stage", good)
+    axes = figure.subplots()
+    bottom = [0.0] * len(bars)
+    for stage, tint in zip(STAGES, CYCLE, strict=True):
+        heights = [values.get(stage, 0.0) for values in bars.values()]
+        axes.bar(list(bars), heights, 0.6, bottom=bottom, color=tint, label=stage)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    for x, height in enumerate(bottom):
+        axes.annotate(f"{height:.2f} ms", (x, height), ha="center", va="bottom", fontsize=9)
+    axes.set(ylabel="ms a step")
+    axes.margins(y=0.1)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=9)
     return _save(figure, path)
 
 
@@ -562,6 +642,8 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
         draw_attention(rows, folder / "attention.png"),
         draw_ops(rows, folder / "ops.png"),
         draw_vit(rows, folder / "vit.png"),
+        draw_roofline(rows, roofs_of(rows), folder / "roofline.png"),
+        draw_profile(rows, folder / "profile.png"),
     )
     return [path for path in drawn if path is not None]
 

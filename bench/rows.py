@@ -73,6 +73,7 @@ class Row:
     kept_mib: float | None = None  # that a forward leaves for its backward, output included
     images_per_s: float | None = None
     speedup: float | None = None  # eager's time / this one's
+    batch: int | None = None  # largest that fits
     gpu: str = ""
     driver: str = ""
     torch: str = ""
@@ -99,7 +100,7 @@ def bad_rows(rows: Sequence[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
     return [
         r for r in rows
-        if r.status == FAILED or (r.status == ERROR and is_ours(r))
+        if r.status == FAILED or (r.status == ERROR and r.op != "profile" and is_ours(r))
     ]  # fmt: skip
 
 
@@ -107,7 +108,8 @@ def describe(row: Row) -> str:
     """One line for the console."""
     where = f"{row.op} {row.shape} {row.dtype} {row.mode}".strip()
     if row.ms is None or row.status not in (OK, FAILED):
-        return f"{where}: {row.provider}: {row.status} {row.note}"
+        what = f"batch {row.batch}" if row.batch is not None else f"{row.status} {row.note}"
+        return f"{where}: {row.provider}: {what}"
     text = f"{row.ms:.4g} ms"
     if row.graph_ms is not None:
         text += f", {row.graph_ms:.4g} ms as a graph"

@@ -34,7 +34,7 @@ def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
     assert any("unknown provider 'nobody'" in text for text in wanted.said)
     assert any("no shape 'T12345'" in text for text in wanted.said)
 
-    everything = Wanted(ops=("vit", "host", *OPS))
+    everything = Wanted(ops=("vit", "profile", "host", *OPS))
     found = tasks(everything, CPU)
     assert found[0].title == "timm-ViT-B-224-B128 amp train"
     assert {t.title.split()[0] for t in found if t.tier == 0} >= set(OPS)
@@ -64,10 +64,12 @@ def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
 
 
 def test_the_plan_of_whole_models():
-    found = tasks(Wanted(ops=("vit", "host")), CPU)
+    found = tasks(Wanted(ops=("vit", "profile", "host")), CPU)
     keys = {key for task in found for key in task.keys}
     for op, names in {
         "vit": ("eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"),
+        "profile": ("eager", "swapped"), "max_batch": ("eager", "swapped"),
+        "first_step": ("eager", "swapped", "compile", "swapped+compile"),
     }.items():  # fmt: skip
         assert {key[1] for key in keys if key[0] == op} >= set(names)
     models = {key[2] for key in keys if key[0] == "vit"}

@@ -1,11 +1,12 @@
-"""Whole models on the CPU: the plan's, and `python -m bench vit --model NAME`."""
+"""Whole models on the CPU: the plan's, and `python -m bench vit --model NAME`; the profile."""
 
 from __future__ import annotations
 
 import gc
 import json
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from bench_stand_ins import (
 from bench import models as bench_models
 from bench.__main__ import main
 from bench.measure import Entry
-from bench.models import WAYS, Case, NamedCase, Runner, Way, build
+from bench.models import WAYS, Case, NamedCase, Runner, Way, build, measure_first_step
 from bench.plan import Wanted, tasks
 from bench.rows import (
+    ERROR,
     FAILED,
     OK,
 )
@@ -29,6 +31,7 @@ from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.gate import overall
 from fastvit_kernels.measure.turns import ROUNDS
+from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
 
 
@@ -384,6 +387,69 @@ def test_models_are_drawn_on_their_device():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_largest_batch(monkeypatch):
+    def fits(case, way, bench):
+        return case.batch <= 77
+
+    monkeypatch.setattr(bench_models, "fits", fits)
+    row = bench_models.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
+    assert row.batch == 72 and row.op == "max_batch"  # 64, then 96, 80, 72
+
+
+@pytest.mark.parametrize(
+    ("error", "batch", "status"),
+    [(torch.OutOfMemoryError("full"), 0, OK), (ValueError("bad"), None, ERROR)],
+)
+def test_only_what_lacks_memory_does_not_fit(monkeypatch, error, batch, status):
+    def step(self):
+        raise error
+
+    pytest.importorskip("timm")
+    monkeypatch.setattr(Runner, "step", step)
+    row = bench_models.largest_batch(Case("timm", "tiny", 16, 2, "bf16"), "eager", bench())
+    assert (row.batch, row.status) == (batch, status) and (status == OK or "bad" in row.note)
+
+
+def test_first_step_in_processes_of_its_own():
+    pytest.importorskip("transformers")
+    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=3600.0))
+    assert [(r.mode, r.status, r.note) for r in rows] == [("cold", OK, ""), ("warm", OK, "")]
+    assert all(r.ms > 0 for r in rows)
+
+
+def test_the_second_process_has_the_caches_of_the_first(monkeypatch):
+    seen = []
+
+    def run(command, env, **options):
+        seen.append([env[name] for name in bench_models.CACHES])
+        return type("Done", (), {"stdout": 'noise\n{"seconds": 2.5}\n', "stderr": ""})
+
+    monkeypatch.setattr(bench_models.subprocess, "run", run)
+    for name in bench_models.CACHES:
+        monkeypatch.setenv(name, "the user's own")
+    rows = list(measure_first_step(Case("timm", "tiny", 16, 2), "swapped", 1.0))
+    assert [(r.mode, r.ms) for r in rows] == [("cold", 2500.0), ("warm", 2500.0)]
+    assert seen[0] == seen[1] and "the user's own" not in seen[0] and len(set(seen[0])) == 2
+
+
+def test_a_first_step_is_timed_to_its_end(monkeypatch, capsys):
+    now, steps = [10.0], []
+
+    class Stepping:
+        def __init__(self, case, way, device):
+            now[0] += 1.0
+
+        def step(self):
+            steps.append(1)
+            now[0] += 2.0
+
+    monkeypatch.setattr(bench_models, "Runner", Stepping)
+    monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
+    wanted = {"case": asdict(Case("timm", "tiny", 16, 2)), "provider": "eager"}
+    assert bench_models.first_step(json.dumps(wanted)) == 0 and steps == [1]
+    assert json.loads(capsys.readouterr().out) == {"seconds": 3.0}
+
+
 def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     resets: list = []
     monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
@@ -392,3 +458,83 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench()))
     list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench()))
     assert len(resets) == 1
+
+
+# --- the profile
+
+
+def launch(kernel, *operators):
+    names = tuple(name for name, _ in operators)
+    return bench_models.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
+
+
+def test_profile_stages():
+    C, F, M = 768, 3072, 25216
+    product = ((M, C), (C, 3 * C))
+    for stage, found in {
+        "qkv": launch("gemm", ("aten::addmm", product), ("aten::linear", ())),
+        "proj": launch("gemm", ("aten::mm", ((M, C), (C, C))), ("AddmmBackward0", ())),
+        "mlp": launch("gemm", ("aten::mm", ((F, M), (M, C)))),
+        "attention": launch(
+            "_attention_fwd_kernel", ("fastvit_kernels::qkv_attention_fwd", product)
+        ),
+        "norm": launch("k", ("fastvit_kernels::layer_norm_bwd", ((M, C),))),
+        "patch embed": launch("k", ("aten::cudnn_convolution", ((128, 3, 224, 224),))),
+        "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
+        "other": launch("k", ("aten::add", ((M, C), (M, C)))),
+    }.items():
+        assert bench_models.stage_of(found, C, F) == stage
+    both = [launch("gemm", ("aten::addmm", product))] * 3
+    assert bench_models.stage_ms(both, C, F, steps=3)["qkv"] == 1.0
+    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
+    assert bench_models.stage_of(ours_qkv, C, F) == "qkv"
+    for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
+        turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
+        assert bench_models.stage_of(turning, C, F) == stage
+    gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
+    assert bench_models.stage_of(gate, C, F) == "mlp"
+
+
+def test_a_kernel_has_the_operators_around_its_launch():
+    def event(name, shapes, parent=None, kernels=()):
+        return SimpleNamespace(name=name, input_shapes=shapes, cpu_parent=parent, kernels=kernels)
+
+    kernel = SimpleNamespace(name="gemm", duration=1500)
+    step = event("ProfilerStep", None)
+    linear = event("aten::linear", [[8, 4], [16, 4], []], step)
+    product = event("aten::addmm", [[16], [8, 4], "scalar"], linear, [kernel])
+    (found,) = bench_models.launches_of([step, linear, product])
+    assert found == bench_models.Launch(
+        "gemm", 1500.0, ("aten::addmm", "aten::linear", "ProfilerStep"),
+        (((16,), (8, 4)), ((8, 4), (16, 4), ()), ()),
+    )  # fmt: skip
+
+
+def test_a_profile_is_of_a_step(monkeypatch):
+    """Three that warm up are not recorded; the time of those that are is shared among them."""
+    steps = []
+
+    class Stepping:
+        def __init__(self, *_):
+            pass
+
+        def step(self):
+            steps.append(is_profiling())
+            return torch.ones(1)
+
+    found = [launch("gemm", ("aten::mm", ((768, 768),)))] * 2 * bench_models.STEPS
+    monkeypatch.setattr(bench_models, "Runner", Stepping)
+    monkeypatch.setattr(bench_models, "launches_of", lambda events: found)
+    rows = list(bench_models.measure_profile(Case("timm", "B", 224, 2), "eager", bench()))
+    assert steps == [False] * 3 + [True] * bench_models.STEPS
+    assert {r.mode: r.ms for r in rows} == {
+        stage: 2.0 if stage == "proj" else 0.0 for stage in bench_models.STAGES
+    }
+
+
+def test_profile_reads_the_profilers_events():
+    pytest.importorskip("timm")
+    case = Case("timm", "tiny", 16, 2, "bf16")
+    rows = list(bench_models.measure_profile(case, "eager", bench()))
+    assert {r.mode for r in rows} == set(bench_models.STAGES)
+    assert all("no kernel" in r.note for r in rows)  # as it is without a GPU

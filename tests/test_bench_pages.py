@@ -13,6 +13,7 @@ from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
 from bench.rows import ERROR, FAILED, Results, Row, as_line
+from fastvit_kernels.measure.roofs import Roofs
 
 
 def synthetic(factor: float = 1.0) -> list[Row]:
@@ -43,6 +44,16 @@ def synthetic(factor: float = 1.0) -> list[Row]:
             rows.append(
                 replace(row, ms=100.0, images_per_s=1e3 / (1 + i + j), peak_mib=9e3 + i, **about)
             )
+    case = Case("timm", "B", 224, 128)
+    for i, provider in enumerate(("eager", "swapped", "compile", "swapped+compile")):
+        for mode in ("cold", "warm"):
+            row = models.row_of(case, provider, "first_step", mode)
+            rows.append(replace(row, ms=1e3 * (i + 2), **about))
+    for provider in ("eager", "swapped"):
+        rows.append(replace(models.row_of(case, provider, "max_batch"), batch=512, **about))
+        for i, stage in enumerate(models.STAGES):
+            row = models.row_of(case, provider, "profile", stage)
+            rows.append(replace(row, ms=float(i + 1), **about))
     return rows
 
 
@@ -53,10 +64,10 @@ def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
         results._write(as_line(row))
     results.close()
     assert main(["plot", str(tmp_path)]) == 0
-    names = {"targets.png", "attention.png", "ops.png", "vit.png"}
+    names = {"targets.png", "attention.png", "ops.png", "vit.png", "roofline.png", "profile.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
     assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 8
     summary = (tmp_path / "summary.md").read_text()
     assert "NO SUCH GPU" in summary and "Host cost" not in summary  # it has no row
     assert "drawn" in capsys.readouterr().out
@@ -225,6 +236,10 @@ def test_tables_of_a_run():
     about = dict(shape="ViT", dtype="amp")
     rows = [
         Row("roof", "eager", "8192", "bf16", "matmul", ms=2.0, tflops=100.0),
+        Row("first_step", "swapped", mode="cold", ms=2500.0, **about),
+        Row("max_batch", "swapped", mode="train", batch=512, **about),
+        Row("max_batch", "eager", mode="train", status=ERROR, **about),
+        Row("profile", "swapped", mode="mlp", ms=1.25, **about),
         Row("host", "ours", mode="fwd", ms=0.0125, ms_p20=0.0121, ms_p80=0.0139, **about),
         # measured later, of a case that is there: it joins it
         Row("mlp", "ours", "a", "bf16", "fwd", ms=1.0),
@@ -233,7 +248,8 @@ def test_tables_of_a_run():
     ]
     text = "\n".join(report.tables(rows))
     for line in (
-        "| matmul | bf16 | 8192 | 2 | 100 |  |",
+        "| matmul | bf16 | 8192 | 2 | 100 |  |", "| ViT | swapped | cold caches | 2.5 |",
+        "| ViT | swapped | 512 |", "| ViT | eager | error |", "| ViT | swapped | mlp | 1.25 |",
         "| op | mode | ours, us |", "| ViT | fwd | 12.5 (12.1 to 13.9) |",
     ):  # fmt: skip
         assert line in text.splitlines(), line
@@ -282,14 +298,44 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
         "vit", "eager", "a", "amp", "train", ms=2.0, peak_mib=2048.0, kept_mib=1024.0,
     )  # fmt: skip
     rows = [
-        row, replace(row, mode="infer", peak_mib=9.0),
+        row, replace(row, mode="infer", peak_mib=9.0), replace(row, op="max_batch", batch=512),
+        replace(row, op="first_step", mode="cold", ms=2500.0),
+        replace(row, op="max_batch", batch=1, shape="b", status=ERROR),
     ]  # fmt: skip
     report.draw_vit(rows, tmp_path)
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
     assert all(line.get_visible() for axes in drawn[0].axes for line in axes.get_ygridlines())
     assert labels == [
-        ("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])
+        ("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0]), ("s", [2.5]), ("images", [512.0])
     ]  # fmt: skip
+
+
+def test_the_roofline_lies_under_its_roofs(drawn, tmp_path):
+    """1,000 GB/s and 100 TFLOP/s meet at 100 FLOP a byte."""
+    row = Row("mlp", "ours", "ViT-B-B1-T5-C768-H12", "bf16", "fwd", ms=1.0, flops=4e9, bytes=1e9)
+    rows = [replace(row, tflops=3.0), replace(row, tflops=2.0, status=FAILED, provider="eager")]
+    rows += [replace(row, tflops=1.0, **other) for other in ({"mode": "both"}, {"dtype": "fp16"})]
+    report.draw_roofline(rows, Roofs(1000.0, {"bf16": 100.0}), tmp_path)
+    (axes,) = drawn[0].axes
+    assert [tuple(points.get_offsets()[0]) for points in axes.collections] == [(4, 3), (4, 2)]
+    assert [len(points.get_facecolor()) for points in axes.collections] == [1, 0]
+    (roof,) = axes.get_lines()
+    assert all(line.get_visible() for line in axes.get_xgridlines())
+    assert list(roof.get_xdata()) == [2, 100, 200] and list(roof.get_ydata()) == [2, 100, 100]
+    assert report.draw_roofline(rows, Roofs(0.0, {"bf16": 100.0}), tmp_path) is None
+
+
+def test_stages_of_a_profile_lie_on_each_other(drawn, tmp_path):
+    first, second, last = (models.STAGES[i] for i in (0, 3, -1))
+    rows = [
+        Row("profile", "eager", "a", "amp", stage, ms=ms)
+        for stage, ms in ((first, 1.0), (second, 2.0), (last, 4.0))
+    ]
+    report.draw_profile(rows, tmp_path)
+    (axes,) = drawn[0].axes
+    bars = [(bar.get_y(), bar.get_height()) for bar in axes.patches if bar.get_height()]
+    assert bars == [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0)]
+    assert "7.00 ms" in {text.get_text() for text in axes.texts}
 
 
 def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
