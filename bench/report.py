@@ -268,7 +268,8 @@ Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
 PICTURES = ("targets", "attention", "vit", "ops", "roofline", "profile")
 NOTHING = (
     "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
-    "in Triton's\ninterpreter, and the compile gate builds each for seven GPU targets."
+    "in Triton's\ninterpreter and, compiled for sm_80 and sm_90, as PTX on a CPU; the compile gate "
+    "builds each for seven GPU targets."
 )
 HOST_NOTE = (
     "One thread, tiny tensors (`bench/host.py`). `no launch` does everything in a call but the "
