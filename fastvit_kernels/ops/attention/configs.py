@@ -203,17 +203,21 @@ ONE_PASS_CONFIGS = [
 DROPPED = ("none+dropout", "causal+dropout")  # dropout where no mask is loaded
 
 
-def _prefetching(default: Callable[..., Any]) -> Callable[..., Any]:
-    """On sm_90 a third stage: two wait for each tile's loads before its products, three have the
-    next tile's in flight. No spill, and as many warps an SM."""
+def _prefetching(everywhere: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """On sm_90 a third stage where as many warps fit an SM: two wait for each tile's loads before
+    its products, three have the next tile's in flight."""
 
-    @functools.wraps(default)
-    def choose(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
-        config = default(gpu, dtype, D, tokens, mask, heads)
-        wants = (gpu.arch, ITEMSIZE[dtype], config.num_stages) == ("sm_90", 2, 2)
-        return config._replace(num_stages=3) if wants else config
+    def decorate(default: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(default)
+        def choose(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
+            config = default(gpu, dtype, D, tokens, mask, heads)
+            fits = everywhere or (D != 96 and mask in ("none", "causal", "bool"))
+            wants = (gpu.arch, ITEMSIZE[dtype], config.num_stages) == ("sm_90", 2, 2)
+            return config._replace(num_stages=3) if wants and fits else config
 
-    return choose
+        return choose
+
+    return decorate
 
 
 def _with_prefetching(*configs: Any) -> list[Any]:
@@ -228,7 +232,7 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     return next((config for largest, config in rows if size <= largest), rows[-1][1])
 
 
-@_prefetching
+@_prefetching(everywhere=False)
 def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
@@ -266,7 +270,7 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
     return FWD_FP32 if two_stages else _row(FWD, 4, D)
 
 
-@_prefetching
+@_prefetching(everywhere=False)
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, mask, ITEMSIZE[dtype], D) == ("sm_90", "keys", 2, 64):
         return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
@@ -298,7 +302,7 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     return _row(DQ, 4, D)
 
 
-@_prefetching
+@_prefetching(everywhere=True)
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
         if mask in ("keys", "varlen", "causal", *DROPPED):
@@ -343,7 +347,7 @@ def _has_tensor(mask: str, *others: str) -> bool:
     return mask.startswith(("bool", "add", *others))
 
 
-@_prefetching
+@_prefetching(everywhere=True)
 def _default_one_pass(
     gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> OnePassConfig:
