@@ -177,10 +177,11 @@ def test_a_stage_past_its_time_may_write_what_it_has(monkeypatch, tmp_path):
 
 
 PROGRAM = """
-import sys
+import signal, sys
 from pathlib import Path
 from bench.session import Stage, Stages
 from fastvit_kernels.commands.console import term_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
 found = [Stage("slow", 1, (sys.executable, "-c", {code!r}), "")]
 try:
     with term_interrupts():
