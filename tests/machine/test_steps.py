@@ -89,6 +89,15 @@ def test_attention_of_each_head_dim(called, D):
     assert called(f"attention, D={D}, masks and dropout") == dropped
 
 
+def test_wide_heads_and_few_queries(called):
+    for D in (136, 160, 192, 256):
+        assert called(f"attention, D={D}") == forms(64, 197, D, ["none", "causal"])
+    assert called("attention, few queries") == {
+        (64, T_q, T_kv, D, HALF, None, False, 0.0)
+        for D in (32, 64, 128) for T_q in (1, 16, 64) for T_kv in (197, 1025)
+    }  # fmt: skip
+
+
 def test_masks_of_other_lengths(called):
     found = called("masked attention")
     assert {form[:5] for form in found} == {(8, 197, 257, 64, HALF)}
@@ -166,10 +175,12 @@ def test_patches(monkeypatch):
 
 def test_each_case_is_there_once():
     functions = [getattr(case, "func", case) for case in steps.CASES.values()]
-    plain = [f for f in functions if f.__name__ not in ("heads", "dropped", "step")]
-    assert len(plain) == len(set(plain)) == 15
-    for make in (attention_steps.heads, attention_steps.dropped):
+    by_dim = {attention_steps.heads: HEAD_DIMS, attention_steps.dropped: HEAD_DIMS,
+              attention_steps.wide_heads: (136, 160, 192, 256)}  # fmt: skip
+    plain = [f for f in functions if f not in by_dim and f.__name__ != "step"]
+    assert len(plain) == len(set(plain)) == 16
+    for make, wanted in by_dim.items():
         dims = [c.args[0] for c in steps.CASES.values()
                 if isinstance(c, functools.partial) and c.func is make]  # fmt: skip
-        assert tuple(dims) == HEAD_DIMS
+        assert tuple(dims) == wanted
     assert steps.CASES.keys() >= steps.LISTED_ONLY
