@@ -278,13 +278,16 @@ def check_at_end(chunk) -> None:
 # Tensor maps
 
 
+FIELDS = dict(MAP.fields or {})
+
+
 @instruction(
-    *(f"tensormap.replace.tile.{name}.shared::cta.b1024.b{8 * MAP.fields[name][0].base.itemsize}"
-      for name in MAP.names if name != "unused")
+    *(f"tensormap.replace.tile.{name}.shared::cta.b1024.b{8 * kind.base.itemsize}"
+      for name, (kind, *_) in FIELDS.items() if name != "unused")
 )  # fmt: skip
 def replace_field(op: Op) -> Run:
     """[map], value; or of a field with axes [map], axis, value."""
-    field = MAP.fields[op.parts[3]]  # pyright: ignore[reportOptionalSubscript]
+    field = FIELDS[op.parts[3]]
     kind, start = field[0].base, field[1]
     axis = int(op.operands[1], 0) if field[0].shape else 0
     if field[0].shape and not axis < field[0].shape[0]:
