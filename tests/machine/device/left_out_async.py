@@ -62,29 +62,23 @@ def changes(op: Op) -> Iterator[tuple[str, list[str]]]:
         yield f"expects {fewer} bytes", [*op.operands[:-1], fewer]
 
 
+# By the beginning of its name: why nothing noticed that an instruction was left out.
+REASONS = {
+    "barrier.sync": "needless: no byte passes from one warp to another over it alone",
+    "wgmma.fence": "needless: no register of a product was written since the fence before it",
+    "wgmma.commit": "needless: the next commit takes its products, and the waits still cover them",
+    "wgmma.wait": "needless: another wait covers its products before anyone reads D or writes A, B",
+    "fence.proxy.async": "needless: another fence lies between the stores and wgmma or TMA",
+    "mbarrier.inval": "needless: nobody uses its bytes again",
+    "mbarrier.init": "needless: nobody uses this mbarrier",
+    "mbarrier.try_wait": "needless: another wait covers its bytes",
+    "cp.async.bulk.tensor": "beyond the machine",
+    "cp.async.bulk.": "needless: the thread has no store of TMA in flight",
+}
+
+
 def why_not(op: Op) -> str | None:
     """Why nothing noticed; None: not one of these."""
-    name = op.name
-    if op.program.parts_for_good and name.startswith(("mbarrier.arrive", "mbarrier.try_wait")):
+    if op.program.parts_for_good and op.name.startswith(("mbarrier.arrive", "mbarrier.try_wait")):
         return "beyond the machine: in the orders that it tries, others come in time anyway"
-    if name.startswith("barrier.sync"):
-        return "needless: no byte passes from one warp to another over it alone"
-    if name.startswith("wgmma.fence"):
-        return "needless: no register of a product was written since the fence before it"
-    if name.startswith("wgmma.commit"):
-        return "needless: the next commit takes its products, and the waits still cover them"
-    if name.startswith("wgmma.wait"):
-        return "needless: another wait covers its products before anyone reads D or writes A, B"
-    if name.startswith("fence.proxy.async"):
-        return "needless: another fence lies between the stores and wgmma or TMA"
-    if name.startswith("mbarrier.inval"):
-        return "needless: nobody uses its bytes again"
-    if name.startswith("mbarrier.init"):
-        return "needless: nobody uses this mbarrier"
-    if name.startswith("mbarrier.try_wait"):
-        return "needless: another wait covers its bytes"
-    if name.startswith("cp.async.bulk.") and "tensor" not in name:
-        return "needless: the thread has no store of TMA in flight"
-    if name.startswith("cp.async.bulk.tensor"):
-        return "beyond the machine"
-    return None
+    return next((why for begin, why in REASONS.items() if op.name.startswith(begin)), None)

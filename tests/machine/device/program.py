@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..ptx import _operands as split_operands
 from .faults import MachineError
 from .registry import ENDS_BLOCK, INSTRUCTIONS, Run
 from .values import TYPES, Array, bits_of, poison
@@ -29,17 +30,6 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s[^,]*?(\w+_par
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _ADDRESS = re.compile(r"\[\s*(%?[\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
-
-
-def split_operands(text: str) -> list[str]:
-    """At the commas that are not inside braces or brackets."""
-    parts, depth, start = [], 0, 0
-    for i, letter in enumerate(text):
-        depth += (letter in "{[") - (letter in "}]")
-        if letter == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    return [*parts, text[start:].strip()] if text.strip() else []
 
 
 class Parameter(NamedTuple):
@@ -59,7 +49,7 @@ class Op:
     line: int  # of the PTX text
     text: str
     name: str  # with all modifiers
-    operands: list[str]
+    operands: Sequence[str]
     guard: int | None = None  # slot of its predicate
     negated: bool = False
     source: str = ""  # "kernels.py:57"
@@ -82,7 +72,7 @@ class Op:
     def has(self, modifier: str) -> bool:
         return modifier in self.parts
 
-    def items(self, place: int) -> list[str]:
+    def items(self, place: int) -> Sequence[str]:
         """An operand in braces, as its parts; any other as the only one."""
         text = self.operands[place]
         return split_operands(text[1:-1]) if text.startswith("{") else [text]

@@ -62,21 +62,13 @@ class Races:
 
     def loaded(self, offset: Array, width: int, mask: Array | None, warp: Array, op) -> None:
         row, cell, warp = self._cells(offset, width, mask, warp)
-        writer, written = self.writer[row, cell], self.written[row, cell]
-        late = written > self.clock[row, warp, writer]
-        if late.any():
-            self._report("reads", "wrote", late, cell, self.line[row, cell], warp, writer, op)
-        self._look_at("reads", self.flying[row, cell], row, cell, warp, op)
+        self._behind_writes("reads", row, cell, warp, op)
         self.read[row, cell, warp] = self.clock[row, warp, warp]
         self.read_line[row, cell] = op.line
 
     def stored(self, offset: Array, width: int, mask: Array | None, warp: Array, op) -> None:
         row, cell, warp = self._cells(offset, width, mask, warp)
-        writer, written = self.writer[row, cell], self.written[row, cell]
-        late = written > self.clock[row, warp, writer]
-        if late.any():
-            self._report("writes", "wrote", late, cell, self.line[row, cell], warp, writer, op)
-        self._look_at("writes", self.flying[row, cell], row, cell, warp, op)
+        self._behind_writes("writes", row, cell, warp, op)
         self._look_at("writes", self.busy[row, cell] > 0, row, cell, warp, op)
         late = self.read[row, cell] > self.clock[row, warp][..., : self.warps]
         if late.any():
@@ -85,6 +77,14 @@ class Races:
             self._report("writes", "read", late, cell, self.read_line[row, cell], warp, reader, op)
         self.writer[row, cell], self.line[row, cell] = warp, op.line
         self.written[row, cell] = self.clock[row, warp, warp]
+
+    def _behind_writes(self, does: str, row, cell, warp, op) -> None:
+        """Each byte's last write is ordered before this, and no copy is on its way there."""
+        writer, written = self.writer[row, cell], self.written[row, cell]
+        late = written > self.clock[row, warp, writer]
+        if late.any():
+            self._report(does, "wrote", late, cell, self.line[row, cell], warp, writer, op)
+        self._look_at(does, self.flying[row, cell], row, cell, warp, op)
 
     def _look_at(self, does: str, in_flight: Array, row, cell, warp, op) -> None:
         """What nobody may touch before its wait."""
