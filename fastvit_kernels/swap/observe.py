@@ -292,9 +292,10 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
     names = arguments_of(type(module).forward).names[1:]
     masks = [n for n in names if is_mask(n)]
     for inside, m in open_parts(module, class_of):
-        roles = getattr(class_of(m), "fused_roles", None)
-        if not isinstance(roles, AttentionRoles):
-            continue
+        cls = class_of(m)
+        roles = getattr(cls, "fused_roles", None)
+        if not isinstance(roles, AttentionRoles) or not cls.fused_searched:
+            continue  # a table's roles name settings: its block runs without
 
         def more(copy: Any, tokens: int, mask: bool, name: str = inside, roles: Any = roles) -> Any:
             angles = angle_argument(module) if roles.rope else None

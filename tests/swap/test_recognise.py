@@ -59,6 +59,7 @@ HOSTS = {
     "gate_last": by_hand.ValueFirst,
     "causal": partial(look_alikes.Block, by_hand.Causal),
     "masked_by_itself": partial(look_alikes.Block, partial(by_hand.Causal, True)),
+    "table_attention": lambda: pytest.importorskip("timm").models.eva.EvaBlockPostNorm(32, 2),
 }
 
 
