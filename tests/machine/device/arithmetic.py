@@ -714,7 +714,7 @@ def _put_together(op: Op) -> Run:
     return op.pure(join)
 
 
-@instruction("cvta[.to].{global,shared}.{u64,u32}")
+@instruction("cvta[.to].{global,shared,param}.{u64,u32}")
 def convert_address(op: Op) -> Run:
     """Global addresses are generic ones. Those of shared memory are not: nothing reads them so."""
     return op.pure(op.read(1))

@@ -45,6 +45,7 @@ from . import (
 from .execution import Launch, argument
 from .memory import GlobalMemory, check_size
 from .program import Program
+from .tensor_copies import host_map
 
 # Arguments whose rows are longer than their tensors', with padding that the kernels fill in.
 PADDED = ("lse_ptr", "delta_ptr")
@@ -118,10 +119,10 @@ class Machine:
             text = self.changed(name, text)
         program = _program(text)
         scratch = _scratch(metadata, grid)
-        values = [*values, scratch if scratch is not None else 0, 0]
+        values = [0 if x is None else x for x in (*values, scratch, None)]
         tensors = [*tensors, *([scratch] if scratch is not None else [])]
         arguments = [
-            argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x or 0)
+            argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x)
             for parameter, x in zip(program.parameters, values, strict=True)
         ]
         if self.recorded is not None:
@@ -156,13 +157,29 @@ def _program(text: str) -> Program:
     return _PROGRAMS[key]
 
 
-def flattened(signature: Sequence[Any], values: Sequence[Any]) -> Iterator[Any]:
-    """The values that a kernel takes as parameters: tuples unpacked, constexprs left out."""
+def flattened(
+    signature: Sequence[Any], values: Sequence[Any], maps: Iterator[Any]
+) -> Iterator[Any]:
+    """The values that a kernel takes as parameters: tuples unpacked, constexprs left out, tensor
+    descriptors as a map by what `maps` says of each in turn, or without maps as their numbers."""
     for kind, value in zip(signature, values, strict=True):
         if isinstance(kind, tuple):
-            yield from flattened(kind, value)
+            yield from flattened(kind, value, maps)
+        elif str(kind).startswith("tensordesc"):
+            yield from _of_descriptor(value, next(maps, None))
         elif kind != "constexpr":
             yield value
+
+
+def _of_descriptor(x: Any, made: dict[str, Any] | None) -> list[Any]:
+    """A host's TensorDescriptor; `made`: how the compiler wants its map."""
+    sizes = [*x.shape, *x.strides]
+    if made is None:
+        return [x.base, *sizes, x.padding == "nan", *sizes]
+    if x.padding == "nan" or made["fp4_padded"]:
+        raise NotImplementedError(f"a map with NaN outside, or of fp4: {x}")
+    kind = made["swizzle"], made["elem_type"]
+    return [host_map(x.base, made["block_size"], *kind, x.shape, x.strides), *sizes]
 
 
 class _Launcher:
@@ -174,9 +191,12 @@ class _Launcher:
     def __call__(self, x, y, z, stream, function, packed, launch_metadata, enter, leave, *values):
         machine = running()
         check_size(self.metadata.shared, TARGETS[machine.target].shared_limit)
-        flat = list(flattened(list(self.signature.values()), values))
+        maps = iter(getattr(self.metadata, "tensordesc_meta", None) or ())
+        flat = list(flattened(list(self.signature.values()), values, maps))
         padded = [x for name, x in zip(self.signature, values, strict=True) if name in PADDED]
-        tensors = [x for x in flat if isinstance(x, Tensor)] + [
+        bases = [x.base for x in values if hasattr(x, "block_shape")]
+        bases += [torch.from_numpy(x) for x in flat if isinstance(x, np.ndarray)]
+        tensors = [x for x in flat if isinstance(x, Tensor)] + bases + [
             x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
             for x in padded if isinstance(x, Tensor)
         ]  # fmt: skip

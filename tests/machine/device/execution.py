@@ -96,6 +96,10 @@ class Chunk:
             "%clusterid.z": blocks // (x * y),
             **dict.fromkeys(("%ntid.y", "%ntid.z"), 1),
         }  # fmt: skip
+        for parameter, value in zip(program.parameters, self.launch.arguments, strict=True):
+            if parameter.name in program.slots:  # a structure: its address
+                address = np.uint64(value.__array_interface__["data"][0])
+                registers[program.slots[parameter.name]] = np.full((1, 1), address)
         for name, slot in program.slots.items():
             if name in known:
                 value = np.asarray(known[name], U32)
@@ -281,7 +285,9 @@ def _of_lanes(registers: list[Array], lanes: Array) -> list[Array]:
 
 
 def argument(type: str, value: Any) -> Array:
-    """A kernel's argument as its parameter holds it."""
+    """A kernel's argument as its parameter holds it; "b8" is an array with a structure's bytes."""
+    if type == "b8":
+        return value
     dtype = TYPES[type]
     if dtype.kind == "f":
         return np.array(value, dtype)

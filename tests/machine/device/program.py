@@ -89,6 +89,8 @@ class Op:
             return program.new_slot(name, "b64" if "64" in name else "b32")
         if name in program.shared_symbols:
             return program.constant(program.shared_symbols[name], "b32")
+        if any(p.name == name and p.type == "b8" for p in program.parameters):
+            return program.new_slot(name, "b64")  # where a structure lies
         return program.constant(self._number(name, type or self.type), type or self.type)
 
     def _number(self, text: str, type: str) -> int:

@@ -22,7 +22,10 @@ def text_of(body: str, threads: int = 32, parameters: Sequence[str] = ()) -> str
     """A kernel with these lines; registers are declared by their names."""
     names = sorted(set(re.findall(r"%(?:rs|rd|r|fd|f|p)\d+", body)))
     declared = "\n".join(f".reg .{_KINDS[name.rstrip('0123456789')]} {name};" for name in names)
-    given = ",\n".join(f".param .{type} snippet_param_{i}" for i, type in enumerate(parameters))
+    given = ",\n".join(
+        f".param .{type} snippet_param_{i}{'[128]' if type == 'b8' else ''}"
+        for i, type in enumerate(parameters)
+    )
     return (
         ".extern .shared .align 16 .b8 global_smem[];\n"
         f".visible .entry snippet(\n{given}\n)\n.reqntid {threads}\n"

@@ -6,18 +6,19 @@ outside of the tensor is zero. Axis 0 is the innermost; only the outer ones have
 A load reports its bytes, those outside too, to an mbarrier; a store belongs to a bulk group of its
 thread, as with cp.async, and shared memory must not change before `wait_group.read`.
 
-PTX leaves the bytes of a tensor map open; here they are `MAP`. A kernel builds one in shared
-memory, copies it to global memory (cp_fenceproxy) and says that it will be read as a map
-(fence.proxy.tensormap); one without that fence is a fault.
+PTX leaves the bytes of a tensor map open; here they are `MAP`. The host makes one and passes it by
+value, or a kernel builds one in shared memory, copies it to global memory (cp_fenceproxy) and says
+that it will be read as a map (fence.proxy.tensormap); one without that fence is a fault.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from . import proxies
 from .faults import Fault, MachineError, Misaligned, OutOfBounds, Race, Unfenced
@@ -39,6 +40,25 @@ POISON_UNIT = np.frombuffer(bytes(POISON_BYTES) * 8, UNITS[16])[0]
 _BOX = re.compile(r"\[\s*(%?[\w$]+)\s*,\s*(\{[^}]*\})\s*\]")
 
 
+def host_map(
+    x: Tensor, box: Sequence[int], swizzle: int, elemtype: int,
+    shape: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Array:  # fmt: skip
+    """The bytes of a map of x, or of a tensor that begins where x does, outermost axis first."""
+    room = np.zeros(128 + 64, np.uint8)
+    start = -room.__array_interface__["data"][0] % 64
+    m = room[start : start + 128].view(MAP)[0]
+    shape, strides = x.shape if shape is None else shape, strides or x.stride()
+    m["global_address"], m["rank"], m["elemtype"] = x.data_ptr(), len(shape) - 1, elemtype
+    m["swizzle_mode"] = swizzle
+    for name, values in (
+        ("box_dim", box), ("global_dim", shape), ("element_stride", [1] * len(shape)),
+        ("global_stride", [n * x.element_size() for n in strides[:-1]]),
+    ):  # fmt: skip
+        m[name][: len(values)] = values[::-1]
+    return room[start : start + 128]
+
+
 class WrongMap(Fault):
     """A tensor map that does not describe such a copy."""
 
@@ -57,8 +77,9 @@ class Box:
         self.rank = len(self.at)
         if int(m["rank"]) + 1 != self.rank:
             raise WrongMap(f"a map of {int(m['rank']) + 1} axes, {self.rank} coordinates", op)
-        if m["interleave_layout"] or (m["element_stride"][: self.rank] != 1).any():
-            raise NotImplementedError(f"{op.where}: interleaved, or element strides")
+        apart = (m["element_stride"][: self.rank] != 1).any()
+        if m["interleave_layout"] or m["fill_mode"] or apart:
+            raise NotImplementedError(f"{op.where}: interleaved, NaN outside, or element strides")
         self.width = ELEMENT_BYTES[int(m["elemtype"])]
         self.shape = tuple(int(n) for n in m["box_dim"][: self.rank])
         row, span = self.shape[0] * self.width, SPANS[int(m["swizzle_mode"])]

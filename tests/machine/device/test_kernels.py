@@ -99,7 +99,7 @@ def test_what_must_be_noticed_is():
 
 def test_arguments_are_flattened_as_triton_does():
     given = flattened(
-        ["*fp32", ("i32", "constexpr", ("*bf16",)), "constexpr"], [1, (2, 3, (4,)), 5]
+        ["*fp32", ("i32", "constexpr", ("*bf16",)), "constexpr"], [1, (2, 3, (4,)), 5], iter(())
     )
     assert list(given) == [1, 2, 4]
     assert "lse_ptr" in PADDED

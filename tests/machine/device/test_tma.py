@@ -9,7 +9,7 @@ import torch
 from tests.machine.device.faults import Deadlock, Misaligned, OutOfBounds, Race, Unfenced
 from tests.machine.device.mbarriers import Miscounted
 from tests.machine.device.snippets import run
-from tests.machine.device.tensor_copies import MAP, WrongMap
+from tests.machine.device.tensor_copies import WrongMap, host_map
 
 THREADS = np.arange(64)
 BAR = 4096 + 1024  # address of an mbarrier behind 4 KB of boxes
@@ -34,29 +34,15 @@ def wait(parity=0, bar="%r90"):
     return WAIT.format(bar=bar, parity=parity)
 
 
-def tensor_map(x, box, swizzle=0, elemtype=None):
-    """A map as the host makes it, in memory of its own."""
-    record = np.zeros((), MAP)
-    record["global_address"], record["rank"] = x.data_ptr(), x.ndim - 1
-    types = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 10}
-    record["elemtype"] = types[x.dtype] if elemtype is None else elemtype
-    record["swizzle_mode"] = swizzle
-    record["box_dim"][: x.ndim] = box[::-1]
-    record["global_dim"][: x.ndim] = x.shape[::-1]
-    record["global_stride"][: x.ndim - 1] = [s * x.element_size() for s in x.stride()[-2::-1]]
-    record["element_stride"][: x.ndim] = 1
-    return torch.from_numpy(np.frombuffer(record.tobytes(), np.uint8).copy())
+ELEMENT_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 10}
 
 
 def copies(body, x, box, at=(0, 0), swizzle=0, **options):
     """Run lines with %rd1 the address of a map of x and %r1, %r2 the box's place."""
-    mapped = tensor_map(x, box, swizzle)
-    room = torch.zeros(256, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    room[start : start + 128] = mapped
-    given = {"%rd1": np.uint64(room.data_ptr() + start), "%r1": np.int32(at[1]),
+    mapped = torch.from_numpy(host_map(x, box, swizzle, ELEMENT_TYPES[x.dtype]))
+    given = {"%rd1": np.uint64(mapped.data_ptr()), "%r1": np.int32(at[1]),
              "%r2": np.int32(at[0])}  # fmt: skip
-    options = {"threads": 64, "shared": 8192, "tensors": [x, room], **options}
+    options = {"threads": 64, "shared": 8192, "tensors": [x, mapped], **options}
     given = {name: value for name, value in given.items() if name in body}
     return run(body, given | options.pop("registers", {}), **options)
 
@@ -66,6 +52,19 @@ def expecting(bytes, load=LOAD):
 
 
 # Loads
+
+
+def test_a_map_that_is_passed_by_value():
+    """As a parameter of 128 bytes, whose address the kernel takes."""
+    x = torch.randn(20, 64)
+    body = "mov.b64 %rd1, snippet_param_0; cvta.param.u64 %rd1, %rd1;" + expecting(2048) + wait()
+    mapped = host_map(x, (16, 32), 0, ELEMENT_TYPES[x.dtype])
+    found = run(
+        body, {"%r1": np.int32(0), "%r2": np.int32(8)}, threads=64, shared=8192,
+        tensors=[x, torch.from_numpy(mapped)], arguments=[("b8", mapped)],
+    )  # fmt: skip
+    wanted = torch.cat([x[8:, :32], torch.zeros(4, 32)])
+    assert (found["shared"][0, :2048].view(np.float32).reshape(16, 32) == wanted.numpy()).all()
 
 
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
