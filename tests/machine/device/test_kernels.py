@@ -42,6 +42,12 @@ def test_other_precisions(precision):
     assert "1 passed, 0 failed" in said
 
 
+@pytest.mark.parametrize("where", ["sm_80", "sm_90", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_whole_numbers_give_the_bits_of_float64(where):
+    """On a GPU too: where nothing is rounded, the machine and it give the same bits."""
+    assert "the bits of float64" in python("-m", "tests.machine.device.exact", where)
+
+
 def test_three_steps_of_training():
     assert "1 passed, 0 failed" in device("--precision", "bf16", "--kind", "training")
 
