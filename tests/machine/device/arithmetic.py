@@ -532,6 +532,21 @@ def on_pairs(op: Op) -> Run:
     )
 
 
+@instruction(f"setp.{_OF_FLOATS}.{{bf16x2,f16x2}}")
+def compare_pairs(op: Op) -> Run:
+    """p|q, a, b: p of the lower halves, q of the upper."""
+    a, b, compare = _pairs(op, 1), _pairs(op, 2), _comparison(op.parts[1], True)
+    slots = [op.slot(text, "pred") for text in op.operands[0].split("|")]
+
+    def run(group):
+        r, mask = group.registers, group.active(op)
+        found = [compare(x, y) for x, y in zip(a(r), b(r), strict=True)]
+        for slot, holds in zip(slots, found, strict=True):
+            group.write(slot, holds, mask)
+
+    return run
+
+
 @instruction("{add,sub,mul}[.rn].{bf16,f16}")
 def on_halves(op: Op) -> Run:
     a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
@@ -714,7 +729,7 @@ def _put_together(op: Op) -> Run:
     return op.pure(join)
 
 
-@instruction("cvta[.to].{global,shared,param}.{u64,u32}")
+@instruction("cvta[.to].{global,shared}.{u64,u32}")
 def convert_address(op: Op) -> Run:
     """Global addresses are generic ones. Those of shared memory are not: nothing reads them so."""
     return op.pure(op.read(1))

@@ -195,7 +195,6 @@ class _Launcher:
         flat = list(flattened(list(self.signature.values()), values, maps))
         padded = [x for name, x in zip(self.signature, values, strict=True) if name in PADDED]
         bases = [x.base for x in values if hasattr(x, "block_shape")]
-        bases += [torch.from_numpy(x) for x in flat if isinstance(x, np.ndarray)]
         tensors = [x for x in flat if isinstance(x, Tensor)] + bases + [
             x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
             for x in padded if isinstance(x, Tensor)

@@ -55,6 +55,17 @@ class Launch:
     early: bool = False  # wgmma reads its operands at the issue instead of at the wait
     counts: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self):
+        size = self.program.parameter_bytes
+        room = np.zeros(size + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        self.parameters = room[start : start + size]  # the arguments' bytes, see ld.param
+        places = self.program.places.values()
+        for place, value in zip(places, self.arguments, strict=True):
+            self.parameters[place : place + value.nbytes] = np.frombuffer(value, np.uint8)
+        if size:
+            self.memory.add(self.parameters)
+
     def run(self) -> None:
         x, y, z = self.grid
         most = 1 if self.program.parts_for_good else self.chunk_threads // self.program.threads
@@ -96,10 +107,6 @@ class Chunk:
             "%clusterid.z": blocks // (x * y),
             **dict.fromkeys(("%ntid.y", "%ntid.z"), 1),
         }  # fmt: skip
-        for parameter, value in zip(program.parameters, self.launch.arguments, strict=True):
-            if parameter.name in program.slots:  # a structure: its address
-                address = np.uint64(value.__array_interface__["data"][0])
-                registers[program.slots[parameter.name]] = np.full((1, 1), address)
         for name, slot in program.slots.items():
             if name in known:
                 value = np.asarray(known[name], U32)

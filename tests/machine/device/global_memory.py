@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .faults import OutOfBounds
 from .program import Op
 from .registry import Run, instruction
 from .values import TYPES, Array
@@ -19,18 +20,31 @@ _LOADS = f"ld.global[.nc]{_HINTS}"
 
 @instruction(f"ld.param.{_SCALARS}")
 def load_parameter(op: Op) -> Run:
-    """Narrower than its register it is extended, by its sign for s types."""
-    name, _, offset = op.operands[1].strip("[]").partition("+")
-    names = [parameter.name for parameter in op.program.parameters]
-    place, start = names.index(name.strip()), int(offset or "0", 0)
-    slot, dtype = op.destination(), TYPES[op.type]
+    """Of a parameter, or where a register says. Narrower than its register it is extended, by its
+    sign for s types."""
+    slot, dtype, place = op.destination(), TYPES[op.type], op.address(1)
     dtype = np.dtype(np.uint32) if op.type == "f32" else dtype
     kind = op.program.kinds[slot]
 
     def run(group):
-        raw = group.chunk.launch.arguments[place].tobytes()
-        value = np.frombuffer(raw[start : start + dtype.itemsize], dtype).reshape(1, 1)
-        group.write(slot, extended(value, kind), group.active(op))
+        bytes, at, mask = group.chunk.launch.parameters, place(group.registers), group.active(op)
+        wrong = (at % dtype.itemsize != 0) | (at + dtype.itemsize > len(bytes))
+        if (wrong if mask is None else wrong & mask).any():
+            raise OutOfBounds(f"bytes {at.min()} to {at.max()} of {len(bytes)} of parameters", op)
+        value = bytes.take(at[..., None] + np.arange(dtype.itemsize), mode="clip").view(dtype)
+        group.write(slot, extended(value[..., 0], kind), mask)
+
+    return run
+
+
+@instruction("cvta.param.u64")
+def address_of_parameter(op: Op) -> Run:
+    """Its generic address: what TMA takes of a tensor map that is passed by value."""
+    slot, place = op.destination(), op.read(1)
+
+    def run(group):
+        address = place(group.registers) + np.uint64(group.chunk.launch.parameters.ctypes.data)
+        group.write(slot, address, group.active(op))
 
     return run
 

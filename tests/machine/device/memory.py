@@ -89,6 +89,13 @@ class GlobalMemory:
         holes = None if bool(inside.all()) else ~inside.numpy()
         return Region(start, end, {w: raw.view(unit) for w, unit in UNITS.items()}, holes)
 
+    def add(self, parameters: Array) -> None:
+        """Parameters have addresses too, which `cvta.param` gives."""
+        start, given = parameters.ctypes.data, torch.from_numpy(parameters)
+        place = bisect_right(self.starts, start)
+        self.starts.insert(place, start)
+        self.regions.insert(place, self._region(start, start + len(parameters), [given]))
+
     def find(self, address: Array, width: int, mask: Array | None, op: Op) -> list[tuple]:
         """Checks an access.
 

@@ -89,8 +89,8 @@ class Op:
             return program.new_slot(name, "b64" if "64" in name else "b32")
         if name in program.shared_symbols:
             return program.constant(program.shared_symbols[name], "b32")
-        if any(p.name == name and p.type == "b8" for p in program.parameters):
-            return program.new_slot(name, "b64")  # where a structure lies
+        if name in program.places:
+            return program.constant(program.places[name], type or self.type)
         return program.constant(self._number(name, type or self.type), type or self.type)
 
     def _number(self, text: str, type: str) -> int:
@@ -184,6 +184,7 @@ class Program:
             every path from there passes (its immediate post-dominator), or END.
         kinds: numpy's dtype of each slot.
         constants: slot -> the value that it always has.
+        places: of each parameter in their own state space, which begins at 0.
     """
 
     def __init__(self, text: str):
@@ -206,6 +207,12 @@ class Program:
             Parameter(m[2], m[1], int(m[3][1:-1]) if m[3] else TYPES[m[1]].itemsize)
             for m in _PARAMETER.finditer(signature)
         ]
+        self.places: dict[str, int] = {}
+        self.parameter_bytes = 0
+        for name, type, size in self.parameters:
+            align = 64 if type == "b8" else size
+            self.places[name] = -(-self.parameter_bytes // align) * align
+            self.parameter_bytes = self.places[name] + size
         for name in re.findall(r"\.extern \.shared .*?\.b8 (\w+)\[\]", before):
             self.shared_symbols[name] = SHARED_BASE
         threads = re.search(r"\.reqntid (\d+)", signature)

@@ -18,7 +18,7 @@ _SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
 _VECTORS = ("v2.{b8,b16,b32,u32,s32,f32,b64,u64,f64}", "v4.{b8,b16,b32,u32,s32,f32}", "v8.b16")
 
 
-@instruction(f"ld.shared.{_SCALARS}", *(f"ld.shared.{vector}" for vector in _VECTORS))
+@instruction(f"ld.shared[::cta].{_SCALARS}", *(f"ld.shared[::cta].{x}" for x in _VECTORS))
 def load_shared(op: Op) -> Run:
     dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1)
     width, kinds = dtype.itemsize * len(slots), [op.program.kinds[slot] for slot in slots]
@@ -34,7 +34,7 @@ def load_shared(op: Op) -> Run:
     return run
 
 
-@instruction(f"st.shared.{_SCALARS}", *(f"st.shared.{vector}" for vector in _VECTORS))
+@instruction(f"st.shared[::cta].{_SCALARS}", *(f"st.shared[::cta].{x}" for x in _VECTORS))
 def store_shared(op: Op) -> Run:
     address, value = op.address(0), joined_units(op, 1)
     width = op.width = TYPES[op.type].itemsize * len(op.items(1))

@@ -80,6 +80,19 @@ def test_parameters(type, value, wanted):
     ][0, 0] == wanted  # fmt: skip
 
 
+def test_a_parameter_that_a_register_names():
+    """Triton 3.9 chooses between two floats so."""
+    body = """
+        mov.b32 %r1, snippet_param_1; mov.b32 %r2, snippet_param_2;
+        setp.lt.s32 %p1, %tid.x, 5; selp.b32 %r3, %r1, %r2, %p1; ld.param.b32 %r4, [%r3{}];
+    """
+    given = [("u8", 1), ("f32", 1.5), ("f32", -2.0)]
+    found = run(body.format(""), arguments=given)["%r4"].view(np.float32)[0]
+    assert found.tolist() == [1.5] * 5 + [-2.0] * 27
+    with pytest.raises(OutOfBounds, match="of parameters"):
+        run(body.format("+4"), arguments=given)
+
+
 def test_an_access_outside_of_every_tensor():
     x = torch.zeros(31)
     body = at("%tid.x", 4) + "ld.global.b32 %r1, [%rd1];"
