@@ -306,8 +306,9 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
             text += [*_verdicts(rows), *_pictures(committed, name, "../"), *tables(rows, "####")]
         else:  # all that is measured without a GPU
             text += ["Host time per call. " + HOST_NOTE, "", *markdown(*_host_table(rows))]
-    goals = targets.goal_lines([r for _, rows in results if _on_gpu(rows) for r in rows])
-    text += ["### Targets", "", "For an H200, bf16, measured in one run, in turns:", ""]
+    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if targets.has_goals(r)]
+    goals = targets.goal_lines(measured)
+    text += ["### Targets", "", "For an H100 or H200, bf16, measured in one run, in turns:", ""]
     text += markdown(("work", "against", "at least", "measured"), goals)
     return "\n".join(text).strip()
 
@@ -372,7 +373,7 @@ def _measured(rows: Iterable[Row]) -> list[Row]:
 def draw_targets(rows: Sequence[Row], path: Path) -> Path | None:
     """For each claim that rows decide, how much of what was wanted was reached; 1 is met."""
     found = [targets.verdict(claim, rows) for goal in targets.GOALS for claim in goal.claims]
-    found = [v for v in found if v.ratio]
+    found = [v for v in found if v.ratio and v.ours and targets.has_goals(v.ours)]
     if not found:
         return None
     shown = [r for v in found for r in (v.ours, v.peer) if r is not None]

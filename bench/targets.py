@@ -1,7 +1,8 @@
 """The goals of this project, once: which rows decide each, whether it is met, and what to measure.
 
 `python -m bench targets` measures these rows; docs/benchmarks.md, the README and the table that
-ends a run are made of `GOALS`. The goals are for an H200, in bf16.
+ends a run are made of `GOALS`. The goals are for an H100 or H200, in bf16; of another GPU a table
+has the ratios alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from bench.rows import FAILED, OK, Row
 from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.measure.roofs import COPY, SETTLED
 
+GPUS = ("H100", "H200")  # that the goals are for
 SDPA = (
     "sdpa-flash", "sdpa-cudnn", "sdpa-flash-unpacked", "sdpa-cudnn-unpacked", "sdpa-efficient",
     "flash_attn", "flash_attn_3", "flash_attn_4",
@@ -164,6 +166,11 @@ GOALS = (
 )  # fmt: skip
 
 
+def has_goals(row: Row) -> bool:
+    """Whether the goals are for the GPU of a row."""
+    return not row.gpu or any(name in row.gpu for name in GPUS)
+
+
 def _is(provider: str, names: Iterable[str]) -> bool:
     return any(provider == n or (n[-1] in "-+" and provider.startswith(n)) for n in names)
 
@@ -188,9 +195,9 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        if self.ratio is None:
+        if self.ratio is None or self.ours is None:
             return self.open
-        return "met" if self.met else "MISSED"
+        return "no goal" if not has_goals(self.ours) else "met" if self.met else "MISSED"
 
 
 def _fastest(rows: Iterable[Row], key: Callable[[Row], float | None]) -> Row | None:
@@ -217,7 +224,7 @@ def _of_case(claim: Claim, shape: str, own: Sequence[Row], roof: float | None) -
         why = next((f"{r.status}: {r.note}" for r in mine if r.status != OK), "not measured")
         return Verdict(claim, shape, peer=peer, open=why)
     if claim.kind in ("copy", "matmul"):
-        rate = _rate(claim, ours)
+        rate = ours.gbps if claim.kind == "copy" else ours.tflops
         ratio = None if roof is None or rate is None else rate / roof
         return Verdict(claim, shape, ours, None, ratio, "no roof measured")
     if peer is None:
@@ -226,10 +233,6 @@ def _of_case(claim: Claim, shape: str, own: Sequence[Row], roof: float | None) -
         return Verdict(claim, shape, ours, peer, (ours.peak_mib or 0) / (peer.peak_mib or 1))
     times = like_times(ours, peer)
     return Verdict(claim, shape, ours, peer, times[1] / times[0] if times else None, "no time")
-
-
-def _rate(claim: Claim, row: Row) -> float | None:
-    return row.gbps if claim.kind == "copy" else row.tflops
 
 
 def verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:

@@ -18,7 +18,7 @@ from fastvit_kernels.measure.roofs import Roofs
 
 def synthetic(factor: float = 1.0) -> list[Row]:
     """Rows of every kind, with times that mean nothing."""
-    about = dict(gpu="NO SUCH GPU", driver="0", torch="0", triton="0", commit="none")
+    about = dict(gpu="NO SUCH H200", driver="0", torch="0", triton="0", commit="none")
     rows = [
         Row("roof", "eager", "1024 MiB", "uint8", "copy", ms=1, gbps=1000.0, **about),
         Row("roof", "eager", "8192", "bf16", "matmul", ms=1, tflops=100.0, **about),
@@ -69,7 +69,7 @@ def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
     assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
     assert len(list(tmp_path.iterdir())) == 8
     summary = (tmp_path / "summary.md").read_text()
-    assert "NO SUCH GPU" in summary and "Host cost" not in summary  # it has no row
+    assert "NO SUCH H200" in summary and "Host cost" not in summary  # it has no row
     assert "drawn" in capsys.readouterr().out
 
 
@@ -373,7 +373,7 @@ def test_pages_are_filled_between_their_marks(tmp_path):
         text = path.read_text()
         assert text.startswith("by hand\n") and text.endswith("more by hand\n")
         assert "OUTDATED" not in text and "a GPU" in text and "| patch_embed fwd |" in text
-    assert "NO SUCH GPU" in page.read_text()
+    assert "NO SUCH H200" in page.read_text()
 
 
 def test_the_committed_page_is_the_generated_one(tmp_path):

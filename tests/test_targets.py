@@ -44,6 +44,20 @@ def test_the_worst_case_decides_against_the_fastest_peer():
     assert verdict(claim, [r for r in rows if r.provider != "sdpa-cudnn"]).word == "met"
 
 
+def test_goals_are_for_the_gpus_that_they_name(tmp_path):
+    """Elsewhere the ratio stands alone: nothing is met or missed, or drawn as if."""
+    claim = BY_NAME["attention fwd, T = 197, 257"]
+    rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 1.1)]
+    for gpu, word in (("NVIDIA H100 80GB HBM3", "MISSED"), ("NVIDIA GeForce RTX 4090", "no goal")):
+        here = [replace(r, gpu=gpu) for r in rows]
+        found = verdict(claim, here)
+        assert (found.word, found.ratio) == (word, pytest.approx(1.1))
+        assert word in str(targets.lines(here)) and ("1.10" in str(targets.lines(here)))
+        drawn = report.draw_targets(here, tmp_path / f"{word}.png")
+        assert (drawn is not None) == (word == "MISSED")
+        assert ("1.10" in report.docs([("run", here)]).partition("### Targets")[2]) == bool(drawn)
+
+
 def test_the_fastest_of_ours_counts_and_like_is_held_against_like():
     claim = BY_NAME["attention fwd, T = 197, 257"]
     ours = attention("ours", 197, 3.0, graph_ms=1.0)
@@ -281,10 +295,10 @@ def test_why_a_row_has_no_time_is_said_in_full():
 def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     (tmp_path / "a-gpu").mkdir()
     (tmp_path / "a-gpu" / "targets.png").write_bytes(b"")
-    about = {"gpu": "NO SUCH GPU"}
+    about = {"gpu": "NO SUCH H200"}
     rows = [attention("ours", 197, 1.0, **about), attention("sdpa-flash", 197, 2.0, **about)]
     empty = report.docs([], tmp_path)
-    assert empty.count(GOALS[0].work) == 1 and "NO SUCH GPU" not in empty
+    assert empty.count(GOALS[0].work) == 1 and "NO SUCH H200" not in empty
     page = report.docs([("a-gpu", rows)], tmp_path)
     first, goals = page.index("### a-gpu"), page.index("### Targets")
     assert "](../bench/results/a-gpu/targets.png)" in page[first:goals]
