@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -149,6 +150,30 @@ class CudaTimer:
             except RuntimeError as error:  # a lost context says so every time
                 if attempt:
                     raise DeviceLost(str(error).strip().split("\n")[0]) from error
+
+
+class CpuTimer:
+    """Times of what a CPU computes; nothing is captured or counted."""
+
+    def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - start))
+        return found
+
+    def capture(self, step: Step) -> Callable[[], Any]:
+        raise RuntimeError("a CPU has no graphs to capture")
+
+    def peak_mib(self, run: Callable[[], Any]) -> float | None:
+        return None
+
+    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
+        return None
+
+    def clear(self) -> None:
+        gc.collect()
 
 
 @functools.lru_cache(maxsize=1)

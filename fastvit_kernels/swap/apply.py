@@ -7,15 +7,17 @@ and prove.py whether it computes the same. Nothing is changed before everything 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
-from .facts import leaves, level_of, patched
+from .choices import Choices, Measure, choose
+from .facts import host_of, leaves, level_of, patched
 from .hosts.fused import Fused, Unfused
 from .plans import refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
@@ -55,6 +57,8 @@ def _selected(argument: str, selectors: Any, modules: dict[str, nn.Module]) -> s
 def swap_in(
     model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False,
     memory: Memory = "default", drop_path: DropPathMode = "mask",
+    measure: Measure | None = None, budget: float = 20.0,
+    choices: Choices | str | Path | None = None,
 ) -> SwapReport:  # fmt: skip
     """Make a model run on the fused kernels, in place.
 
@@ -81,9 +85,20 @@ def swap_in(
             draws them: max(int(B (1 - rate)), 1) are kept. Where a branch cannot, it masks as its
             host does, and the report says so. "mask", the host's own, drops each by chance. A
             later call sets it anew, as memory.
+        measure: keep only what is faster here. A batch of the model, a tensor, a tuple of
+            arguments or a dict of keyword arguments, in the mode and under the autocast that it is
+            trained in; or a callable that takes the model and computes a loss. Each kind of module
+            that would be swapped runs its host's forward and the fused one, with their backward,
+            in turns; a kind whose fused time is not lower by more than the noise stays its host's,
+            and the report says both times. A narrower part of it may still be fused.
+        budget: seconds for these times. What had none left is not swapped.
+        choices: what an earlier call chose, `report.choices` or a path that its `save` wrote:
+            kinds that are known, by the same GPU and versions, are not measured again. Without
+            measure, kinds that are not known are swapped.
     Returns: a SwapReport: what was swapped at which level, what was left and why.
     Raises: TypeError for another model, selector or type of memory; ValueError for a name or module
-        that the model does not have, and for another memory or drop_path. Nothing is changed then.
+        that the model does not have, for another memory or drop_path, and for a file that holds no
+        choices; with measure, what the model raises on that batch. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_in: model must be an nn.Module, got {type(model).__name__}")
@@ -92,6 +107,16 @@ def swap_in(
     if memory not in get_args(Memory):
         raise ValueError(f"swap_in: memory must be one of {get_args(Memory)}, got {memory!r}")
     check_drop_path("swap_in", "drop_path", drop_path)
+    if not (measure is None or isinstance(measure, (Tensor, tuple, Mapping)) or callable(measure)):
+        raise TypeError(
+            "swap_in: measure must be a tensor, a tuple, a dict, or a callable that takes the "
+            f"model, got {type(measure).__name__}"
+        )
+    if not (isinstance(budget, (int, float)) and budget > 0):
+        raise ValueError(f"swap_in: budget must be a number of seconds above 0, got {budget!r}")
+    known = Choices.read(choices) if isinstance(choices, (str, Path)) else choices
+    if not isinstance(known, Choices | None):
+        raise TypeError(f"swap_in: choices must be a path or Choices, got {type(choices).__name__}")
     modules = dict(model.named_modules())
     left_out = {} if skip is None else dict.fromkeys(_selected("skip", skip, modules), "in skip=")
     if only is not None:
@@ -104,16 +129,27 @@ def swap_in(
         del swap.planned[module]
         name = next(n for n, m in modules.items() if m is module)
         swap.guesses[name] = "its caller gets the probabilities"
+    settings = {"fused_memory": memory, "fused_drop_path": drop_path}
+    chosen = None
+    if measure is not None or known is not None:
+        fused = {
+            m: type(m) for n, m in modules.items() if isinstance(m, Fused) and n not in left_out
+        }
+        fused |= swap.planned
+        chosen, losers = choose(model, fused, measure, budget, known, settings)
+        for name, choice in losers.items():
+            swap.planned[modules[name]] = host_of(type(modules[name]))
+            swap.refused[name] = f"kept as it is: {choice.times}"
     for module, cls in swap.planned.items():
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
-        if hasattr(type(module), "fused_memory") and name not in left_out:
-            for chosen, value in ("fused_memory", memory), ("fused_drop_path", drop_path):
-                vars(module).pop(chosen, None)  # the default is an attribute of the class
-                if value != getattr(type(module), chosen):
-                    setattr(module, chosen, value)
+        for setting, value in settings.items() if name not in left_out else ():
+            vars(module).pop(setting, None)  # the default is an attribute of the class
+            if value != getattr(type(module), setting, value):
+                setattr(module, setting, value)
     refused = {n: swap.refused[n] for n in modules if n in swap.refused}
     report = make_report(modules, refused, swap.guesses, drop_path)
+    report.choices = chosen
     if explain:
         report.explanation = explanation(modules, swap.tried)
     return report

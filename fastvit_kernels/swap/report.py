@@ -16,6 +16,7 @@ from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
+from .choices import Choices
 from .facts import level_of
 from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, part, why_not_plain, width_of
 
@@ -66,6 +67,7 @@ class SwapReport:
         rebuilt_rms: how many of these are RMSNorms.
         skipping: names of the norms of branches that compute nothing for the samples that they
             drop. With drop_path="skip" a DropPath of no such branch is among `left`.
+        choices: with measure= or choices=, what each kind of module runs as, and its times.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -80,6 +82,7 @@ class SwapReport:
     rebuilt: list[str] = field(default_factory=list)
     rebuilt_rms: int = 0
     skipping: list[str] = field(default_factory=list)
+    choices: Choices | None = None
 
     @property
     def level(self) -> str:
@@ -122,6 +125,8 @@ class SwapReport:
         if self.uncounted:
             more = " ..." * (len(self.uncounted) > 3)
             lines.append(f"not counted: {', '.join(self.uncounted[:3])}{more}")
+        if self.choices is not None:
+            lines += ["", *map(str, self.choices.rows)]
         if self.explanation:
             lines += ["", *self.explanation]
         return "\n".join(lines)

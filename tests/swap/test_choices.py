@@ -1,0 +1,292 @@
+"""swap_in(measure=): what is faster here stays, by the times of a clock that the tests hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels.swap import choices
+from fastvit_kernels.swap.hosts.fused import Fused
+from tests.model_coverage.model_zoo import timm_small
+
+LEVELS = ("patch_embed", "block", "attention", "mlp", "layer_norm")
+
+
+class Clock:
+    """Runs what is timed once, and says what a table says: ms of a host's, ms of a level fused."""
+
+    def __init__(self, **fused):
+        self.fused, self.seen, self.raises = fused, [], {}
+
+    def sample(self, run, count, flush):
+        module = run.args[0]
+        level = module.fused_level if isinstance(module, Fused) else "host"
+        self.seen.append(module)
+        if level in self.raises:
+            raise self.raises[level]
+        run()
+        return [self.fused.get(level, 1.0)] * count
+
+    def clear(self):
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(choices, "timer_for", lambda call: made)
+    with backend("torch"):
+        yield made
+
+
+def vit(**settings):
+    torch.manual_seed(0)
+    return timm_small("vit_base_patch16_224", drop_path_rate=0.2, **settings)
+
+
+def kept(report):
+    return {row.level: row.keeps for row in report.choices.rows}
+
+
+def test_what_is_faster_stays_and_a_tie_is_the_hosts(clock):
+    for ms, stays in ((0.5, "fused"), (1.0, "host"), (0.99, "host"), (2.0, "host")):
+        clock.fused = {"block": ms, "patch_embed": 0.1}
+        model, images = vit()
+        report = swap_in(model, measure=images)
+        assert kept(report)["block"] == stays and kept(report)["patch_embed"] == "fused"
+        assert isinstance(model.blocks[0], Fused) == (stays == "fused")
+        assert isinstance(model.patch_embed.proj, Fused)
+        assert f"block Block: host 1 ms, fused {ms:g}; kept {stays}" in str(report)
+
+
+def test_a_part_of_a_slow_block_may_be_fused(clock):
+    clock.fused = {"block": 2.0, "attention": 0.5, "mlp": 3.0}
+    model, images = vit()
+    report = swap_in(model, measure=images)
+    assert kept(report) == dict.fromkeys(LEVELS, "host") | {"attention": "fused"}
+    block = model.blocks[0]
+    assert [isinstance(m, Fused) for m in (block, block.attn, block.mlp)] == [False, True, False]
+    reasons = {row.name: row.reason for row in report.left}
+    assert reasons["blocks.1"] == "kept as it is: host 1 ms, fused 2"
+    assert model(images).isfinite().all()
+
+
+def test_a_kind_is_measured_once_and_its_parts_not_at_all(clock):
+    clock.fused = {"block": 0.5}
+    model, images = vit(depth=4)
+    report = swap_in(model, measure=images)
+    assert {row.level for row in report.choices.rows} == {"patch_embed", "block", "layer_norm"}
+    assert len([m for m in set(clock.seen) if hasattr(m, "norm1")]) == 2  # of four blocks
+
+
+def test_nothing_of_the_model_is_changed_by_measuring(clock):
+    model, images = vit()
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(lambda m, args, out: m.calls.add_(1) and None)
+    called = []
+    model.blocks[0].mlp.register_forward_hook(lambda *_: called.append(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    swap_in(model, measure=images)
+    assert torch.equal(torch.rand(3), wanted) and len(called) == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_mode_of_the_call_is_that_of_the_times(clock):
+    model, images = vit()
+    for said, prepare in (
+        ("training, float32", model.train), ("eval, float32", model.eval),
+    ):  # fmt: skip
+        prepare()
+        assert swap_in(model, measure=images).choices.rows[0].inputs.startswith(said)
+    with torch.no_grad():
+        rows = swap_in(model, measure=(images,)).choices.rows
+    assert rows[0].inputs.startswith("eval without grad, ")
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = swap_in(model, measure={"x": images}).choices.rows
+    assert rows[0].inputs.startswith("eval, autocast bfloat16, float32 [")
+
+
+def test_a_callable_computes_the_loss(clock):
+    model, images = vit()
+
+    def loss(given):
+        assert given is model
+        return given(images).square().mean()
+
+    assert set(kept(swap_in(model, measure=loss))) == set(LEVELS)
+
+
+def test_the_backward_is_timed_too(clock):
+    model, images = vit()
+    counted = []
+    model.blocks[0].mlp.fc1.weight.register_hook(lambda grad: counted.append(grad))
+    backwards = []
+    clock.sample = lambda run, count, flush: backwards.append(_saw_backward(run)) or [1.0] * count
+    swap_in(model, measure=images)
+    assert backwards and all(backwards) and not counted  # a hook of the user's is no part of it
+
+
+def _saw_backward(run):
+    found = []
+    grad = torch.autograd.grad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", lambda *a, **k: found.append(1) or grad(*a, **k))
+        run()
+    return bool(found)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such batch"), KeyboardInterrupt()])
+def test_what_raises_leaves_the_model_as_it_was(clock, error):
+    model, images = vit()
+    classes = [type(m) for m in model.modules()]
+
+    def loss(given):
+        given(images)
+        raise error
+
+    with pytest.raises(type(error)):
+        swap_in(model, measure=loss)
+    clock.raises["block"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        swap_in(model, measure=images)
+    assert [type(m) for m in model.modules()] == classes
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_out_of_memory_is_a_line(clock):
+    for level, stays in (("block", "host"), ("host", "fused")):
+        clock.raises = {level: torch.OutOfMemoryError("too large")}
+        model, images = vit()
+        report = swap_in(model, measure=images)
+        assert kept(report)["block"] == stays
+        assert "OutOfMemoryError: too large; kept" in str(report)
+
+
+def test_no_time_means_no_change(clock):
+    model, images = vit()
+    report = swap_in(model, measure=images, budget=1e-9)
+    assert set(kept(report).values()) == {"host"} and report.level == "none"
+    assert "no time was left for a turn" in str(report)
+
+
+def test_choices_are_kept(clock, tmp_path):
+    clock.fused = {"block": 2.0, "mlp": 0.5}
+    model, images = vit()
+    first = swap_in(model, measure=images)
+    first.choices.save(tmp_path / "choices.json")
+    clock.seen.clear()
+    for options in ({}, {"measure": images}):
+        again = vit()[0]
+        report = swap_in(again, choices=tmp_path / "choices.json", **options)
+        assert kept(report) == kept(first) and not clock.seen
+        assert [isinstance(m, Fused) for m in again.modules()] == [
+            isinstance(m, Fused) for m in model.modules()
+        ]
+
+
+def test_choices_of_another_machine_do_not_count(clock):
+    clock.fused = {"block": 2.0}
+    model, images = vit()
+    found = swap_in(model, measure=images).choices
+    found.machine["torch"] = "1.0"
+    again = vit()[0]
+    report = swap_in(again, choices=found)
+    assert kept(report)["block"] == "fused" and "not among the choices" in str(report)
+    clock.seen.clear()
+    assert kept(swap_in(vit()[0], choices=found, measure=images))["block"] == "host" and clock.seen
+
+
+def test_another_size_is_another_kind(clock):
+    clock.fused = {"block": 2.0}
+    model, images = vit()
+    found = swap_in(model, measure=images).choices
+    clock.fused = {"block": 0.5}
+    report = swap_in(vit()[0], measure=images[:1], choices=found)
+    assert kept(report)["block"] == "fused"
+    found.rows += report.choices.rows  # of two sizes one is slower: without a batch the host's
+    assert kept(swap_in(vit()[0], choices=found))["block"] == "host"
+
+
+def test_a_swapped_model_is_measured_too(clock):
+    model, images = vit()
+    swap_in(model, memory="low", drop_path="skip")
+    clock.fused = {"block": 2.0, "attention": 0.5}
+    assert kept(swap_in(model, measure=images))["block"] == "host"
+    block = model.blocks[0]
+    assert not isinstance(block, Fused) and isinstance(block.attn, Fused)
+    assert "fused_memory" not in vars(block) and "fused_drop_path" not in vars(block)
+    swap_out(model)
+    assert not any(isinstance(m, Fused) for m in model.modules())
+
+
+def test_blocks_run_with_the_settings_that_they_will_have(clock):
+    model, images = vit()
+    swap_in(model, measure=images, memory="low", drop_path="skip")
+    seen = [m for m in clock.seen if isinstance(m, Fused) and m.fused_level == "block"]
+    assert seen and all((m.fused_memory, m.fused_drop_path) == ("low", "skip") for m in seen)
+
+
+def test_what_the_batch_does_not_call_stays(clock):
+    clock.fused = dict.fromkeys(LEVELS, 0.5)
+    model, images = vit()
+    model.aside = nn.LayerNorm(48)
+    report = swap_in(model, measure=images)
+    assert not isinstance(model.aside, Fused) and "it was not called; kept host" in str(report)
+
+
+def test_all_processes_take_what_the_first_found(clock, monkeypatch):
+    model, images = vit()
+    other = choices.Choice("a", "block", "", "", "host", note="of rank 0")
+    monkeypatch.setattr(choices.dist, "is_initialized", lambda: True)
+
+    def broadcast(found):
+        found[0] = choices.Choices({}, [other]), {"blocks.0": other}
+
+    monkeypatch.setattr(choices.dist, "broadcast_object_list", broadcast)
+    clock.fused = {"block": 0.5}
+    assert "of rank 0" in str(swap_in(model, measure=images))
+    assert [isinstance(block, Fused) for block in model.blocks] == [False, True]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"measure": [1]}, TypeError, "measure must be a tensor, a tuple, a dict, or a callable"),
+    ({"budget": 0}, ValueError, "budget must be a number of seconds above 0, got 0"),
+    ({"budget": "20"}, ValueError, "got '20'"),
+    ({"choices": 3}, TypeError, "choices must be a path or Choices, got int"),
+])  # fmt: skip
+def test_bad_calls(options, error, message):
+    model, _ = vit()
+    with pytest.raises(error, match=message):
+        swap_in(model, **options)
+    assert not any(isinstance(m, Fused) for m in model.modules())
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "{}", '{"machine": 3, "rows": []}', '{"machine": {}, "rows": [{"host": 1}]}',
+    json.dumps({"machine": {}, "rows": [dict.fromkeys(("host", "level", "weights", "inputs",
+                                                       "keeps"), "x")]}),
+])  # fmt: skip
+def test_a_file_that_holds_no_choices(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json holds no choices that were saved"):
+        swap_in(nn.LayerNorm(8), choices=tmp_path / "x.json")
+
+
+def test_a_cpu_is_timed_by_the_clock_of_the_system(monkeypatch):
+    """Through the whole way, with all the time it takes; what wins here is not said."""
+    monkeypatch.setattr(choices, "KIND_SECONDS", 1e6)
+    monkeypatch.setattr(choices, "samples_in", lambda *_: 1)
+    model, images = vit()
+    with backend("torch"):
+        report = swap_in(model, measure=images, budget=1e6)
+    assert set(kept(report).values()) <= {"fused", "host"}
+    assert all(row.host_ms and row.fused_ms for row in report.choices.rows)
