@@ -446,7 +446,7 @@ FAULTS = [
     ),
     Fault(
         "swap-memory-skip", "swap/apply.py", "swap_in", "memory= is set for what is skipped, too",
-        " and name not in left_out", "",
+        "settings.items() if name not in left_out else ()", "settings.items()",
         only=("swap/test_swap_memory.py::test_low_memory_is_reported_and_undone",),
     ),
     Fault(
