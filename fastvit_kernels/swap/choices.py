@@ -28,6 +28,7 @@ from ..runtime.files import write_text
 from ..runtime.triton import triton
 from ..runtime.version import __version__
 from . import hosts
+from .copies import CALL
 from .facts import host_of, leaves, level_of
 
 FUSED, HOST = "fused", "host"
@@ -144,7 +145,8 @@ def _copied(x: Any) -> Any:
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, buffers and generators may change: they are put back."""
     before = [(b, b.clone()) for b in model.buffers()]
-    with torch.random.fork_rng():
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
             yield
         finally:
@@ -207,6 +209,7 @@ def replica(
             made[id(m)] = new = cls.__new__(cls)
             hooks = {k: OrderedDict() for k in vars(m) if k in HOOKS}
             vars(new).update(vars(m) | hooks | (settings if hasattr(cls, "fused_memory") else {}))
+            vars(new).pop(CALL, None)  # compiled, for another module
             new._parameters = {
                 k: p if p is None else parameter(p) for k, p in m._parameters.items()
             }

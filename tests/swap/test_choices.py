@@ -290,3 +290,19 @@ def test_a_cpu_is_timed_by_the_clock_of_the_system(monkeypatch):
         report = swap_in(model, measure=images, budget=1e6)
     assert set(kept(report).values()) <= {"fused", "host"}
     assert all(row.host_ms and row.fused_ms for row in report.choices.rows)
+
+
+def _never(graph, inputs):
+    raise AssertionError("something was compiled")
+
+
+def test_a_compiled_model_is_timed_as_what_it_compiles(clock):
+    """Nothing is compiled meanwhile, and no replica runs what was compiled for another."""
+    clock.fused = {"block": 0.5}
+    model, images = vit()
+    model.blocks[0].compile(backend=_never)
+    compiled = torch.compile(model, backend=_never)
+    report = swap_in(compiled, measure=images)
+    assert kept(report)["block"] == "fused" and isinstance(model.blocks[0], Fused)
+    seen = [m for m in clock.seen if hasattr(m, "norm1")]
+    assert len(seen) >= 2 and all(m._compiled_call_impl is None for m in seen)

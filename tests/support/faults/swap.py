@@ -862,7 +862,7 @@ FAULTS = [
             ("buffers", "_undisturbed", "what a timed host counts stays counted",
              "buffer.copy_(value)", "pass", "test_nothing_of_the_model_is_changed_by_measuring"),
             ("generators", "_undisturbed", "timing draws the next step's numbers",
-             "with torch.random.fork_rng():", "if True:",
+             "with torch.random.fork_rng(devices), ", "with ",
              "test_nothing_of_the_model_is_changed_by_measuring"),
             ("hooks", "replica", "the user's hooks run with each sample",
              "if k in HOOKS", "if k in ()", "test_nothing_of_the_model_is_changed_by_measuring"),
