@@ -690,7 +690,7 @@ FAULTS = [
         "maps-fast-path", "models/attention_maps.py", "_math_attention",
         "torch's fast path is switched on for whom it was off", "set_fastpath_enabled(fast)",
         "set_fastpath_enabled(True)",
-        only=("models/test_attention_maps.py::test_attention_maps_of_other_libraries[torch.nn]",),
+        only=("models/test_attention_maps.py::test_attention_maps_of_other_libraries",),
     ),
     Fault(
         "low-memory-hooked", "models/norms.py", "can_rebuild",
