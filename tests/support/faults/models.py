@@ -703,4 +703,10 @@ FAULTS = [
         "            else:\n", "            elif mapping is contents:\n",
         only=("models/test_hostile_weights.py::test_hostile_file[expanded.pth]",),
     ),
+    Fault(
+        "model-gated-dropout-at-rest", "models/gated_mlp.py", "_GatedMlp._fused",
+        "a dropout at rest takes an MLP apart", "self.training and self.drop.p > 0",
+        "self.drop.p > 0",
+        only=("models/test_gated_models.py::test_a_dropout_at_rest_leaves_one_op",),
+    ),
 ]  # fmt: skip
