@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,14 +140,16 @@ def _hosts():
 @pytest.mark.parametrize(
     ("name", "build"), list(_hosts()), ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_attention_maps_of_other_libraries(name, build):
+def test_attention_maps_of_other_libraries(name, build, request):
     """What the first attention's own q and k say, swapped or not; switches are put back."""
     pytest.importorskip(name.partition(".")[0])
     model = build()
     x = torch.randn(2, 3, 8, 8) if name == "timm" else torch.randn(2, 5, 16)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    maps = attention_maps(model, x)
-    assert torch.backends.mha.get_fastpath_enabled() is fast
+    request.addfinalizer(partial(torch.backends.mha.set_fastpath_enabled, True))
+    for fast in (False, True):
+        torch.backends.mha.set_fastpath_enabled(fast)
+        maps = attention_maps(model, x)
+        assert torch.backends.mha.get_fastpath_enabled() is fast
     assert [m.shape for m in maps] == 2 * [(2, 2, 5, 5)]
     model.eval()
     with torch.no_grad():

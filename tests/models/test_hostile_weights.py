@@ -196,7 +196,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         _READ,
     ),
     "expanded.pth": (
-        lambda: _saved({"model": _good(**{NAME: torch.ones(1).expand(2**40)})}),
+        lambda: _saved({"state_dict": {"model": _good(**{NAME: torch.ones(1).expand(2**40)})}}),
         rf"'{NAME}' claims \(1099511627776,\) and holds 1 numbers",
     ),
     "itself.pth": (lambda: _saved(_itself()), "source must hold tensors, got itself as 'model'"),

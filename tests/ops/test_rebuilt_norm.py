@@ -184,6 +184,17 @@ def test_a_block_of_low_memory_under_any_upstream_gradient(mlp_layer, layout):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), memory
 
 
+def test_a_block_of_low_memory_keeps_what_a_hook_gave():
+    torch.manual_seed(0)
+    block, x = Block(C, 2).to(DEVICE), rand(B, T, C)
+    for norm in (block.norm1, block.norm2):
+        norm.register_forward_hook(lambda module, args, found: (found[0] * 2, found[1]))
+    found = []
+    for block.memory in ("default", "low"):
+        found.append(torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("memory", ["tiny", None, 1])
 def test_memory_is_default_or_low(memory):
     for make in (lambda: Block(32, 2, memory=memory), lambda: VisionTransformer(memory=memory)):

@@ -263,11 +263,15 @@ def test_a_plan_scales_the_scores_as_its_host():
     same(host, module)
 
 
-def test_a_hook_that_goes_gives_the_plan_back():
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_a_hook_that_goes_gives_the_plan_back(kind):
     host, module = swapped("timm")
     same(host, module)
     first, seen = plan(module), []
-    handle = module.get_submodule("attn.proj").register_forward_hook(lambda *_: seen.append(1))
+    register = getattr(module.get_submodule("attn.proj"), f"register_{kind}")
+    handle = register(lambda *_: seen.append(1))
     assert plan(module) is None
     same(host, module)
     assert seen == [1]

@@ -18,6 +18,7 @@ from numpy.random import uniform
 from outside import dino
 from private import is_in_torch_dispatch_mode, set_attention
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import backend, get_backend, set_backend, swap_in, watch
 from fastvit_kernels.runtime.compat import has_global_hook
@@ -256,6 +257,24 @@ def test_a_proof_draws_nothing_and_calls_no_hook(no_proofs):
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
+
+
+class Checkpointed(dino.Block):
+    def __init__(self):
+        super().__init__(32, 2)
+        self.use_checkpoint = True
+
+    def forward(self, x):
+        run = super().forward
+        return checkpoint(run, x, use_reentrant=False) if self.use_checkpoint else run(x)
+
+
+def test_a_proof_runs_no_checkpoint(monkeypatch):
+    """One sets the generator of the process back."""
+    module, calls = Checkpointed(), []
+    monkeypatch.setattr(torch, "set_rng_state", calls.append)
+    swap_in(module)
+    assert isinstance(module, Fused) and not calls
 
 
 def by_numpy(x):

@@ -110,6 +110,7 @@ def test_equals_the_mask_of_the_same_samples(host, counted, monkeypatch):
         del counted[:]
         skipped = _step(model, x)
         assert counted == [kept, kept]
+        assert model(x[:0]).shape == (0, 5, 16)
         for cls in {type(m) for m in twin.modules() if isinstance(m, fused.DropPath)}:
             monkeypatch.setattr(cls, "fused_row_scale", dense)
         masked = _step(twin, x)
@@ -174,6 +175,7 @@ def test_dinos_own_nested_drop_path_runs_without_copies(counted, monkeypatch):
         ours(rand(5, 6, 32))
     assert counted == [3, 3]
     monkeypatch.undo()
+    assert ours(rand(0, 6, 32)).shape == (0, 6, 32)
     inputs = {"x": rand(5, 6, 32), **{n.replace(".", "_"): p for n, p in ours.named_parameters()}}
 
     def run(model):

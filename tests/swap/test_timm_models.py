@@ -149,6 +149,9 @@ def test_who_sees_rows_of_padding_gets_the_hosts_mask():
         assert _mask_to(model, inputs)[0].shape == (3, 1, 1, 16)
         for part in ("blocks.1", "blocks.0.attn.proj", "norm"):
             torch.testing.assert_close(*(_seen(m, part, inputs) for m in (model, host)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.norm, "forward", model.norm.forward)
+            assert _mask_to(model, inputs)[0].shape == (3, 1, 16, 16)
         own = inputs["patch_valid"].new_ones(3, 1, 16, 16)
         assert _mask_to(model, inputs | {"attn_mask": own})[0] is own
         model.blocks[0].attn.fused_attn = False  # it adds any mask to its scores

@@ -169,10 +169,10 @@ class Branch:
 
     def kept(self, modules: list[Any], x: Tensor, context: dict[str, Any]) -> Tensor | None:
         """What `keep_samples` draws, None where the branch computes all samples."""
-        if self.sampled:
-            return keep_samples(len(x), part(modules[0], self.sampled), x.device)
         if len(x) == 0:
             return None
+        if self.sampled:
+            return keep_samples(len(x), part(modules[0], self.sampled), x.device)
         given = () if modules[0].fused_alike else context.values()
         if any(_of_each_sample(value, x) for value in given):
             return None

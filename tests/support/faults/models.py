@@ -686,4 +686,27 @@ FAULTS = [
         '_natural(n for n in targets.keys() - tensors.keys() if not n.startswith("head"))',
         only=("models/test_weights.py::test_report_names_what_is_missing_and_unexpected",),
     ),
+    Fault(
+        "maps-fast-path", "models/attention_maps.py", "_math_attention",
+        "torch's fast path is switched on for whom it was off", "set_fastpath_enabled(fast)",
+        "set_fastpath_enabled(True)",
+        only=("models/test_attention_maps.py::test_attention_maps_of_other_libraries",),
+    ),
+    Fault(
+        "low-memory-hooked", "models/norms.py", "can_rebuild",
+        "a backward rebuilds what a hook has changed", " and not is_hooked(norm)", "",
+        only=("ops/test_rebuilt_norm.py::test_a_block_of_low_memory_keeps_what_a_hook_gave",),
+    ),
+    Fault(
+        "weights-claims-deeper", "weights/files.py", "_tensors",
+        "tensors two wrappers deep may claim what they do not store",
+        "            else:\n", "            elif mapping is contents:\n",
+        only=("models/test_hostile_weights.py::test_hostile_file[expanded.pth]",),
+    ),
+    Fault(
+        "model-gated-dropout-at-rest", "models/gated_mlp.py", "_GatedMlp._fused",
+        "a dropout at rest takes an MLP apart", "self.training and self.drop.p > 0",
+        "self.drop.p > 0",
+        only=("models/test_gated_models.py::test_a_dropout_at_rest_leaves_one_op",),
+    ),
 ]  # fmt: skip

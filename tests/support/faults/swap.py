@@ -887,5 +887,42 @@ FAULTS = [
              "            settled.append(name)",
              "test_a_part_of_a_slow_block_may_be_fused"),
         )
+    Fault(
+        "branch-empty-skip", "swap/hosts/branch.py", "Branch.kept",
+        "samples of an empty batch are drawn", "if len(x) == 0:",
+        "if len(x) == 0 and self.sampled:",
+        only=("swap/test_swap_skip.py::test_equals_the_mask_of_the_same_samples[timm]",),
+    ),
+    Fault(
+        "branch-empty-sampled", "swap/hosts/branch.py", "Branch.kept",
+        "DINOv2's stochastic depth refuses an empty batch", "if len(x) == 0:",
+        "if len(x) == 0 and not self.sampled:",
+        only=("swap/test_swap_skip.py::"
+              "test_dinos_own_nested_drop_path_runs_without_copies",),
+    ),
+    Fault(
+        "mha-strides-without-gradients", "swap/hosts/torch_nn.py", "MultiheadAttention.fused_alone",
+        "in training without gradients a dropout draws in another order",
+        "(self.training or y.requires_grad)", "y.requires_grad",
+        only=("swap/test_swap_changes.py::"
+              "test_dropout_after_multihead_attention_is_the_hosts[True]",),
+    ),
+    Fault(
+        "naflex-forward-inside", "swap/hosts/special/models.py", "is_watched_inside",
+        "a forward set inside sees rows of padding", ' or "forward" in own', "",
+        only=("swap/test_timm_models.py::"
+              "test_who_sees_rows_of_padding_gets_the_hosts_mask",),
+    ),
+    Fault(
+        "plan-backward-pre-hooks", "swap/plans.py", "",
+        "a backward pre-hook behind a plan is not called",
+        '"_backward_hooks", "_backward_pre_hooks"', '"_backward_hooks"',
+        only=(PLANS + "test_a_hook_that_goes_gives_the_plan_back[full_backward_pre_hook]",),
+    ),
+    Fault(
+        "proof-checkpoints", "swap/copies.py", "Copier.setting",
+        "a proof runs checkpoints, which set the generator of the process",
+        'if "checkpoint" in name', 'if name == "checkpoint"',
+        only=("swap/test_prove.py::test_a_proof_runs_no_checkpoint",),
     ),
 ]  # fmt: skip
