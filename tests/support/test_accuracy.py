@@ -89,13 +89,13 @@ def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf3
         return x * 2.0
 
     former = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
     try:
         torch.set_float32_matmul_precision(precision)
         Reference(reference, {"x": torch.ones(3, requires_grad=True)})
     finally:
         torch.set_float32_matmul_precision(former)
-    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is True
+    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is not tf32
 
 
 def _judged(error, *yardsticks):
