@@ -280,6 +280,17 @@ def test_the_floor_is_the_coarsest_dtypes():
     assert not error.passed
 
 
+def test_a_function_gets_the_strides_of_the_inputs():
+    seen = []
+
+    def doubled(x):
+        seen.append(x.stride())
+        return x * 2.0
+
+    compare(doubled, lambda x: x * 2.0, {"x": rand(6, 4, grad=False).t().requires_grad_()})
+    assert seen == [(1, 4)]
+
+
 class _Averaged(torch.autograd.Function):
     """x; its gradient is right where the upstream is the same everywhere."""
 

@@ -708,4 +708,15 @@ FAULTS += [  # what the judges are asked, and with which numbers
         "a comparison leaves cuDNN's TF32 on", "allow_tf32 = former", "allow_tf32 = True",
         ("support/test_accuracy.py::test_the_yardstick_convolves_as_fp32_products_do",),
     ),
+    Fault(
+        "judge-strides", "verify/accuracy.py", "_run",
+        "a function is judged on contiguous inputs alone",
+        "x.detach() if to is None", "x.detach().contiguous() if to is None",
+        ("support/test_accuracy.py::test_a_function_gets_the_strides_of_the_inputs",),
+    ),
+    Fault(
+        "judge-causal", "verify/entries/attention.py", "", "no causal attention is asked for",
+        'is_causal=getattr(s, "is_causal", False)', "is_causal=False",
+        ("verify/test_entries.py::test_what_sizes_decide_reaches_the_call",),
+    ),
 ]  # fmt: skip
