@@ -29,7 +29,7 @@ from bench.rows import (
 )
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.measure.gate import overall
+from fastvit_kernels.measure.gate import Results, model_errors, overall
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
@@ -317,6 +317,14 @@ def test_the_gate_of_whole_models_looks_at_every_gradient(monkeypatch):
 
     status, note, speedup = _spoiled(monkeypatch, spoil)
     assert status == FAILED and "dblocks.0.norm2.bias" in note and speedup is None
+
+
+def test_a_gradient_that_a_model_lacks_counts_as_zeros():
+    whole, lacking = (Results(torch.ones(2), {"w": x}) for x in (torch.ones(3), None))
+    found = [e.name for e in model_errors(lacking, whole, whole) if not e.passed]
+    assert found == ["gradients", "dw"]
+    assert all(e.passed for e in model_errors(whole, whole, whole))
+    assert [e.name for e in model_errors(whole, whole, lacking)] == ["logits"]
 
 
 def test_a_swapped_model_that_runs_its_host_is_refused(monkeypatch):

@@ -163,3 +163,4 @@ def test_a_gain_must_be_larger_than_the_noise_of_both():
     steady = [10.0, 10.1, 9.9, 10.0, 10.1]
     assert beats([9.0] * 5, steady) and not beats([9.9] * 5, steady)  # 1 % is none
     assert not beats([6.0, 9.0, 9.0, 12.0, 12.0], steady)
+    assert not beats([9.0] * 5, [6.0, 10.0, 10.0, 12.0, 12.0])

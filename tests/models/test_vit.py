@@ -564,6 +564,13 @@ def test_a_hook_on_a_linear_is_called_and_obeyed(layer):
     assert not torch.allclose(model(random_images(height=16)), plain, rtol=1e-2, atol=1e-2)
 
 
+def test_a_forward_of_linear_that_is_replaced_is_called(monkeypatch):
+    model, host = _timm_pair(init_values=0.5, depth=1, img_size=16)
+    own, images = nn.Linear.forward, random_images(height=16)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 1.5 * own(self, x))
+    torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("layer", ["proj", "norm"])
 def test_a_hook_on_the_patches_is_called_and_obeyed(layer):
     model, host = _timm_pair(reg_tokens=2, no_embed_class=True, depth=1, img_size=16)

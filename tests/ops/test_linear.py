@@ -365,13 +365,18 @@ def test_linear_epilogue_reads_a_bias_unrounded_under_autocast():
         assert torch.equal(linear(x, weight, bias, residual=residual), bias.expand(3, 8))
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["residual", "layer_scale"])
-def test_linear_adds_a_bias_of_another_dtype_unrounded(scaled):
-    """By the library's route too, where an epilogue follows and no pre-activation is saved."""
+@pytest.mark.parametrize(
+    ("scaled", "dtype", "tolerance"),
+    [(False, fp32, 1e-6), (True, fp32, 1e-6), (False, bf16, 2.0**-6)],
+    ids=["residual", "layer_scale", "bf16 residual"],
+)
+def test_linear_adds_a_bias_of_another_dtype_unrounded(scaled, dtype, tolerance):
+    """By the library's route too, where an epilogue follows and no pre-activation is saved. Beside
+    a residual of the compute dtype alone nothing follows, and the bias is rounded with the sum."""
     x, weight = rand(2, 5, 16, grad=False).zero_(), rand(24, 16, seed=1, grad=False)
-    bias, residual = rand(24, seed=2, grad=False), rand(2, 5, 24, seed=3, grad=False)
+    bias, residual = rand(24, seed=2, grad=False), rand(2, 5, 24, seed=3, grad=False, dtype=dtype)
     layer_scale = rand(24, seed=4, grad=False) if scaled else None
     with forced_route("library"), torch.autocast(DEVICE.type, torch.bfloat16):
         y = linear(x, weight, bias, residual=residual, layer_scale=layer_scale)
     wanted = residual + (bias * layer_scale if layer_scale is not None else bias)
-    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(y.float(), wanted, rtol=tolerance, atol=tolerance)

@@ -215,6 +215,7 @@ def test_mlp_operator_passes_opcheck(route):
     for act in (hidden, None):
         tensors = (dy, inputs["x"], *weights, hidden, act, *scales)
         library.opcheck(operator, (*tensors, fp32, fp32, bf16, bf16, fp32, fp32))
+    tensors = (dy, inputs["x"], *weights, hidden, hidden, *scales)
     library.opcheck(operator, (*tensors, None, None, None, fp32, None, None))
 
 

@@ -113,9 +113,15 @@ def test_rebuilt_norm_saves_no_y():
     assert inputs["fc1_weight"].grad is not None
 
 
-def test_rebuilt_norm_refuses_an_input_that_has_changed():
+@pytest.mark.parametrize("name", ["x", "norm_weight", "norm_bias"])
+def test_rebuilt_norm_refuses_an_input_that_has_changed(name):
+    inputs = _inputs()
+
+    def spoil(x):
+        (x if name == "x" else inputs[name]).detach().zero_()
+
     with pytest.raises(RuntimeError, match="changed in place"):
-        _gradients("mlp", _inputs(), low=True, spoil=lambda x: x.detach().zero_())
+        _gradients("mlp", inputs, low=True, spoil=spoil)
 
 
 def test_rebuilt_norm_without_gradients_or_kernels():

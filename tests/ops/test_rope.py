@@ -48,6 +48,17 @@ def test_rope_backward(interleaved, norm, dtype):
     _check(inputs, interleaved=interleaved, prefix_tokens=2, norm=norm)
 
 
+def test_rope_norm_of_a_constant_head_is_its_bias():
+    """Equal numbers: the rounding of their mean must not pass for a variance."""
+    inputs = _inputs(1, 3, 2, 72, norm="layer_norm")
+    flat = dict.fromkeys("qk", torch.full((1, 3, 2, 72), 1000.1, device=DEVICE))
+    biases = {n: inputs[f"{n}_norm_bias"].expand(1, 3, 2, 72) for n in "qk"}
+    with backend("triton"), torch.no_grad():
+        found = rope(**{**inputs, **flat}, norm="layer_norm")
+        wanted = rope(**biases, cos=inputs["cos"], sin=inputs["sin"])
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("T", [201, 261, 576, 1370], ids=lambda t: f"T{t}")
 @PAIRINGS
 def test_rope_tokens(interleaved, T):

@@ -89,13 +89,13 @@ def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf3
         return x * 2.0
 
     former = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
     try:
         torch.set_float32_matmul_precision(precision)
         Reference(reference, {"x": torch.ones(3, requires_grad=True)})
     finally:
         torch.set_float32_matmul_precision(former)
-    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is True
+    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is not tf32
 
 
 def _judged(error, *yardsticks):
@@ -278,6 +278,17 @@ def test_the_floor_is_the_coarsest_dtypes():
     assert error.passed
     (error,) = compare(lambda x, w: x * off, lambda x, w: x * 1.0, {**inputs, "w": None})
     assert not error.passed
+
+
+def test_a_function_gets_the_strides_of_the_inputs():
+    seen = []
+
+    def doubled(x):
+        seen.append(x.stride())
+        return x * 2.0
+
+    compare(doubled, lambda x: x * 2.0, {"x": rand(6, 4, grad=False).t().requires_grad_()})
+    assert seen == [(1, 4)]
 
 
 class _Averaged(torch.autograd.Function):

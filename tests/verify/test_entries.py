@@ -234,6 +234,18 @@ def test_whole_numbers_span_their_range():
     assert {*keep.flatten().tolist()} == {*range(9)} and keep.diff().min() < 0
 
 
+@pytest.mark.parametrize(
+    ("op", "sizes", "options"),
+    [
+        ("scaled_dot_product_attention", dict(is_causal=True), dict(is_causal=True)),
+        ("gated_mlp", dict(gate_last=True), dict(gate_last=True)),
+        ("rope", dict(prefix=2, norm="rms_norm"), dict(prefix_tokens=2, norm="rms_norm")),
+    ],
+)
+def test_what_sizes_decide_reaches_the_call(op, sizes, options):
+    assert OPS[op].settings_of(sizes, CPU) == options
+
+
 def test_rows_lie_where_their_example_says():
     draw = Draw(CPU, torch.float32)
     x = configs.padded(8)(draw, (3, 5))

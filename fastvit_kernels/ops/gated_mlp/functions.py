@@ -148,7 +148,7 @@ class GatedMlpFunction(torch.autograd.Function):
     @first_order("gated_mlp")
     def backward(ctx, dy):
         spec = ctx.spec
-        options = (spec.activation, spec.gate_last, spec.norm_eps, spec.dtype)
+        options = (spec.activation, spec.gate_last, spec.dtype)
         return layer_gradients(ctx, dy, gated_mlp_bwd, options, bias=4, layer_scale=7)
 
 

@@ -165,7 +165,7 @@ def gated_mlp_bwd(
     fc2_bias: Tensor | None, gate_weight: Tensor | None, norm_weight: Tensor | None,
     norm_bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
     z: Tensor | None, value: Tensor | None, hidden: Tensor | None, stats: Tensor | None,
-    activation: str, gate_last: bool, norm_eps: float, dtype: torch.dtype,
+    activation: str, gate_last: bool, dtype: torch.dtype,
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
@@ -179,8 +179,8 @@ def gated_mlp_bwd(
     norm_weight, norm_bias, layer_scale, in this order.
 
     Each in its dtype, None where that is None. The operands are in `dtype`, the forward's compute
-    dtype; each may be None where no wanted gradient reads it, hidden also where z can rebuild it.
-    g (N,) fp32 has the column sums of dy, which is then in `dtype`.
+    dtype; each may be None where no wanted gradient reads it, hidden also where z, kept for other
+    gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     if dy.numel() == 0:
         grads = _empty_bwd(
@@ -243,10 +243,8 @@ def gated_mlp_bwd(
         for i, (first, dnorm_dtype) in enumerate(zip((0, F), dnorm_dtypes, strict=True)):
             if dnorm_dtype is not None:
                 dnorms[i] = _column_sum(partial, columns.stride + first, F, dnorm_dtype)
-    elif rebuilt is not None and z is not None:
-        hidden_rows, _ = gate_fwd(
-            z, value, activation, gate_last, norm_weight, norm_bias, norm_eps, (M,)
-        )
+    else:
+        assert rebuilt is None
     dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
         d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale, (N, F),
         dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,

@@ -13,7 +13,6 @@ from ...runtime.operator import operator
 from ...runtime.triton import triton
 from ..common import gemm
 from ..common.epilogue import (
-    apply_epilogue,
     backward_epilogue,
     count_rows,
     input_gradient_operands,
@@ -98,8 +97,8 @@ def mlp_bwd(
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
 
     Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
-    dtype; each may be None where no wanted gradient reads it, act also where z can rebuild it.
-    g (N,) fp32 has the column sums of dy, which is then in `dtype`.
+    dtype; each may be None where no wanted gradient reads it, act also where z, kept for other
+    gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
     grads = _empty_bwd(
         dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
@@ -134,8 +133,8 @@ def mlp_bwd(
             gemm.matmul(dz.t(), x.reshape(M, x.shape[-1]), out=dfc1_weight)
         if dx_dtype is not None and fc1_weight is not None:
             gemm.matmul(dz, fc1_weight, out=dx.view(M, fc1_weight.shape[1]))
-    elif rebuilt is not None and z_rows is not None:
-        apply_epilogue(rebuilt, z_rows, activation)
+    else:
+        assert rebuilt is None
     weight_gradients(
         d, sums, act_rows, fc2_weight, fc2_bias, layer_scale, dfc2_weight, dfc2_bias, dlayer_scale
     )

@@ -690,4 +690,33 @@ FAULTS += [  # what the judges are asked, and with which numbers
         '(entry["table"], i) not in tried', "i not in {index for _, index in tried}",
         (f"{LATE}what_is_left_of_one_table_is_not_what_another_has_tried",),
     ),
+    Fault(
+        "judge-noise-default", "measure/turns.py", "beats",
+        "a gain within the noise of the default's times counts",
+        "for s in (new, old)", "for s in (new,)",
+        ("test_measure.py::test_a_gain_must_be_larger_than_the_noise_of_both",),
+    ),
+    Fault(
+        "judge-vit-lacks", "measure/gate.py", "model_errors",
+        "a gradient that a model lacks is no part",
+        "oracle.grads.items() if grad is not None",
+        "oracle.grads.items() if grad is not None and actual.grads[name] is not None",
+        ("test_bench_model.py::test_a_gradient_that_a_model_lacks_counts_as_zeros",),
+    ),
+    Fault(
+        "judge-cudnn-left", "verify/accuracy.py", "convolutions_like_matmuls",
+        "a comparison leaves cuDNN's TF32 on", "allow_tf32 = former", "allow_tf32 = True",
+        ("support/test_accuracy.py::test_the_yardstick_convolves_as_fp32_products_do",),
+    ),
+    Fault(
+        "judge-strides", "verify/accuracy.py", "_run",
+        "a function is judged on contiguous inputs alone",
+        "x.detach() if to is None", "x.detach().contiguous() if to is None",
+        ("support/test_accuracy.py::test_a_function_gets_the_strides_of_the_inputs",),
+    ),
+    Fault(
+        "judge-causal", "verify/entries/attention.py", "", "no causal attention is asked for",
+        'is_causal=getattr(s, "is_causal", False)', "is_causal=False",
+        ("verify/test_entries.py::test_what_sizes_decide_reaches_the_call",),
+    ),
 ]  # fmt: skip
