@@ -285,6 +285,11 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_the_row_of_a_case_is_the_one_nearest_its_limit",),
     ),
     Fault(
+        "report-check-nan", CHECK, "print_json", "NaN in JSON",
+        "json.dumps(finite(content))", "json.dumps(content)",
+        only=(_CHECK + "test_check_prints_a_table_and_json",),
+    ),
+    Fault(
         "report-check-share", DEV_CHECK, "", "a table shows its best run",
         "worst = max((run.share", "worst = min((run.share",
         only=(_DEV_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
@@ -543,6 +548,12 @@ FAULTS += [  # what tools say of kernels
     Fault(
         "tune-best", TUNING, "decide", "the last config that is faster wins",
         "ratio < best", "ratio > 0", only=_tuning("of_two_that_are_faster_the_faster_wins"),
+    ),
+    Fault(
+        "tune-wrong-default", TUNING, "decide", "where the default is wrong, the last config wins",
+        "(default_is_wrong or beats(ours, defaults)) and (best is None or ratio < best)",
+        "default_is_wrong or (beats(ours, defaults) and (best is None or ratio < best))",
+        only=_tuning("a_wrong_default_loses_to_the_fastest_right_config"),
     ),
     Fault(
         "tune-counts", TUNING, "_step_us", "a call counts once",
