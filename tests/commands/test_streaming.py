@@ -120,8 +120,8 @@ def test_a_broken_image_counts_nowhere(tmp_path):
     """Nor in the loss, the accuracy and the number of either split."""
     write_images(tmp_path / "images", count=6)
     whole = streamed(tmp_path / "images")
-    held_out = next(n for n in map(whole.held_out.name, range(2)) if "dog" in n)
-    for name in (whole.train.name(0), whole.train.name(9), held_out):
+    dog = next(i for i in range(2) if "dog" in whole.held_out.name(i))  # and one of that number
+    for name in (whole.train.name(dog), whole.train.name(9), whole.held_out.name(dog)):
         Path(name).write_bytes(b"not an image")
     given = dict(augment=False, lr=1e-12, label_smoothing=0.0, warmup_epochs=0)
     images = streamed(tmp_path / "images", skip=True, **given)

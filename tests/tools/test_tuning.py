@@ -665,11 +665,13 @@ def test_a_call_is_noted_as_it_was_asked():
     with replay.noting() as calls:
         with torch.no_grad():
             fk.layer_norm(x)
+        with pytest.raises(ValueError):
+            fk.linear(x, weights[0], activation="none of ours")
         with torch.autocast("cpu", torch.bfloat16):
             fk.mlp(x, *weights)
         fk.attention(qkv, dropout_p=0.5)  # no specification draws its bits
-    assert [call.function.__name__ for call in calls] == ["layer_norm", "mlp"]
-    norm, mlp = calls
+    assert [call.function.__name__ for call in calls] == ["layer_norm", "linear", "mlp"]
+    norm, _, mlp = calls
     assert norm.autocast is None and mlp.autocast is torch.bfloat16
     assert [dict(norm.arguments)["x"].requires_grad, dict(mlp.arguments)["x"].requires_grad] == [
         False, True

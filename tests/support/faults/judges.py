@@ -17,6 +17,11 @@ SEARCH = ("swap/test_search_arguments.py",)
 CHECK = ("commands/test_check.py",)
 
 FAULTS = [
+    Fault(
+        "judge-rows-equal", "bench/rows.py", "read_rows", "of equal keys the first counts",
+        "found[row.key] = row", "found.setdefault(row.key, row)",
+        ("test_bench_session.py::test_csv_round_trip_and_torn_lines",),
+    ),
     # bench: the gate
     Fault(
         "judge-gate-outputs", "measure/gate.py", "judge_op",

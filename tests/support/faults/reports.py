@@ -573,6 +573,14 @@ FAULTS += [  # what tools say of kernels
         "self.call.autocast)", "None)", only=_tuning("a_call_is_noted_as_it_was_asked"),
     ),
     Fault(
+        "replay-raised", "tools/replay.py", "noting", "after a call that raised none is noted",
+        "            try:\n                return function(*args, **kwargs)\n"
+        "            finally:\n                depth -= 1",
+        "            result = function(*args, **kwargs)\n            depth -= 1\n"
+        "            return result",
+        only=_tuning("a_call_is_noted_as_it_was_asked"),
+    ),
+    Fault(
         "replay-grad", "tools/replay.py", "_noted", "no_grad is not noted",
         "value.requires_grad and torch.is_grad_enabled()", "value.requires_grad",
         only=_tuning("a_call_is_noted_as_it_was_asked"),

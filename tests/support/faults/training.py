@@ -654,6 +654,15 @@ FAULTS: list[Fault] = [
         only=(_DISTRIBUTED + "test_a_run_that_ends_leaves_signals_and_files_as_they_were",),
     ),
     Fault(
+        "train-zero-lost", SETTINGS, "given_options", "an option of 0, and --no-augment, is lost",
+        "and v is not None}", "and v}",
+        only=("commands/test_options.py::test_zero_is_not_the_default",),
+    ),
+    Fault(
+        "train-broken-number", STREAMING, "", "a broken image hides one of its number elsewhere",
+        "(name := images.records.name(number))", "(name := str(number))", only=BROKEN,
+    ),
+    Fault(
         "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
         "if settings.lora and settings.compare:", "if False:",
         only=(_TRAIN + "test_mistakes",),
