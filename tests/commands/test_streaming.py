@@ -151,6 +151,17 @@ def test_a_broken_image_counts_nowhere(tmp_path):
     assert len(images.broken) == 3
 
 
+def test_what_is_drawn_is_the_first_that_can_be_read(tmp_path):
+    write_images(tmp_path / "images", count=6)
+    images = streamed(tmp_path / "images", skip=True)
+    for number in range(2):
+        found, pixels = images.held_out_sample()
+        assert found == number and torch.equal(pixels[0], images._held_out_images[number, None][0])
+        Path(images.held_out.name(number)).write_bytes(b"not an image")
+    with pytest.raises(CommandError, match="none of the held-out images can be read"):
+        images.held_out_sample()
+
+
 def test_the_options_reach_the_crops(tmp_path):
     words = {"data": "folder", "data_dir": str(tmp_path), "img_size": 8, "model": "vit_mnist"}
     settings = make_settings({**words, "crop_scale": 0.5, "randaugment": 7}, torch.device("cpu"))

@@ -663,6 +663,11 @@ FAULTS: list[Fault] = [
         "(name := images.records.name(number))", "(name := str(number))", only=BROKEN,
     ),
     Fault(
+        "train-drawn-number", STREAMING, "", "what is drawn has the name of the first image",
+        "return index, pixels[None]", "return 0, pixels[None]",
+        only=(_STREAMING + "test_what_is_drawn_is_the_first_that_can_be_read",),
+    ),
+    Fault(
         "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
         "if settings.lora and settings.compare:", "if False:",
         only=(_TRAIN + "test_mistakes",),
