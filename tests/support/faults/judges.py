@@ -466,6 +466,12 @@ FAULTS = [
         "EXACT = 1e-9", "EXACT = 1e-10", BY_LAYER,
     ),
     Fault(
+        "judge-stage-variables", "bench/session.py", "Stages._run",
+        "a stage is not told where to write",
+        '"PYTHONUNBUFFERED": "1", **variables}', '"PYTHONUNBUFFERED": "1"}',
+        ("test_contact.py::test_a_stage_is_told_less_than_it_has",),
+    ),
+    Fault(
         "judge-beside-layer", "commands/compare.py", "model_errors",
         "a limit is of the largest gradient of all",
         "peaks[layer_of(name)] for", "max(peaks.values()) for",
