@@ -573,6 +573,11 @@ FAULTS += [  # what tools say of kernels
         "self.call.autocast)", "None)", only=_tuning("a_call_is_noted_as_it_was_asked"),
     ),
     Fault(
+        "aot-driver-stays", "tools/aot.py", "tracing", "after a compilation nothing launches",
+        "driver.set_active(former_driver)", "driver",
+        only=("tools/test_aot.py::test_aot_compiles_what_a_step_launches",),
+    ),
+    Fault(
         "replay-raised", "tools/replay.py", "noting", "after a call that raised none is noted",
         "            try:\n                return function(*args, **kwargs)\n"
         "            finally:\n                depth -= 1",
