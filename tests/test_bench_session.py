@@ -52,9 +52,11 @@ def test_csv_round_trip_and_torn_lines(tmp_path):
         assert [r.provider for r in read_rows(tmp_path)] == ["ours"]
     again = Results(tmp_path, resume=True)
     assert [r.provider for r in again.rows.values()] == ["ours"]
-    again.append(replace(row, provider="eager"))
+    for ms in (3.0, 2.0):
+        again.append(replace(row, provider="eager", ms=ms))
     again.close()
-    assert [r.provider for r in read_rows(tmp_path)] == ["ours", "eager"]
+    found = [(r.provider, r.ms) for r in read_rows(tmp_path)]
+    assert found == [("ours", 1.25), ("eager", 2.0)], "of equal keys the last counts"
 
 
 def test_an_older_csv_is_resumed_with_the_columns_of_today(tmp_path):

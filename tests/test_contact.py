@@ -96,12 +96,15 @@ def test_what_a_stage_leaves_goes_to_those_after_it(monkeypatch, tmp_path):
 
 
 def test_a_stage_is_told_less_than_it_has(tmp_path):
-    words = ("{python}", "-c", "import sys; print('told', sys.argv[1])", "{seconds}")
+    code = "import os, sys; print('told', sys.argv[1], os.environ['PLACE'])"
+    words, variables = ("{python}", "-c", code, "{seconds}"), (("PLACE", "{out}/here"),)
     places, clock = {"python": sys.executable}, lambda: 0.0
-    work = run_of(tmp_path, Stage("a", 1, words, ""), places=places, seconds=60, now=clock)
+    told = Stage("a", 1, words, "", environment=variables)
+    work = run_of(tmp_path, told, places=places, seconds=60, now=clock)
     assert work.run()
     log = (tmp_path / "out" / LOG).read_text()
-    assert "told 48" in log  # 60 s but the seconds in which it should end
+    # 60 s but the seconds in which it should end
+    assert f"told 48 {tmp_path}/out/here\n" in log
 
 
 # --- what goes wrong

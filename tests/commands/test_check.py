@@ -90,6 +90,8 @@ def test_check_prints_a_table_and_json(capsys):
     tensors = first["tensors"]
     assert [t["name"] for t in tensors] == ["out0", "out1", "dx", "dweight", "dbias"]
     assert all(t["max"] <= t["limit_max"] for t in tensors)
+    check.print_json({"max": [float("nan"), 1.0, {"rms": float("inf")}]})
+    assert capsys.readouterr().out == '{"max": [null, 1.0, {"rms": null}]}\n'
 
 
 def _error(name, share):

@@ -78,7 +78,8 @@ def test_normalization_is_mean_and_deviation_of_each_channel():
     assert y.mean((0, 2, 3)).abs().max() < 1e-5
     torch.testing.assert_close(y.std((0, 2, 3), correction=0), torch.ones(3))
     constant = torch.full((2, 1, 3, 3), 9, dtype=torch.uint8)
-    assert data.Normalization.of(constant)(constant).abs().max() < 1e-5
+    found = data.Normalization.of(constant)
+    assert found(constant).abs().max() < 1e-5 and found.std == (1.0,)
 
 
 def test_augmentation_identity_shift_and_mirror():
@@ -158,8 +159,9 @@ def test_images_are_cropped_about_their_centre_and_turned_upright(tmp_path):
         pixels = data.fit(data.upright(opened, 1), None)
     assert pixels.shape == (1, 8, 4) and pixels[0, :4].max() == 0 and pixels[0, 4:].min() == 255
     assert data.fit(data.upright(Image.new("L", (4, 4)), 3), None).shape == (3, 4, 4)
-    with pytest.raises(ValueError, match="mode I;16; 8 bits a channel are wanted"):
-        data.upright(Image.new("I;16", (4, 4)), 1)
+    for mode in ("I;16", "I", "F"):
+        with pytest.raises(ValueError, match=f"mode {mode}; 8 bits a channel are wanted"):
+            data.upright(Image.new(mode, (4, 4)), 1)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from fastvit_kernels.commands import cli, models
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.commands.training import checkpoint
+from fastvit_kernels.commands.training.folder import CHECKPOINT, open_run
 from fastvit_kernels.commands.training.model import load_into, merged, model_of, tensors_in
-from fastvit_kernels.commands.training.settings import make_settings
+from fastvit_kernels.commands.training.settings import given_options, make_settings
 
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
@@ -187,8 +190,17 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
 
 def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = make_settings({"weights": "vit.pth"}, torch.device("cpu"))
+    words, cpu = Namespace(weights="vit.pth", data="mnist", data_dir="images"), torch.device("cpu")
+    given = given_options(words)
+    settings = make_settings(given, cpu)
     assert settings.weights == str(tmp_path / "vit.pth")
+    assert settings.data_dir == str(tmp_path / "images")
+    content = {**dict.fromkeys(checkpoint.PARTS, ""), "settings": asdict(settings)}
+    checkpoint.save(tmp_path / CHECKPOINT, content)
+    assert open_run(given, tmp_path, True, cpu)[1] == settings  # the same words with --resume
+    monkeypatch.chdir("..")
+    with pytest.raises(CommandError, match=r"--weights \S*/vit\.pth differs from the \S*/vit\.pth"):
+        open_run(given_options(words), tmp_path, True, cpu)
 
 
 def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from fastvit_kernels.commands.models import (
     logits_of,
     run_step,
 )
+from fastvit_kernels.commands.training.settings import given_options
 from fastvit_kernels.runtime import backend as runtime_backend
 from fastvit_kernels.runtime import dtypes
 
@@ -129,6 +130,13 @@ def _numbers():
             else:
                 yield command.removeprefix("fastvit-kernels "), flag, kind
     yield from of_bench.values()
+
+
+def test_zero_is_not_the_default():
+    given = {"warmup_epochs": 0, "weight_decay": 0.0, "label_smoothing": 0.0, "augment": False}
+    flags = ("--warmup-epochs", "--weight-decay", "--label-smoothing")
+    words = ["train", *(word for flag in flags for word in (flag, "0")), "--no-augment"]
+    assert given_options(cli.build_parser(words).parse_args(words)) == given
 
 
 @pytest.mark.parametrize(("command", "flag", "kind"), list(_numbers()))

@@ -53,7 +53,8 @@ def test_a_shard_that_is_refused(tmp_path, members, message):
 
 
 def test_classes_of_shards_are_those_of_training(tmp_path):
-    shard(tmp_path / "train" / "0.tar", *sample("a", 0), *sample("b", 1))
+    members = ("b.cls", 1), *sample("a", 0), ("b.png", None)  # each kind in an order of its own
+    shard(tmp_path / "train" / "0.tar", *members)
     shard(tmp_path / "val" / "0.tar", *sample("c", 1))
     train, held_out, classes = records.from_shards(tmp_path, 0.2, 0)
     assert (train.labels, held_out.labels, classes) == ([0, 1], [1], ["0", "1"])

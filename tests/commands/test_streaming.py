@@ -120,8 +120,8 @@ def test_a_broken_image_counts_nowhere(tmp_path):
     """Nor in the loss, the accuracy and the number of either split."""
     write_images(tmp_path / "images", count=6)
     whole = streamed(tmp_path / "images")
-    held_out = next(n for n in map(whole.held_out.name, range(2)) if "dog" in n)
-    for name in (whole.train.name(0), whole.train.name(9), held_out):
+    dog = next(i for i in range(2) if "dog" in whole.held_out.name(i))  # and one of that number
+    for name in (whole.train.name(dog), whole.train.name(9), whole.held_out.name(dog)):
         Path(name).write_bytes(b"not an image")
     given = dict(augment=False, lr=1e-12, label_smoothing=0.0, warmup_epochs=0)
     images = streamed(tmp_path / "images", skip=True, **given)
@@ -149,6 +149,17 @@ def test_a_broken_image_counts_nowhere(tmp_path):
     read = torch.cat([part[2] for part in held])
     assert (predicted >= 0).nonzero()[:, 0].tolist() == read.tolist()
     assert len(images.broken) == 3
+
+
+def test_what_is_drawn_is_the_first_that_can_be_read(tmp_path):
+    write_images(tmp_path / "images", count=6)
+    images = streamed(tmp_path / "images", skip=True)
+    for number in range(2):
+        found, pixels = images.held_out_sample()
+        assert found == number and torch.equal(pixels[0], images._held_out_images[number, None][0])
+        Path(images.held_out.name(number)).write_bytes(b"not an image")
+    with pytest.raises(CommandError, match="none of the held-out images can be read"):
+        images.held_out_sample()
 
 
 def test_the_options_reach_the_crops(tmp_path):

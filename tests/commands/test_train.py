@@ -413,10 +413,11 @@ def test_learning_rate_warms_up_and_falls_to_zero():
     assert 0 <= rates[-1] < 0.01
 
 
-def test_weight_decay_is_on_matrices_alone(tmp_path):
-    run = _small_run(tmp_path)
+@pytest.mark.parametrize("decay", [0.05, 0.0])
+def test_weight_decay_is_on_matrices_alone(tmp_path, decay):
+    run = _small_run(tmp_path, weight_decay=decay)
     groups = run.learners[0].optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
+    assert [group["weight_decay"] for group in groups] == [decay, 0.0]
     names = {id(p): n for n, p in run.model.named_parameters()}
     decayed = {names[id(p)] for p in groups[0]["params"]}
     assert "blocks.0.mlp.fc1.weight" in decayed and "patch_embed.proj.weight" in decayed

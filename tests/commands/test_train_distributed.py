@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_only_a_peer_that_is_gone_is_said_to_be_gone():
     assert processes.lost(RuntimeError("[gloo] Connection closed by peer"))
     assert not processes.lost(RuntimeError("a matrix of another shape"))
     assert not processes.lost(ValueError("the socket"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_run_that_ends_leaves_signals_and_files_as_they_were():
+    def seen():
+        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
+        return wakeup, signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
+
+    before = seen()
+    with processes.ended_together(processes.Processes(0, 1, True), print):
+        assert all(a != b for a, b in zip(seen(), before, strict=True))
+    assert seen() == before
 
 
 def test_the_blocks_of_a_model():

@@ -179,6 +179,18 @@ def test_errors_are_against_float64_and_the_limit_is_near():
     assert all(e.passed for e in low) and max(e.torch_max for e in low) > 1e-3
 
 
+def test_the_limit_of_a_gradient_is_of_its_own_layer():
+    """A thousandth of small gradients is nothing beside those of another layer."""
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        layers[1].weight *= 1e-5
+
+    def swap(model):
+        model[0].bias.register_hook(lambda d: (1 + 1e-3) * d)
+
+    assert [e.name for e in model_errors(layers, X, swap=swap) if not e.passed] == ["d0.bias"]
+
+
 def test_a_copy_is_swapped_and_the_model_stays():
     host = model()
     swapped = []

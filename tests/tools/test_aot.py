@@ -32,6 +32,14 @@ from fastvit_kernels.tools.aot import Share, compile_step
 from fastvit_kernels.tools.resources import TARGETS
 from fastvit_kernels.ops.norm.functions import layer_norm
 from fastvit_kernels.ops.mlp.narrow import narrow_mlp_fwd
+from fastvit_kernels.runtime.compat import active_driver
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+def in_force():
+    return active_driver(driver), JITFunction.run
+
+before = in_force()
 
 def narrow_mlp(offset=0, C=64):
     half = torch.bfloat16
@@ -59,6 +67,7 @@ def several():
 
 shares = [Share(0, 1), Share(0, 2), Share(1, 2)]
 traced = [[k.key for k in compile_step(several, TARGETS["sm_90"], s)] for s in shares]
+assert in_force() == before, "what compiles no longer launches"
 print(json.dumps({**found, "shares": traced}))
 """
 

@@ -34,8 +34,6 @@ def _latest_folder(name: str) -> Path:
 
 def _resumed_settings(folder: Path, given: dict[str, Any]) -> Settings:
     settings = read_settings(checkpoint.load(folder / CHECKPOINT), folder / CHECKPOINT)
-    if "data_dir" in given:
-        given = {**given, "data_dir": str(Path(given["data_dir"]).resolve())}
     for name, value in given.items():
         if value != getattr(settings, name):
             raise CommandError(

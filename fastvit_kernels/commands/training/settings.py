@@ -73,8 +73,13 @@ def flag_of(setting: str) -> str:
 
 
 def given_options(arguments: object) -> dict[str, Any]:
+    """What the command line gives of Settings, with paths that any folder finds."""
     names = {f.name for f in fields(Settings)}
-    return {k: v for k, v in vars(arguments).items() if k in names and v is not None}
+    given = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
+    for name in given.keys() & {"data_dir", "weights"}:
+        if not given[name].startswith(("timm:", "hf:")):
+            given[name] = str(Path(given[name]).resolve())
+    return given
 
 
 def read_settings(content: dict[str, Any], path: Path) -> Settings:
@@ -110,12 +115,10 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     precision = "bf16" if device.type == "cuda" else "fp32"
     settings = Settings(**{"precision": precision, **DEFAULTS[kind], **given, "data": kind})
     source = settings.weights
-    if source is not None and source.startswith(("timm:", "hf:")):
-        if "model" not in given:  # the model that the weights are of
-            timm = source.startswith("timm:")
-            settings.model = source if timm else f"hf:{source_folder(source)}"
-    elif source is not None:
-        settings.weights = str(Path(source).resolve())
+    if source is not None and source.startswith(("timm:", "hf:")) and "model" not in given:
+        # the model that the weights are of
+        timm = source.startswith("timm:")
+        settings.model = source if timm else f"hf:{source_folder(source)}"
     if settings.lora and settings.compare:
         raise CommandError("--lora and --compare: the plain PyTorch model has no LoRA; choose one")
     if kind != "digits" and settings.data_dir is None:
@@ -125,8 +128,6 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     if kind in ("digits", "mnist") and settings.in_chans != 1:
         raise CommandError(f"--data {kind} has one channel; --in-chans is for --data folder")
     _check_reading(settings, given)
-    if settings.data_dir is not None:
-        settings.data_dir = str(Path(settings.data_dir).resolve())
     if not settings.img_size:
         settings.img_size = int(DIGITS_VIT["img_size"])
         if settings.model is not None:

@@ -17,6 +17,11 @@ SEARCH = ("swap/test_search_arguments.py",)
 CHECK = ("commands/test_check.py",)
 
 FAULTS = [
+    Fault(
+        "judge-rows-equal", "bench/rows.py", "read_rows", "of equal keys the first counts",
+        "found[row.key] = row", "found.setdefault(row.key, row)",
+        ("test_bench_session.py::test_csv_round_trip_and_torn_lines",),
+    ),
     # bench: the gate
     Fault(
         "judge-gate-outputs", "measure/gate.py", "judge_op",
@@ -459,6 +464,18 @@ FAULTS = [
     Fault(
         "judge-beside-rounding", COMPARE, "", "every host may round to fp32",
         "EXACT = 1e-9", "EXACT = 1e-10", BY_LAYER,
+    ),
+    Fault(
+        "judge-stage-variables", "bench/session.py", "Stages._run",
+        "a stage is not told where to write",
+        '"PYTHONUNBUFFERED": "1", **variables}', '"PYTHONUNBUFFERED": "1"}',
+        ("test_contact.py::test_a_stage_is_told_less_than_it_has",),
+    ),
+    Fault(
+        "judge-beside-layer", "commands/compare.py", "model_errors",
+        "a limit is of the largest gradient of all",
+        "peaks[layer_of(name)] for", "max(peaks.values()) for",
+        ("model_coverage/test_compare.py::test_the_limit_of_a_gradient_is_of_its_own_layer",),
     ),
     Fault(
         "judge-beside-fp32", COMPARE, "", "no host may round to fp32",

@@ -285,6 +285,11 @@ FAULTS: list[Fault] = [
         only=(_CHECK + "test_the_row_of_a_case_is_the_one_nearest_its_limit",),
     ),
     Fault(
+        "report-check-nan", CHECK, "print_json", "NaN in JSON",
+        "json.dumps(finite(content))", "json.dumps(content)",
+        only=(_CHECK + "test_check_prints_a_table_and_json",),
+    ),
+    Fault(
         "report-check-share", DEV_CHECK, "", "a table shows its best run",
         "worst = max((run.share", "worst = min((run.share",
         only=(_DEV_CHECK + "test_the_row_of_a_table_has_its_worst_run",),
@@ -545,6 +550,12 @@ FAULTS += [  # what tools say of kernels
         "ratio < best", "ratio > 0", only=_tuning("of_two_that_are_faster_the_faster_wins"),
     ),
     Fault(
+        "tune-wrong-default", TUNING, "decide", "where the default is wrong, the last config wins",
+        "(default_is_wrong or beats(ours, defaults)) and (best is None or ratio < best)",
+        "default_is_wrong or (beats(ours, defaults) and (best is None or ratio < best))",
+        only=_tuning("a_wrong_default_loses_to_the_fastest_right_config"),
+    ),
+    Fault(
         "tune-counts", TUNING, "_step_us", "a call counts once",
         "count * timer(call)", "timer(call)", only=_tuning("times_are_of_all_calls_of_a_step"),
     ),
@@ -560,6 +571,19 @@ FAULTS += [  # what tools say of kernels
     Fault(
         "replay-autocast", "tools/replay.py", "Replay._called", "a replay leaves autocast out",
         "self.call.autocast)", "None)", only=_tuning("a_call_is_noted_as_it_was_asked"),
+    ),
+    Fault(
+        "aot-driver-stays", "tools/aot.py", "tracing", "after a compilation nothing launches",
+        "driver.set_active(former_driver)", "driver",
+        only=("tools/test_aot.py::test_aot_compiles_what_a_step_launches",),
+    ),
+    Fault(
+        "replay-raised", "tools/replay.py", "noting", "after a call that raised none is noted",
+        "            try:\n                return function(*args, **kwargs)\n"
+        "            finally:\n                depth -= 1",
+        "            result = function(*args, **kwargs)\n            depth -= 1\n"
+        "            return result",
+        only=_tuning("a_call_is_noted_as_it_was_asked"),
     ),
     Fault(
         "replay-grad", "tools/replay.py", "_noted", "no_grad is not noted",

@@ -619,19 +619,53 @@ FAULTS: list[Fault] = [
         only=(_STREAMING + "test_mixup_is_by_beta_of_alpha",),
     ),
     Fault(
-        "train-weights-relative", SETTINGS, "", "--weights is relative to another folder",
-        "settings.weights = str(Path(source).resolve())", "settings.weights = source",
+        "train-weights-relative", SETTINGS, "given_options", "--weights is of another folder",
+        '{"data_dir", "weights"}', '{"data_dir"}',
         only=(_FINETUNE + "test_weights_are_found_from_any_folder",),
     ),
     Fault(
-        "train-datadir-relative", SETTINGS, "", "--data-dir is relative to another folder",
-        "settings.data_dir = str(Path(settings.data_dir).resolve())", "pass",
-        only=(_TRAIN + "test_resume_needs_the_same_data",),
+        "train-datadir-relative", SETTINGS, "given_options", "--data-dir is of another folder",
+        '{"data_dir", "weights"}', '{"weights"}',
+        only=(_FINETUNE + "test_weights_are_found_from_any_folder",),
     ),
     Fault(
-        "train-resumed-datadir", FOLDER, "", "another spelling of --data-dir is another folder",
-        'given = {**given, "data_dir": str(Path(given["data_dir"]).resolve())}', "pass",
-        only=(_TRAIN + "test_resume_needs_the_same_data",),
+        "train-decay-of-zero", RUN, "make_optimizer", "--weight-decay 0 is the default's",
+        '"weight_decay": settings.weight_decay,', '"weight_decay": settings.weight_decay or 0.05,',
+        only=(_TRAIN + "test_weight_decay_is_on_matrices_alone",),
+    ),
+    Fault(
+        "train-constant-channel", DATA, "", "a channel of one value makes huge numbers of others",
+        ".item() / count) or 1.0)", ".item() / count) or 1e-12)",
+        only=(_DATA + "test_normalization_is_mean_and_deviation_of_each_channel",),
+    ),
+    Fault(
+        "train-float-images", DATA, "", "float images are cut to 8 bits",
+        'image.mode.startswith(("I", "F"))', 'image.mode.startswith("I")',
+        only=(_DATA + "test_images_are_cropped_about_their_centre_and_turned_upright",),
+    ),
+    Fault(
+        "train-shard-labels", RECORDS, "_shards", "labels in the order of .cls, images in another",
+        "[classes[key] for key in images]", "classes.values()",
+        only=(_RECORDS + "test_classes_of_shards_are_those_of_training",),
+    ),
+    Fault(
+        "train-pipe-open", PROCESSES, "ended_together", "an end of the pipe stays open",
+        "        thread.join(1)\n        os.close(reader)", "        thread.join(1)",
+        only=(_DISTRIBUTED + "test_a_run_that_ends_leaves_signals_and_files_as_they_were",),
+    ),
+    Fault(
+        "train-zero-lost", SETTINGS, "given_options", "an option of 0, and --no-augment, is lost",
+        "and v is not None}", "and v}",
+        only=("commands/test_options.py::test_zero_is_not_the_default",),
+    ),
+    Fault(
+        "train-broken-number", STREAMING, "", "a broken image hides one of its number elsewhere",
+        "(name := images.records.name(number))", "(name := str(number))", only=BROKEN,
+    ),
+    Fault(
+        "train-drawn-number", STREAMING, "", "what is drawn has the name of the first image",
+        "return index, pixels[None]", "return 0, pixels[None]",
+        only=(_STREAMING + "test_what_is_drawn_is_the_first_that_can_be_read",),
     ),
     Fault(
         "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
