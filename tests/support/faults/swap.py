@@ -887,6 +887,7 @@ FAULTS = [
              "            settled.append(name)",
              "test_a_part_of_a_slow_block_may_be_fused"),
         )
+    ),
     Fault(
         "branch-empty-skip", "swap/hosts/branch.py", "Branch.kept",
         "samples of an empty batch are drawn", "if len(x) == 0:",
