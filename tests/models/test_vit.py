@@ -633,6 +633,8 @@ def test_positions_are_resampled_after_class_token_and_registers(no_embed_class)
 def test_image_of_another_size_is_rejected():
     with pytest.raises(ValueError, match=r"images must be \(32, 32\) \(height, width\), got"):
         _timm_pair()[0](random_images(height=40))
+    with pytest.raises(ValueError, match=r"images must be at least \(8, 8\) .*, got \(7, 40\)"):
+        _timm_pair(dynamic_img_size=True)[0](random_images(2, 3, 7, 40))
 
 
 @pytest.mark.parametrize(
