@@ -28,6 +28,7 @@ from .ops.rope import rope
 from .runtime.backend import backend, get_backend, set_backend
 from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
+from .swap.compare import compare
 from .swap.hosts.transformers import register_attention
 from .swap.status import ModelStatus, status, watch
 from .weights.load import WeightsReport, load_weights
@@ -48,6 +49,7 @@ __all__ = [
     "attention",
     "attention_maps",
     "backend",
+    "compare",
     "create_vit",
     "gated_mlp",
     "get_backend",

@@ -33,6 +33,9 @@ class Command:
 COMMANDS = {
     "train": Command("train", "train a ViT on real images with the kernels", True),
     "check": Command("check", "compare every kernel with float64 on this machine", True),
+    "compare": Command(
+        "compare", "a model eager, compiled and swapped: time, memory, numbers", False
+    ),
     "compile": Command("compile", "compile the kernels for GPUs that are not here", False),
     "tune": Command("tune", "choose launch configs by measuring them on this GPU", False),
     "probe": Command("probe", "k-NN and a linear probe on a model's frozen features", False),

@@ -123,6 +123,24 @@ class Call(NamedTuple):
     grad: bool
 
 
+def called(model: Any, measure: Measure) -> Any:
+    """What the model gives for a batch, or the callable for the model."""
+    if isinstance(measure, Tensor):
+        return model(measure)
+    if isinstance(measure, tuple):
+        return model(*measure)
+    return model(**measure) if isinstance(measure, Mapping) else measure(model)
+
+
+def device_of(values: Any) -> torch.device:
+    """Of the first tensor."""
+    return next((x.device for x in leaves(values, Tensor)), torch.device("cpu"))
+
+
+def timer_of(device: torch.device) -> Timer:
+    return cuda_timer(device.index) if device.type == "cuda" else CpuTimer()
+
+
 def _shape(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
@@ -165,7 +183,7 @@ def calls_of(model: nn.Module, kinds: dict[nn.Module, Any], measure: Measure) ->
         if module in calls:
             return
         tensors = list(leaves((args, kwargs), Tensor))
-        device = next((t.device.type for t in tensors), "cpu")
+        device = device_of(tensors).type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         grad = torch.is_grad_enabled()
         mode = f"{'training' if module.training else 'eval'}{' without grad' * (not grad)}, "
@@ -179,14 +197,7 @@ def calls_of(model: nn.Module, kinds: dict[nn.Module, Any], measure: Measure) ->
     hooks = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in kinds]
     try:
         with _undisturbed(model):
-            if isinstance(measure, Tensor):
-                model(measure)
-            elif isinstance(measure, tuple):
-                model(*measure)
-            elif isinstance(measure, Mapping):
-                model(**measure)
-            else:
-                measure(model)
+            called(model, measure)
     finally:
         for handle in hooks:
             handle.remove()
@@ -222,7 +233,7 @@ def replica(
 
 def step(module: nn.Module, call: Call) -> None:
     """A call as the model makes it, with its backward where there is one."""
-    device = next((x.device.type for x in leaves((call.args, call.kwargs), Tensor)), "cpu")
+    device = device_of((call.args, call.kwargs)).type
     cast = torch.autocast(device, call.autocast, enabled=call.autocast is not None)
     with torch.set_grad_enabled(call.grad), cast:
         found = module(*call.args, **call.kwargs)
@@ -234,20 +245,13 @@ def step(module: nn.Module, call: Call) -> None:
         torch.autograd.grad(outputs, given, upstream, allow_unused=True)
 
 
-def timer_for(call: Call) -> Timer:
-    tensor = next((x for x in leaves((call.args, call.kwargs), Tensor)), None)
-    if tensor is None or tensor.device.type != "cuda":
-        return CpuTimer()
-    return cuda_timer(tensor.device.index)
-
-
 def in_turns(host: nn.Module, fused: nn.Module, call: Call, end: float) -> Any:
     """The times of both, and what is to be said if one has none.
 
     Args:
         end: no turn begins that would end after this time (time.monotonic).
     """
-    timer = timer_for(call)
+    timer = timer_of(device_of((call.args, call.kwargs)))
     both = [Contender(n, partial(step, m, call)) for n, m in ((HOST, host), (FUSED, fused))]
     take_turns(both, timer, flush=False, rounds=2)  # what it takes to compile, then one sample
     wrong = [c for c in both if c.outcome.status != OK]

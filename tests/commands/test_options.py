@@ -145,7 +145,8 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
     command = command.removeprefix("bench ")
 
     def read(value):
-        place = {"attention-maps": ["image", "--weights", "file"], "compare": ["a", "b"]}
+        files = ["a", "b"] if program.endswith("bench") else ["a"]
+        place = {"attention-maps": ["image", "--weights", "file"], "compare": files}
         words = [command, *place.get(command, []), flag, value]
         parser = bench_parser() if program.endswith("bench") else cli.build_parser(words)
         return vars(parser.parse_args(words))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels.commands.compare import largest, layer_of, layer_peaks, run_step
 from fastvit_kernels.swap.apply import swap_in
+from fastvit_kernels.swap.errors import largest, layer_of, layer_peaks, run_step
 from fastvit_kernels.swap.hosts import host_path
 from fastvit_kernels.swap.hosts.fused import Fused
 

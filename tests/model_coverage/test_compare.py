@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.commands.compare import layer_of, model_errors
+from fastvit_kernels.swap.errors import layer_of, model_errors
 from tests.model_coverage import compare, shrink
 from tests.model_coverage.compare import difference, randomize
 

@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(choices, "timer_for", lambda call: made)
+    monkeypatch.setattr(choices, "timer_of", lambda device: made)
     with backend("torch"):
         yield made
 

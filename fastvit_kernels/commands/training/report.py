@@ -17,10 +17,10 @@ from ...runtime import files
 from ...runtime.backend import INTERPRETED, backend
 from ...runtime.triton import HAS_TRITON, triton
 from ...runtime.version import __version__
+from ...swap.errors import model_errors
 from ...verify.accuracy import Error
 from ...verify.plain_vit import agreement, worst_error
 from ...verify.runner import quiet_interpreter
-from ..compare import model_errors
 from ..console import ERROR_COLUMNS, error_cells, make_table
 from . import figures
 from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN

@@ -926,4 +926,25 @@ FAULTS = [
         'if "checkpoint" in name', 'if name == "checkpoint"',
         only=("swap/test_prove.py::test_a_proof_runs_no_checkpoint",),
     ),
+    *(
+        Fault(f"compare-{id}", "swap/compare.py", within, what, old, new,
+              only=(f"swap/test_compare_models.py::{test}",))
+        for id, within, what, old, new, test in (
+            ("ratio", "compare", "a speed-up upside down",
+             "spread(eager.contender.times).median / times.median",
+             "times.median / spread(eager.contender.times).median", "test_ways_stand_beside_eager"),
+            ("wrong", "compare", "a speed-up beside wrong numbers",
+             "if outcome.status == OK and eager", "if eager",
+             "test_no_speed_up_beside_wrong_numbers"),
+            ("optimizer", "_Runner.step", "a step without its optimizer",
+             "self.optimizer.step()", "pass", "test_a_step_trains"),
+            ("eager", "_Runner.__init__", "a swapped model stands for its host",
+             "else swap_out)(self.model)", "else len)([self.model])",
+             "test_the_model_stays_as_it_is"),
+            ("seed", "_Runner.losses", "each way drops other paths",
+             "torch.manual_seed(0)", "pass", "test_the_losses_of_the_first_steps_are_compared"),
+            ("copy", "_Runner.__init__", "the user's model is trained",
+             "copy.deepcopy(model)", "model", "test_the_model_stays_as_it_is"),
+        )
+    ),
 ]  # fmt: skip
