@@ -28,7 +28,7 @@ from fastvit_kernels.runtime.version import __version__
 NAME = "fastvit-kernels"
 MODULE = "fastvit_kernels"
 BACKENDS = ("cuda", "rocm", "cpu")
-ROOMS = ("models", "ops", "runtime", "swap", "verify", "weights")
+ROOMS = ("measure", "models", "ops", "runtime", "swap", "verify", "weights")
 PACKAGE = Path(fastvit_kernels.__file__).parent
 _SUFFIXES = {".py", ".json"}
 
