@@ -153,17 +153,34 @@ ALONE = [n for n in NAMES if "_global_" not in n and not UNTRIED.search(n)]
 HOOKS = [n for n in NAMES if "_global_" in n]
 
 
-@pytest.mark.parametrize(
-    "names", [*([n] for n in ALONE), HOOKS, NAMES], ids=[*ALONE, "hooks", "all"]
-)
-def test_a_swapped_model_without(names):
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """The exit status and the messages of without_names.py for a list of names."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    command = [sys.executable, str(SUPPORT / "without_names.py"), ",".join(names)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    messages = tmp_path_factory.mktemp("without") / "messages"
+    with messages.open("w") as file, subprocess.Popen(
+        [sys.executable, str(SUPPORT / "without_names.py")], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
+    ) as server:  # fmt: skip
+
+        def answer(names):
+            before = len(messages.read_text())
+            print(",".join(names), file=server.stdin, flush=True)
+            return server.stdout.readline().strip(), messages.read_text()[before:]
+
+        yield answer
+        server.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "names", [*([n] for n in ALONE), HOOKS, NAMES], ids=[*ALONE, "hooks", "all"]
+)
+def test_a_swapped_model_without(names, ask):
+    status, messages = ask(names)
+    assert status == "0", messages[-3000:]
 
 
 def test_an_older_release_is_refused_in_a_line():

@@ -1,16 +1,19 @@
 """A swapped model without names that compat.py looks up.
 
-    python without_names.py NAME[,NAME ...]
+    python without_names.py <<< NAME[,NAME ...]
 
-The package is imported as if torch had none of these names, and a swapped model does what it does
-with them.
+For each line the package is imported as if torch had none of its names, and a swapped model does
+what it does with them. Each is a process of its own, forked once torch is imported: most of its
+time. Its exit status is the line of the answer.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import pkgutil
 import sys
+import traceback
 
 import torch
 from fast_interpreter import make_fast
@@ -119,10 +122,9 @@ def check(fk):
     same(step(swapped, x, torch.compile(swapped, backend="aot_eager")), wanted)
 
 
-def main():
-    mend_interpreter()
-    make_fast()
-    hidden, resolve = sys.argv[1].split(","), pkgutil.resolve_name
+def run(hidden):
+    """Ends this process: 0 where all is as with the names."""
+    resolve = pkgutil.resolve_name
 
     def without(name):
         if name in hidden:
@@ -133,6 +135,24 @@ def main():
     import fastvit_kernels as fk
 
     check(fk)
+
+
+def main():
+    mend_interpreter()
+    make_fast()
+    torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))  # imports for seconds
+    for line in sys.stdin:
+        process = os.fork()
+        if not process:
+            os.dup2(2, 1)
+            try:
+                run(line.strip().split(","))
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
