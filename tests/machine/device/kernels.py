@@ -90,16 +90,18 @@ class CutProducts(TorchDispatchMode):
     bits of each operand are not looked at."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, args = func.overloadpacket.__name__, list(args)
-        first = _FIRST_OPERAND.get(name, 0 if name.startswith("_scaled_dot_product") else None)
-        if first is not None:
-            for i in range(first, first + (3 if name.startswith("_scaled") else 2)):
-                if args[i].dtype is torch.float32:
-                    args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
+        args = list(args)
+        for i in _OPERANDS.get(func.overloadpacket.__name__, ()):
+            if args[i].dtype is torch.float32:
+                args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
         return func(*args, **(kwargs or {}))
 
 
-_FIRST_OPERAND = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
+_OPERANDS = {  # which arguments it multiplies
+    "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2), _SDPA: (0, 1, 2), f"{_SDPA}_backward": (0, 1, 2, 3),
+}  # fmt: skip
 
 
 def _token_cases(dtype: torch.dtype) -> list[Case]:
