@@ -77,6 +77,17 @@ def test_labels_and_registers_belong_to_their_braces():
     assert found.tolist() == [1, 1] + [2] * 30
 
 
+@pytest.mark.parametrize("end", ["ret", "exit"])
+def test_threads_that_end_early(end):
+    found = run(f"""
+        setp.lt.s32 %p1, %tid.x, 10; mov.b32 %r1, 1;
+        @!%p1 bra ON;
+        {end};
+        ON: mov.b32 %r1, 2;
+    """)["%r1"][0]
+    assert found.tolist() == [1] * 10 + [2] * 22
+
+
 def test_a_barrier_that_some_threads_of_a_block_miss():
     body = "setp.lt.s32 %p1, %tid.x, 32; @%p1 bra SKIP; bar.sync 0; SKIP:"
     with pytest.raises(Diverged, match=r"threads of a block have parted"):
