@@ -149,11 +149,10 @@ def test_a_variable_in_shared_memory():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ldmatrix(count, transposed, blocks):
+@pytest.mark.parametrize("name", memory_forms("ldmatrix"))
+def test_ldmatrix(name, blocks):
     """PTX ISA, "ldmatrix": thread l gets elements 2 (l % 4) and the next of row l // 4."""
-    draw = np.random.default_rng(0)
+    draw, count = np.random.default_rng(0), int(name.split(".x")[1][0])
     numbers = draw.integers(0, 2**16, (blocks, 32 * 8), dtype=np.uint16)
     # Row i of matrix j, in a place of its own, comes from thread 8 j + i.
     places = draw.permutation(32)
@@ -163,14 +162,14 @@ def test_ldmatrix(count, transposed, blocks):
     found = run(
         f"{BASE} mad.lo.s32 %r1, %tid.x, 16, %r100; mad.lo.s32 %r2, %r3, 16, %r100; {stores}"
         f"bar.warp.sync -1;"
-        f"ldmatrix.sync.aligned.m8n8.x{count}{transposed}.shared.b16 {{{slots}}}, [%r2];",
+        f"{name} {{{slots}}}, [%r2];",
         {**registers, "%r3": places}, shared=512, blocks=blocks,
     )  # fmt: skip
     rows = numbers.reshape(blocks, 32, 8)
     for block in range(blocks):
         for j in range(count):
             matrix = rows[block, places[8 * j : 8 * j + 8]]
-            if transposed:
+            if ".trans" in name:
                 matrix = matrix.T
             for lane in LANES:
                 low, high = matrix[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].astype(int)

@@ -1,4 +1,4 @@
-"""Each instruction that the machine knows has a unit test, and each name stands for what PTX has."""
+"""Each instruction that the machine knows has a unit test; each name stands for what PTX has."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def names_in_tests():
 
 
 def test_each_instruction_has_a_unit_test():
-    assert ' '.join(sorted(set(INSTRUCTIONS) - set(names_in_tests()))) == ''
+    assert " ".join(sorted(set(INSTRUCTIONS) - set(names_in_tests()))) == ""
 
 
 @pytest.mark.parametrize(("pattern", "names"), [
