@@ -93,6 +93,7 @@ def test_the_record_has_no_failure():
     assert all(row.passed and not row.failed for row in rows)
     assert len({row.place for row in rows}) == len(rows)
 
+
 SAMPLE = """
 import json, sys
 from tests.machine.device import left_out
