@@ -141,7 +141,7 @@ def _mlp(large: bool) -> list[Example]:
         return sized(dict(rows=rows, C=C, F=hidden, N=C), "inference", inference=True)
 
     if not large:
-        return [*both((2, 19), 40, 72), inference((2, 19), 40, 72), inference((1, 50), 192, 80)]
+        return [*both((2, 19), 40, 72), inference((2, 19), 100, 72), inference((1, 50), 192, 80)]
     trained = [example for C in (96, 192, 768) for example in both((8, 197), C, 4 * C)]
     return [*trained, *(inference((3, 197), C, 4 * C) for C in (64, 100, 192, 256))]
 

@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     device.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     device.add_argument("--only", default="", metavar="NAME", help="cases whose name has this")
     device.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("NUMBER", "OF"))
+    device.add_argument("--record", action="store_true", help="write device/ran.csv")
     options.add_batch(rank, 256)
     options.add_json(rank)
     return parser
@@ -58,8 +59,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.command == "left-out":
         return run_left_out(args.arch or ["sm_80"], args.jobs or 1)
     if args.command == "device":
-        archs = args.arch or ["sm_80"]
-        return run_device(archs, args.precision, args.kind, args.jobs or 1, args.only, args.share)
+        if args.record and (args.only or args.share != (0, 1)):
+            parser.error("--record writes rows of whole kinds: leave out --only and --share")
+        return run_device(
+            args.arch or ["sm_80"], args.precision, args.kind, args.jobs or 1, args.only,
+            args.share, args.record,
+        )  # fmt: skip
     if args.update and (args.arch or args.changed):
         parser.error("--update writes every row: leave out --arch and --changed")
     return run_gate(args.arch or list(TARGETS), args.table, args.update, args.changed, args.jobs)

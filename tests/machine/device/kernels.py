@@ -35,6 +35,7 @@ from tests.check import all_configs
 from tests.check.config_cases import config_cases
 from tests.support.philox import philox_keep
 
+from . import ran
 from .driver import Machine, ptx_machine
 
 CPU = torch.device("cpu")
@@ -90,16 +91,18 @@ class CutProducts(TorchDispatchMode):
     bits of each operand are not looked at."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, args = func.overloadpacket.__name__, list(args)
-        first = _FIRST_OPERAND.get(name, 0 if name.startswith("_scaled_dot_product") else None)
-        if first is not None:
-            for i in range(first, first + (3 if name.startswith("_scaled") else 2)):
-                if args[i].dtype is torch.float32:
-                    args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
+        args = list(args)
+        for i in _OPERANDS.get(func.overloadpacket.__name__, ()):
+            if args[i].dtype is torch.float32:
+                args[i] = (args[i].view(torch.int32) & -0x2000).view(torch.float32)
         return func(*args, **(kwargs or {}))
 
 
-_FIRST_OPERAND = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
+_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
+_OPERANDS = {  # which arguments it multiplies
+    "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2), _SDPA: (0, 1, 2), f"{_SDPA}_backward": (0, 1, 2, 3),
+}  # fmt: skip
 
 
 def _token_cases(dtype: torch.dtype) -> list[Case]:
@@ -312,19 +315,35 @@ def run_device(
     count: int,
     only: str = "",
     share: tuple[int, int] = (0, 1),
+    records: bool = False,
 ) -> int:
-    """Print each outcome; the exit status."""
-    began, passed, failed = time.perf_counter(), Counter[str](), 0
+    """Print each outcome; the exit status.
+
+    Args:
+        records: write a row of ran.csv for each target, precision and kind.
+    """
+    began, versions, total = time.perf_counter(), ran.versions(), Counter[str]()
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    left: dict[tuple[str, str, str], int] = {}  # jobs until a row is whole
     for outcome in run_all(targets, precisions, kinds, count, share, only):
         print(outcome, flush=True)
-        failed += outcome.fault is not None
-        passed["jobs"] += outcome.fault is None
-        passed["launches"] += outcome.launches
-        passed["accesses"] += outcome.accesses
-        passed["machine s"] += math.ceil(outcome.machine)
+        found = Counter(
+            passed=int(outcome.fault is None), failed=int(outcome.fault is not None),
+            launches=outcome.launches, accesses=outcome.accesses,
+            seconds=math.ceil(outcome.machine),
+        )  # fmt: skip
+        total.update(found)
+        place = outcome.job[:3]
+        if place not in counts:
+            counts[place], left[place] = Counter(), len(jobs(*place)) if records else 0
+        counts[place].update(found)
+        left[place] -= 1
+        if left[place] == 0:
+            numbers = [counts[place][name] for name in ran.Ran._fields[3:7]]
+            ran.write([ran.Ran(*place, *numbers, *versions)])
     print(
-        f"{passed['jobs']} passed, {failed} failed, {passed['launches']} launches, "
-        f"{passed['accesses']} accesses to global memory, {passed['machine s']} s of execution, "
+        f"{total['passed']} passed, {total['failed']} failed, {total['launches']} launches, "
+        f"{total['accesses']} accesses to global memory, {total['seconds']} s of execution, "
         f"{time.perf_counter() - began:.0f} s"
     )
-    return 1 if failed or not passed["jobs"] else 0
+    return 1 if total["failed"] or not total["passed"] else 0

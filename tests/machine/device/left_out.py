@@ -29,7 +29,7 @@ from .driver import Recorded, ptx_machine
 from .execution import Group
 from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
 from .kernels import cases
-from .program import Op
+from .program import Op, Program
 from .registry import INSTRUCTIONS
 
 TABLE = Path(__file__).with_name("left_out.csv")
@@ -238,9 +238,8 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
     """One launch of each kernel of `check` in bf16, with its case: the one with the most to change.
 
     Args:
-        only: the case to run, by its name; "": all but the model.
+        only: the case to run, by its name; "": all but the model, and on sm_90 `longer`.
     """
-    is_whole, only = not only, only or (left_out_async.CASE if target == "sm_90" else "")
     best: dict[str, tuple[int, str, Recorded]] = {}
     for case in cases("check", "bf16"):
         if case.name == "VisionTransformer" or (only and case.name != only):
@@ -249,19 +248,23 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
             case.reference.run(case.function)
         for one in machine.recorded or []:
             name = one.program.name
-            size = sum(1 for op in one.program.ops for _ in changes(op))
+            size = sum(1 for op in tried(target, one.program) for _ in changes(op))
             size += 10_000 * ("T=260" in case.name)  # whose loops go round
             if name not in best or size > best[name][0]:
                 best[name] = size, case.name, one
-    found = [(case, one) for _, case, one in best.values()]
-    return found + (left_out_async.longer() if target == "sm_90" and is_whole else [])
+    found = [(case, one) for size, case, one in best.values() if size]
+    return found + (left_out_async.longer() if target == "sm_90" and not only else [])
+
+
+def tried(target: str, program: Program) -> list[Op]:
+    """The instructions that the target's table changes."""
+    return program.ops if target == "sm_80" else left_out_async.ordering(program)
 
 
 def rows_of(target: str, case: str, recorded: Recorded, every: int = 1) -> list[Row]:
     """A row for each `every`-th change of its program."""
     program = recorded.program
-    ops = program.ops if target == "sm_80" else left_out_async.ordering(program)
-    pairs = [(op, change) for op in ops for change in changes(op)][::every]
+    pairs = [(op, change) for op in tried(target, program) for change in changes(op)][::every]
     with np.errstate(all="ignore"):
         seen = watched(recorded, list({op.line: op for op, _ in pairs}.values()))
         wanted, odd = [x.clone() for x in recorded.tensors], recorded.run()

@@ -17,8 +17,6 @@ from .tensor_copies import WrongMap
 
 NAMES = ((Unfenced, "fence"), (InFlight, "in flight"), (Miscounted, "count"), (WrongMap, "bounds"))
 
-CASE = "attention, T=260"  # of `check`, whose kernels sm_90's table changes, beside `longer`
-
 _LEFT_OUT = (
     "wgmma.fence", "wgmma.commit", "wgmma.wait", "fence.proxy", "mbarrier.", "cp.async.bulk",
     "tensormap.cp_fenceproxy",

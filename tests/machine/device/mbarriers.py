@@ -92,7 +92,7 @@ def found(group, op: Op, offset: int, threads: Array) -> Mbarrier:
     return barrier
 
 
-@instruction("mbarrier.init[.shared][.shared::cta].b64")
+@instruction("mbarrier.init.shared[::cta].b64")
 def initialise(op: Op) -> Run:
     read, count = op.address(0), op.read(1, "u32")
 
@@ -130,7 +130,7 @@ def initialise(op: Op) -> Run:
     return run
 
 
-@instruction("mbarrier.inval[.shared][.shared::cta].b64")
+@instruction("mbarrier.inval.shared[::cta].b64")
 def invalidate(op: Op) -> Run:
     read = op.address(0)
 
@@ -154,9 +154,7 @@ def _complete(chunk, barrier: Mbarrier, blocks: Array) -> None:
             barrier.completed[row] = barrier.released[row]
 
 
-@instruction(
-    "mbarrier.arrive[.expect_tx][.release.cta][.shared][.shared::cta].b64",
-)
+@instruction("mbarrier.arrive[.expect_tx][.release.cta].shared[::cta].b64")
 def arrive(op: Op) -> Run:
     """mbarrier.arrive _, [at], how often; mbarrier.arrive.expect_tx _, [at], bytes."""
     read, expects = op.address(1), op.has("expect_tx")
@@ -188,7 +186,7 @@ def arrive(op: Op) -> Run:
     return run
 
 
-@instruction("mbarrier.try_wait.parity[.acquire.cta][.shared][.shared::cta].b64", ends_block=True)
+@instruction("mbarrier.try_wait.parity[.acquire.cta].shared[::cta].b64", ends_block=True)
 def try_wait(op: Op) -> Run:
     """Holds at once, or the group waits until it would and tries again by its own loop."""
     slot, read, parity = op.destination(), op.address(1), op.read(2, "u32")

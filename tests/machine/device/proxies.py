@@ -24,7 +24,7 @@ from .registry import Run, instruction
 from .values import Array
 
 
-@instruction("fence.proxy.async[.shared::cta][.global]")
+@instruction("fence.proxy.async[.shared::cta]")
 def fence_async_proxy(op: Op) -> Run:
     """What its warp knows of now, wgmma and TMA may see, to whoever learns of this fence."""
 

@@ -77,6 +77,17 @@ def test_labels_and_registers_belong_to_their_braces():
     assert found.tolist() == [1, 1] + [2] * 30
 
 
+@pytest.mark.parametrize("end", ["ret", "exit"])
+def test_threads_that_end_early(end):
+    found = run(f"""
+        setp.lt.s32 %p1, %tid.x, 10; mov.b32 %r1, 1;
+        @!%p1 bra ON;
+        {end};
+        ON: mov.b32 %r1, 2;
+    """)["%r1"][0]
+    assert found.tolist() == [1] * 10 + [2] * 22
+
+
 def test_a_barrier_that_some_threads_of_a_block_miss():
     body = "setp.lt.s32 %p1, %tid.x, 32; @%p1 bra SKIP; bar.sync 0; SKIP:"
     with pytest.raises(Diverged, match=r"threads of a block have parted"):
@@ -118,21 +129,21 @@ def test_a_deadlock_names_the_barriers():
 # Warps
 
 
-@pytest.mark.parametrize(("kind", "b", "c", "wanted"), [
-    ("bfly", 5, 31, LANES ^ 5),
-    ("idx", 7, 31, np.full(32, 7)),
-    ("idx", 3, 0x181F, LANES // 8 * 8 + 3),  # segments of 8
-    ("up", 4, 0, np.where(LANES >= 4, LANES - 4, LANES)),
-    ("up", 1, 0x1800, np.where(LANES % 8 >= 1, LANES - 1, LANES)),
-    ("down", 4, 31, np.where(LANES < 28, LANES + 4, LANES)),
-    ("bfly", 16, 31, LANES ^ 16),
+@pytest.mark.parametrize(("name", "b", "c", "wanted"), [
+    ("shfl.sync.bfly.b32", 5, 31, LANES ^ 5),
+    ("shfl.sync.idx.b32", 7, 31, np.full(32, 7)),
+    ("shfl.sync.idx.b32", 3, 0x181F, LANES // 8 * 8 + 3),  # segments of 8
+    ("shfl.sync.up.b32", 4, 0, np.where(LANES >= 4, LANES - 4, LANES)),
+    ("shfl.sync.up.b32", 1, 0x1800, np.where(LANES % 8 >= 1, LANES - 1, LANES)),
+    ("shfl.sync.down.b32", 4, 31, np.where(LANES < 28, LANES + 4, LANES)),
+    ("shfl.sync.bfly.b32", 16, 31, LANES ^ 16),
 ])  # fmt: skip
-def test_shuffles(kind, b, c, wanted):
-    body = f"shfl.sync.{kind}.b32 %r1|%p1, %r2, {b}, {c}, -1;"
+def test_shuffles(name, b, c, wanted):
+    body = f"{name} %r1|%p1, %r2, {b}, {c}, -1;"
     found = run(body, {"%r2": np.arange(64) + 100}, threads=64)
     assert np.array_equal(found["%r1"][0], np.concatenate((wanted, wanted + 32)) + 100)
     same = wanted == LANES
-    if kind in ("up", "down"):
+    if name in ("shfl.sync.up.b32", "shfl.sync.down.b32"):
         assert np.array_equal(found["%p1"][0, :32], ~same)
 
 

@@ -80,6 +80,16 @@ def test_parameters(type, value, wanted):
     ][0, 0] == wanted  # fmt: skip
 
 
+@pytest.mark.parametrize("name", memory_forms("ld.param"))
+def test_parameters_of_each_type(name):
+    """As wide as it is, or extended by the sign of s types."""
+    type = name.split(".")[-1]
+    number = np.array([-3], np.int64).view("u1")[: WIDTHS[type[1:]]].tobytes()
+    wanted = int.from_bytes(number.ljust(8, b"\xff" if type[0] == "s" else b"\0"), "little")
+    given = [("u64", 0), ("u64", int.from_bytes(number, "little"))]
+    assert run(f"{name} %rd1, [snippet_param_1];", arguments=given)["%rd1"][0, 0] == wanted
+
+
 def test_a_parameter_that_a_register_names():
     """Triton 3.9 chooses between two floats so."""
     body = """
@@ -139,11 +149,10 @@ def test_a_variable_in_shared_memory():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_ldmatrix(count, transposed, blocks):
+@pytest.mark.parametrize("name", memory_forms("ldmatrix"))
+def test_ldmatrix(name, blocks):
     """PTX ISA, "ldmatrix": thread l gets elements 2 (l % 4) and the next of row l // 4."""
-    draw = np.random.default_rng(0)
+    draw, count = np.random.default_rng(0), int(name.split(".x")[1][0])
     numbers = draw.integers(0, 2**16, (blocks, 32 * 8), dtype=np.uint16)
     # Row i of matrix j, in a place of its own, comes from thread 8 j + i.
     places = draw.permutation(32)
@@ -153,14 +162,14 @@ def test_ldmatrix(count, transposed, blocks):
     found = run(
         f"{BASE} mad.lo.s32 %r1, %tid.x, 16, %r100; mad.lo.s32 %r2, %r3, 16, %r100; {stores}"
         f"bar.warp.sync -1;"
-        f"ldmatrix.sync.aligned.m8n8.x{count}{transposed}.shared.b16 {{{slots}}}, [%r2];",
+        f"{name} {{{slots}}}, [%r2];",
         {**registers, "%r3": places}, shared=512, blocks=blocks,
     )  # fmt: skip
     rows = numbers.reshape(blocks, 32, 8)
     for block in range(blocks):
         for j in range(count):
             matrix = rows[block, places[8 * j : 8 * j + 8]]
-            if transposed:
+            if ".trans" in name:
                 matrix = matrix.T
             for lane in LANES:
                 low, high = matrix[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].astype(int)
@@ -184,11 +193,13 @@ COMMIT = "cp.async.commit_group;"
 ARRIVED, ON_ITS_WAY = 4 * LANES, 0x7FFF7FFF
 
 
-def test_a_copy_lands_at_the_wait_that_covers_it():
+@pytest.mark.parametrize("name", memory_forms("cp.async.cg"))
+def test_a_copy_lands_at_the_wait_that_covers_it(name):
+    issue = ISSUE.replace("cp.async.cg.shared.global", name)
     for waits, arrived in (("", 0), ("cp.async.wait_group 2;", 0), ("cp.async.wait_group 1;", 1),
                            ("cp.async.wait_group 0;", 2), ("cp.async.wait_all;", 2)):  # fmt: skip
         first, second, *_ = copies(
-            ISSUE.format(0) + COMMIT + ISSUE.format(512) + COMMIT + waits
+            issue.format(0) + COMMIT + issue.format(512) + COMMIT + waits
             + READ.format(10, "") + READ.format(11, "+512")
         )  # fmt: skip
         assert (first == (ARRIVED if arrived >= 1 else ON_ITS_WAY)).all(), waits
@@ -208,10 +219,11 @@ def test_a_copy_poisons_what_was_there():
     assert (first == ON_ITS_WAY).all()
 
 
-def test_a_copy_of_no_bytes_gives_zeros():
+@pytest.mark.parametrize("name", memory_forms(("cp.async.ca", "cp.async.cg")))
+def test_a_copy_of_no_bytes_gives_zeros(name):
     body = "setp.lt.s32 %p1, %tid.x, 8; selp.b32 %r2, 16, 0, %p1;"
     first, *_ = copies(
-        body + "cp.async.ca.shared.global [%r1], [%rd1], 16, %r2;" + COMMIT
+        body + f"{name} [%r1], [%rd1], 16, %r2;" + COMMIT
         + "cp.async.wait_group 0;" + READ.format(10, "")
     )  # fmt: skip
     assert first.tolist() == [*range(0, 32, 4)] + [0] * 24

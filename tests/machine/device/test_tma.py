@@ -8,6 +8,7 @@ import torch
 
 from tests.machine.device.faults import Deadlock, Misaligned, OutOfBounds, Race, Unfenced
 from tests.machine.device.mbarriers import Miscounted
+from tests.machine.device.registry import INSTRUCTIONS
 from tests.machine.device.snippets import run
 from tests.machine.device.tensor_copies import WrongMap, host_map
 
@@ -87,14 +88,31 @@ def test_a_box_is_copied_swizzled_and_zero_outside(swizzle, at, dtype):
     assert np.array_equal(found["shared"][0, place], raw)
 
 
-def test_a_box_of_three_axes():
-    x = torch.randn(5, 6, 16)
-    load = LOAD.replace("2d", "3d").replace("%r2}", "%r2, %r5}")
-    found = copies(expecting(2 * 3 * 32, load) + wait(), x, (2, 3, 8), (4, 8),
-                   registers={"%r5": np.int32(1)})  # fmt: skip
-    wanted = torch.zeros(2, 3, 8)
-    wanted[:, :2] = x[1:3, 4:6, 8:]
-    assert np.array_equal(found["shared"][0, :192].view(np.float32), wanted.numpy().reshape(-1))
+def named(*starts):
+    return sorted(name for name in INSTRUCTIONS if name.startswith(starts))
+
+
+@pytest.mark.parametrize("name", named("cp.async.bulk.tensor"))
+def test_a_box_of_each_number_of_axes(name):
+    """Part of it behind the end of an axis: zeros there, and nothing is stored there."""
+    axes = int(name.split(".")[4][0])
+    shape, box, at = (x[5 - axes :] for x in ((2, 3, 3, 5, 16), (1, 2, 2, 2, 8), (1, 2, 0, 4, 8)))
+    here = tuple(slice(a, a + b) for a, b in zip(at, box, strict=True))
+    coordinates = ", ".join(str(a) for a in reversed(at))
+    x, held = torch.randn(shape), torch.arange(np.prod(box), dtype=torch.int32).view(torch.float32)
+    wanted, inside = torch.zeros(box), x[here].shape
+    kept = tuple(slice(0, n) for n in inside)
+    wanted[kept] = x[here]
+    if ".global.shared" not in name:
+        load = f"{name} [%r91], [%rd1, {{{coordinates}}}], [%r90];"
+        found = copies(expecting(4 * wanted.numel(), load) + wait(), x, box)["shared"][0]
+        assert np.array_equal(found[: 4 * wanted.numel()].view(np.float32), wanted.numpy().ravel())
+        return
+    store = f"@%p1 {name} [%rd1, {{{coordinates}}}], [%r91];"
+    wanted = x.clone()
+    wanted[here] = held.reshape(box)[kept]
+    copies(f"{READY} {store} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group 0;", x, box)
+    assert torch.equal(x.view(torch.int32), wanted.view(torch.int32))
 
 
 def test_bytes_are_poison_until_the_mbarrier_is_tested():
@@ -134,6 +152,18 @@ def test_phases():
             copies(INIT + arrive + wait(0) + wait(parity), x, (16, 32))
     with pytest.raises(Miscounted, match="more arrive"):
         copies(INIT.replace(", 1;", ", 2;") + arrive.replace("[%r90]", "[%r90], 3"), x, (16, 32))
+
+
+@pytest.mark.parametrize("name", named("mbarrier."))
+def test_each_spelling(name):
+    """Of init, arrive, try_wait and inval: the same, whatever else its name says."""
+    kind = name.removesuffix(".b64").split(".shared")[0].split(".release")[0].split(".acquire")[0]
+    x = torch.ones(16, 32)
+    body = expecting(2048) + wait() + READ + "bar.sync 0; @%p1 mbarrier.inval.shared.b64 [%r90];"
+    body += INIT + "@%p1 mbarrier.arrive.shared.b64 _, [%r90];" + wait()
+    usual = next(n for n in (f"{kind}.shared.b64", f"{kind}.shared::cta.b64") if n in body)
+    found = copies(body.replace(usual, name), x, (16, 32))
+    assert (found["%r4"].view(np.float32) == 1).all()
 
 
 def test_what_is_no_mbarrier():
@@ -210,6 +240,7 @@ def test_a_box_is_stored_inside_of_the_tensor_alone(early):
 def test_a_store_needs_its_fence_and_its_wait():
     x = torch.zeros(4, 16)
     body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
+    copies(body.replace("fence.proxy.async.shared::cta;", "fence.proxy.async;"), x, (4, 16))
     with pytest.raises(Unfenced):
         copies(body.replace("fence.proxy.async.shared::cta;", ""), x, (4, 16))
     with pytest.raises(Race, match="a warp wrote"):
@@ -223,6 +254,15 @@ def test_a_store_needs_its_fence_and_its_wait():
     with pytest.raises(Race, match="which warp 0 read"):  # the second warp does not wait
         copies(body + STORED, x, (4, 16))
     copies(body + "bar.sync 0;" + STORED, x, (4, 16))
+
+
+@pytest.mark.parametrize("name", named("fence.mbarrier_init", "fence.acq_rel", "membar"))
+def test_ordinary_fences_order_neither_proxies_nor_warps(name):
+    body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
+    with pytest.raises(Unfenced):
+        copies(body.replace("fence.proxy.async.shared::cta", name), torch.zeros(4, 16), (4, 16))
+    with pytest.raises(Race, match="a warp wrote"):
+        copies(body.replace("bar.sync 0", name), torch.zeros(4, 16), (4, 16))
 
 
 # Tensor maps that the kernel makes
@@ -365,3 +405,7 @@ def test_named_barriers_and_brx():
             run(body.replace("FIRST: mov", "FIRST: bar.sync 3, 64; mov"), start, **given)
         with pytest.raises(Deadlock, match=r"bar.sync 2, 64"):
             run(body.replace("bar.sync 2, 64; mov", "bar.sync 2, 96; mov"), start, **given)
+        x.zero_()
+        spelt = body.replace("brx.idx", "brx.idx.uni").replace("bar.sync", "barrier.sync.aligned")
+        run(spelt, start, **given)
+        assert x[::32].tolist() == [0, 7, 3]
