@@ -197,11 +197,11 @@ def _short(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "needs 15680 bytes, got 15679"),
-        (_lengthen, "needs 15680 bytes, got 15681"),
-        (_wrong_type, "unsigned bytes"),
-        (_wrong_magic, "not an idx file"),
-        (_short, "inside its header"),
+        (_truncate, r"size 15679 into shape \(20,28,28\)"),
+        (_lengthen, r"size 15681 into shape \(20,28,28\)"),
+        (_wrong_type, "begins with 00 00 0d, wanted 00 00 08"),
+        (_wrong_magic, "begins with 50 4b 08, wanted 00 00 08"),
+        (_short, "cannot be read as an idx file of bytes: buffer is smaller"),
         (lambda path: path.unlink(), "has no file train-images-idx3-ubyte"),
         (lambda path: write_idx(path, torch.zeros(5, 28, 28)), r"wanted \(5,\) labels"),
         (lambda path: write_idx(path, torch.zeros(5)), "wanted .N, height, width"),
