@@ -39,7 +39,7 @@ def _timm(name: str, **overrides: Any) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
-        raise _unknown("timm", name, timm.list_models())
+        raise _unknown(name, timm.list_models(), "timm:")
     return timm.create_model(name, pretrained=False, **overrides)
 
 
@@ -48,7 +48,7 @@ def _torchvision(name: str, **overrides: Any) -> nn.Module:
 
     names = models.list_models(models)
     if name not in names:
-        raise _unknown("torchvision", name, names)
+        raise _unknown(name, names, "torchvision:")
     if overrides.pop("in_chans", 3) != 3:
         raise CommandError(f"torchvision:{name} takes images of 3 channels")
     return models.get_model(name, weights=None, **_renamed(overrides, _TORCHVISION))
@@ -70,7 +70,7 @@ def _transformers(name: str, **overrides: Any) -> nn.Module:
     elif name in CLASSIFIERS:
         config = AutoConfig.for_model(name, **settings)
     else:
-        raise _unknown("hf", name, CLASSIFIERS, "; no file of that name either")
+        raise _unknown(name, CLASSIFIERS, "hf:", "; no file of that name either")
     return AutoModelForImageClassification.from_config(config)
 
 
@@ -81,26 +81,22 @@ def _renamed(overrides: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
     return {names.get(k, k): v for k, v in overrides.items()}
 
 
-def _unknown(host: str, name: str, names: Iterable[str], more: str = "") -> CommandError:
-    near = [f"{host}:{n}" for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
+def _unknown(name: str, names: Iterable[str], host: str = "", more: str = "") -> CommandError:
+    near = [host + n for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
     hint = f"; near names: {', '.join(near)}" if near else ""
-    return CommandError(f"unknown model '{host}:{name}'{more}{hint}")
+    return CommandError(f"unknown model '{host}{name}'{more}{hint}")
 
 
 def _own(name: str, **overrides: Any) -> VisionTransformer:
     if name not in preset_names():
-        near = difflib.get_close_matches(name, preset_names(), 4, 0.5)
+        names = [*preset_names()]
         if find_spec("timm") is not None:
             define_torchvision_operators()
             import timm
 
-            found = difflib.get_close_matches(name, timm.list_models(), 3, 0.8)
-            near += [f"timm:{n}" for n in found]
-        hint = f"near names: {', '.join(near)}" if near else "such as vit_small_patch16_224"
-        raise CommandError(
-            f"unknown model {name!r}; wanted a name of create_vit, timm:NAME, torchvision:NAME or "
-            f"hf:TYPE; {hint}"
-        )
+            names += [f"timm:{n}" for n in timm.list_models()]
+        wanted = "; wanted a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
+        raise _unknown(name, names, more=wanted)
     return create_vit(name, **overrides)
 
 

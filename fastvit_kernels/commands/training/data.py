@@ -115,22 +115,19 @@ AUGMENTATIONS = {
 
 
 def resize(images: Tensor, img_size: int) -> Tensor:
-    """uint8 (N, channels, h, w) -> (N, channels, img_size, img_size), bilinear, antialiased."""
+    """uint8 (N, h, w) -> (N, 1, img_size, img_size), by `fit`."""
     if images.shape[-2:] == (img_size, img_size):
-        return images
-    _check_memory(len(images), 4 * images.shape[1] * img_size**2)
-    chunks = [
-        F.interpolate(chunk.float(), (img_size, img_size), mode="bilinear", antialias=True)
-        for chunk in images.split(4096)
-    ]
-    return torch.cat([chunk.round().clamp(0, 255).to(torch.uint8) for chunk in chunks])
+        return images[:, None]
+    _check_memory(len(images), img_size**2)
+    opened = map(require("PIL.Image", "pillow").fromarray, images.numpy())
+    return torch.stack([fit(image, img_size) for image in opened])
 
 
 def load_digits(img_size: int, held_out: float, seed: int) -> Dataset:
     """scikit-learn's 1797 scans of handwritten digits, 8 x 8 x 1; they come with the package."""
     digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
     # The scans have 17 levels, 0 to 16.
-    images = torch.from_numpy(digits.images)[:, None].mul(255 / 16).round().to(torch.uint8)
+    images = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)
     everything = Split(resize(images, img_size), torch.from_numpy(digits.target).long())
     train, rest = stratified_split(everything.labels, held_out, seed)
     return Dataset(everything[train], everything[rest], [str(c) for c in range(10)])
@@ -175,7 +172,7 @@ def _idx_split(folder: Path, prefix: str, img_size: int) -> Split:
         raise CommandError(
             f"{label_path}: wanted ({len(images)},) labels, got {tuple(labels.shape)}"
         )
-    return Split(resize(images[:, None], img_size), labels)
+    return Split(resize(images, img_size), labels)
 
 
 def load_idx(folder: Path, img_size: int) -> Dataset:
@@ -282,10 +279,7 @@ class InMemory:
 
     def to(self, device: torch.device) -> None:
         self.train, self.held_out = self.train.to(device), self.held_out.to(device)
-
-    @property
-    def held_out_labels(self) -> Tensor:
-        return self.held_out.labels
+        self.held_out_labels = self.held_out.labels
 
     def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
         """This process's rows of shuffled, augmented batches, and the weight of their mean loss in

@@ -100,19 +100,6 @@ def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Ten
     return torch.bincount(index, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> None:
-    if len(classes) > 12:
-        console.print(f"Confusion matrix of {len(classes)} classes: {CONFUSION}")
-        return
-    console.print("Held-out images by true class (rows) and predicted class (columns):")
-    table = make_table("true", figures=classes)
-    for row, name in enumerate(classes):
-        cells = [str(n) if n else "." for n in confusion[row].tolist()]
-        cells[row] = f"[bold]{cells[row]}[/bold]"
-        table.add_row(name, *cells)
-    console.print(table)
-
-
 def write_report(run: Run, errors: list[Error], console: Any) -> None:
     """Accuracy, confusion matrix, speed; weights, summary and PNGs into the run folder.
 
@@ -136,7 +123,6 @@ def _write(
     images_per_s = statistics.median(row["images_per_s"] for row in run.history)
     seconds = sum(row["seconds"] for row in run.history)
 
-    _print_confusion(confusion, run.classes, console)
     wrong = count - int(confusion.diagonal().sum())
     console.print(
         f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {count} "

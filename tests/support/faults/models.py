@@ -336,18 +336,6 @@ FAULTS = [
         only=("models/test_patch_models.py::test_patch_dropout_turns_the_kept_patches_as_timm_does",),
     ),
     Fault(
-        "model-maps-autocast", "models/attention_maps.py", "attention_probabilities",
-        "scores rounded to autocast's dtype",
-        "enabled=False", "enabled=torch.is_autocast_enabled(q.device.type)",
-        only=(f"{_MAPS}test_attention_maps_under_autocast_are_fp32",),
-    ),
-    Fault(
-        "model-maps-scale", "models/attention_maps.py", "attention_probabilities",
-        "scores not scaled",
-        "(q * q.shape[-1] ** -0.5)", "q",
-        only=(f"{_MAPS}test_attention_maps_are_the_notebooks",),
-    ),
-    Fault(
         "model-maps-modes", "models/attention_maps.py", "_evaluating",
         "every module left in one mode",
         "module.training = training", "module.training = modes[0][1]",

@@ -699,19 +699,9 @@ FAULTS: list[Fault] = [
         only=(_DATA + "test_split_rounds_and_holds_one_of_two_images_out",),
     ),
     Fault(
-        "train-resize-alias", DATA, "", "images are resized without antialias",
-        'mode="bilinear", antialias=True', 'mode="bilinear"',
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
-    ),
-    Fault(
-        "train-resize-round", DATA, "", "resized pixels are cut, not rounded",
-        "chunk.round().clamp(0, 255)", "chunk.clamp(0, 255)",
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
-    ),
-    Fault(
         "train-bicubic", DATA, "", "pixels are resized to the nearest",
         "Resampling.BICUBIC", "Resampling.NEAREST",
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
+        only=(_DATA + "test_images_are_resized_bicubically",),
     ),
     Fault(
         "train-t10k-labels", DATA, "", "held-out labels may exceed the classes",
