@@ -19,10 +19,9 @@ from . import options
 from .console import CommandError, make_console, refusing, require
 from .models import build_model, input_shape
 from .training import checkpoint, data, figures
-from .training.folder import CHECKPOINT, WEIGHTS
+from .training.checkpoint import CHECKPOINT, WEIGHTS, read_settings
 from .training.model import UNFIT, load_into, model_of
 from .training.records import Files
-from .training.settings import read_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,10 +20,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..runtime.backend import INTERPRETED
 from ..runtime.dtypes import DTYPES
-from ..runtime.triton import HAS_TRITON, triton
 from ..verify.accuracy import Error
 from ..verify.cases import cases_on
 from ..verify.op import Case
@@ -34,11 +31,13 @@ from . import options
 from .console import (
     ERROR_COLUMNS,
     CommandError,
+    device_name,
     error_cells,
     finite,
     make_console,
     make_table,
     require,
+    versions,
 )
 
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
@@ -70,9 +69,8 @@ def _table(results: list[Result], every: bool) -> Any:
 
 
 def where(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"Triton's interpreter on a {platform.machine()} CPU"
+    name = device_name(device)
+    return name if device.type == "cuda" else f"Triton's interpreter on a {name}"
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -113,11 +111,7 @@ def summary(
     """The line that ends --json."""
     return {
         "passed": passed, "cases": cases, "failed": failed, "device": where(device),
-        "interpreted": INTERPRETED,
-        "versions": {
-            "fastvit_kernels": __version__, "torch": torch.__version__,
-            "triton": triton.__version__ if HAS_TRITON else None,
-        },
+        "interpreted": INTERPRETED, "versions": versions(),
     }  # fmt: skip
 
 

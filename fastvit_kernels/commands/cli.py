@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,24 +23,20 @@ INTERPRET = "TRITON_INTERPRET"
 DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compile, tune."
 
 
-@dataclass(frozen=True)
-class Command:
-    module: str
-    help: str
-    runs_kernels: bool  # so that a machine without a GPU needs Triton's interpreter
-
-
 COMMANDS = {
-    "train": Command("train", "train a ViT on real images with the kernels", True),
-    "check": Command("check", "compare every kernel with float64 on this machine", True),
-    "compare": Command(
-        "compare", "a model eager, compiled and swapped: time, memory, numbers", False
-    ),
-    "compile": Command("compile", "compile the kernels for GPUs that are not here", False),
-    "tune": Command("tune", "choose launch configs by measuring them on this GPU", False),
-    "probe": Command("probe", "k-NN and a linear probe on a model's frozen features", False),
-    "attention-maps": Command("attention_maps", "draw where each head of a ViT looks", False),
+    "train": "train a ViT on real images with the kernels",
+    "check": "compare every kernel with float64 on this machine",
+    "compare": "a model eager, compiled and swapped: time, memory, numbers",
+    "compile": "compile the kernels for GPUs that are not here",
+    "tune": "choose launch configs by measuring them on this GPU",
+    "probe": "k-NN and a linear probe on a model's frozen features",
+    "attention-maps": "draw where each head of a ViT looks",
 }
+RUN_KERNELS = ("train", "check")  # so that a machine without a GPU needs Triton's interpreter
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"{__package__}.{command.replace('-', '_')}")
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -48,10 +44,10 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastvit-kernels", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text)
         if name == next((word for word in words if not word.startswith("-")), None):
-            module = importlib.import_module(f"{__package__}.{command.module}")
+            module = _module(name)
             sub.description = module.__doc__
             sub.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(sub)
@@ -65,17 +61,15 @@ def needs_interpreter(arguments: argparse.Namespace) -> bool:
     package is imported before `main` can run. A value that the user has set is left alone.
     """
     on_gpu = torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu"
-    wanted = COMMANDS[arguments.command].runs_kernels and HAS_TRITON and not on_gpu
+    wanted = arguments.command in RUN_KERNELS and HAS_TRITON and not on_gpu
     return wanted and INTERPRET not in os.environ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command by the words after the program's name; the exit status.
 
-    Args:
-        argv: the words after the program's name. None means that this process is the command: it
-            reads sys.argv, and may start itself again in place to turn Triton's interpreter on.
-    Returns: the exit status.
+    None means that this process is the command: it reads sys.argv, and may start itself again in
+    place to turn Triton's interpreter on.
     """
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
@@ -86,9 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # BLAS threads to pay off.
         variables = {"OPENBLAS_NUM_THREADS": "1", **os.environ, INTERPRET: "1"}
         os.execve(sys.executable, sys.orig_argv, variables)
-    module = importlib.import_module(f"{__package__}.{COMMANDS[arguments.command].module}")
     try:
-        status = module.run(arguments)
+        status = _module(arguments.command).run(arguments)
         sys.stdout.flush()
         return status
     except (CommandError, OSError) as error:  # a disk that is full, a file that is not there

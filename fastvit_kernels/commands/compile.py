@@ -12,14 +12,10 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..models.gated_mlp import GluMlp, SwiGLU
-from ..models.modules import Mlp
-from ..models.presets import create_vit
 from ..runtime.backend import gpu
 from ..tools.aot import CompileError, Share, compile_step
 from ..tools.resources import TARGETS, Kernel
@@ -46,36 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def model_step(
-    model: str | nn.Module,
-    batch: int,
-    dtype: str,
-    *,
-    train: bool,
-    overrides: dict[str, Any] | None = None,
-    recompute: bool = True,
-) -> Callable[[], None]:
-    """A step of a model: forward, and where `train` cross-entropy and backward.
-
-    Args:
-        model: a name of create_vit, or a module on the meta device.
-    """
+def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Callable[[], None]:
+    """A step of a model on the meta device: forward, and where `train` loss and backward."""
 
     def step() -> None:
-        vit = model
-        if isinstance(vit, str):
-            with torch.device("meta"):  # where torch's initialisers do nothing
-                vit = create_vit(vit, **(overrides or {}))
-        vit.train(train)
-        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in vit.named_buffers()}
-        for name, p in vit.named_parameters():
+        model.train(train)
+        state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in model.named_buffers()}
+        for name, p in model.named_parameters():
             empty = torch.empty(p.shape, dtype=p.dtype)
             state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
-        for module in vit.modules():
-            if isinstance(module, (Mlp, GluMlp, SwiGLU)):
-                module.recompute = recompute
-        images = torch.empty(batch, *input_shape(vit))
-        forward = functools.partial(torch.func.functional_call, vit, state)
+        images = torch.empty(batch, *input_shape(model))
+        forward = functools.partial(torch.func.functional_call, model, state)
         run_step(forward, images, dtype, train=train)
 
     return step

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import math
+import platform
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..runtime.triton import HAS_TRITON, triton
+from ..runtime.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +27,7 @@ ERROR_COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "l
 
 
 class CommandError(Exception):
-    """A mistake that the user can mend; its text is all that the command line shows."""
+    """A mistake that the user can mend, wherever it is met; its text is all that is shown."""
 
 
 @contextmanager
@@ -36,10 +42,7 @@ def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
 
 
 def require(module: str, package: str, install: str = "fastvit-kernels[train]") -> ModuleType:
-    """Import `module`, or say how to install what it belongs to.
-
-    Raises: CommandError where the package is not installed.
-    """
+    """Import `module`, or say how to install what it belongs to."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -76,6 +79,23 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the kind of CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU"
+
+
+def versions() -> dict[str, str | None]:
+    """What results depend on."""
+    return {
+        "fastvit_kernels": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__ if HAS_TRITON else None,
+        "python": platform.python_version(),
+    }
 
 
 def finite(value: Any) -> Any:

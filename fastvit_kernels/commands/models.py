@@ -12,7 +12,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def _timm(name: str, **overrides: Any) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
-        raise _unknown("timm", name, timm.list_models())
+        raise _unknown(name, timm.list_models(), "timm:")
     return timm.create_model(name, pretrained=False, **overrides)
 
 
@@ -48,7 +48,7 @@ def _torchvision(name: str, **overrides: Any) -> nn.Module:
 
     names = models.list_models(models)
     if name not in names:
-        raise _unknown("torchvision", name, names)
+        raise _unknown(name, names, "torchvision:")
     if overrides.pop("in_chans", 3) != 3:
         raise CommandError(f"torchvision:{name} takes images of 3 channels")
     return models.get_model(name, weights=None, **_renamed(overrides, _TORCHVISION))
@@ -70,41 +70,33 @@ def _transformers(name: str, **overrides: Any) -> nn.Module:
     elif name in CLASSIFIERS:
         config = AutoConfig.for_model(name, **settings)
     else:
-        raise _unknown("hf", name, CLASSIFIERS, "; no file of that name either")
+        raise _unknown(name, CLASSIFIERS, "hf:", "; no file of that name either")
     return AutoModelForImageClassification.from_config(config)
 
 
-_HOSTS: dict[str, tuple[str, Callable[..., nn.Module]]] = {
-    "timm": ("timm", _timm),
-    "torchvision": ("torchvision", _torchvision),
-    "hf": ("transformers", _transformers),
-}
+_HOSTS = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
 
 
 def _renamed(overrides: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     return {names.get(k, k): v for k, v in overrides.items()}
 
 
-def _unknown(host: str, name: str, names: Iterable[str], more: str = "") -> CommandError:
-    near = [f"{host}:{n}" for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
+def _unknown(name: str, names: Iterable[str], host: str = "", more: str = "") -> CommandError:
+    near = [host + n for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
     hint = f"; near names: {', '.join(near)}" if near else ""
-    return CommandError(f"unknown model '{host}:{name}'{more}{hint}")
+    return CommandError(f"unknown model '{host}{name}'{more}{hint}")
 
 
 def _own(name: str, **overrides: Any) -> VisionTransformer:
     if name not in preset_names():
-        near = difflib.get_close_matches(name, preset_names(), 4, 0.5)
+        names = [*preset_names()]
         if find_spec("timm") is not None:
             define_torchvision_operators()
             import timm
 
-            found = difflib.get_close_matches(name, timm.list_models(), 3, 0.8)
-            near += [f"timm:{n}" for n in found]
-        hint = f"near names: {', '.join(near)}" if near else "such as vit_small_patch16_224"
-        raise CommandError(
-            f"unknown model {name!r}; wanted a name of create_vit, timm:NAME, torchvision:NAME or "
-            f"hf:TYPE; {hint}"
-        )
+            names += [f"timm:{n}" for n in timm.list_models()]
+        wanted = "; wanted a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
+        raise _unknown(name, names, more=wanted)
     return create_vit(name, **overrides)
 
 
@@ -126,17 +118,14 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
         if host not in _HOSTS:
             known = ", ".join(f"{h}:" for h in _HOSTS)
             raise CommandError(f"unknown model {name!r}; a prefix is one of {known}")
-        package, build = _HOSTS[host]
+        package = "transformers" if host == "hf" else host
         define_torchvision_operators()  # timm and transformers import torchvision too
         require(package, package)
-        return build(rest, **overrides)
+        return _HOSTS[host](rest, **overrides)
 
 
 def fused_model(name: str, **overrides: Any) -> nn.Module:
-    """`build_model`, a host's model after swap_in.
-
-    Raises: CommandError where swap_in finds nothing to fuse.
-    """
+    """`build_model`, a host's model after swap_in."""
     model = build_model(name, **overrides)
     if not isinstance(model, VisionTransformer) and swap_in(model).level == "none":
         raise CommandError(f"--model {name}: swap_in understands nothing of it")
@@ -145,10 +134,7 @@ def fused_model(name: str, **overrides: Any) -> nn.Module:
 
 def snapshot(repository: str) -> Path:
     """The folder of a repository in the cache of huggingface_hub, at its branch main. It is looked
-    up without that package, which could open a connection.
-
-    Raises: CommandError where it has not been fetched.
-    """
+    up without that package, which could open a connection."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     folder = cache / f"models--{repository.replace('/', '--')}"
@@ -169,10 +155,7 @@ def source_folder(source: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a repository's folder, all shards where it has several.
-
-    Raises: CommandError where there are none.
-    """
+    """The files of weights in a repository's folder, all shards where it has several."""
     names = ("model.safetensors", "pytorch_model.bin")
     for name in names:
         if (folder / name).is_file():
@@ -207,14 +190,9 @@ def logits_of(output: Any) -> Tensor:
 
 
 def run_step(forward: Callable[[Tensor], Any], images: Tensor, dtype: str, *, train: bool) -> None:
-    """One step of a model whose parameters are fp32: forward, and in training loss and backward.
-
-    Args:
-        forward: the model.
-        dtype: of autocast; "fp32" for none.
-    """
-    device = images.device.type
-    precision = nullcontext() if dtype == "fp32" else torch.autocast(device, DTYPES[dtype])
+    """One step of a model whose parameters are fp32, under autocast of another dtype: forward, and
+    in training loss and backward."""
+    precision = torch.autocast(images.device.type, DTYPES[dtype], enabled=dtype != "fp32")
     with torch.set_grad_enabled(train), precision:
         logits = logits_of(forward(images))
         if train:

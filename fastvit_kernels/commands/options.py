@@ -118,10 +118,7 @@ def add_device(parser: Any) -> None:
 
 
 def chosen_device(arguments: argparse.Namespace) -> torch.device:
-    """The device of `--device`.
-
-    Raises: CommandError where torch does not see it.
-    """
+    """The device of `--device`."""
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(arguments.device or ("cuda" if seen else "cpu"))
     if device.type == "cuda" and not seen:

@@ -19,38 +19,26 @@ from ..runtime.backend import backend
 from . import options
 from .console import CommandError, make_console, require
 from .models import fused_model, input_shape, logits_of
-from .options import part, positive
+from .options import positive
 from .training.model import load_into
 from .training.processes import Processes
-from .training.settings import DEFAULTS, Settings, given_options, make_settings
-from .training.streaming import Source, add_reading, open_images
+from .training.settings import Settings, add_reading, given_options, make_settings
+from .training.streaming import Source, open_images
 
 HEADS = ("head", "heads", "classifier")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels probe`."""
-    add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help="as for train (default digits)")
     add_reading(parser)
-    options.add_model(parser, None, "not needed with --weights timm:NAME or hf:NAME")
-    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help="as for train; random without it")
-    options.add_img_size(parser)
-    add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    options.add_batch(parser, dest="batch_size")
-    add("--held-out", type=part, metavar="SHARE", help="where there is no split (default 0.2)")
-    options.add_seed(parser, "of the split and of the probe (default 0)")
-    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help="of autocast")
-    add("--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)")
-    options.add_device(parser)
+    parser.add_argument(
+        "--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)"
+    )
     options.add_json(parser)
 
 
 def feature_model(settings: Settings) -> nn.Module:
-    """The model without its classifier.
-
-    Raises: CommandError where it has none of a known name.
-    """
+    """The model without its classifier."""
     name = settings.model
     if name is None:
         raise CommandError("probe needs --model NAME, or --weights timm:NAME or hf:NAME")

@@ -7,6 +7,7 @@ is written is documented in docs/train.md. Interrupt it with Ctrl-C and go on wi
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +17,24 @@ from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
-from .options import MOST, MOST_PROCESSES, part, positive, share, within
 from .training import checkpoint
-from .training.folder import CHECKPOINT, open_run
+from .training.checkpoint import CHECKPOINT, open_run
 from .training.processes import Processes, ended_together, join, leave
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
-from .training.settings import DEFAULTS, Settings, given_options
-from .training.streaming import add_reading, open_images
-
-NUMBERS = (  # flag, what it takes, its name, help
-    ("--lora", positive(int, 4096), "RANK", "train LoRA (peft) of q, k, v, and a head"),
-    ("--epochs", positive(int), None, None),
-    ("--lr", positive(float, 1e300), None, "peak learning rate of AdamW"),
-    ("--weight-decay", share, None, "on matrices alone (default 0.05)"),
-    ("--warmup-epochs", within(int, 0, MOST), "EPOCHS", "linear, before the cosine"),
-    ("--label-smoothing", share, None, "default 0.1"),
-    ("--drop-path", share, None, "stochastic depth of the last block (default 0)"),
-    ("--crop-scale", part, "SHARE", "least part of a streamed image in a crop (default 0.08)"),
-    ("--randaugment", positive(int, 30), "M", "RandAugment of this magnitude"),
-    ("--mixup", within(float, 1e-3, 1e3), "ALPHA", "mix pairs of images, by Beta(ALPHA, ALPHA)"),
-    ("--ema", share, "DECAY", "also average the weights; those are reported"),
-    ("--held-out", part, "SHARE", "where there is no split (default 0.2)"),
-    ("--threads", positive(int, MOST_PROCESSES), None, "of the CPU (default: 1 or torch's)"),
-)
-SWITCHES = (
-    ("--augment", "random affine maps (default on)"),
-    ("--compare", "train plain PyTorch beside it: same weights, same batches"),
-    ("--check", "first compare our kernels with PyTorch on one batch (default on)"),
-)
-BACKEND = (
-    "auto: our kernels on a GPU, PyTorch for the steps elsewhere; triton forces the kernels, in "
-    "Triton's slow interpreter where there is no GPU"
-)
-DATA = "mnist: idx files; webdataset: tar shards; hf: what Hugging Face's datasets reads"
-WEIGHTS = "pretrained weights of --model; with timm: or hf: they bring their model"
-FREEZE = "parameters that stay: 'blocks.0.*'; backbone is all but the head"
+from .training.settings import READ, Settings, add_flags, add_reading, given_options
+from .training.streaming import open_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels train`. None stands for "not given"."""
+    """The options of `fastvit-kernels train`."""
     add = parser.add_argument
-    add("--data", choices=sorted(DEFAULTS), help=f"default digits; {DATA}")
     add_reading(parser)
-    options.add_model(parser, None, "default: by --data")
-    add("--weights", metavar="FILE|timm:NAME|hf:NAME", help=WEIGHTS)
-    add("--freeze", nargs="+", metavar="PATTERN", help=FREEZE)
-    options.add_img_size(parser)
-    add("--in-chans", type=int, choices=(1, 3), help="1 reads grey images, 3 colour (folder)")
-    options.add_batch(parser, dest="batch_size")
-    for flag, kind, metavar, text in NUMBERS:
-        add(flag, type=kind, metavar=metavar, help=text)
-    for flag, text in SWITCHES:
-        add(flag, action=argparse.BooleanOptionalAction, help=text)
-    parser.set_defaults(check=True)
-    options.add_seed(parser, "of weights, split, order and augmentation (default 0)")
-    precision = "of autocast; default bf16 on CUDA, else fp32"
-    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help=precision)
-    add("--backend", choices=("auto", "triton", "torch"), help=BACKEND)
-    options.add_device(parser)
+    add_flags(parser, {f.name for f in fields(Settings)} - READ)
+    add(
+        "--check", action=argparse.BooleanOptionalAction, default=True,
+        help="first compare our kernels with PyTorch on one batch (default on)",
+    )  # fmt: skip
     options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
@@ -100,15 +60,10 @@ def _train(run: Run, console: Any) -> None:
     """The epochs that remain, with a progress bar; a checkpoint after each."""
     rich: Any = require("rich.progress", "rich")
     settings, done = run.settings, len(run.history)
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
-        rich.TextColumn("steps"), rich.TimeElapsedColumn(), rich.TextColumn("elapsed,"),
-        rich.TimeRemainingColumn(), rich.TextColumn("left"),
-    )  # fmt: skip
     steps = run.steps_per_epoch * len(run.learners)
     every = max(1, settings.epochs // 10)
-    shown = console.is_terminal
-    with rich.Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+    quiet = not console.is_terminal
+    with rich.Progress(console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
         for epoch in range(done + 1, settings.epochs + 1):
 
@@ -126,20 +81,18 @@ def _train(run: Run, console: Any) -> None:
 
 
 def _epoch_line(row: dict[str, float], settings: Settings) -> str:
-    line = (
-        f"epoch {row['epoch']:>3}/{settings.epochs}: loss {row['train_loss']:.3f}, held-out "
-        f"{row['held_out_loss']:.3f} and {100 * row['held_out_accuracy']:.2f} %, "
-        f"{row['images_per_s']:,.0f} images/s"
-    )
+    def told(who: str) -> str:
+        loss, held_out, right, speed = (
+            row[who + name]
+            for name in ("train_loss", "held_out_loss", "held_out_accuracy", "images_per_s")
+        )
+        held_out = f"held-out {held_out:.3f} and {100 * right:.2f} %"
+        return f"loss {loss:.3f}, {held_out}, {speed:,.0f} images/s"
+
+    line = f"epoch {row['epoch']:>3}/{settings.epochs}: {told('')}"
     if "data_wait" in row:
         line += f", waiting for data {100 * row['data_wait']:.0f} %"
-    if "reference_train_loss" in row:
-        line += (
-            f"; PyTorch {row['reference_train_loss']:.3f}, {row['reference_held_out_loss']:.3f} "
-            f"and {100 * row['reference_held_out_accuracy']:.2f} %, "
-            f"{row['reference_images_per_s']:,.0f} images/s"
-        )
-    return line
+    return line + (f"; PyTorch {told('reference_')}" if settings.compare else "")
 
 
 def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:

@@ -2,16 +2,13 @@
 
     map[b, h, t, s] = softmax_s(q[b, t, h] . k[b, s, h] * D**-0.5)
 
-A forward hook reads the output of each qkv projection while the model runs as usual; queries and
-keys are normed and turned as the model's are.
-
-Of another library's model the softmax of each attention is read, on PyTorch's own math path.
+The model runs on PyTorch's own math path, one step of which is the softmax; a dispatch mode keeps
+what it gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,36 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..runtime.arguments import check_tensor
 from ..runtime.backend import backend
 from ..runtime.compat import SOFTMAXES, TorchDispatchMode
-from .modules import Attention
-
-
-def attention_probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """Two (B, T, H, D) -> (B, H, T, T) fp32, each row summing to 1; autocast is off inside."""
-    with torch.autocast(q.device.type, enabled=False):
-        q, k = (x.float().transpose(1, 2) for x in (q, k))
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        return scores.softmax(dim=-1)
-
-
-@contextmanager
-def _recorded(attn: Attention, maps: list[Tensor]) -> Iterator[None]:
-    """Each call of attn adds its map, from what its qkv gives and the rope that it is given."""
-    rope: list[Any] = []
-
-    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        rope[:] = [kwargs.get("rope")]
-
-    def read(_module: nn.Module, _args: Any, projected: Tensor) -> None:
-        q, k, _ = attn.heads(projected, *rope)
-        maps.append(attention_probabilities(q, k))
-
-    noting = attn.register_forward_pre_hook(note, with_kwargs=True)
-    reading = attn.qkv.register_forward_hook(read)
-    try:
-        yield
-    finally:
-        noting.remove()
-        reading.remove()
 
 
 class _Softmaxes(TorchDispatchMode):
@@ -98,30 +65,22 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     depend on the images alone. Leaves modes, hooks and random state unchanged.
 
     Args:
-        model: a VisionTransformer or any module that contains our Attention; else a model of timm,
+        model: a VisionTransformer or any module that contains our Attention; or a model of timm,
             torchvision, transformers or torch.nn, swapped or not.
         images: what the model takes, (B, in_chans, height, width); uint8 if it normalises bytes.
     Returns:
         One (B, H, T, T) fp32 tensor per layer, in running order; row t is where token t looks.
         Memory: 4 B H T T bytes per layer.
     Precision: q and k as the model computes them, scores and softmax fp32.
-    Raises: ValueError if the model computes no attention; TypeError for other models or images.
+    Raises: ValueError if the model computes no attention, as on an empty batch; TypeError for other
+        models or images.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
     if not (isinstance(images, Tensor) and images.dtype is torch.uint8):
         check_tensor("attention_maps", "images", images)
-    attentions = [m for m in model.modules() if isinstance(m, Attention)]
-    maps: list[Tensor] = []
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_evaluating(model))
-        if not attentions:
-            stack.enter_context(_math_attention())
-            maps = stack.enter_context(_Softmaxes()).maps
-        for attn in attentions:
-            stack.enter_context(_recorded(attn, maps))
+    with torch.no_grad(), _evaluating(model), _math_attention(), _Softmaxes() as seen:
         model(images)
-    if not maps:
+    if not seen.maps:
         raise ValueError(f"attention_maps: {type(model).__name__} computes no attention")
-    return maps
+    return seen.maps

@@ -33,7 +33,7 @@ from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit
 from .modules import Size
 from .norms import NORM_LAYERS, NormLayer
-from .rotary import GridIndexing, RopeType
+from .rope_tables import GridIndexing, RopeType
 
 Config = TypeVar("Config")
 Memory = Literal["default", "low"]
@@ -58,7 +58,10 @@ class _Checked:
     @property
     def norm(self) -> NormLayer:
         """Makes a norm of a width."""
-        return functools.partial(NORM_LAYERS[self.norm_layer], eps=self.norm_eps)
+        return self._norm(self.norm_layer)
+
+    def _norm(self, name: str) -> NormLayer:
+        return functools.partial(NORM_LAYERS[name], eps=self.norm_eps)
 
 
 @dataclass(frozen=True)
@@ -153,9 +156,7 @@ class ViTConfig(_Checked):
     @property
     def embed_norm(self) -> NormLayer | None:
         """Makes the norm of the patches."""
-        if self.embed_norm_layer is None:
-            return None
-        return functools.partial(NORM_LAYERS[self.embed_norm_layer], eps=self.norm_eps)
+        return None if self.embed_norm_layer is None else self._norm(self.embed_norm_layer)
 
     @property
     def num_prefix_tokens(self) -> int:

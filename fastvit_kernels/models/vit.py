@@ -21,8 +21,7 @@ from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, rebuilt_output
 from .patch_dropout import PatchDropout, kept_tables
 from .positions import resize_positions
-from .rope_tables import Tables
-from .rotary import RotaryEmbedding
+from .rope_tables import RotaryEmbedding, Tables
 
 
 class Block(nn.Module):
@@ -110,13 +109,9 @@ class VisionTransformer(nn.Module):
     @configured_by(ViTConfig)
     def __init__(self, c: ViTConfig):
         super().__init__()
-        self.embed_dim, self.num_classes, self.global_pool = (
-            c.embed_dim,
-            c.num_classes,
-            c.global_pool,
-        )
-        self.no_embed_class, self.pool_include_prefix = c.no_embed_class, c.pool_include_prefix
-        self.num_prefix_tokens = c.num_prefix_tokens
+        self.embed_dim, self.num_classes = c.embed_dim, c.num_classes
+        self.global_pool, self.pool_include_prefix = c.global_pool, c.pool_include_prefix
+        self.no_embed_class, self.num_prefix_tokens = c.no_embed_class, c.num_prefix_tokens
 
         self.patch_embed = PatchEmbed(
             c.img_size, c.patch_size, c.in_chans, c.embed_dim, not c.pre_norm, c.conv_stem_configs,

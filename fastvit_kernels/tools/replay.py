@@ -32,11 +32,16 @@ SPECIFICATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-class TensorSpec(NamedTuple):
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor. One of integers or booleans has its values: calls differ by its kind, the first
+    one's values serve."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool = False
+    values: Tensor | None = field(default=None, compare=False, repr=False)
 
     def random(self, name: str, generator: torch.Generator) -> Tensor:
         """Normal numbers; a weight keeps the scale of what it multiplies."""
@@ -47,16 +52,6 @@ class TensorSpec(NamedTuple):
         return numbers.to(self.dtype).as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True)
-class IntegerSpec:
-    """A tensor of integers or booleans: calls differ by its kind, the first one's values serve."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    values: Tensor = field(compare=False, repr=False)
-
-
 class Call(NamedTuple):
     """One call of a public function: its arguments by name, tensors as specs."""
 
@@ -65,8 +60,7 @@ class Call(NamedTuple):
     autocast: torch.dtype | None
 
     def __str__(self) -> str:
-        specs = (TensorSpec, IntegerSpec)
-        shapes = (a.shape for _, a in self.arguments if isinstance(a, specs))
+        shapes = (a.shape for _, a in self.arguments if isinstance(a, TensorSpec))
         return f"{self.function.__name__} {next(shapes, ())}"
 
 
@@ -85,7 +79,7 @@ def _noted(function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
                 autocast = autocast or autocast_dtype(value)
                 value = TensorSpec(*kind, value.requires_grad and torch.is_grad_enabled())
             else:
-                value = IntegerSpec(*kind, value)
+                value = TensorSpec(*kind, values=value)
         elif isinstance(value, list):
             value = tuple(value)
         named.append((name, value))
@@ -143,13 +137,13 @@ class Replay:
         self.inputs: dict[str, Tensor | None] = {}
         self.constants: dict[str, Any] = {}
         for name, argument in call.arguments:
-            if isinstance(argument, TensorSpec):
-                x = argument.random(name, generator)
-                self.inputs[name] = x.requires_grad_(argument.requires_grad)
-            elif isinstance(argument, IntegerSpec):
+            if not isinstance(argument, TensorSpec):
+                self.constants[name] = argument
+            elif argument.values is not None:
                 self.inputs[name] = argument.values.to(device)
             else:
-                self.constants[name] = argument
+                x = argument.random(name, generator)
+                self.inputs[name] = x.requires_grad_(argument.requires_grad)
 
     def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return in_precision(functools.partial(function, **self.constants), self.call.autocast)

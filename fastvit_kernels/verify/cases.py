@@ -10,13 +10,12 @@ import torch
 
 from ..models.vit import VisionTransformer
 from ..runtime.dtypes import DTYPES
-from .entries.attention import ATTENTION, QKV_ATTENTION, ROPE_ATTENTION, SDPA
+from .entries.attention import ATTENTION, QKV_ATTENTION, ROPE_ATTENTION, SDPA, VARLEN_ATTENTION
 from .entries.gated_mlp import GATED_MLP
 from .entries.linear import LINEAR, MLP
 from .entries.norms import LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT
 from .entries.patch_embed import PATCH_EMBED
 from .entries.rope import ROPE
-from .entries.varlen import VARLEN_ATTENTION
 from .op import LARGE, SMALL, Case, Draw, Op, Sizes
 from .plain_vit import model_case
 

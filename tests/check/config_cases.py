@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fastvit_kernels.verify.cases import OPS
+from fastvit_kernels.verify.entries.attention import packed_sizes
 from fastvit_kernels.verify.entries.gated_mlp import gated_sizes
 from fastvit_kernels.verify.entries.patch_embed import patch_sizes
 from fastvit_kernels.verify.entries.rope import TABLES
-from fastvit_kernels.verify.entries.varlen import packed_sizes
 from fastvit_kernels.verify.op import Case, Draw, Example, Shape, Sizes
 
 

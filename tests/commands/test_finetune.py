@@ -15,7 +15,7 @@ from fastvit_kernels.commands import cli, models
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.commands.training import checkpoint
-from fastvit_kernels.commands.training.folder import CHECKPOINT, open_run
+from fastvit_kernels.commands.training.checkpoint import CHECKPOINT, open_run
 from fastvit_kernels.commands.training.model import load_into, merged, model_of, tensors_in
 from fastvit_kernels.commands.training.settings import given_options, make_settings
 

@@ -17,7 +17,7 @@ from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.training import checkpoint, data, figures, report
-from fastvit_kernels.commands.training import folder as names
+from fastvit_kernels.commands.training import checkpoint as names
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.data import AUGMENTATIONS, Augmentation
 from fastvit_kernels.commands.training.processes import Processes

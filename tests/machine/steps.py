@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
+from fastvit_kernels.models.modules import Mlp
+from fastvit_kernels.models.presets import create_vit
 from fastvit_kernels.ops.attention.rotary import rope_attention
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from fastvit_kernels.ops.common.samples import keep_samples
@@ -31,11 +34,21 @@ from . import attention_steps
 from .attention_steps import HEAD_DIMS, backward
 
 
-def _blocks(model: str, dtype: str = "bf16", batch: int = 64, **arguments: Any):
-    """A training step of the model cut to two blocks, the second with drop path if any."""
-    recompute = arguments.pop("recompute", True)
-    overrides = {"depth": 2, **arguments}
-    return model_step(model, batch, dtype, train=True, overrides=overrides, recompute=recompute)
+def _blocks(
+    model: str, dtype: str = "bf16", batch: int = 64, depth: int = 2, train: bool = True,
+    recompute: bool = True, **arguments: Any,
+) -> Callable[[], None]:  # fmt: skip
+    """A step of the model cut to two blocks, the second with drop path if any."""
+
+    def step() -> None:
+        with torch.device("meta"):  # where torch's initialisers do nothing
+            vit = create_vit(model, depth=depth, **arguments)
+        for module in vit.modules():
+            if isinstance(module, (Mlp, GluMlp, SwiGLU)):
+                module.recompute = recompute
+        model_step(vit, batch, dtype, train=train)()
+
+    return step
 
 
 def _rms_norm() -> None:
@@ -220,9 +233,7 @@ def _gemm_configs() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
     "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
-    "ViT-Ti/16, inference": model_step(
-        "vit_tiny_patch16_224", 256, "bf16", train=False, overrides={"depth": 1}
-    ),
+    "ViT-Ti/16, inference": _blocks("vit_tiny_patch16_224", batch=256, depth=1, train=False),
     "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
     "narrow MLP": _narrow_mlp,
     "RMSNorm": _rms_norm,

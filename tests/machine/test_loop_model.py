@@ -320,7 +320,7 @@ def test_bytes_and_sizes_of_a_step():
     from tests.machine import launches
 
     x = torch.empty(6, 1, 5, dtype=torch.bfloat16)
-    assert aot.tensor_bytes(x) == 60 == aot.tensor_bytes(x.expand(6, 7, 5))
+    assert launches.tensor_bytes(x) == 60 == launches.tensor_bytes(x.expand(6, 7, 5))
     mm, bmm, view = torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.view
     a, b = torch.empty(3, 5), torch.empty(5, 7)
     found = launches._library_call(mm, (a, b), torch.mm(a, b))

@@ -16,7 +16,7 @@ from torch import nn
 
 import fastvit_kernels as fk
 from fastvit_kernels.models.norms import RmsNorm
-from fastvit_kernels.models.rotary import RotaryEmbedding
+from fastvit_kernels.models.rope_tables import RotaryEmbedding
 
 nan, inf = float("nan"), float("inf")
 SMALL: dict[str, Any] = dict(

@@ -26,7 +26,7 @@ from fastvit_kernels import (
     load_weights,
 )
 from fastvit_kernels.models.presets import _PRESETS, preset_names
-from fastvit_kernels.models.rotary import RotaryEmbedding
+from fastvit_kernels.models.rope_tables import RotaryEmbedding
 from fastvit_kernels.verify.plain_vit import agreement
 
 bf16 = torch.bfloat16

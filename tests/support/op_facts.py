@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.verify.cases import OPS
+from fastvit_kernels.verify.entries.attention import packed_sizes
 from fastvit_kernels.verify.entries.gated_mlp import gated_sizes
-from fastvit_kernels.verify.entries.varlen import packed_sizes
 from fastvit_kernels.verify.op import Op, Shape
 
 

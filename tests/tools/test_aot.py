@@ -120,7 +120,8 @@ class Driver:
     get_current_stream = staticmethod(lambda device: 0)
     get_current_target = staticmethod(target.triton_target)
 
-step = model_step("vit_mnist", 2, "bf16", train=True, overrides={"depth": 1})
+with torch.device("meta"):
+    step = model_step(create_vit("vit_mnist", depth=1), 2, "bf16", train=True)
 ahead = {kernel.key for kernel in compile_step(step, target)}
 launched = set()
 knobs.runtime.kernel_load_start_hook = lambda *arguments: launched.add(arguments[-1])

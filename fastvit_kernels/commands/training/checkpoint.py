@@ -1,8 +1,9 @@
-"""The checkpoint of a run, and the states of every random generator."""
+"""The folder of a run: its files, its checkpoint, the states of every random generator in it."""
 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch
 from ...runtime import files
 from ...weights.files import read_pickle
 from ..console import CommandError, refusing
+from .settings import Settings, flag_of, make_settings
 
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.csv"
+WEIGHTS, SUMMARY = "weights.pth", "summary.json"
+CURVES, CONFUSION, ATTENTION = "curves.png", "confusion.png", "attention.png"
+WRITTEN = (CHECKPOINT, METRICS, WEIGHTS, SUMMARY, CURVES, CONFUSION, ATTENTION)
 FORMAT = 2
 PARTS = {"settings", "classes", "normalization", "data_digest", "history"}
 
@@ -48,10 +54,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of `save` onto the CPU; nothing in the file is executed.
-
-    Raises: CommandError where the file is missing, damaged, or something else.
-    """
+    """Read a checkpoint of `save` onto the CPU; nothing in the file is executed."""
     if not path.is_file():
         raise CommandError(f"there is no checkpoint {path}")
     with refusing(f"{path} cannot be read as a checkpoint", Exception):
@@ -61,3 +64,58 @@ def load(path: Path) -> dict[str, Any]:
     if lacking := sorted(PARTS - content.keys()):
         raise CommandError(f"{path} cannot be read as a checkpoint: it lacks {lacking[0]}")
     return content
+
+
+def read_settings(content: dict[str, Any], path: Path) -> Settings:
+    """The settings of a checkpoint's content."""
+    with refusing(f"{path} cannot be read as a checkpoint", TypeError):
+        return Settings(**content["settings"])
+
+
+def _latest_folder(name: str) -> Path:
+    def number(folder: Path) -> int:
+        return int(folder.name.removeprefix(name).lstrip("-") or 1)
+
+    pattern = re.compile(rf"{name}(-\d+)?")
+    found = [
+        path for path in Path("runs").glob("*")
+        if pattern.fullmatch(path.name) and (path / CHECKPOINT).exists()
+    ]  # fmt: skip
+    if not found:
+        raise CommandError(f"there is no run of --data {name} in runs/; name its folder with --out")
+    return max(found, key=number)
+
+
+def _resumed_settings(folder: Path, given: dict[str, Any]) -> Settings:
+    settings = read_settings(load(folder / CHECKPOINT), folder / CHECKPOINT)
+    for name, value in given.items():
+        if value != getattr(settings, name):
+            raise CommandError(
+                f"{flag_of(name)} {value} differs from the {getattr(settings, name)} of the run "
+                f"in {folder}; --resume keeps a run's settings, --out starts another run"
+            )
+    return settings
+
+
+def open_run(
+    given: dict[str, Any], out: Path | None, resume: bool, device: torch.device
+) -> tuple[Path, Settings]:
+    """The run folder and its settings, some of them given. Without `out` it is the first of
+    runs/NAME, runs/NAME-2, ... that is free, or the last that holds a run where one goes on."""
+    name = given.get("data", "digits")
+    if resume:
+        folder = out or _latest_folder(name)
+        return folder, _resumed_settings(folder, given)
+    settings = make_settings(given, device)
+    folder, number = out or Path("runs") / name, 1
+    while out is None and folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    if taken := [n for n in WRITTEN if (folder / n).exists()]:
+        raise CommandError(
+            f"{folder} holds a run already ({taken[0]}); go on with it with --resume --out "
+            f"{folder}, or name another folder"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"--out {folder} is not a folder")
+    return folder, settings

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import math
 import os
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.patch_embed.functions import normalised_pixels
 from ..console import CommandError, refusing, require
 from .processes import Processes
 from .records import Records, from_folder, stratified_split
 from .settings import Settings
-
-IDX_UINT8 = 0x08
 
 
 @dataclass
@@ -73,11 +71,7 @@ class Normalization:
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 (B, channels, height, width) -> fp32 of the same shape."""
-        mean, std = (
-            torch.tensor(values, device=images.device).view(1, -1, 1, 1)
-            for values in (self.mean, self.std)
-        )
-        return (images.float() / 255 - mean) / std
+        return normalised_pixels(images, self.mean, self.std, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -95,11 +89,8 @@ class Augmentation:
         return 2 * torch.rand(5, B, generator=generator) - 1
 
     def apply(self, images: Tensor, draw: Tensor) -> Tensor:
-        """fp32 (B, channels, height, width) -> the same shape; the border is repeated outwards.
-
-        Args:
-            draw: the numbers of `draw`, a column an image.
-        """
+        """fp32 (B, channels, height, width) by the numbers of `draw`, a column an image; the border
+        is repeated outwards."""
         height, width = images.shape[-2:]
         angle = draw[0] * math.radians(self.degrees)
         zoom = 1 + draw[1] * self.zoom
@@ -124,22 +115,19 @@ AUGMENTATIONS = {
 
 
 def resize(images: Tensor, img_size: int) -> Tensor:
-    """uint8 (N, channels, h, w) -> (N, channels, img_size, img_size), bilinear, antialiased."""
+    """uint8 (N, h, w) -> (N, 1, img_size, img_size), by `fit`."""
     if images.shape[-2:] == (img_size, img_size):
-        return images
-    _check_memory(len(images), 4 * images.shape[1] * img_size**2)
-    chunks = [
-        F.interpolate(chunk.float(), (img_size, img_size), mode="bilinear", antialias=True)
-        for chunk in images.split(4096)
-    ]
-    return torch.cat([chunk.round().clamp(0, 255).to(torch.uint8) for chunk in chunks])
+        return images[:, None]
+    _check_memory(len(images), img_size**2)
+    opened = map(require("PIL.Image", "pillow").fromarray, images.numpy())
+    return torch.stack([fit(image, img_size) for image in opened])
 
 
 def load_digits(img_size: int, held_out: float, seed: int) -> Dataset:
     """scikit-learn's 1797 scans of handwritten digits, 8 x 8 x 1; they come with the package."""
     digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
     # The scans have 17 levels, 0 to 16.
-    images = torch.from_numpy(digits.images)[:, None].mul(255 / 16).round().to(torch.uint8)
+    images = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)
     everything = Split(resize(images, img_size), torch.from_numpy(digits.target).long())
     train, rest = stratified_split(everything.labels, held_out, seed)
     return Dataset(everything[train], everything[rest], [str(c) for c in range(10)])
@@ -150,25 +138,17 @@ def read_idx(path: Path) -> Tensor:
 
     Layout: two zero bytes, the element type, the number of axes, each axis as a big-endian uint32,
     then the elements, last axis fastest.
-    Raises: CommandError naming the file and what is wrong with it.
     """
-    with refusing(f"{path} cannot be read", OSError, EOFError, zlib.error):
+    numpy = require("numpy", "numpy")
+    broken = (OSError, EOFError, IndexError, ValueError, zlib.error)
+    with refusing(f"{path} cannot be read as an idx file of bytes", *broken):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if len(content) < 4 or content[:2] != b"\0\0":
-        raise CommandError(f"{path} is not an idx file: it must begin with two zero bytes")
-    kind, axes = content[2], content[3]
-    if kind != IDX_UINT8:
-        raise CommandError(f"{path}: elements must be unsigned bytes (type 0x08), got {kind:#04x}")
-    start = 4 + 4 * axes
-    if len(content) < start:
-        raise CommandError(f"{path} ends inside its header")
-    shape = struct.unpack(f">{axes}I", content[4:start])
-    if len(content) - start != math.prod(shape):
-        raise CommandError(
-            f"{path}: shape {shape} needs {math.prod(shape)} bytes, got {len(content) - start}"
-        )
-    # bytearray: torch wants memory that may be written.
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)[start:].view(shape)
+        if content[:3] != b"\0\0\x08":
+            raise ValueError(f"it begins with {content[:3].hex(' ')}, wanted 00 00 08")
+        axes = content[3]
+        shape = numpy.frombuffer(content, ">u4", axes, 4).tolist()
+        elements = numpy.frombuffer(content, numpy.uint8, offset=4 + 4 * axes)
+        return torch.from_numpy(elements.reshape(shape).copy())
 
 
 def _idx_file(folder: Path, name: str) -> Path:
@@ -192,7 +172,7 @@ def _idx_split(folder: Path, prefix: str, img_size: int) -> Split:
         raise CommandError(
             f"{label_path}: wanted ({len(images)},) labels, got {tuple(labels.shape)}"
         )
-    return Split(resize(images[:, None], img_size), labels)
+    return Split(resize(images, img_size), labels)
 
 
 def load_idx(folder: Path, img_size: int) -> Dataset:
@@ -230,10 +210,7 @@ def fit(image: Any, img_size: int | None) -> Tensor:
 
 
 def read_image(records: Records, index: int, img_size: int | None, in_chans: int) -> Tensor:
-    """One image as uint8 (in_chans, img_size, img_size), or of its own size for None.
-
-    Raises: CommandError naming it.
-    """
+    """One image as uint8 (in_chans, img_size, img_size), or of its own size for None."""
     bomb = require("PIL.Image", "pillow").DecompressionBombError
     broken = (OSError, ValueError, SyntaxError, KeyError, bomb)
     reading = refusing(f"{records.name(index)} cannot be read as an image", *broken)
@@ -264,13 +241,9 @@ def load_folder(
     _check_memory(len(places), in_chans * img_size**2)
     images = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
-        try:
-            for image in pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places):
-                images.append(image)
-                progress(len(images), len(places))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for image in pool.map(lambda p: read_image(*p, img_size, in_chans), places):
+            images.append(image)
+            progress(len(images), len(places))
     everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))
     return Dataset(everything[: len(train)], everything[len(train) :], classes)
 
@@ -306,10 +279,7 @@ class InMemory:
 
     def to(self, device: torch.device) -> None:
         self.train, self.held_out = self.train.to(device), self.held_out.to(device)
-
-    @property
-    def held_out_labels(self) -> Tensor:
-        return self.held_out.labels
+        self.held_out_labels = self.held_out.labels
 
     def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
         """This process's rows of shuffled, augmented batches, and the weight of their mean loss in

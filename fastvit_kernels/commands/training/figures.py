@@ -82,14 +82,9 @@ def draw_confusion(confusion: Tensor, classes: Sequence[str], path: Path, title:
 
 
 def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequence[int]) -> Tensor:
-    """Attention to the patches as images: (H, T, T) -> (H, rows, columns).
-
-    Args:
-        maps: rows are queries, and sum to 1 over the keys.
-        num_prefix: class and register tokens before the patches; not shown as keys.
-        from_cls: read the class token's row (token 0); else the mean over all patches' rows.
-        grid: patches along (height, width).
-    """
+    """Attention to the patches of `grid` as images: (H, T, T), whose rows are queries, -> (H, rows,
+    columns). Of the class token, token 0, else the mean over all patches; class and register tokens
+    before the patches are not shown as keys."""
     rows = maps[:, 0] if from_cls else maps[:, num_prefix:].mean(1)
     return rows[:, num_prefix:].unflatten(-1, tuple(grid))
 
@@ -106,14 +101,9 @@ def seen_pixels(model: Any, image: Tensor) -> Tensor:
 def draw_attention(
     image: Tensor, layers: Sequence[Tensor], from_cls: bool, path: Path, title: str
 ) -> None:
-    """The image, then each head's attention over it, one scale for all: a row a layer, or the heads
-    of one layer in rows of five panels.
-
-    Args:
-        image: (1 or 3, height, width) uint8.
-        layers: (H, rows, columns) a layer, from `patch_attention`.
-        title: of the sample.
-    """
+    """The image, (1 or 3, height, width) uint8, then each head's attention over it, by
+    `patch_attention`, one scale for all: a row a layer, or the heads of one layer in rows of five
+    panels."""
     several, height, width = len(layers) > 1, *image.shape[1:]
     peak = max(float(layer.max()) for layer in layers)
     cells = [cell for layer in layers for cell in (None, *layer)]
@@ -147,14 +137,9 @@ def draw_attention(
 
 
 def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
-    """Attention of every layer and head over one square image, for the drawings above.
-
-    Args:
-        model: a VisionTransformer, or another library's: its patches make up a square, and what
-            comes before them begins with the class token.
-        pixels: (1, in_chans, height, width), normalized, on the model's device.
-    Returns: (H, rows, columns) a layer on the CPU, and whether it is the class token's.
-    """
+    """(H, rows, columns) of every layer over one square image (1, in_chans, height, width), on the
+    CPU, and whether they are the class token's. Another library's patches make up a square, and
+    what comes before them begins with the class token."""
     try:
         maps = attention_maps(model, pixels)
     except ValueError as error:

@@ -36,11 +36,8 @@ _WRAPPERS = ("state_dict", "model", "model_ema", "teacher")
 def model_of(
     settings: Settings, num_classes: int, say: Callable[[str], None] | None = None
 ) -> nn.Module:
-    """The model of a run with random weights, drawn from torch's global generator.
-
-    Args:
-        say: load --weights too, and give it the line that says what was loaded.
-    """
+    """The model of a run with random weights, drawn from torch's global generator. With `say` it
+    loads --weights too, and says what was loaded."""
     options: dict[str, Any] = dict(
         img_size=settings.img_size, in_chans=settings.in_chans, num_classes=num_classes
     )
@@ -128,15 +125,12 @@ def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_into(model: nn.Module, source: str) -> str:
-    """Copy pretrained weights into a model; its classifier keeps its own where the number of
-    classes differs.
+    """Copy pretrained weights into a model, all that fit but another classifier, or none; a line
+    that says what was loaded.
 
-    Args:
-        source: a file of any family that `load_weights` reads, for our models; a state dict of the
-            model's own names, for a host's; timm:NAME or hf:NAME, from the cache of
-            huggingface_hub; after hf: also a folder.
-    Returns: one line that says what was loaded.
-    Raises: CommandError naming what does not fit; the model then keeps its weights.
+    source: a file of any family that `load_weights` reads, for our models; a state dict of the
+    model's own names, for a host's; timm:NAME or hf:NAME, from the cache of huggingface_hub; after
+    hf: also a folder.
     """
     remote = source.startswith(("timm:", "hf:"))
     with refusing(f"--weights {source} does not fit the model", *UNFIT):
@@ -188,10 +182,7 @@ def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], l
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take gradients from the parameters that a pattern names; "backbone" is all but the head.
-
-    Raises: CommandError for a pattern that names none, and where nothing is left to train.
-    """
+    """Take gradients from the parameters that a pattern names; "backbone" is all but the head."""
     named = dict(model.named_parameters())
     for pattern in patterns:
         chosen = [
@@ -210,11 +201,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def add_lora(model: nn.Module, rank: int) -> None:
-    """peft's LoRA on the Linears of queries, keys and values; what else is trained is the head.
-
-    Raises: CommandError for a model of ours, whose layers read their weights themselves, and where
-        no such Linear is found.
-    """
+    """peft's LoRA on the Linears of queries, keys and values; what else is trained is the head."""
     if isinstance(model, VisionTransformer):
         raise CommandError("--lora is for models of other libraries: --model timm:NAME or hf:TYPE")
     peft: Any = require("peft", "peft", "peft")

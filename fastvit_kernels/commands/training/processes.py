@@ -49,11 +49,8 @@ class Processes:
         return value
 
     def agree(self, action: Callable[[], T]) -> T:
-        """What `action` returns in the first process, in all of them.
-
-        Raises: its CommandError or OSError in the first process, and SystemExit(2) in silence in
-            the others.
-        """
+        """What `action` returns in the first process, in all of them. Where it raises CommandError
+        or OSError, the others end in silence with status 2."""
         if self.world == 1:
             return action()
         box: list[Any] = [None, None]
@@ -72,13 +69,8 @@ class Processes:
 
 
 def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]:
-    """This process among those of torchrun, and its device; (one process, None) without torchrun.
-
-    Args:
-        given: --device, which may say cpu or cuda.
-        fsdp: whether --fsdp was given.
-    Raises: CommandError for --fsdp without torchrun, and for more processes than GPUs.
-    """
+    """This process among those of torchrun, and its device, of the kind that is given; without
+    torchrun (one process, None)."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if fsdp:
             raise CommandError(f"--fsdp shards over processes; start them with {LAUNCH} --fsdp")
@@ -124,11 +116,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def distribute(
     model: nn.Module, device: torch.device, fsdp: bool, dtype: torch.dtype | None
 ) -> nn.Module:
-    """The model under DDP, or sharded in place by FSDP2, block by block.
-
-    Args:
-        dtype: of autocast. FSDP2 gathers weights and computes in it, and reduces in fp32.
-    """
+    """The model under DDP, or sharded in place by FSDP2, block by block: it gathers weights and
+    computes in autocast's dtype, and reduces in fp32."""
     if not fsdp:
         return nn.parallel.DistributedDataParallel(
             model,

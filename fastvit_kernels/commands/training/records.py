@@ -125,10 +125,7 @@ def _files(folder: Path, classes: list[str]) -> Files:
 
 
 def from_folder(folder: Path, held_out: float, seed: int) -> Found:
-    """folder/train/CLASS with folder/val or folder/test, or folder/CLASS with a split by seed.
-
-    Raises: CommandError where classes or images are missing.
-    """
+    """folder/train/CLASS with folder/val or folder/test, or folder/CLASS with a split by seed."""
     held = next((folder / n for n in ("val", "test") if (folder / n).is_dir()), None)
     if (folder / "train").is_dir() != (held is not None):
         raise CommandError(f"{folder} needs train/ beside val/ or test/, or class folders alone")
@@ -151,10 +148,7 @@ def from_folder(folder: Path, held_out: float, seed: int) -> Found:
 
 
 def _shards(paths: Sequence[Path]) -> Files:
-    """The samples KEY.cls and KEY.jpg in tar files, as WebDataset lays them out; not compressed.
-
-    Raises: CommandError naming a shard that cannot be read, or a sample without a class.
-    """
+    """The samples KEY.cls and KEY.jpg in tar files, as WebDataset lays them out; not compressed."""
     files = Files([], [])
     for path in paths:
         images: dict[str, Place] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from dataclasses import asdict, replace
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 from ...models.vit import VisionTransformer
 from ...runtime import files
 from ...runtime.backend import INTERPRETED, backend
-from ...runtime.triton import HAS_TRITON, triton
-from ...runtime.version import __version__
 from ...swap.errors import model_errors
 from ...verify.accuracy import Error
 from ...verify.plain_vit import agreement, worst_error
 from ...verify.runner import quiet_interpreter
-from ..console import ERROR_COLUMNS, error_cells, make_table
+from ..console import ERROR_COLUMNS, device_name, error_cells, make_table, versions
 from . import figures
-from .folder import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
+from .checkpoint import ATTENTION, CONFUSION, CURVES, SUMMARY, WEIGHTS, WRITTEN
 from .model import host_of, merged
 from .run import Run
 from .streaming import Streamed
@@ -70,12 +67,6 @@ def check_batch(run: Run, console: Any) -> list[Error]:
     return errors
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
-
-
 def describe(run: Run, console: Any) -> None:
     s, model = run.settings, run.model
     count = sum(p.numel() for p in model.parameters())
@@ -96,7 +87,8 @@ def describe(run: Run, console: Any) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     some = f", {trained:,} of them trained" if trained < count else ""
     console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{some}{shape}")
-    console.print(f"Device: {device_name(run.device)}, {s.precision}. Run folder: {run.folder}")
+    where = f"{device_name(run.device)}, {torch.get_num_threads()} threads, {s.precision}"
+    console.print(f"Device: {where}. Run folder: {run.folder}")
     if run.processes.launched:
         how = "FSDP2" if run.sharded else "DDP"
         console.print(f"Processes: {run.processes.world}, {how}; a batch is shared among them.")
@@ -106,19 +98,6 @@ def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Ten
     """(num_classes, num_classes) counts; rows are the true classes."""
     index = (labels * num_classes + predicted).cpu()
     return torch.bincount(index, minlength=num_classes**2).view(num_classes, num_classes)
-
-
-def _print_confusion(confusion: Tensor, classes: list[str], console: Any) -> None:
-    if len(classes) > 12:
-        console.print(f"Confusion matrix of {len(classes)} classes: {CONFUSION}")
-        return
-    console.print("Held-out images by true class (rows) and predicted class (columns):")
-    table = make_table("true", figures=classes)
-    for row, name in enumerate(classes):
-        cells = [str(n) if n else "." for n in confusion[row].tolist()]
-        cells[row] = f"[bold]{cells[row]}[/bold]"
-        table.add_row(name, *cells)
-    console.print(table)
 
 
 def write_report(run: Run, errors: list[Error], console: Any) -> None:
@@ -144,7 +123,6 @@ def _write(
     images_per_s = statistics.median(row["images_per_s"] for row in run.history)
     seconds = sum(row["seconds"] for row in run.history)
 
-    _print_confusion(confusion, run.classes, console)
     wrong = count - int(confusion.diagonal().sum())
     console.print(
         f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {count} "
@@ -175,12 +153,9 @@ def _write(
         "agreement": [{**asdict(e), "passed": e.passed} for e in errors],
         "last_epoch": last,
         "device": device_name(run.device),
-        "versions": {
-            "fastvit_kernels": __version__, "torch": torch.__version__,
-            "triton": getattr(triton, "__version__", None) if HAS_TRITON else None,
-            "python": platform.python_version(),
-        },
-    }  # fmt: skip
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
     files.write_text(run.folder / SUMMARY, json.dumps(summary, indent=1))
 
     name = f"{run.settings.model or 'ViT'} on {run.settings.data}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from ...runtime import files
 from ..console import CommandError, refusing
 from ..models import logits_of
 from . import checkpoint
-from .folder import CHECKPOINT, METRICS
+from .checkpoint import CHECKPOINT, METRICS
 from .model import model_of, plain_copy
 from .processes import Processes, distribute
 from .settings import Settings
@@ -83,10 +82,7 @@ class Learner:
 
     def state(self, keep: bool = True) -> State:
         """All tensors by name: weights, their average, and what AdamW keeps of each; whole, and on
-        the CPU where they are shards. Every process must call it.
-
-        Args:
-            keep: False where another process is the one that writes them.
+        the CPU where they are shards, unless another process `keep`s them. Every process calls it.
         """
 
         def whole(tensor: Tensor) -> Tensor:
@@ -106,11 +102,7 @@ class Learner:
         return {self.name + part: tensors for part, tensors in state.items()}
 
     def restore(self, path: Path, content: dict[str, Any]) -> None:
-        """Undo `state`.
-
-        Raises: CommandError where the checkpoint is of another model; KeyError where it lacks a
-            part.
-        """
+        """Undo `state`."""
         models = {"model": self.model}
         if self.average is not None:
             models["average"] = self.average.module
@@ -191,9 +183,8 @@ class Run:
         return torch.bfloat16 if self.settings.precision == "bf16" else None
 
     def _precision(self) -> Any:
-        if self.autocast is None or self.sharded:  # FSDP2 casts by its own policy
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+        casts = self.autocast is not None and not self.sharded  # FSDP2 casts by its own policy
+        return torch.autocast(self.device.type, self.autocast, enabled=casts)
 
     def train_epoch(
         self, learner: Learner, epoch: int, advance: Callable[[], None]
@@ -347,10 +338,7 @@ class Run:
 
     def restore(self) -> None:
         """Go on from the checkpoint: weights, optimizer, history, and where one process goes on
-        alone, every random generator.
-
-        Raises: CommandError where data or model differ from those of the checkpoint.
-        """
+        alone, every random generator."""
         path = self.folder / CHECKPOINT
         content = checkpoint.load(path)
 

@@ -2,51 +2,108 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from argparse import BooleanOptionalAction
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...runtime.backend import Backend
-from ..console import CommandError, refusing
+from .. import options
+from ..console import CommandError
 from ..models import build_model, input_shape, source_folder
+from ..options import MOST, MOST_PROCESSES, part, positive, share, within
 
 # The default model of the digits: T = 17, D = 16.
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
 
 
+def _flag(
+    help: str | None, default: Any = MISSING, type: Any = None, metavar: Any = None, **how: Any
+) -> Any:
+    """A field whose flag argparse makes of these; fields without are flags of `options`."""
+    if isinstance(default, bool):
+        how["action"] = BooleanOptionalAction
+    else:
+        how |= {"type": type, "metavar": metavar}
+    return field(default=default, metadata={"help": help, **how})
+
+
+DATA = ("digits", "folder", "hf", "mnist", "webdataset")
+BACKENDS = ("auto", "triton", "torch")
+
+
 @dataclass(kw_only=True)
 class Settings:
-    """What a run is made of: all of it is in the checkpoint, and --resume changes none of it."""
+    """What a run is made of: all of it is in the checkpoint, and --resume changes none of it.
 
-    data: str
-    data_dir: str | None = None
+    What has no default here gets one from the data set or the device.
+    """
+
+    data: str = _flag("default digits; mnist: idx, webdataset: tar files", choices=DATA)
+    data_dir: str | None = _flag("the folder of any --data but digits", None, metavar="DIR")
+    in_memory: bool = _flag("hold the images of --data folder in memory, not streamed", True)
+    in_chans: int = _flag("1 reads grey images, 3 colour (folder)", type=int, choices=(1, 3))
+    held_out: float = _flag("where there is no split (default 0.2)", 0.2, part, "SHARE")
+    weights: str | None = _flag(
+        "pretrained, of --model; timm: and hf: bring their model", None, None, "FILE|timm:|hf:NAME"
+    )
     model: str | None  # a name for build_model, None for DIGITS_VIT
     img_size: int = 0  # until make_settings has asked the model
-    in_chans: int
-    epochs: int
     batch_size: int
-    lr: float
-    weight_decay: float = 0.05
-    warmup_epochs: int
-    label_smoothing: float = 0.1
-    drop_path: float = 0.0
-    augment: bool = True
-    held_out: float = 0.2
     seed: int = 0
     precision: str
-    threads: int | None = None  # of PyTorch on the CPU, None for its own choice
-    backend: Backend = "auto"
-    compare: bool = False
-    in_memory: bool = True
-    crop_scale: float = 0.08
-    randaugment: int = 0
-    mixup: float = 0.0
-    ema: float = 0.0
-    weights: str | None = None
-    freeze: list[str] = field(default_factory=list)
-    lora: int = 0
+
+    freeze: Sequence[str] = _flag(
+        "what stays: 'blocks.0.*'; backbone is all but the head", (), None, "PATTERN", nargs="+"
+    )
+    lora: int = _flag("train LoRA (peft) of q, k, v, and a head", 0, positive(int, 4096), "RANK")
+    epochs: int = _flag(None, type=positive(int))
+    lr: float = _flag("peak learning rate of AdamW", type=positive(float, 1e300))
+    weight_decay: float = _flag("on matrices alone (default 0.05)", 0.05, share)
+    warmup_epochs: int = _flag("linear, before the cosine", MISSING, within(int, 0, MOST), "EPOCHS")
+    label_smoothing: float = _flag("default 0.1", 0.1, share)
+    drop_path: float = _flag("stochastic depth of the last block (default 0)", 0.0, share)
+    augment: bool = _flag("random affine maps or crops (default on)", True)
+    crop_scale: float = _flag("least part of an image in a crop (default 0.08)", 0.08, part)
+    randaugment: int = _flag("RandAugment of this magnitude", 0, positive(int, 30), "M")
+    mixup: float = _flag("mix pairs, by Beta(ALPHA, ALPHA)", 0.0, within(float, 1e-3, 1e3), "ALPHA")
+    ema: float = _flag("also average the weights; those are reported", 0.0, share, "DECAY")
+    compare: bool = _flag("train plain PyTorch beside it: same weights, same batches", False)
+    threads: int | None = _flag("of the CPU", None, positive(int, MOST_PROCESSES))
+    backend: Backend = _flag("auto: kernels on a GPU alone", "auto", choices=BACKENDS)  # noqa: RUF009
+
+
+READ = {"data", "data_dir", "in_memory", "in_chans", "held_out", "weights"}
+
+
+def add_reading(parser: Any) -> None:
+    """The flags that `train` and `probe` share: images, and the model that reads them."""
+    add_flags(parser, READ)
+    options.add_model(parser, None, "default: by --data or --weights")
+    options.add_img_size(parser)
+    options.add_batch(parser, dest="batch_size")
+    options.add_seed(parser, "of all that is drawn (default 0)")
+    precision = "of autocast; default bf16 on CUDA, else fp32"
+    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help=precision)
+    options.add_device(parser)
+    parser.add_argument(
+        "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
+        help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop",
+        help="at a streamed image that cannot be read (default stop); both name it",
+    )  # fmt: skip
+
+
+def add_flags(parser: Any, names: set[str]) -> None:
+    """The flags of these settings; None stands for "not given"."""
+    for f in fields(Settings):
+        if f.metadata and f.name in names:
+            parser.add_argument(flag_of(f.name), default=None, **f.metadata)
 
 
 # By data set: what an option that is not given becomes, where Settings has no default.
@@ -80,15 +137,6 @@ def given_options(arguments: object) -> dict[str, Any]:
         if not given[name].startswith(("timm:", "hf:")):
             given[name] = str(Path(given[name]).resolve())
     return given
-
-
-def read_settings(content: dict[str, Any], path: Path) -> Settings:
-    """The settings of a checkpoint's content.
-
-    Raises: CommandError where they are those of another version.
-    """
-    with refusing(f"{path} cannot be read as a checkpoint", TypeError):
-        return Settings(**content["settings"])
 
 
 def _check_reading(settings: Settings, given: dict[str, Any]) -> None:

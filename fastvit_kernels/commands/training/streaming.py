@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...runtime.compat import define_torchvision_operators
 from ..console import CommandError, require
-from ..options import MOST_PROCESSES, within
 from . import data
 from .data import InMemory, Normalization, read_image
 from .processes import Processes
@@ -134,13 +133,11 @@ class Streamed:
     def _shared(
         self, images: Images, batches: tuple[Tensor, ...], processes: Processes, first: int | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This process's rows of batches of numbers: pixels on the device, labels, numbers.
+        """This process's rows of batches of numbers: pixels on the device, labels, numbers. Image
+        0's crop has the seed `first`; None crops the centred square.
 
         Every process takes every step: where it has no row, or none that can be read, it gets black
         pixels, no label and no number.
-
-        Args:
-            first: the seed of image 0's crop, None for the centred square.
         """
         shares = [batch[processes.share(len(batch))].tolist() for batch in batches]
         places: list[list[Place]] = [
@@ -189,24 +186,6 @@ class Streamed:
 
 
 Source = InMemory | Streamed
-
-
-def add_reading(parser: Any) -> None:
-    """The options that say how images are read."""
-    add = parser.add_argument
-    add("--data-dir", metavar="DIR", help="the folder of any --data but digits")
-    add(
-        "--in-memory", action=argparse.BooleanOptionalAction,
-        help="hold the images of --data folder in memory, not streamed",
-    )  # fmt: skip
-    add(
-        "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
-        help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
-    )  # fmt: skip
-    add(
-        "--on-error", choices=("stop", "skip"), default="stop",
-        help="at a streamed image that cannot be read (default stop); both name it",
-    )  # fmt: skip
 
 
 def open_images(settings: Settings, arguments: argparse.Namespace, console: Any) -> Source:

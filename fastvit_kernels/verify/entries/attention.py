@@ -1,9 +1,11 @@
-"""attention, qkv_attention, rope_attention and scaled_dot_product_attention."""
+"""The attentions: packed, projected, turned, of sequences of any length, and torch's."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ...ops.attention.functions import attention, attention_ref
 from ...ops.attention.projected import qkv_attention, qkv_attention_ref
 from ...ops.attention.rotary import rope_attention, rope_attention_ref
 from ...ops.attention.sdpa import scaled_dot_product_attention
+from ...ops.attention.varlen import varlen_attention, varlen_attention_ref
 from ..op import Arg, Example, Op, Shape, Sizes
 from .arguments import FIRST, MATRIX, OPERAND, ignoring
 from .rope import ROPE, TABLES, rope_at, rope_shapes
@@ -105,4 +108,32 @@ SDPA = Op(
     shapes=_sdpa_shapes,
     at=lambda v: dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H, mask=None),
     check=_sdpa_check,
+)  # fmt: skip
+
+
+def packed_sizes(lengths: tuple[int, ...], H: int, D: int) -> dict[str, Any]:
+    return dict(lengths=lengths, H=H, D=D, slack=0)
+
+
+def _varlen_settings(s: Any) -> dict[str, Any]:
+    starts = [0, *itertools.accumulate(s.lengths)]
+    return dict(
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32), max_seqlen=max(1, *s.lengths, s.slack)
+    )
+
+
+def _varlen_at(v: Sizes) -> dict[str, Any]:
+    """The images of a batch, packed."""
+    return packed_sizes((v.T,) * v.B, v.H, v.C // v.H)
+
+
+VARLEN_ATTENTION = Op(
+    varlen_attention, ignoring("dropout_p", varlen_attention_ref), eager=varlen_attention_ref,
+    args={"qkv": FIRST},
+    settings=_varlen_settings,
+    shapes=lambda s: dict(qkv=(sum(s.lengths), 3, s.H, s.D)),
+    at=_varlen_at,
+    check=lambda v: [
+        Example(_varlen_at(v)), Example(packed_sizes((v.T, 1, 0, 2 * v.T), 2, 72), "D=72")
+    ],
 )  # fmt: skip

@@ -46,25 +46,25 @@ FAULTS = [
         only=(f"{_ROPE_MODELS}test_a_norm_pairs_with_one_of_its_own_eps",),
     ),
     Fault(
-        "model-columns-first", "models/rotary.py", "RotaryEmbedding._tables",
+        "model-columns-first", "models/rope_tables.py", "RotaryEmbedding._tables",
         "columns and rows exchanged",
         'xy=self.grid_indexing == "xy"', "xy=False",
         only=(f"{_ROPE_MODELS}test_timm[rope_ape]",),
     ),
     Fault(
-        "model-reference-grid", "models/rotary.py", "RotaryEmbedding._tables",
+        "model-reference-grid", "models/rope_tables.py", "RotaryEmbedding._tables",
         "indices not scaled to the grid of pretraining",
         "ref_grid=self.ref_feat_shape", "ref_grid=None",
         only=(f"{_ROPE_MODELS}test_timm[eva02-packed]",),
     ),
     Fault(
-        "model-tables-rounded", "models/rotary.py", "RotaryEmbedding._apply",
+        "model-tables-rounded", "models/rope_tables.py", "RotaryEmbedding._apply",
         "tables left in the dtype of the model",
         "if not self.cos.is_meta:", "if False:",
         only=(f"{_ROPE_MODELS}test_tables_are_fp32_and_no_checkpoint_holds_them",),
     ),
     Fault(
-        "model-old-grid", "models/rotary.py", "RotaryEmbedding.forward",
+        "model-old-grid", "models/rope_tables.py", "RotaryEmbedding.forward",
         "the model's own tables for a grid of as many patches",
         "if tuple(grid) == self.feat_shape:", "if grid[0] * grid[1] == len(self.cos):",
         only=(f"{_ROPE_MODELS}test_images_of_another_size",),
@@ -334,18 +334,6 @@ FAULTS = [
         "sines of the patches that are first, whichever are kept",
         "cos[keep], sin[keep]", "cos[keep], sin[keep.sort(1)[0]]",
         only=("models/test_patch_models.py::test_patch_dropout_turns_the_kept_patches_as_timm_does",),
-    ),
-    Fault(
-        "model-maps-autocast", "models/attention_maps.py", "attention_probabilities",
-        "scores rounded to autocast's dtype",
-        "enabled=False", "enabled=torch.is_autocast_enabled(q.device.type)",
-        only=(f"{_MAPS}test_attention_maps_under_autocast_are_fp32",),
-    ),
-    Fault(
-        "model-maps-scale", "models/attention_maps.py", "attention_probabilities",
-        "scores not scaled",
-        "(q * q.shape[-1] ** -0.5)", "q",
-        only=(f"{_MAPS}test_attention_maps_are_the_notebooks",),
     ),
     Fault(
         "model-maps-modes", "models/attention_maps.py", "_evaluating",

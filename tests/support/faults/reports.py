@@ -480,7 +480,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-run-step-loss", MODELS, "", "fp16 is bf16",
-        "torch.autocast(device, DTYPES[dtype])", "torch.autocast(device, torch.bfloat16)",
+        "DTYPES[dtype], enabled", "torch.bfloat16, enabled",
         only=(_OPTIONS + "test_one_step_is_in_its_dtype",),
     ),
     Fault(

@@ -17,7 +17,6 @@ SURVIVORS = {
     "ops/mlp/launch.py:_empty_bwd: 0 -> (1)": "a width that no wanted gradient has",
     "models/positions.py:resize_grid: tuple(new) -> (new)": "torch takes any sequence of ints",
     "swap/copies.py:Copier.tensor: torch.zeros(shape, dtype=original.dtype, device='cpu') -> (torch.zeros(shape, dtype=original.dtype))": "a proof's thread has no default device",  # noqa: E501
-    "tools/aot.py:tensor_bytes: zip(x.shape, x.stride(), strict=True) -> (zip(x.shape, x.stride()))": "a shape has as many strides",  # noqa: E501
     "runtime/backend.py:_interprets_bf16: 0 -> (1)": "an argument that the interpreter never reads",
     "runtime/compat.py:: True -> (False)": "neither is None, which alone is asked",
     "runtime/recompute.py:enclosing: not has_forward_gradients() or in_backward() -> True": (

@@ -5,7 +5,7 @@ from .fault import Fault
 RUN, DATA, SETTINGS = (f"commands/training/{name}.py" for name in ("run", "data", "settings"))
 STREAMING, RECORDS = (f"commands/training/{name}.py" for name in ("streaming", "records"))
 WHOLE_FILES = "runtime/files.py"
-CHECKPOINT, FOLDER = (f"commands/training/{name}.py" for name in ("checkpoint", "folder"))
+CHECKPOINT = "commands/training/checkpoint.py"
 MODEL, REPORT = (f"commands/training/{name}.py" for name in ("model", "report"))
 PROCESSES, FIGURES = (f"commands/training/{name}.py" for name in ("processes", "figures"))
 MODELS, PROBE = "commands/models.py", "commands/probe.py"
@@ -119,7 +119,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-no-autocast", RUN, "_precision", "--dtype bf16 ignored",
-        "if self.autocast is None or self.sharded:", "if True:",
+        "self.autocast is not None and not self.sharded", "False",
         only=(_TRAIN + "test_bf16_is_of_autocast",),
     ),
     Fault(
@@ -252,12 +252,12 @@ FAULTS: list[Fault] = [
         only=DIGEST,
     ),
     Fault(
-        "train-resume-other-options", FOLDER, "_resumed_settings",
+        "train-resume-other-options", CHECKPOINT, "_resumed_settings",
         "--resume takes an option that differs", "if value != getattr(settings, name):",
         "if False:", only=(_TRAIN + "test_runs_never_overwrite_each_other",),
     ),
     Fault(
-        "train-overwrites", FOLDER, "open_run",
+        "train-overwrites", CHECKPOINT, "open_run",
         "--out takes a folder that holds a run", "for n in WRITTEN if", "for n in () if",
         only=(_TRAIN + "test_runs_never_overwrite_each_other",),
     ),
@@ -304,7 +304,7 @@ FAULTS: list[Fault] = [
         "sorted(PARTS - content.keys())", "[]", only=LACKS,
     ),
     Fault(
-        "train-settings-unchecked", SETTINGS, "read_settings", "unknown settings are a traceback",
+        "train-settings-unchecked", CHECKPOINT, "read_settings", "unknown settings are a traceback",
         "as a checkpoint\", TypeError):", "as a checkpoint\", OSError):", only=LACKS,
     ),
     Fault(
@@ -515,7 +515,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-defaults-smoothing", SETTINGS, "", "labels are not smoothed by default",
-        "label_smoothing: float = 0.1", "label_smoothing: float = 0.0", only=DEFAULTS,
+        '"default 0.1", 0.1, share', '"default 0.1", 0.0, share', only=DEFAULTS,
     ),
     Fault(
         "train-no-check", TRAIN, "_checked", "a kernel that breaks the 2x rule is trained with",
@@ -699,19 +699,9 @@ FAULTS: list[Fault] = [
         only=(_DATA + "test_split_rounds_and_holds_one_of_two_images_out",),
     ),
     Fault(
-        "train-resize-alias", DATA, "", "images are resized without antialias",
-        'mode="bilinear", antialias=True', 'mode="bilinear"',
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
-    ),
-    Fault(
-        "train-resize-round", DATA, "", "resized pixels are cut, not rounded",
-        "chunk.round().clamp(0, 255)", "chunk.clamp(0, 255)",
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
-    ),
-    Fault(
         "train-bicubic", DATA, "", "pixels are resized to the nearest",
         "Resampling.BICUBIC", "Resampling.NEAREST",
-        only=(_DATA + "test_images_are_resized_smoothly_and_rounded",),
+        only=(_DATA + "test_images_are_resized_bicubically",),
     ),
     Fault(
         "train-t10k-labels", DATA, "", "held-out labels may exceed the classes",
@@ -852,7 +842,7 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_patch_attention_reads_the_class_token_or_the_mean",),
     ),
     Fault(
-        "train-latest-folder", FOLDER, "", "digits-9 is later than digits-10",
+        "train-latest-folder", CHECKPOINT, "", "digits-9 is later than digits-10",
         "max(found, key=number)", "max(found)",
         only=(_RECORDS + "test_which_folder_a_run_takes",),
     ),
