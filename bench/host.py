@@ -173,6 +173,6 @@ def measure_host(device: torch.device) -> Iterator[Row]:
             for provider, us in zip(contexts, found, strict=True):
                 ms, p20, p80 = (x / 1e3 for x in us)
                 yield Row(
-                    OP, provider, name, "fp32", mode, B=SIZES.B, T=SIZES.T, ms=ms, ms_p20=p20,
+                    OP, provider, name, "fp32", mode, T=SIZES.T, ms=ms, ms_p20=p20,
                     ms_p80=p80, samples=ROUNDS * case.calls, speedup=eager.median / us.median,
                 )  # fmt: skip

@@ -4,25 +4,17 @@ The gate holds logits and the gradient of all parameters, as one vector, against
 float64 on the very batch that is timed; and each gradient by itself with wider limits
 (fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
 
-Also: the largest batch that fits, kernel time by stage of the flow picture, and the time to the
-first step in a new process.
+Also: kernel time by stage of the flow picture.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import WARM_UP, Bench, Entry, finish, with_speedup
 from bench.providers import BASELINE, SEARCH, VITS
-from bench.rows import ERROR, MEMORY, OK, TIMEOUT, Row
+from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.measure.gate import Outcome, Results, failure, judged, model_errors, verdict
@@ -41,7 +33,7 @@ from fastvit_kernels.measure.turns import take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error
 
-VIT, MAX_BATCH, PROFILE, FIRST_STEP = "vit", "max_batch", "profile", "first_step"
+VIT, PROFILE = "vit", "profile"
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 TURN_MS = 300.0
@@ -388,8 +380,7 @@ class Oracle:
 
 def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
     return Row(
-        op, provider, case.id, case.dtype, mode or case.mode, case.preset,
-        case.batch, case.tokens,
+        op, provider, case.id, case.dtype, mode or case.mode, case.tokens
     )  # fmt: skip
 
 
@@ -468,40 +459,6 @@ def _measure_group(
                 roof="matmul", roof_share=tflops / roof if roof else None,
             )  # fmt: skip
         yield row
-
-
-def fits(case: Case, way: Way, bench: Bench) -> bool:
-    """Whether one step at this batch has the memory it needs."""
-    try:
-        Runner(case, way, bench.device).step()
-        bench.timer.clear()
-        return True
-    except Exception as error:
-        status, note = failure(error, bench.timer)
-        if status != MEMORY:
-            raise RuntimeError(note) from None
-        return False
-
-
-def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Row:
-    """The largest batch of which a step fits, to an eighth: powers of two, then three halvings."""
-    row = row_of(case, name, op=MAX_BATCH)
-    attempt = functools.partial(fits, way=WAYS[name], bench=bench)
-    best, bad = 0, case.batch
-    try:
-        with WAYS[name].context():
-            while bad <= limit and attempt(replace(case, batch=bad)):
-                best, bad = bad, 2 * bad
-            for _ in range(3):
-                middle = (best + bad) // 2
-                if best < middle < bad and bad <= limit:
-                    if attempt(replace(case, batch=middle)):
-                        best = middle
-                    else:
-                        bad = middle
-    except RuntimeError as error:
-        return replace(row, status=ERROR, note=str(error))
-    return replace(row, status=OK, batch=best)
 
 
 # --- kernel time by stage. torch.profiler names for every kernel the operator that launched it,
@@ -633,56 +590,3 @@ def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
         return
     for stage, ms in stage_ms(launches, C, width, STEPS).items():
         yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)
-
-
-# --- time to the first step in a new process: from the model's construction to the end of one
-# training step, without the imports, with empty caches of kernels and then with full ones
-
-MODES = ("cold", "warm")
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def first_step(argument: str) -> int:
-    """What the new process does: print the seconds as JSON."""
-    wanted = json.loads(argument)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.zeros(1, device=device)  # the context is not ours to time
-    started = time.perf_counter()
-    way = WAYS[wanted["provider"]]
-    with way.context():
-        Runner(Case(**wanted["case"]), way, device).step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    print(json.dumps({"seconds": time.perf_counter() - started}))
-    return 0
-
-
-def measure_first_step(case: Case, provider: str, timeout: float) -> Iterator[Row]:
-    """A row for cold and one for warm caches, in folders of their own; its ms is the time to the
-    end of the first step."""
-    argument = json.dumps({"case": asdict(case), "provider": provider})
-    command = [sys.executable, "-m", "bench.models", argument]
-    root = Path(__file__).parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in CACHES}
-        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-        for mode in MODES:
-            row = row_of(case, provider, FIRST_STEP, mode)
-            try:
-                done = subprocess.run(
-                    command, env={**os.environ, **caches, "PYTHONPATH": path}, timeout=timeout,
-                    capture_output=True, text=True,
-                )  # fmt: skip
-                seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
-            except subprocess.TimeoutExpired:
-                yield replace(row, status=TIMEOUT, note=f"not finished after {timeout:.0f} s")
-                return
-            except (ValueError, LookupError):
-                lines = done.stderr.strip().splitlines() or ["no output"]
-                yield replace(row, status=ERROR, note=lines[-1][:300])
-                return
-            yield replace(row, ms=1e3 * seconds, samples=1)
-
-
-if __name__ == "__main__":
-    sys.exit(first_step(sys.argv[1]))

@@ -191,25 +191,6 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
                 keys,
                 functools.partial(models.measure_vit, case),
             )
-    if wanted.model or not _has_host(wanted, "timm"):
-        return
-    base = Case("timm", "B", 224, 128)
-    first = replace(base, batch=32)
-    for tier, seconds, name in (
-        (2, 80.0, "eager"), (2, 80.0, "swapped"), (4, 200.0, "compile"),
-        (4, 200.0, "swapped+compile"),
-    ):  # fmt: skip
-        if wanted.provider(name) and wanted.shape(first.id) and wanted.mode("train"):
-            keys = tuple((models.FIRST_STEP, name, first.id, first.dtype, m) for m in models.MODES)
-            title = f"first step of {first.id}, {name}"
-            measure = functools.partial(models.measure_first_step, first, name, 2 * seconds)
-            yield Task(tier, seconds, title, keys, lambda *_, measure=measure: measure())
-    for name in ("eager", "swapped"):
-        if wanted.provider(name) and wanted.shape(base.id) and wanted.mode("train"):
-            key = (models.MAX_BATCH, name, base.id, base.dtype, base.mode)
-            title = f"largest batch of {base.id}, {name}"
-            measure = functools.partial(models.largest_batch, base, name)
-            yield Task(4, 60.0, title, (key,), lambda _, bench, measure=measure: [measure(bench)])
 
 
 def _profile_tasks(wanted: Wanted) -> Iterator[Task]:

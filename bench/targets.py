@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.measure import ROOF
 from bench.models import EAGER_GRAPH, missing_option
 from bench.providers import BASELINE, SEARCH
-from bench.rows import FAILED, OK, Row
+from bench.rows import FAILED, OK, ROOF, Row
 from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.measure.roofs import COPY, SETTLED
 

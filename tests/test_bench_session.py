@@ -34,8 +34,8 @@ from tests.check.isolated import Outcome
 def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
     row = Row(
-        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
-        batch=None, samples=7, bytes=123456.0,
+        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', T=3, ms=1.25, speedup=None,
+        samples=7, bytes=123456.0,
     )  # fmt: skip
     results.append(row)
     results.append(replace(row, provider="eager"))
@@ -160,7 +160,6 @@ def test_a_line_says_what_a_row_does():
         (replace(row, status=FAILED, note="2x rule"), "0.5 ms as a graph, FAILED 2x rule"),
         (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
         (replace(row, status=ERROR, note="why"), "ours: error why"),
-        (replace(row, ms=None, batch=512), "ours: batch 512"),
     ):
         assert describe(given).endswith(text)
 
