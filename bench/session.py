@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from bench import targets
-from bench.plan import Target
+from bench.plan import Task
 from bench.plan import targets as planned_targets
 from bench.providers import SDPA_BACKENDS
 from bench.rows import (
@@ -526,8 +526,8 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device=None)
 
 
-def warm_jobs(found: Sequence[Target]) -> list[Job]:
-    return [Job(target.name, python(__name__, str(number))) for number, target in enumerate(found)]
+def warm_jobs(found: Sequence[Task]) -> list[Job]:
+    return [Job(task.title, python(__name__, str(number))) for number, task in enumerate(found)]
 
 
 def run_warm(

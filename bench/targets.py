@@ -30,6 +30,11 @@ PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_m
 SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
 
 
+def has_part(shape: str, part: str) -> bool:
+    """Whether a shape's id has these parts, whole."""
+    return f"-{part}-" in f"-{shape}-"
+
+
 @dataclass(frozen=True)
 class Claim:
     """One line of the table: in each of the rows' cases, ours against the best of its peers.
@@ -52,7 +57,7 @@ class Claim:
     def has(self, row: Row) -> bool:
         """Whether a row belongs to one of its cases."""
         return (row.op, row.dtype, row.mode) == (self.op, self.dtype, self.mode) and any(
-            f"-{part}-" in f"-{row.shape}-" for part in self.shapes
+            has_part(row.shape, part) for part in self.shapes
         )
 
 

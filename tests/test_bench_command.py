@@ -229,9 +229,8 @@ def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys
     """All but the GPU is real: tasks, gate, turns, rows, verdicts, a resume after a lost device."""
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
-    found = [plan.OpTarget(op, "", ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
-    found.append(plan.VitTarget(case, ("eager", "swapped"), (), 5.0))
-    monkeypatch.setattr(plan.OpTarget, "shape", TINY)
+    found = [plan.op_target(OPS[op], TINY, ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
+    found.append(plan.vit_target(case, ("eager", "swapped"), (), 5.0))
     monkeypatch.setattr(plan, "targets", lambda: found)
     machine, restarts, words = stand_in(monkeypatch, tmp_path)
     words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
