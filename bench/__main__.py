@@ -30,11 +30,11 @@ from bench.rows import Row, read_rows
 from bench.run import (
     MOST_RESTARTS,
     Machine,
-    model_wanted,
     run,
     run_check,
     run_without_gpu,
     this_machine,
+    wanted_by,
 )
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
@@ -138,10 +138,10 @@ def _read(path: Path) -> list[Row]:
 
 
 def _fill_in(arguments: argparse.Namespace) -> None:
-    """`attention` alone asks what most ask: throughput over T next to SDPA, in five minutes."""
+    """`attention` alone asks what most ask: speed over T next to SDPA, in five minutes."""
     asked = ("shape", "mode", "dtype", "provider", "time_budget")
     if all(getattr(arguments, name) is None for name in asked):
-        arguments.shape, arguments.mode = ["sweep-T"], ["fwd", "bwd"]
+        arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
         arguments.dtype, arguments.time_budget = ["bf16"], 300.0
 
 
@@ -165,9 +165,8 @@ def _run(
     machine = machine or this_machine(arguments)
     if arguments.command in ("contact", "session"):
         return session.run(arguments, machine is not None)
-    given = model_wanted(arguments)
-    if machine is None and given:
-        raise CommandError(f"torch sees no GPU to measure {given['model']} on")
+    if arguments.command != "warm" and (model := wanted_by(arguments).model) and machine is None:
+        raise CommandError(f"torch sees no GPU to measure {model} on")
     if machine is None and arguments.command in ("targets", "warm"):
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     if arguments.command == "warm":

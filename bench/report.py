@@ -61,7 +61,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows] + [""]
 
 
-def _host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the host cost: a line per op and mode, a column per provider."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for r in (r for r in rows if r.op == "host"):
@@ -114,7 +114,7 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     other = ("what", "shape", "dtype", "mode", "provider", "")
     found = [
         ("Cases", HEADER, case_lines(rows)), ("Also", other, _other_lines(rows)),
-        ("Host cost", *_host_table(rows)),
+        ("Host cost", *host_table(rows)),
     ]  # fmt: skip
     return [
         line
@@ -131,7 +131,7 @@ def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
     return "\n".join([*head, *tables(rows)])
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int]) -> Any:
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int]) -> Any:
     shown = require("rich.table", "rich").Table(box=None, padding=(0, 1, 0, 0))
     for i, title in enumerate(header):
         shown.add_column(title, justify="left" if i in left else "right", overflow="fold")
@@ -149,7 +149,7 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
         return
     _draw(rows, results.folder, console)
     if lines := case_lines(rows)[:MOST_LINES]:
-        console.print(_table(HEADER, lines, left=(0, 7)))
+        console.print(table(HEADER, lines, left=(0, 7)))
     console.print(f"{conditions(rows)}\n{results.folder}: {len(rows)} rows", soft_wrap=True)
 
 
@@ -202,7 +202,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     ]  # fmt: skip
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
-    console.print(_table(header, lines, left=range(6)))
+    console.print(table(header, lines, left=range(6)))
     good = {r.key for r in a if r.status == OK}
     lost = [r for r in b if r.status != OK and r.key in good]
     for row in lost:
@@ -254,7 +254,7 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
         if _on_gpu(rows):
             text += [*_verdicts(rows), *_pictures(committed, name, "../"), *tables(rows, "####")]
         else:  # all that is measured without a GPU
-            text += ["Host time per call. " + HOST_NOTE, "", *markdown(*_host_table(rows))]
+            text += ["Host time per call. " + HOST_NOTE, "", *markdown(*host_table(rows))]
     measured = [r for _, rows in results if _on_gpu(rows) for r in rows if targets.has_goals(r)]
     goals = targets.goal_lines(measured)
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in one run, in turns:", ""]
@@ -332,16 +332,21 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
         return None
     shown = [r for r in _measured(rows) if r.op == "attention"]
     figure = _figure(4.2, "Attention, bf16: speed over the best SDPA backend", shown)
-    for axes, (mode, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for tint, (D, points) in zip(itertools.cycle(CYCLE), sorted(lines.items())):
+    dims = sorted({D for lines in panels.values() for D in lines})
+    tints, drawn = dict(zip(dims, itertools.cycle(CYCLE))), {}
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, (mode, lines) in zip(both, panels.items(), strict=True):
+        for D, points in sorted(lines.items()):
             T, ratio = zip(*sorted(points.items()), strict=True)
-            axes.plot(T, ratio, marker="o", ms=4, color=tint, label=f"D = {D}")
+            name = f"D = {D}"
+            (drawn[D],) = axes.plot(T, ratio, marker="o", ms=4, color=tints[D], label=name)
         axes.axhline(1, color="black", lw=0.8)
-        axes.set(title=mode, xscale="log", xlabel="tokens T", ylabel="times")
-        axes.set_ylim(0)
+        axes.set(title=mode, xlabel="tokens T", ylabel="times")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.grid(alpha=0.3)
-        if lines:
-            axes.legend(fontsize=8)
+    both[0].set_ylim(0)
+    figure.legend(handles=[drawn[D] for D in dims], loc="outside right center", fontsize=9)
     return _save(figure, path)
 
 

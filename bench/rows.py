@@ -123,6 +123,8 @@ def describe(row: Row) -> str:
     text = f"{row.ms:.4g} ms"
     if row.graph_ms is not None:
         text += f", {row.graph_ms:.4g} ms as a graph"
+    if row.op == ROOF and (row.tflops or row.gbps):
+        text += f", {row.tflops:.4g} TFLOP/s" if row.tflops else f", {row.gbps:.4g} GB/s"
     if row.images_per_s is not None:
         text += f", {row.images_per_s:,.0f} images/s"
     if row.status == FAILED:

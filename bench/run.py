@@ -39,7 +39,7 @@ from bench.rows import (
     describe,
 )
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, require, term_interrupts
+from fastvit_kernels.commands.console import CommandError, term_interrupts
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
 from tests.check.isolated import Job, Outcome, python, run_isolated
@@ -232,6 +232,29 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
     return Machine(device, CudaTimer, _restart)
 
 
+def wanted_by(arguments: argparse.Namespace) -> Wanted:
+    """What the command's words ask for.
+
+    Raises: CommandError if `--model`, `--batch`, `--img-size` and the rest do not fit together.
+    """
+    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
+    given = {n: x for n, x in given.items() if x is not None}
+    dtypes, modes = arguments.dtype or (), arguments.mode or ()
+    if given and "model" not in given:
+        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
+    unknown = sorted(set(dtypes) - {"amp", "bf16"}) + sorted(set(modes) - {"train", "infer"})
+    if given and unknown:
+        raise CommandError(
+            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
+            f"{', '.join(unknown)}"
+        )
+    every = arguments.command in ("all", "targets")
+    return Wanted(
+        (*WHOLE, *OPS) if every else (arguments.command,), arguments.provider or (),
+        arguments.shape or (), dtypes, modes, **given,
+    )  # fmt: skip
+
+
 def run(
     arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any,
     started: float | None = None,
@@ -244,66 +267,64 @@ def run(
     clock = Clock(arguments.time_budget, started=started)
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
-    command = arguments.command
-    wanted = Wanted(
-        ops=(*WHOLE, *OPS) if command in ("all", "targets") else (command,),
-        providers=arguments.provider or (), shapes=arguments.shape or (),
-        dtypes=arguments.dtype or (), modes=arguments.mode or (), **model_wanted(arguments),
-    )  # fmt: skip
+    command, wanted = arguments.command, wanted_by(arguments)
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
     results = _open(arguments)
     ending, left_out, is_over, measured = 0, 0, False, set(results.rows)
-    with _progress(console) as progress:
 
-        def said(text: str) -> None:
-            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def said(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        def restart() -> Any:
-            said("a case hangs: its row says so, and a new process goes on.")
-            return machine.restart(_again(words, clock, 0))
+    def again(restarts: int) -> list[str]:
+        """The command that goes on, with the time that is left."""
+        found = [*words, "--resume", "--restarts", str(restarts)]
+        if clock.budget is not None:
+            found += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+        return found
 
-        bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
-        try:
-            with clock.alarm(), warnings.catch_warnings():
-                # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
-                warnings.simplefilter("ignore", UserWarning)
-                targets = command == "targets"
-                found = (
-                    list(target_tasks(wanted.shapes)) if targets else tasks(wanted, machine.device)
-                )
-                for text in wanted.said:
-                    said(text)
-                _roofs(bench, results)
-                if command == "all" and not any(k[0] == CHECK for k in results.rows):
-                    share = None if clock.budget is None else CHECK_SHARE * clock.left
-                    row = machine.check(share)
-                    results.append(row)
-                    said(f"check: {row.status}: {row.note}")
-                bar = progress.add_task("", total=len(found))
+    def restart() -> Any:
+        said("a case hangs: its row says so, and a new process goes on.")
+        return machine.restart(again(0))
 
-                def began(task: Task) -> None:
-                    progress.update(bar, completed=found.index(task), description=task.title)
+    bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
+    try:
+        with clock.alarm(), warnings.catch_warnings():
+            # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
+            warnings.simplefilter("ignore", UserWarning)
+            if command == "targets":
+                found = target_tasks(wanted.shapes)
+            else:
+                found = tasks(wanted, machine.device)
+            for text in wanted.said:
+                said(text)
+            _roofs(bench, results)
+            if command == "all" and not any(k[0] == CHECK for k in results.rows):
+                share = None if clock.budget is None else CHECK_SHARE * clock.left
+                results.append(machine.check(share))
+                said(describe([*results.rows.values()][-1]))
 
-                left_out = run_tasks(found, bench, results, clock, began, restart)
-                progress.update(bar, completed=len(found))
-                if left_out:
-                    said(f"{left_out} cases were left out: too little time. --resume continues.")
-        except TimeOver:
-            is_over = True
-            said("the time is over; --resume continues.")
-        except KeyboardInterrupt:
-            said("interrupted; every finished row is in the CSV, and --resume continues.")
-            ending = 130
-        except DeviceLost as error:
-            results.close()
-            got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
-            lost = 1 if got_on else arguments.restarts + 1
-            if lost <= MOST_RESTARTS:
-                said(f"{LOST}: {error}. A new process goes on.")
-                return machine.restart(_again(words, clock, lost)) or 1
-            said(f"{LOST} by {lost} processes that measured nothing: {error}")
-            ending = 1
+            def began(task: Task) -> None:
+                said(f"[{found.index(task) + 1}/{len(found)}] {task.title}")
+
+            left_out = run_tasks(found, bench, results, clock, began, restart)
+            if left_out:
+                said(f"{left_out} cases were left out: too little time. --resume continues.")
+    except TimeOver:
+        is_over = True
+        said("the time is over; --resume continues.")
+    except KeyboardInterrupt:
+        said("interrupted; every finished row is in the CSV, and --resume continues.")
+        ending = 130
+    except DeviceLost as error:
+        results.close()
+        got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
+        lost = 1 if got_on else arguments.restarts + 1
+        if lost <= MOST_RESTARTS:
+            said(f"{LOST}: {error}. A new process goes on.")
+            return machine.restart(again(lost)) or 1
+        said(f"{LOST} by {lost} processes that measured nothing: {error}")
+        ending = 1
     results.close()
     del bench
     report.finish(results, wanted.said, console, command)
@@ -312,33 +333,6 @@ def run(
     if command == "targets" and not ending and (left_out or is_over):
         return CUT_SHORT
     return ending or (1 if bad_rows(new) else 0)
-
-
-def model_wanted(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `--model`, `--batch` and `--img-size` ask for.
-
-    Raises: CommandError if they do not fit together.
-    """
-    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
-    given = {n: x for n, x in given.items() if x is not None}
-    if given and "model" not in given:
-        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
-    unknown = sorted(set(arguments.dtype or ()) - {"amp", "bf16"}) if given else []
-    unknown += sorted(set(arguments.mode or ()) - {"train", "infer"}) if given else []
-    if unknown:
-        raise CommandError(
-            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
-            f"{', '.join(unknown)}"
-        )
-    return given
-
-
-def _again(words: Sequence[str], clock: Clock, restarts: int) -> list[str]:
-    """The command that goes on, with the time that is left."""
-    again = [*words, "--resume", "--restarts", str(restarts)]
-    if clock.budget is not None:
-        again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
-    return again
 
 
 def _open(arguments: argparse.Namespace) -> Results:
@@ -350,15 +344,6 @@ def _open(arguments: argparse.Namespace) -> Results:
         return Results(arguments.out, arguments.resume)
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
-
-
-def _progress(console: Any) -> Any:
-    rich = require("rich.progress", "rich")
-    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
-    return rich.Progress(
-        *columns, rich.TextColumn("{task.description}"), console=console,
-        disable=not console.is_terminal,
-    )  # fmt: skip
 
 
 def _roofs(bench: Bench, results: Results) -> None:
@@ -373,16 +358,8 @@ def _roofs(bench: Bench, results: Results) -> None:
             results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
             raise
         results.append(row)
-        bench.say(f"roof: {row.mode} {row.dtype}: {_reached(row)}")
+        bench.say(describe(row))
     bench.roofs = roofs_of(list(results.rows.values()))
-
-
-def _reached(row: Row) -> str:
-    if row.ms is None:
-        return row.note
-    if row.tflops is not None:
-        return f"{row.tflops:.4g} TFLOP/s"
-    return f"{row.ms:.4g} ms" if row.gbps is None else f"{row.gbps:.4g} GB/s"
 
 
 def run_without_gpu(
@@ -390,17 +367,11 @@ def run_without_gpu(
 ) -> int:
     """What can be said without a GPU: the host's share, and whether the kernels are right."""
     console.print("torch sees no GPU: only host cost and correctness are measured here.")
-    shown = require("rich.table", "rich").Table(title="host cost, microseconds a call", box=None)
-    for title in ("op", "mode", "provider", "median", "p20", "p80"):
-        shown.add_column(title)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = list(measure_host(torch.device("cpu")))
     torch.set_num_threads(threads)
-    for row in rows:
-        us = [f"{1e3 * (x or 0):.1f}" for x in (row.ms, row.ms_p20, row.ms_p80)]
-        shown.add_row(row.shape, row.mode, row.provider, *us)
-    console.print(shown)
+    console.print(report.table(*report.host_table(rows), left=(0, 1)))
     row = check(NO_GPU_CHECK)
     if arguments.out is not None:
         results = _open(arguments)
