@@ -65,10 +65,6 @@ class Case:
         return 3, self.size, self.size
 
     @property
-    def preset(self) -> str:
-        return f"ViT-{self.model}"
-
-    @property
     def tokens(self) -> int:
         return (self.size // self.patch) ** 2 + 1
 
@@ -78,24 +74,20 @@ class Case:
         return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
-    def parameters(self) -> int:
-        """About as many as its blocks have."""
-        C, depth, _, mlp = VITS[self.model]
-        return depth * (4 * C + 2 * mlp) * C
-
-    @property
     def trains(self) -> bool:
         return self.mode == "train"
 
-    @property
+    @functools.cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in on_meta(self).parameters())
+
+    @functools.cached_property
     def flops(self) -> float:
-        """Of a step: a block is 2 T C (3C + C + 2F) + 4 T^2 C an image; training is 3 forwards."""
-        C, depth, _, mlp = VITS[self.model]
-        T = self.tokens
-        block = 2 * T * C * (4 * C + 2 * mlp) + 4 * T * T * C
-        patches = 2 * (T - 1) * C * 3 * self.patch**2
-        forward = self.batch * (depth * block + patches + 2 * C * NUM_CLASSES)
-        return float(forward * (3 if self.trains else 1))
+        """Of a step, the forward's products as torch counts them; training is 3 forwards."""
+        image = torch.empty((1, *self.image), device="meta")
+        with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
+            on_meta(self)(image)
+        return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,7 @@ class NamedCase(Case):
 
     @property
     def image(self) -> tuple[int, int, int]:
-        return input_shape(_on_meta(self.model, self.size))
-
-    @property
-    def preset(self) -> str:
-        return self.model
+        return input_shape(on_meta(self))
 
     @property
     def tokens(self) -> int:
@@ -121,28 +109,13 @@ class NamedCase(Case):
         side = f"{height}" if height == width else f"{height}x{width}"
         return f"{self.model}-{side}-B{self.batch}"
 
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in _on_meta(self.model, self.size).parameters())
-
-    @property
-    def flops(self) -> float:
-        """Of a step, the forward's products as torch counts them; training is 3 forwards."""
-        image = torch.empty((1, *self.image), device="meta")
-        with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
-            _on_meta(self.model, self.size)(image)
-        return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
-
-
-def _by_name(name: str, size: int) -> nn.Module:
-    return build_model(name, num_classes=NUM_CLASSES, img_size=size or None)
-
 
 @functools.lru_cache(maxsize=4)
-def _on_meta(name: str, size: int) -> nn.Module:
+def on_meta(case: Case) -> nn.Module:
     """The model without weights, for what follows from shapes."""
+    define_torchvision_operators()
     with torch.device("meta"):
-        return _by_name(name, size).eval()
+        return _build(case).eval()
 
 
 def build(case: Case, device: torch.device) -> nn.Module:
@@ -155,7 +128,7 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 def _build(case: Case) -> nn.Module:
     if isinstance(case, NamedCase):
-        return _by_name(case.model, case.size)
+        return build_model(case.model, num_classes=NUM_CLASSES, img_size=case.size or None)
     C, depth, H, mlp = VITS[case.model]
     if case.host == "timm":
         from timm.models.vision_transformer import VisionTransformer
@@ -379,9 +352,7 @@ class Oracle:
 
 
 def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
-    return Row(
-        op, provider, case.id, case.dtype, mode or case.mode, case.tokens
-    )  # fmt: skip
+    return Row(op, provider, case.id, case.dtype, mode or case.mode, case.tokens)
 
 
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:

@@ -31,7 +31,7 @@ from bench.rows import (
     is_ours,
     read_rows,
 )
-from fastvit_kernels.commands.console import CommandError, aligned, require
+from fastvit_kernels.commands.console import CommandError, require
 from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
@@ -145,7 +145,7 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
     rows = list(results.rows.values())
     write_text(results.folder / SUMMARY, summary(rows, said))
     if command == "targets":  # no pictures: `plot` draws them when time is not short
-        print(aligned([targets.HEADER, *targets.lines(rows)]))
+        print(targets.table(rows))
         return
     _draw(rows, results.folder, console)
     if lines := case_lines(rows)[:MOST_LINES]:

@@ -14,6 +14,7 @@ on another GPU, driver, torch or triton everything.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -66,7 +67,7 @@ RED, YELLOW, PLAIN = "\033[31m", "\033[33m", "\033[0m"
 
 # --- stages: commands one after the other, each with a share of the seconds that are there. A
 # command is told its seconds; one that goes on past them gets SIGTERM, then SIGKILL, with all it
-# has started. What it ends early goes to those after it.
+# has started. What it leaves goes to those after it.
 
 
 @dataclass(frozen=True)
@@ -176,26 +177,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
 def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
     """SIGTERM, so that it writes what it has; after `seconds` SIGKILL for it and what it started.
 
     Jobs are in sessions of their own, so that their group would not name them.
     """
     started = set(descendants(process.pid))
-    _signal(process.pid, signal.SIGTERM)
+    process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     if process.poll() is None:
         started |= set(descendants(process.pid))
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     for pid in started:
-        _signal(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver never ends
         process.wait(REAPED_S)
 
@@ -216,7 +212,7 @@ class Stages:
         self.stages, self.folder, self.seconds = stages, folder, seconds
         self._now, self.started = now, now()
         self._key = {"sources": sources, "machine": machine, "caches": caches}
-        self._say = say or self._print
+        self._say = say or functools.partial(print, end="", flush=True)
         self.places = {"out": str(folder), **(places or {})}
         folder.mkdir(parents=True, exist_ok=True)
         self.former = self._done() if resume else set()
@@ -243,11 +239,6 @@ class Stages:
             ):  # fmt: skip
                 found.add(stage.name)
         return found
-
-    @staticmethod
-    def _print(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
     def say(self, text: str, color: str = "") -> None:
         """A line for the reader, in colour on a terminal, and for the log."""
@@ -409,18 +400,8 @@ def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str
         for ending in (run.endings if run else ())
         if ending.state != DONE and not ending.failed
     ]
-    lines = targets.lines(rows)
-    table = "\n".join(["", aligned([targets.HEADER, *lines]), "", conditions(rows)])
+    table = "\n".join(["", targets.table(rows), "", conditions(rows)])
     return wrong(folder, run, rows), unfinished, table
-
-
-def _say_lines(run: Stages, word: str, lines: Sequence[str], color: str) -> None:
-    run.say(f"{word}: {len(lines)}", color)
-    for line in lines[:MOST_LINES]:
-        run.say(f"  {line}"[:200], color)
-    if len(lines) > MOST_LINES:
-        folder = run.folder
-        run.say(f"  and {len(lines) - MOST_LINES} more: {folder / CHECKED}, {folder / RESULTS}")
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -451,12 +432,13 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
     except KeyboardInterrupt:
         interrupted = True
     found, unfinished, table = report(folder, todo)
-    if found:
-        _say_lines(todo, "WRONG", found, RED)
-    else:
+    if not found:
         todo.say("nothing wrong in what ran")
-    if unfinished:
-        _say_lines(todo, "NO TIME", unfinished, YELLOW)
+    for word, lines, color in (("WRONG", found, RED), ("NO TIME", unfinished, YELLOW)):
+        more = [f"and {len(lines) - MOST_LINES} more: {folder / CHECKED}, {folder / RESULTS}"]
+        shown = lines[:MOST_LINES] + (more if len(lines) > MOST_LINES else [])
+        for line in [f"{word}: {len(lines)}", *(f"  {x}"[:200] for x in shown)] if lines else ():
+            todo.say(line, color)
     todo.say(table)
     done = {ending.stage for ending in todo.endings if ending.state == DONE} | todo.former
     if open_stages := [stage.name for stage in stages if stage.name not in done]:
@@ -483,20 +465,17 @@ def facts() -> list[str]:
     """Lines for a reader."""
     lines = [f"{name}: {value}" for name, value in environment().items() if value]
     if torch.cuda.is_available():
-        p = torch.cuda.get_device_properties(torch.cuda.current_device())
-        free, total = torch.cuda.mem_get_info()
+        lines.append(str(torch.cuda.get_device_properties(torch.cuda.current_device())))
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
         lines.append(
-            f"compute capability {p.major}.{p.minor}, {p.multi_processor_count} SMs, "
-            f"{total / 2**30:.0f} GiB of which {free / 2**30:.0f} are free, L2 "
-            f"{getattr(p, 'L2_cache_size', 0) / 2**20:.0f} MiB, CUDA {torch.version.cuda}, "
+            f"{free:.0f} of {total:.0f} GiB free, CUDA {torch.version.cuda}, "
             f"cuDNN {torch.backends.cudnn.version()}"
         )
     lines.append(
         f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
     )
     lines.append(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    lines.append("forced backends of SDPA: " + ", ".join(SDPA_BACKENDS))
-    return lines
+    return [*lines, "forced backends of SDPA: " + ", ".join(SDPA_BACKENDS)]
 
 
 def run_facts() -> int:

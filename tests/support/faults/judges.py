@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "judge-vit-flops", "bench/models.py", "Case.flops",
-        "attention's products once", "4 * T * T * C", "2 * T * T * C", COUNTS,
+        "those of one image", "float(self.batch * counter", "float(counter", COUNTS,
     ),
     Fault(
         "judge-vit-training-flops", "bench/models.py", "Case.flops",
