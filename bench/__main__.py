@@ -31,7 +31,6 @@ from bench.run import (
     MOST_RESTARTS,
     Machine,
     run,
-    run_check,
     run_without_gpu,
     this_machine,
     wanted_by,
@@ -79,7 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold", type=options.within(float, 0, options.MOST), default=report.THRESHOLD,
         help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
     )  # fmt: skip
-    commands.add_parser("facts", help="GPU, driver, versions, sources")
     session.add_warm_arguments(
         commands.add_parser("warm", help="first launches of the targets, to compile")
     )
@@ -158,8 +156,6 @@ def _run(
     if arguments.command == "docs":
         report.write_docs()
         return 0
-    if arguments.command == "facts":
-        return session.run_facts()
     if arguments.command == "attention":
         _fill_in(arguments)
     machine = machine or this_machine(arguments)
@@ -173,7 +169,7 @@ def _run(
         work, budget = session.warm_jobs(targets()), arguments.time_budget or math.inf
         return session.run_warm(work, arguments.jobs, budget, arguments.out)
     if machine is None:
-        return run_without_gpu(arguments, run_check, console)
+        return run_without_gpu(arguments, console)
     arguments.out = arguments.out or Path("bench-out")
     return run(arguments, words, machine, console, started)
 

@@ -31,7 +31,7 @@ from bench.rows import (
     is_ours,
     read_rows,
 )
-from fastvit_kernels.commands.console import CommandError, require
+from fastvit_kernels.commands.console import CommandError, aligned, require
 from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
@@ -126,18 +126,8 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
 
 def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
     """summary.md of one run."""
-    checks = [f"`fastvit-kernels check`: {r.status}, {r.note}." for r in rows if r.op == "check"]
-    head = ["# Benchmark", "", conditions(rows) + ".", "", *checks, *(f"- {x}" for x in said), ""]
+    head = ["# Benchmark", "", conditions(rows) + ".", "", *(f"- {x}" for x in said), ""]
     return "\n".join([*head, *tables(rows)])
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int]) -> Any:
-    shown = require("rich.table", "rich").Table(box=None, padding=(0, 1, 0, 0))
-    for i, title in enumerate(header):
-        shown.add_column(title, justify="left" if i in left else "right", overflow="fold")
-    for line in lines:
-        shown.add_row(*line)
-    return shown
 
 
 def finish(results: Results, said: Sequence[str], console: Any, command: str) -> None:
@@ -149,7 +139,7 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
         return
     _draw(rows, results.folder, console)
     if lines := case_lines(rows)[:MOST_LINES]:
-        console.print(table(HEADER, lines, left=(0, 7)))
+        print(aligned([HEADER, *lines]))
     console.print(f"{conditions(rows)}\n{results.folder}: {len(rows)} rows", soft_wrap=True)
 
 
@@ -202,7 +192,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     ]  # fmt: skip
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
-    console.print(table(header, lines, left=range(6)))
+    print(aligned([header, *lines]))
     good = {r.key for r in a if r.status == OK}
     lost = [r for r in b if r.status != OK and r.key in good]
     for row in lost:

@@ -1,4 +1,4 @@
-"""Runs what a command asks for: roofs, the check, then tasks as far as the time goes.
+"""Runs what a command asks for: roofs, then tasks as far as the time goes.
 
 A row is on disk before the next begins. A task that hangs, or that loses the device, gets a row
 that says so, and a new process goes on; not after MOST_RESTARTS in which nothing was measured.
@@ -7,7 +7,6 @@ that says so, and a new process goes on; not after MOST_RESTARTS in which nothin
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -28,7 +27,6 @@ from bench.ops import OPS
 from bench.plan import WHOLE, Task, Wanted, named_cases, target_tasks, tasks
 from bench.rows import (
     ERROR,
-    FAILED,
     LOST,
     OK,
     RESULTS,
@@ -39,16 +37,12 @@ from bench.rows import (
     describe,
 )
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, term_interrupts
+from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
-from tests.check.isolated import Job, Outcome, python, run_isolated
 
-CHECK = "check"
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
-CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
-NO_GPU_CHECK = 70.0  # seconds for the check in Triton's interpreter
 CUT_SHORT = 3  # exit status of a command that its time has cut short
 MOST_RESTARTS = 2
 
@@ -177,32 +171,6 @@ def _record_loss(
         results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
 
 
-# --- the check, in a process of its own, whose end cannot be this one's
-
-
-def run_check(timeout: float | None) -> Row:
-    """`fastvit-kernels check` as a row."""
-    row = Row(CHECK, "ours", "all", "all", CHECK)
-    job = Job(CHECK, python("fastvit_kernels", "check", "--json"))
-    budget = math.inf if timeout is None else timeout
-    outcome = next(run_isolated([job], 1, math.inf, budget=budget), Outcome(job, [], None, True))
-    cases = [line for line in outcome.lines if "versions" not in line]
-    failed = [
-        f"{case['name']} {case['dtype']}" + (f" ({case['failure']})" if case["failure"] else "")
-        for case in cases
-        if not case["passed"]
-    ]
-    also = f"; failed: {', '.join(failed)}" if failed else ""
-    if outcome.is_cut:
-        note = f"not finished after {budget:.0f} s, {len(cases)} cases done{also}"
-        return replace(row, status=FAILED if failed else TIMEOUT, note=note)
-    if len(cases) == len(outcome.lines):  # it ended before its last line
-        return replace(row, status=FAILED, note=f"check: {outcome.failure or 'no output'}")
-    good = f"{len(cases) - len(failed)} of {len(cases)} cases within the 2x rule"
-    status = FAILED if failed or outcome.failure else OK
-    return replace(row, status=status, note=f"{good}, {outcome.lines[-1]['device']}{also}")
-
-
 # --- the command
 
 
@@ -213,7 +181,6 @@ class Machine:
     device: torch.device
     make_timer: Callable[[], Timer]
     restart: Callable[[list[str]], Any]
-    check: Callable[[float | None], Row] = run_check
 
 
 def _restart(words: list[str]) -> None:
@@ -259,7 +226,7 @@ def run(
     arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any,
     started: float | None = None,
 ) -> int:  # fmt: skip
-    """Measure: roofs, check, then tasks as far as the time goes; report in any case.
+    """Measure: roofs, then tasks as far as the time goes; report in any case.
 
     Args:
         started: when this process began, for imports are part of a time budget.
@@ -299,10 +266,6 @@ def run(
             for text in wanted.said:
                 said(text)
             _roofs(bench, results)
-            if command == "all" and not any(k[0] == CHECK for k in results.rows):
-                share = None if clock.budget is None else CHECK_SHARE * clock.left
-                results.append(machine.check(share))
-                said(describe([*results.rows.values()][-1]))
 
             def began(task: Task) -> None:
                 said(f"[{found.index(task) + 1}/{len(found)}] {task.title}")
@@ -362,21 +325,21 @@ def _roofs(bench: Bench, results: Results) -> None:
     bench.roofs = roofs_of(list(results.rows.values()))
 
 
-def run_without_gpu(
-    arguments: argparse.Namespace, check: Callable[[float | None], Row], console: Any
-) -> int:
-    """What can be said without a GPU: the host's share, and whether the kernels are right."""
-    console.print("torch sees no GPU: only host cost and correctness are measured here.")
+def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
+    """What can be said without a GPU: the host's share."""
+    console.print(
+        "torch sees no GPU: only host cost is measured here. `fastvit-kernels check` runs the "
+        "kernels in\nTriton's interpreter and says whether they are right."
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = list(measure_host(torch.device("cpu")))
     torch.set_num_threads(threads)
-    console.print(report.table(*report.host_table(rows), left=(0, 1)))
-    row = check(NO_GPU_CHECK)
+    header, lines = report.host_table(rows)
+    print(aligned([header, *lines]))
     if arguments.out is not None:
         results = _open(arguments)
-        for measured in (*rows, row):
-            results.append(measured)
+        for row in rows:
+            results.append(row)
         results.close()
-    console.print(f"fastvit-kernels check: {row.status}: {row.note}", soft_wrap=True)
-    return 1 if bad_rows([row]) else 0
+    return 0

@@ -35,7 +35,6 @@ import torch
 from bench import targets
 from bench.plan import Task
 from bench.plan import targets as planned_targets
-from bench.providers import SDPA_BACKENDS
 from bench.rows import (
     RESULTS,
     Row,
@@ -62,6 +61,10 @@ FINISHED = (0, 1)  # exit statuses of a command that has done all it was told to
 RESERVE = 8.0  # seconds for the table at the end
 SECONDS, LEAST = 540.0, 10
 MOST_LINES = 12  # of what is wrong
+PACKAGES = (
+    "numpy", "timm", "transformers", "torchvision", "flash_attn", "flash_attn_interface",
+    "xformers", "liger_kernel", "quack-kernels",
+)  # fmt: skip
 RED, YELLOW, PLAIN = "\033[31m", "\033[33m", "\033[0m"
 
 
@@ -106,8 +109,6 @@ _CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "
 _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
 
 STAGES = (
-    # torch's import, CUDA's start and nvidia-smi alone take ten seconds
-    Stage("facts", 2, python("bench", "facts"), "which GPU, driver, versions, sources", 40.0),
     Stage(
         "smoke", 8, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
         "one kernel compiles, runs and is right", 40.0, needed=True,
@@ -355,6 +356,16 @@ def jobs() -> int:
     return max(1, cores - 2)
 
 
+def facts() -> str:
+    """What a figure depends on besides the code, in some lines."""
+    found = {name: value for name, value in environment().items() if value}
+    found["python"] = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return "\n".join(f"{name}: {value}" for name, value in found.items())
+
+
 def stage_table(stages: Sequence[Stage], seconds: float, places: dict[str, Any]) -> str:
     """Stage, share, seconds if all use theirs up, what it is for, command."""
     times = limits(stages, seconds - RESERVE)
@@ -425,6 +436,7 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
         stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
         sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,
     )  # fmt: skip
+    todo.say(facts())
     interrupted = False
     try:
         with term_interrupts():
@@ -444,44 +456,6 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
     if open_stages := [stage.name for stage in stages if stage.name not in done]:
         todo.say(f"not done: {', '.join(open_stages)}; --resume goes on. All of it: {folder / LOG}")
     return 130 if interrupted else 1 if found else 0
-
-
-# --- `python -m bench facts`: what a figure depends on besides the code, in some lines
-
-PACKAGES = (
-    "torch", "triton", "numpy", "timm", "transformers", "torchvision", "flash_attn",
-    "flash_attn_interface", "xformers", "liger_kernel", "quack-kernels",
-)  # fmt: skip
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def facts() -> list[str]:
-    """Lines for a reader."""
-    lines = [f"{name}: {value}" for name, value in environment().items() if value]
-    if torch.cuda.is_available():
-        lines.append(str(torch.cuda.get_device_properties(torch.cuda.current_device())))
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-        lines.append(
-            f"{free:.0f} of {total:.0f} GiB free, CUDA {torch.version.cuda}, "
-            f"cuDNN {torch.backends.cudnn.version()}"
-        )
-    lines.append(
-        f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
-    )
-    lines.append(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    return [*lines, "forced backends of SDPA: " + ", ".join(SDPA_BACKENDS)]
-
-
-def run_facts() -> int:
-    """Print them; 1 without a GPU."""
-    print(*facts(), sep="\n")
-    return 0 if torch.cuda.is_available() else 1
 
 
 # --- `python -m bench warm`: the first launches at the targets' shapes, side by side, to compile.

@@ -220,8 +220,7 @@ def test_tables_of_a_run():
     assert [line.split(" | ")[:2] for line in lines[start + 4 : start + 6]] == [
         ["| mlp a bf16 fwd", "1"], ["| mlp b bf16 fwd", ""]
     ]  # fmt: skip
-    found = report.summary([*rows, Row("check", "ours", "", "", "", note="44 of 44")], ["said"])
-    assert "\n`fastvit-kernels check`: ok, 44 of 44.\n- said\n" in found
+    assert "\n- said\n" in report.summary(rows, ["said"])
 
 
 # --- pictures
