@@ -23,8 +23,7 @@ import torch
 from bench import report
 from bench.host import measure_host
 from bench.measure import Bench, roof_row, roofs_of
-from bench.ops import OPS
-from bench.plan import WHOLE, Task, Wanted, named_cases, target_tasks, tasks
+from bench.plan import Task, Wanted, named_cases, target_tasks, tasks
 from bench.rows import (
     ERROR,
     LOST,
@@ -199,8 +198,8 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
     return Machine(device, CudaTimer, _restart)
 
 
-def wanted_by(arguments: argparse.Namespace) -> Wanted:
-    """What the command's words ask for.
+def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
+    """What the command's words ask for, of these ops.
 
     Raises: CommandError if `--model`, `--batch`, `--img-size` and the rest do not fit together.
     """
@@ -215,16 +214,13 @@ def wanted_by(arguments: argparse.Namespace) -> Wanted:
             f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
             f"{', '.join(unknown)}"
         )
-    every = arguments.command in ("all", "targets")
-    return Wanted(
-        (*WHOLE, *OPS) if every else (arguments.command,), arguments.provider or (),
-        arguments.shape or (), dtypes, modes, **given,
-    )  # fmt: skip
+    asked = arguments.provider or (), arguments.shape or (), dtypes, modes
+    return Wanted(ops, *asked, **given)
 
 
 def run(
-    arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any,
-    started: float | None = None,
+    arguments: argparse.Namespace, wanted: Wanted, words: Sequence[str], machine: Machine,
+    console: Any, started: float | None = None,
 ) -> int:  # fmt: skip
     """Measure: roofs, then tasks as far as the time goes; report in any case.
 
@@ -234,7 +230,7 @@ def run(
     clock = Clock(arguments.time_budget, started=started)
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
-    command, wanted = arguments.command, wanted_by(arguments)
+    command = arguments.command
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
     results = _open(arguments)
