@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -440,21 +440,12 @@ def _measure_group(
 STAGES = ("patch embed", "norm", "qkv", "attention", "proj", "mlp", "optimizer", "other")
 STEPS = 3
 
-# Part of an operator's name -> stage; the first that occurs in the name decides.
+# Stage -> parts of an operator's name; the first that occurs in it decides.
 _NAMES = {
-    "patch_embed": "patch embed",
-    "convolution": "patch embed",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "qkv_projection": "qkv",
-    "rope_": "attention",
-    "sdpa": "attention",
-    "scaled_dot_product": "attention",
-    "attention": "attention",
-    "mlp": "mlp",
-    "gated": "mlp",
-    "gelu": "mlp",
-}
+    "patch embed": ("patch_embed", "convolution"), "norm": ("layer_norm", "rms_norm"),
+    "qkv": ("qkv_projection",), "attention": ("rope_", "sdpa", "scaled_dot_product", "attention"),
+    "mlp": ("mlp", "gated", "gelu"),
+}  # fmt: skip
 # Also inside our operators that begin with the QKV projection.
 _ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
 _PRODUCTS = (
@@ -464,26 +455,13 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel: its name and time, and the operators around it, innermost first."""
 
     kernel: str
     us: float
     operators: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each operator's tensors
-
-
-def _product_stage(shapes: Sequence[Sequence[int]], C: int, width: int) -> str | None:
-    """The stage of a GEMM by the sizes of its operands."""
-    sizes = {size for shape in shapes for size in shape}
-    if NUM_CLASSES in sizes:
-        return "other"  # the head
-    if width in sizes:
-        return "mlp"
-    if 3 * C in sizes:
-        return "qkv"
-    return "proj" if C in sizes else None
 
 
 def stage_of(launch: Launch, C: int, width: int) -> str:
@@ -493,13 +471,14 @@ def stage_of(launch: Launch, C: int, width: int) -> str:
         return "optimizer"
     if any(part in launch.kernel for part in _ATTENTION_KERNELS):
         return "attention"
+    by_size = {NUM_CLASSES: "other", width: "mlp", 3 * C: "qkv", C: "proj"}
     for name, shapes in zip(launch.operators, launch.shapes, strict=True):
-        if name.startswith(_PRODUCTS):
-            stage = _product_stage(shapes, C, width)
-            if stage is not None:
-                return stage
-        for part, stage in _NAMES.items():
-            if part in name:
+        sizes = {size for shape in shapes for size in shape}
+        known = [stage for size, stage in by_size.items() if size in sizes]
+        if known and name.startswith(_PRODUCTS):
+            return known[0]
+        for stage, parts in _NAMES.items():
+            if any(part in name for part in parts):
                 return stage
     return "other"
 

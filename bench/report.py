@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import targets
-from bench.models import STAGES
 from bench.ops import OPS
 from bench.providers import BASELINE, SEARCH
 from bench.rows import (
@@ -38,11 +37,8 @@ from fastvit_kernels.runtime.files import write_atomically, write_text
 SUMMARY = "summary.md"
 START, END = "<!-- results -->", "<!-- /results -->"  # generated between these
 ROOT = Path(__file__).parent.parent
-README, DOCS, COMMITTED = (
-    ROOT / "README.md",
-    ROOT / "docs" / "benchmarks.md",
-    ROOT / "bench/results",
-)
+README, DOCS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+COMMITTED = ROOT / "bench" / "results"
 GIB = 1024.0  # MiB
 MOST_LINES = 30  # of the table that ends a run
 MOST_CASES = 8  # of a panel of bars, so that their names have room
@@ -403,19 +399,31 @@ def _op_cases(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+Panel = tuple[Groups, str, str, str]  # what is drawn, its unit, a title, the form of a figure
+
+
+def _panels(
+    path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel],
+    failed: Iterable[tuple[str, str]] = (),
+) -> Path | None:  # fmt: skip
+    """Grouped bars below each other, of those panels that have any."""
+    shown = [panel for panel in panels if panel[0]]
+    if not shown:
+        return None
+    figure = _figure(3.6 * len(shown) + 0.4, title, rows)
+    for (axes,), panel in zip(figure.subplots(len(shown), 1, squeeze=False), shown, strict=True):
+        _bars(axes, *panel, failed)
+    return _save(figure, path)
+
+
 def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     """Speed over eager of each op, at its first case of width 768."""
     shown = _op_cases(rows)
     speeds, failed = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
-    if not speeds:
-        return None
-    names = list(speeds)
+    names, title = list(speeds), "hatched: FAILED" if failed else ""
     parts = [names[i : i + MOST_CASES] for i in range(0, len(names), MOST_CASES)]
-    figure = _figure(3.4 * len(parts) + 0.6, "Ops, C = 768: speed over eager", shown)
-    for axes, part in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts, strict=True):
-        title = "hatched: FAILED" if failed else ""
-        _bars(axes, {name: speeds[name] for name in part}, "times", title, "%.2f", failed)
-    return _save(figure, path)
+    panels = [({name: speeds[name] for name in part}, "times", title, "%.2f") for part in parts]
+    return _panels(path, "Ops, C = 768: speed over eager", shown, panels, failed)
 
 
 def _gib(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> Groups:
@@ -448,36 +456,17 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
         (_gib(training, name, "peak_mib"), "GiB", "Peak memory of a training step", "%.1f"),
         (_gib(training, name, "kept_mib"), "GiB", "Kept for the backward", "%.1f"),
     ]
-    panels = [panel for panel in panels if panel[0]]
-    if not panels:
-        return None
-    figure = _figure(3.8 * len(panels), "Whole models, one GPU", steps)
-    grid = figure.subplots(len(panels), 1, squeeze=False)
-    for (axes,), (groups, label, title, form) in zip(grid, panels, strict=True):
-        _bars(axes, groups, label, title, form, failed)
-    return _save(figure, path)
+    return _panels(path, "Whole models, one GPU", steps, panels, failed)
 
 
 def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
-    """Kernel time of a training step by stage, a stacked bar for each model and provider."""
+    """Kernel time of a training step by stage, a panel for each model."""
     good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
-    bars: Groups = {}
-    for row in good:
-        bars.setdefault(f"{row.shape}\n{row.provider}", {})[row.mode] = row.ms or 0.0
-    if not bars:
-        return None
-    figure = _figure(5.5, "Kernel time of a training step by stage", good)
-    axes = figure.subplots()
-    bottom = [0.0] * len(bars)
-    for stage, tint in zip(STAGES, CYCLE, strict=True):
-        heights = [values.get(stage, 0.0) for values in bars.values()]
-        drawn = axes.bar(list(bars), heights, 0.6, bottom=bottom, color=tint, label=stage)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.bar_label(drawn, [f"{height:.2f} ms" for height in bottom], fontsize=9)
-    axes.set(ylabel="ms a step")
-    axes.margins(y=0.1)
-    figure.legend(reverse=True, loc="outside right center", fontsize=9)
-    return _save(figure, path)
+    models: dict[str, Groups] = {}
+    for r in good:
+        models.setdefault(r.shape, {}).setdefault(r.mode, {})[r.provider] = r.ms or 0.0
+    panels = [(stages, "ms a step", model, "%.2f") for model, stages in models.items()]
+    return _panels(path, "Kernel time of a training step by stage", good, panels)
 
 
 PICTURES = {

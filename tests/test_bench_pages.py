@@ -250,17 +250,17 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     assert labels == [("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
 
 
-def test_stages_of_a_profile_lie_on_each_other(drawn, tmp_path):
-    first, second, last = (models.STAGES[i] for i in (0, 3, -1))
+def test_a_profile_has_the_stages_of_each_provider(drawn, tmp_path):
     rows = [
-        Row("profile", "eager", "a", "amp", stage, ms=ms)
-        for stage, ms in ((first, 1.0), (second, 2.0), (last, 4.0))
-    ]
-    report.draw_profile(rows, tmp_path)
+        Row("profile", provider, "a", "amp", stage, ms=ms)
+        for provider, stage, ms in (("eager", "mlp", 2.0), ("swapped", "mlp", 1.0),
+                                    ("eager", "other", 4.0), ("swapped", "other", 3.0))
+    ]  # fmt: skip
+    report.draw_profile([*rows, Row("profile", "eager", "a", "amp", "qkv", status=ERROR)], tmp_path)
     (axes,) = drawn[0].axes
-    bars = [(bar.get_y(), bar.get_height()) for bar in axes.patches if bar.get_height()]
-    assert bars == [(0.0, 1.0), (1.0, 2.0), (3.0, 4.0)]
-    assert "7.00 ms" in {text.get_text() for text in axes.texts}
+    bars = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
+    assert bars == {"eager": [2.0, 4.0], "swapped": [1.0, 3.0]}
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["mlp", "other"]
 
 
 def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):

@@ -284,9 +284,9 @@ FAULTS = [
              "targets.py::test_memory_is_met_from_below"),
             ("gib", "report", "_gib", "MiB as GiB", "mib / GIB", "mib",
              "bench_pages.py::test_the_picture_of_models_is_in_its_units"),
-            ("stacked", "report", "draw_profile", "stages hide each other", "bottom = [b + h for",
-             "bottom = [h for",
-             "bench_pages.py::test_stages_of_a_profile_lie_on_each_other"),
+            ("profile-sides", "report", "draw_profile", "a profile of one side alone",
+             "[r.provider] =", '["eager"] =',
+             "bench_pages.py::test_a_profile_has_the_stages_of_each_provider"),
         )
     ),
     Fault(
