@@ -27,23 +27,15 @@ from bench import STARTED, report, session
 from bench.ops import MODES, OPS
 from bench.plan import WHOLE, targets
 from bench.rows import Row, read_rows
-from bench.run import (
-    MOST_RESTARTS,
-    Machine,
-    model_wanted,
-    run,
-    run_check,
-    run_without_gpu,
-    this_machine,
-)
+from bench.run import MOST_RESTARTS, Machine, run, run_without_gpu, this_machine, wanted_by
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
 
-MODES_OF_ALL = (*MODES, "train", "infer")
 MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
     "all": "time everything, the most telling rows first",
+    **{op: f"time the op {op}" for op in OPS},
     "vit": "time steps of whole models",
     "profile": "sum kernel times of a training step by stage",
     "host": "time what a call costs the host",
@@ -62,14 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
             description=session.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )  # fmt: skip
-    for name in ("targets", "all", *OPS, *WHOLE):
-        modes = MODES if name in OPS else MODES_OF_ALL
-        measuring = commands.add_parser(name, help=MEASURED.get(name, f"time the op {name}"))
-        _add_measuring(measuring, modes)
-        if name == "vit":
-            options.add_model(measuring, None, "in place of the plan's models")
-            options.add_batch(measuring)
-            options.add_img_size(measuring)
+    for name, says in MEASURED.items():
+        _add_measuring(commands.add_parser(name, help=says), name)
     drawing = commands.add_parser("plot", help="redraw everything from a CSV")
     drawing.add_argument("folder", type=Path)
     comparing = commands.add_parser("compare", help="ratios of two results, regressions first")
@@ -79,7 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--threshold", type=options.within(float, 0, options.MOST), default=report.THRESHOLD,
         help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
     )  # fmt: skip
-    commands.add_parser("facts", help="GPU, driver, versions, sources")
     session.add_warm_arguments(
         commands.add_parser("warm", help="first launches of the targets, to compile")
     )
@@ -87,9 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_measuring(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
-    parser.add_argument("--mode", action="append", choices=modes)
-    for mode in (m for m in ("train", "infer") if m in modes):
+def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
+    whole = () if name in OPS else ("train", "infer")
+    parser.add_argument("--mode", action="append", choices=(*MODES, *whole))
+    for mode in whole:
         parser.add_argument(
             f"--{mode}", dest="mode", action="append_const", const=mode,
             help=f"the same as --mode {mode}",
@@ -100,6 +86,10 @@ def _add_measuring(parser: argparse.ArgumentParser, modes: Sequence[str]) -> Non
     )  # fmt: skip
     parser.add_argument("--provider", action="append", help="may be given several times")
     parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
+    if name == "vit":
+        options.add_model(parser, None, "in place of the plan's models")
+        options.add_batch(parser)
+        options.add_img_size(parser)
     options.add_device(parser)
     options.add_budget(parser, "measure no further case after these")
     options.add_out(parser, "folder of the results (default bench-out)")
@@ -138,10 +128,10 @@ def _read(path: Path) -> list[Row]:
 
 
 def _fill_in(arguments: argparse.Namespace) -> None:
-    """`attention` alone asks what most ask: throughput over T next to SDPA, in five minutes."""
+    """`attention` alone asks what most ask: speed over T next to SDPA, in five minutes."""
     asked = ("shape", "mode", "dtype", "provider", "time_budget")
     if all(getattr(arguments, name) is None for name in asked):
-        arguments.shape, arguments.mode = ["sweep-T"], ["fwd", "bwd"]
+        arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
         arguments.dtype, arguments.time_budget = ["bf16"], 300.0
 
 
@@ -149,34 +139,32 @@ def _run(
     arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None,
     started: float | None,
 ) -> int:  # fmt: skip
-    console = make_console()
-    if arguments.command == "plot":
+    console, command = make_console(), arguments.command
+    if command == "plot":
         return report.run_plot(_read(arguments.folder), arguments.folder, console)
-    if arguments.command == "compare":
+    if command == "compare":
         a, b = _read(arguments.a), _read(arguments.b)
         return report.run_compare(a, b, arguments.threshold, console)
-    if arguments.command == "docs":
+    if command == "docs":
         report.write_docs()
         return 0
-    if arguments.command == "facts":
-        return session.run_facts()
-    if arguments.command == "attention":
-        _fill_in(arguments)
     machine = machine or this_machine(arguments)
-    if arguments.command in ("contact", "session"):
+    if command in ("contact", "session"):
         return session.run(arguments, machine is not None)
-    given = model_wanted(arguments)
-    if machine is None and given:
-        raise CommandError(f"torch sees no GPU to measure {given['model']} on")
-    if machine is None and arguments.command in ("targets", "warm"):
+    if machine is None and command in ("targets", "warm"):
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
-    if arguments.command == "warm":
+    if command == "warm":
         work, budget = session.warm_jobs(targets()), arguments.time_budget or math.inf
         return session.run_warm(work, arguments.jobs, budget, arguments.out)
+    if command == "attention":
+        _fill_in(arguments)
+    wanted = wanted_by(arguments, (*WHOLE, *OPS) if command in ("all", "targets") else (command,))
+    if machine is None and wanted.model:
+        raise CommandError(f"torch sees no GPU to measure {wanted.model} on")
     if machine is None:
-        return run_without_gpu(arguments, run_check, console)
+        return run_without_gpu(arguments, console)
     arguments.out = arguments.out or Path("bench-out")
-    return run(arguments, words, machine, console, started)
+    return run(arguments, wanted, words, machine, console, started)
 
 
 if __name__ == "__main__":

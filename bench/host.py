@@ -94,19 +94,17 @@ def _swapped(name: str, device: torch.device) -> Case:
     define_torchvision_operators()
     from timm.models.vision_transformer import Block, VisionTransformer
 
-    C = int(name.rpartition(" ")[2])
-    if "block" in name:
-        host, x = Block(C, C // 32, init_values=1e-5), torch.randn(SIZES.B, SIZES.T, C)
-    else:
+    C, calls = int(name.rpartition(" ")[2]), CALLS
+    host, x = Block(C, C // 32, init_values=1e-5), torch.randn(SIZES.B, SIZES.T, C)
+    if "block" not in name:
         host = VisionTransformer(
             img_size=32, patch_size=16, embed_dim=C, num_heads=C // 32, class_token=False,
             global_pool="avg", num_classes=10,
         )  # fmt: skip
-        x = torch.randn(SIZES.B, 3, 32, 32)  # four patches
+        x, calls = torch.randn(SIZES.B, 3, 32, 32), max(CALLS // 5, 1)  # four patches
     swapped = copy.deepcopy(host.to(device))
     fk.swap_in(swapped)
     given = {"x": x.to(device).requires_grad_()}
-    calls = CALLS if "block" in name else max(CALLS // 5, 1)
     return Case(given, lambda x: swapped(x), lambda x: host(x), calls)
 
 
@@ -173,6 +171,6 @@ def measure_host(device: torch.device) -> Iterator[Row]:
             for provider, us in zip(contexts, found, strict=True):
                 ms, p20, p80 = (x / 1e3 for x in us)
                 yield Row(
-                    OP, provider, name, "fp32", mode, B=SIZES.B, T=SIZES.T, ms=ms, ms_p20=p20,
+                    OP, provider, name, "fp32", mode, T=SIZES.T, ms=ms, ms_p20=p20,
                     ms_p80=p80, samples=ROUNDS * case.calls, speedup=eager.median / us.median,
                 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.ops import Draw, Op
 from bench.providers import BASELINE, Function, Inputs, Provider, Shape
-from bench.rows import FAILED, OK, Row
+from bench.rows import FAILED, OK, ROOF, Row
 from fastvit_kernels.measure.gate import Outcome, failure, judge_op, speedup
 from fastvit_kernels.measure.roofs import COPY, MATMUL, Roof, Roofs
 from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
@@ -29,7 +29,6 @@ WARM_UP = 3
 TURN_MS = 25.0  # measured time of a provider in one turn
 MIN_SAMPLES, MAX_SAMPLES = 2, 40  # in one turn
 SMALL_MS = 2.0  # below it the host's share matters: measured through a CUDA graph too
-ROOF = "roof"
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Entry(Contender):
 
 
 def row_of(op: str, provider: str, shape: Shape, dtype: str, mode: str) -> Row:
-    return Row(op, provider, shape.id, dtype, mode, shape.model, shape.B, shape.T)
+    return Row(op, provider, shape.id, dtype, mode, shape.T)
 
 
 def step_of(function: Function, inputs: Inputs, upstream: Sequence[Tensor], mode: str) -> Step:

@@ -4,26 +4,18 @@ The gate holds logits and the gradient of all parameters, as one vector, against
 float64 on the very batch that is timed; and each gradient by itself with wider limits
 (fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
 
-Also: the largest batch that fits, kernel time by stage of the flow picture, and the time to the
-first step in a new process.
+Also: kernel time by stage of the flow picture.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import WARM_UP, Bench, Entry, finish, with_speedup
 from bench.providers import BASELINE, SEARCH, VITS
-from bench.rows import ERROR, MEMORY, OK, TIMEOUT, Row
+from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.measure.gate import Outcome, Results, failure, judged, model_errors, verdict
@@ -41,7 +33,7 @@ from fastvit_kernels.measure.turns import take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error
 
-VIT, MAX_BATCH, PROFILE, FIRST_STEP = "vit", "max_batch", "profile", "first_step"
+VIT, PROFILE = "vit", "profile"
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 TURN_MS = 300.0
@@ -73,10 +65,6 @@ class Case:
         return 3, self.size, self.size
 
     @property
-    def preset(self) -> str:
-        return f"ViT-{self.model}"
-
-    @property
     def tokens(self) -> int:
         return (self.size // self.patch) ** 2 + 1
 
@@ -86,24 +74,20 @@ class Case:
         return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
-    def parameters(self) -> int:
-        """About as many as its blocks have."""
-        C, depth, _, mlp = VITS[self.model]
-        return depth * (4 * C + 2 * mlp) * C
-
-    @property
     def trains(self) -> bool:
         return self.mode == "train"
 
-    @property
+    @functools.cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in on_meta(self).parameters())
+
+    @functools.cached_property
     def flops(self) -> float:
-        """Of a step: a block is 2 T C (3C + C + 2F) + 4 T^2 C an image; training is 3 forwards."""
-        C, depth, _, mlp = VITS[self.model]
-        T = self.tokens
-        block = 2 * T * C * (4 * C + 2 * mlp) + 4 * T * T * C
-        patches = 2 * (T - 1) * C * 3 * self.patch**2
-        forward = self.batch * (depth * block + patches + 2 * C * NUM_CLASSES)
-        return float(forward * (3 if self.trains else 1))
+        """Of a step, the forward's products as torch counts them; training is 3 forwards."""
+        image = torch.empty((1, *self.image), device="meta")
+        with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
+            on_meta(self)(image)
+        return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
 
 
 @dataclass(frozen=True)
@@ -112,11 +96,7 @@ class NamedCase(Case):
 
     @property
     def image(self) -> tuple[int, int, int]:
-        return input_shape(_on_meta(self.model, self.size))
-
-    @property
-    def preset(self) -> str:
-        return self.model
+        return input_shape(on_meta(self))
 
     @property
     def tokens(self) -> int:
@@ -129,28 +109,13 @@ class NamedCase(Case):
         side = f"{height}" if height == width else f"{height}x{width}"
         return f"{self.model}-{side}-B{self.batch}"
 
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in _on_meta(self.model, self.size).parameters())
-
-    @property
-    def flops(self) -> float:
-        """Of a step, the forward's products as torch counts them; training is 3 forwards."""
-        image = torch.empty((1, *self.image), device="meta")
-        with FlopCounterMode(display=False) as counter, backend("torch"), torch.no_grad():
-            _on_meta(self.model, self.size)(image)
-        return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
-
-
-def _by_name(name: str, size: int) -> nn.Module:
-    return build_model(name, num_classes=NUM_CLASSES, img_size=size or None)
-
 
 @functools.lru_cache(maxsize=4)
-def _on_meta(name: str, size: int) -> nn.Module:
+def on_meta(case: Case) -> nn.Module:
     """The model without weights, for what follows from shapes."""
+    define_torchvision_operators()
     with torch.device("meta"):
-        return _by_name(name, size).eval()
+        return _build(case).eval()
 
 
 def build(case: Case, device: torch.device) -> nn.Module:
@@ -163,7 +128,7 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 def _build(case: Case) -> nn.Module:
     if isinstance(case, NamedCase):
-        return _by_name(case.model, case.size)
+        return build_model(case.model, num_classes=NUM_CLASSES, img_size=case.size or None)
     C, depth, H, mlp = VITS[case.model]
     if case.host == "timm":
         from timm.models.vision_transformer import VisionTransformer
@@ -387,10 +352,7 @@ class Oracle:
 
 
 def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
-    return Row(
-        op, provider, case.id, case.dtype, mode or case.mode, case.preset,
-        case.batch, case.tokens,
-    )  # fmt: skip
+    return Row(op, provider, case.id, case.dtype, mode or case.mode, case.tokens)
 
 
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
@@ -470,40 +432,6 @@ def _measure_group(
         yield row
 
 
-def fits(case: Case, way: Way, bench: Bench) -> bool:
-    """Whether one step at this batch has the memory it needs."""
-    try:
-        Runner(case, way, bench.device).step()
-        bench.timer.clear()
-        return True
-    except Exception as error:
-        status, note = failure(error, bench.timer)
-        if status != MEMORY:
-            raise RuntimeError(note) from None
-        return False
-
-
-def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Row:
-    """The largest batch of which a step fits, to an eighth: powers of two, then three halvings."""
-    row = row_of(case, name, op=MAX_BATCH)
-    attempt = functools.partial(fits, way=WAYS[name], bench=bench)
-    best, bad = 0, case.batch
-    try:
-        with WAYS[name].context():
-            while bad <= limit and attempt(replace(case, batch=bad)):
-                best, bad = bad, 2 * bad
-            for _ in range(3):
-                middle = (best + bad) // 2
-                if best < middle < bad and bad <= limit:
-                    if attempt(replace(case, batch=middle)):
-                        best = middle
-                    else:
-                        bad = middle
-    except RuntimeError as error:
-        return replace(row, status=ERROR, note=str(error))
-    return replace(row, status=OK, batch=best)
-
-
 # --- kernel time by stage. torch.profiler names for every kernel the operator that launched it,
 # with its shapes, and the operators around that one. Eager PyTorch runs a block as GEMMs that
 # differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped
@@ -512,21 +440,12 @@ def largest_batch(case: Case, name: str, bench: Bench, limit: int = 16384) -> Ro
 STAGES = ("patch embed", "norm", "qkv", "attention", "proj", "mlp", "optimizer", "other")
 STEPS = 3
 
-# Part of an operator's name -> stage; the first that occurs in the name decides.
+# Stage -> parts of an operator's name; the first that occurs in it decides.
 _NAMES = {
-    "patch_embed": "patch embed",
-    "convolution": "patch embed",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "qkv_projection": "qkv",
-    "rope_": "attention",
-    "sdpa": "attention",
-    "scaled_dot_product": "attention",
-    "attention": "attention",
-    "mlp": "mlp",
-    "gated": "mlp",
-    "gelu": "mlp",
-}
+    "patch embed": ("patch_embed", "convolution"), "norm": ("layer_norm", "rms_norm"),
+    "qkv": ("qkv_projection",), "attention": ("rope_", "sdpa", "scaled_dot_product", "attention"),
+    "mlp": ("mlp", "gated", "gelu"),
+}  # fmt: skip
 # Also inside our operators that begin with the QKV projection.
 _ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
 _PRODUCTS = (
@@ -536,26 +455,13 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel: its name and time, and the operators around it, innermost first."""
 
     kernel: str
     us: float
     operators: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each operator's tensors
-
-
-def _product_stage(shapes: Sequence[Sequence[int]], C: int, width: int) -> str | None:
-    """The stage of a GEMM by the sizes of its operands."""
-    sizes = {size for shape in shapes for size in shape}
-    if NUM_CLASSES in sizes:
-        return "other"  # the head
-    if width in sizes:
-        return "mlp"
-    if 3 * C in sizes:
-        return "qkv"
-    return "proj" if C in sizes else None
 
 
 def stage_of(launch: Launch, C: int, width: int) -> str:
@@ -565,13 +471,14 @@ def stage_of(launch: Launch, C: int, width: int) -> str:
         return "optimizer"
     if any(part in launch.kernel for part in _ATTENTION_KERNELS):
         return "attention"
+    by_size = {NUM_CLASSES: "other", width: "mlp", 3 * C: "qkv", C: "proj"}
     for name, shapes in zip(launch.operators, launch.shapes, strict=True):
-        if name.startswith(_PRODUCTS):
-            stage = _product_stage(shapes, C, width)
-            if stage is not None:
-                return stage
-        for part, stage in _NAMES.items():
-            if part in name:
+        sizes = {size for shape in shapes for size in shape}
+        known = [stage for size, stage in by_size.items() if size in sizes]
+        if known and name.startswith(_PRODUCTS):
+            return known[0]
+        for stage, parts in _NAMES.items():
+            if any(part in name for part in parts):
                 return stage
     return "other"
 
@@ -633,56 +540,3 @@ def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
         return
     for stage, ms in stage_ms(launches, C, width, STEPS).items():
         yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)
-
-
-# --- time to the first step in a new process: from the model's construction to the end of one
-# training step, without the imports, with empty caches of kernels and then with full ones
-
-MODES = ("cold", "warm")
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def first_step(argument: str) -> int:
-    """What the new process does: print the seconds as JSON."""
-    wanted = json.loads(argument)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.zeros(1, device=device)  # the context is not ours to time
-    started = time.perf_counter()
-    way = WAYS[wanted["provider"]]
-    with way.context():
-        Runner(Case(**wanted["case"]), way, device).step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    print(json.dumps({"seconds": time.perf_counter() - started}))
-    return 0
-
-
-def measure_first_step(case: Case, provider: str, timeout: float) -> Iterator[Row]:
-    """A row for cold and one for warm caches, in folders of their own; its ms is the time to the
-    end of the first step."""
-    argument = json.dumps({"case": asdict(case), "provider": provider})
-    command = [sys.executable, "-m", "bench.models", argument]
-    root = Path(__file__).parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in CACHES}
-        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-        for mode in MODES:
-            row = row_of(case, provider, FIRST_STEP, mode)
-            try:
-                done = subprocess.run(
-                    command, env={**os.environ, **caches, "PYTHONPATH": path}, timeout=timeout,
-                    capture_output=True, text=True,
-                )  # fmt: skip
-                seconds = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
-            except subprocess.TimeoutExpired:
-                yield replace(row, status=TIMEOUT, note=f"not finished after {timeout:.0f} s")
-                return
-            except (ValueError, LookupError):
-                lines = done.stderr.strip().splitlines() or ["no output"]
-                yield replace(row, status=ERROR, note=lines[-1][:300])
-                return
-            yield replace(row, ms=1e3 * seconds, samples=1)
-
-
-if __name__ == "__main__":
-    sys.exit(first_step(sys.argv[1]))

@@ -20,29 +20,31 @@ from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase, missing
 from bench.ops import MODES, OPS, Draw, Op
 from bench.providers import BASELINE, SEARCH, VITS, Provider, Shape
 from bench.rows import Row
-from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, of_tokens
+from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, has_part, of_tokens
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.cases import OPS as REGISTRY
+from fastvit_kernels.verify.op import run_backward
 
 WHOLE = ("vit", "profile", "host")
 Key = tuple[str, str, str, str, str]
-Run = Callable[[Sequence[str], Bench], Iterable[Row]]
 
 
 @dataclass(frozen=True)
 class Task:
     """Some providers of one case. `run` gets their names and yields their rows.
 
-    One that `renews` runs all its providers again, and their rows give way to the new ones: a ratio
-    is of the same turns.
+    renews: all its providers run again, and their rows give way to the new ones: a ratio is of the
+        same turns.
+    touch: launches once, on this device, what it compiles.
     """
 
     tier: int
     seconds: float
     title: str
     keys: tuple[Key, ...]
-    run: Run
+    run: Callable[[Sequence[str], Bench], Iterable[Row]]
     renews: bool = False
+    touch: Callable[[torch.device], None] = lambda device: None
 
 
 @dataclass
@@ -64,54 +66,59 @@ class Wanted:
             self.said.append(text)
 
     def provider(self, name: str) -> bool:
-        return not self.providers or name in self.providers or name == BASELINE
+        return name in (*(self.providers or (name,)), BASELINE)
 
-    def shape(self, identity: str) -> bool:
-        return not self.shapes or any(part in identity for part in self.shapes)
+    def case(self, shape: str, dtype: str | None = None, mode: str | None = None) -> bool:
+        """Whether it is asked for; None: whatever it is."""
+        return (
+            (not self.shapes or any(part in shape for part in self.shapes))
+            and dtype in (*(self.dtypes or (dtype,)), None)
+            and mode in (*(self.modes or (mode,)), None)
+        )
 
-    def dtype(self, name: str) -> bool:
-        return not self.dtypes or name in self.dtypes
 
-    def mode(self, name: str) -> bool:
-        return not self.modes or name in self.modes
-
+# --- ops
 
 # (providers, later by so many tiers, guessed seconds); "": those that nobody compiles
-_OP_GROUPS = ((("",), 0, 8.0), (("compile",), 2, 20.0), ((SEARCH,), 5, 60.0))
+_OP_GROUPS = (("", 0, 8.0), ("compile", 2, 20.0), (SEARCH, 5, 60.0))
+
+
+def _keys(
+    op: Op, shape: Shape, dtype: str, modes: Sequence[str], providers: Iterable[Provider]
+) -> tuple[Key, ...]:
+    return tuple(
+        (op.name, p.name, shape.id, dtype, mode)
+        for mode in modes
+        for p in providers
+        if p.backward or mode == "fwd"
+    )
 
 
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
-    modes = [m for m in MODES if wanted.mode(m)]
+    modes = [m for m in MODES if m in (wanted.modes or MODES)]
     seen: set[tuple[Any, ...]] = set()
     for shape in op.shapes():
         sizes = (shape.B, shape.T, shape.C, shape.H, shape.F, shape.variant)
-        if not wanted.shape(shape.id) or sizes in seen:  # a sweep passes through the models' own
+        if not wanted.case(shape.id) or sizes in seen:  # a sweep passes through the models' own
             continue
         seen.add(sizes)
         for dtype in op.dtypes:
             late = dtype in ("fp16", "fp32")
-            if (late and shape.tier > 2) or not wanted.dtype(dtype):
+            if (late and shape.tier > 2) or not wanted.case(shape.id, dtype):
                 continue
-            tier = shape.tier + (3 if late else 0)
-            for names, later, seconds in _OP_GROUPS:
-                found = []
-                for p in op.everyone(shape, dtype):
-                    group = p.name if p.compiled else ""
-                    if group not in names or not wanted.provider(p.name):
-                        continue
-                    if p.installed:
-                        found.append(p)
-                    else:
-                        wanted.say(f"{p.name} is not measured: {p.package} is not installed")
-                keys = tuple(
-                    (op.name, p.name, shape.id, dtype, m)
-                    for p in found
-                    for m in modes
-                    if p.backward or m == "fwd"
-                )
+            asked = [p for p in op.everyone(shape, dtype) if wanted.provider(p.name)]
+            for p in (p for p in asked if not p.installed):
+                wanted.say(f"{p.name} is not measured: {p.package} is not installed")
+            for name, later, seconds in _OP_GROUPS:
+                group = [p for p in asked if p.installed and name == p.name * p.compiled]
                 run = functools.partial(measure_op, op, shape, dtype, modes)
-                title = f"{op.name} {shape.id} {dtype}"
-                yield Task(tier + later, seconds, title, keys, run)
+                yield Task(
+                    shape.tier + (3 if late else 0) + later, seconds,
+                    f"{op.name} {shape.id} {dtype}", _keys(op, shape, dtype, modes, group), run,
+                )  # fmt: skip
+
+
+# --- whole models
 
 
 def vit_cases() -> Iterator[tuple[int, float, Case]]:
@@ -177,39 +184,13 @@ def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
     for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
         if not wanted.model and not _has_host(wanted, case.host):
             continue
-        asked = wanted.shape(case.id) and wanted.dtype(case.dtype) and wanted.mode(case.mode)
+        asked = wanted.case(case.id, case.dtype, case.mode)
         for later, seconds, names in _VIT_GROUPS:
-            names = [n for n in names if wanted.provider(n)]
-            if not asked or not names:
-                continue
+            names = [n for n in names if asked and wanted.provider(n)]
             keys = tuple((VIT, n, case.id, case.dtype, case.mode) for n in names)
             title = f"{case.id} {case.dtype} {case.mode}"
-            yield Task(
-                tier + later,
-                factor * seconds,
-                title,
-                keys,
-                functools.partial(models.measure_vit, case),
-            )
-    if wanted.model or not _has_host(wanted, "timm"):
-        return
-    base = Case("timm", "B", 224, 128)
-    first = replace(base, batch=32)
-    for tier, seconds, name in (
-        (2, 80.0, "eager"), (2, 80.0, "swapped"), (4, 200.0, "compile"),
-        (4, 200.0, "swapped+compile"),
-    ):  # fmt: skip
-        if wanted.provider(name) and wanted.shape(first.id) and wanted.mode("train"):
-            keys = tuple((models.FIRST_STEP, name, first.id, first.dtype, m) for m in models.MODES)
-            title = f"first step of {first.id}, {name}"
-            measure = functools.partial(models.measure_first_step, first, name, 2 * seconds)
-            yield Task(tier, seconds, title, keys, lambda *_, measure=measure: measure())
-    for name in ("eager", "swapped"):
-        if wanted.provider(name) and wanted.shape(base.id) and wanted.mode("train"):
-            key = (models.MAX_BATCH, name, base.id, base.dtype, base.mode)
-            title = f"largest batch of {base.id}, {name}"
-            measure = functools.partial(models.largest_batch, base, name)
-            yield Task(4, 60.0, title, (key,), lambda _, bench, measure=measure: [measure(bench)])
+            run = functools.partial(models.measure_vit, case)
+            yield Task(tier + later, factor * seconds, title, keys, run)
 
 
 def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
@@ -217,7 +198,7 @@ def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
         return
     for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
         for name in ("eager", "swapped"):
-            if wanted.provider(name) and wanted.shape(case.id):
+            if wanted.provider(name) and wanted.case(case.id):
                 keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
                 title = f"profile of {case.id}, {name}"
                 measure = functools.partial(models.measure_profile, case, name)
@@ -225,41 +206,36 @@ def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
 
 
 def _host_tasks(device: torch.device) -> Iterator[Task]:
-    providers, modes = host.ways(device), host.MODES
     ops = (*host.models(), *REGISTRY)
-    keys = tuple((host.OP, p, op, "fp32", m) for op in ops for m in modes for p in providers)
+    keys = tuple(
+        (host.OP, p, op, "fp32", m) for op in ops for m in host.MODES for p in host.ways(device)
+    )
     yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
 
 
 def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     """The tasks in the order in which they are measured; `wanted.said` gets what cannot be had."""
+    whole = {
+        "vit": lambda: _vit_tasks(wanted), "profile": lambda: _profile_tasks(wanted),
+        "host": lambda: _host_tasks(device),
+    }  # fmt: skip
     found: list[Task] = []
+    known: set[str] = set()
     for name in wanted.ops:
-        if name == "vit":
-            found += _vit_tasks(wanted)
-        elif name == "profile":
-            found += _profile_tasks(wanted)
-        elif name == "host":
-            found += _host_tasks(device)
+        if name in whole:
+            found += whole[name]()
+            known |= {*WAYS}
         else:
-            found += _op_tasks(OPS[name], wanted)
-    _say_unknown(wanted, found)
-    return sorted((t for t in found if t.keys), key=lambda t: t.tier)
-
-
-def _say_unknown(wanted: Wanted, found: list[Task]) -> None:
-    known = {name for name in wanted.ops if name in WHOLE for name in WAYS}
-    for name in wanted.ops:
-        if name in OPS:
             op = OPS[name]
-            for shape in op.shapes():
-                known |= {p.name for p in op.everyone(shape, op.dtypes[0])}
+            found += _op_tasks(op, wanted)
+            known |= {p.name for s in op.shapes() for p in op.everyone(s, op.dtypes[0])}
     for name in wanted.providers:
         if name not in known:
             wanted.say(f"unknown provider {name!r}; there are {', '.join(sorted(known))}")
     for part in wanted.shapes:
         if not any(part in key[2] for task in found for key in task.keys):
             wanted.say(f"no shape {part!r} here; an id such as ViT-B-B128-T197, or a part of one")
+    return sorted((t for t in found if t.keys), key=lambda t: t.tier)
 
 
 # --- what the goals need: every peer in the same turns as ours, most telling first. Seconds are
@@ -270,149 +246,104 @@ GRAPHS = ("swapped", "swapped+graph")
 PLAIN = (BASELINE, EAGER_GRAPH, *GRAPHS, "compile")
 
 
-@dataclass(frozen=True)
-class OpTarget:
-    """An op at its first shape whose id has `part`, in bf16.
+def shape_of(op: str, part: str) -> Shape:
+    """The op's first shape whose id has this part."""
+    return next(s for s in OPS[op].shapes() if has_part(s.id, part))
+
+
+def op_target(
+    op: Op, shape: Shape, modes: tuple[str, ...], compiles: bool = False, searches: bool = False
+) -> Task:
+    """An op in bf16.
 
     compiles: whether torch.compile is among the peers. searches: max-autotune, whose row is the
     only new one: the others are measured again in its turns.
     """
 
-    op: str
-    part: str
-    modes: tuple[str, ...]
-    compiles: bool = False
-    searches: bool = False
+    def asked(p: Provider) -> bool:
+        return searches if p.name == SEARCH else not p.compiled or compiles
 
-    @property
-    def name(self) -> str:
-        search = " max-autotune" if self.searches else ""
-        return f"{self.op} {self.shape.id} {'+'.join(self.modes)}{search}"
+    providers = [p for p in op.everyone(shape, "bf16") if p.installed and asked(p)]
+    new = [p for p in providers if not searches or p.name == SEARCH]
+    beside = [p.name for p in providers if p not in new]
 
-    @property
-    def shape(self) -> Shape:
-        found = OPS[self.op].shapes()
-        return next(s for s in found if f"-{self.part}-" in f"-{s.id}-")
+    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
+        return measure_op(op, shape, "bf16", modes, (*names, *beside), bench)
 
-    def providers(self) -> list[Provider]:
-        def asked(p: Provider) -> bool:
-            return self.searches if p.name == SEARCH else not p.compiled or self.compiles
-
-        every = OPS[self.op].everyone(self.shape, "bf16")
-        return [p for p in every if p.installed and asked(p)]
-
-    def task(self) -> Task:
-        shape, providers = self.shape, self.providers()
-        beside = [p.name for p in providers if self.searches and p.name != SEARCH]
-        keys = tuple(
-            (self.op, p.name, shape.id, "bf16", mode)
-            for mode in self.modes
-            for p in providers
-            if p.name not in beside and (p.backward or mode == "fwd")
-        )
-        run = functools.partial(measure_op, OPS[self.op], shape, "bf16", self.modes)
-        seconds = 90.0 if self.searches else 25.0 if self.compiles else 12.0
-        return Task(
-            0, seconds, self.name, keys, lambda names, bench: run((*names, *beside), bench),
-            renews=True,
-        )  # fmt: skip
-
-    def touch(self, device: torch.device) -> None:
+    def touch(device: torch.device) -> None:
         """Each provider that compiles once, forward and backward, but for the search."""
-        draw = Draw(device, torch.bfloat16)
-        inputs = OPS[self.op].inputs(self.shape, draw.dtype, draw)
-        leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
-        for provider in self.providers():
-            if provider.name != SEARCH and (provider.ours or provider.compiled):
-                with provider.context():
-                    result = provider.make()(**inputs)
-                    outputs = result if isinstance(result, tuple) else (result,)
-                    if provider.backward:
-                        upstream = [torch.randn_like(y) for y in outputs]
-                        torch.autograd.grad(outputs, leaves, upstream)
+        inputs = op.inputs(shape, torch.bfloat16, Draw(device, torch.bfloat16))
+        for p in providers:
+            if p.name != SEARCH and (p.ours or p.compiled):
+                with p.context():
+                    given = inputs.values() if p.backward else ()
+                    run_backward(p.make()(**inputs), given, torch.randn_like)
+
+    name = f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}"
+    seconds = 90.0 if searches else 25.0 if compiles else 12.0
+    return Task(0, seconds, name, _keys(op, shape, "bf16", modes, new), run, True, touch)
 
 
-@dataclass(frozen=True)
-class VitTarget:
+def vit_target(
+    case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 180.0
+) -> Task:
     """A model in some ways; those `beside` are measured again, in the turns of the others."""
 
-    case: Case
-    ways: tuple[str, ...]
-    beside: tuple[str, ...] = ()
-    seconds: float = 180.0
+    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
+        return models.measure_vit(case, (*names, *beside), bench)
 
-    @property
-    def name(self) -> str:
-        return f"{self.case.id} {'+'.join(self.ways)}"
-
-    def task(self) -> Task:
-        case = self.case
-        keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in self.ways)
-        run = functools.partial(models.measure_vit, case)
-        return Task(
-            0, self.seconds, self.name, keys,
-            lambda names, bench: run((*names, *self.beside), bench), renews=True,
-        )  # fmt: skip
-
-    def touch(self, device: torch.device) -> None:
+    def touch(device: torch.device) -> None:
         """A step of each way that compiles something, but for the search; those `beside` are other
         targets' own."""
-        for way in self.ways:
+        for way in ways:
             if way not in (BASELINE, SEARCH) and not WAYS[way].graph:
                 with WAYS[way].context():
-                    models.Runner(self.case, WAYS[way], device).step()
+                    models.Runner(case, WAYS[way], device).step()
+
+    keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in ways)
+    return Task(0, seconds, f"{case.id} {'+'.join(ways)}", keys, run, True, touch)
 
 
-Target = OpTarget | VitTarget
-
-
-def targets() -> list[Target]:
+def targets() -> list[Task]:
     """In the order in which they are measured, without what is not there. Each takes little, so
     that a hang costs little: attention first, then the step most likely to win by far."""
+    both, tokens, early = ("fwd", "bwd"), SHORT_T + LONG_T, (197, 257, 577, 1025)
+    attention = {
+        T: op_target(OPS["attention"], shape_of("attention", part), both)
+        for T, part in zip(tokens, of_tokens(tokens), strict=True)
+    }
+
+    def of(op: str, part: str = OF_VIT_B, modes: tuple[str, ...] = both, **options: bool) -> Task:
+        return op_target(OPS[op], shape_of(op, part), modes, **options)
+
+    def compiled(**options: bool) -> list[Task]:
+        parts = {"mlp": OF_VIT_B, "gated_mlp": PACKED, "rope": NORMED}
+        return [of(op, part, ("both",), compiles=True, **options) for op, part in parts.items()]
+
+    def vit(case: Case, ways: tuple[str, ...], *more: Any) -> list[Task]:
+        here = importlib.util.find_spec(HOSTS[case.host]) is not None
+        return (
+            [vit_target(case, ways, *more)] if here and not any(map(missing_option, ways)) else []
+        )
+
     base = Case("timm", "B", 224, 256)
     skips = replace(base, model="L", batch=64, drop_path=0.4)
-    both = ("fwd", "bwd")
     every = (BASELINE, *GRAPHS, SEARCH)
-    tokens = SHORT_T + LONG_T
-    sweep = (OpTarget("attention", part, both) for part in of_tokens(tokens))
-    attention = dict(zip(tokens, sweep, strict=True))
-    compiled = [
-        OpTarget(op, part, ("both",), compiles=True)
-        for op, part in (("mlp", OF_VIT_B), ("gated_mlp", PACKED), ("rope", NORMED))
-    ]
-    early = (197, 257, 577, 1025)
-    found = [
-        attention[197], attention[257], VitTarget(skips, ("swapped", "swapped-skip"), (), 40.0),
-        attention[577], attention[1025],
-        *(OpTarget(op, OF_VIT_B, both) for op in ("layer_norm", "rms_norm")),
-        *compiled[:2],
-        VitTarget(base, PLAIN, seconds=60.0),
-        compiled[2], OpTarget("patch_embed", OF_VIT_B, ("fwd",)),
+    mlp, gated_mlp, rope = compiled()
+    return [
+        attention[197], attention[257], *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
+        attention[577], attention[1025], of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
+        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)),
         *(target for T, target in attention.items() if T not in early),
-        VitTarget(base, ("swapped-low",), ("swapped",), 25.0),
+        *vit(base, ("swapped-low",), ("swapped",), 25.0),
         # These turns are the last of eager and ours: all goals' ratios are of them.
-        VitTarget(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)),
-        *(replace(target, searches=True) for target in compiled),
-        VitTarget(NamedCase("timm", DINOV3, 224, 128), every),
-        VitTarget(replace(base, model="S"), every),
-        VitTarget(replace(base, model="Ti", batch=512), every),
+        *vit(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)), *compiled(searches=True),
+        *vit(NamedCase("timm", DINOV3, 224, 128), every), *vit(replace(base, model="S"), every),
+        *vit(replace(base, model="Ti", batch=512), every),
     ]  # fmt: skip
-    return [target for target in found if not _reason(target)]
 
 
-def _reason(target: Target) -> str:
-    """Why it cannot be measured here; nothing if it can."""
-    if isinstance(target, OpTarget):
-        return ""
-    package = HOSTS[target.case.host]
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    return next(filter(None, map(missing_option, target.ways)), "")
-
-
-def target_tasks(wanted: Iterable[str] = ()) -> Iterator[Task]:
+def target_tasks(wanted: Iterable[str] = ()) -> list[Task]:
     """The tasks, or those whose title has one of the wanted parts."""
     parts = list(wanted)
-    for task in (target.task() for target in targets()):
-        if not parts or any(part in task.title for part in parts):
-            yield task
+    return [t for t in targets() if not parts or any(part in t.title for part in parts)]

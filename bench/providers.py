@@ -102,10 +102,11 @@ def token_sweep(most: int = T_SWEEP[-1]) -> Iterator[Shape]:
             yield Shape("sweep-T", batch(T), T, C, H, F, tier=2)
 
 
-def head_sweep() -> Iterator[Shape]:
-    """D in 32, 80, 96, 128 at T = 197; 64 is ViT-B's own."""
+def head_sweep(*tokens: int) -> Iterator[Shape]:
+    """D in 32, 80, 96, 128 at each T; 64 is ViT-B's own."""
     for D, H in D_SWEEP:
-        yield Shape(f"sweep-D{D}", batch(197), 197, D * H, H, 4 * D * H, tier=3)
+        for T in tokens:
+            yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H, tier=3)
 
 
 @dataclass(frozen=True)

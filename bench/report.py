@@ -1,8 +1,7 @@
 """Words, tables and pictures from rows: what ends a run, summary.md, the pages, two runs compared.
 
-Pictures are drawn from the CSV alone, none without rows: targets.png what was wanted and reached,
-attention.png ours over the best SDPA, ops.png and vit.png speed over eager, roofline.png,
-profile.png.
+Pictures are drawn from the CSV alone, none without rows: attention.png ours over the best SDPA,
+ops.png and vit.png speed over eager, profile.png the stages of a step.
 """
 
 from __future__ import annotations
@@ -11,31 +10,40 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import targets
-from bench.measure import ROOF, roofs_of
-from bench.models import STAGES
 from bench.ops import OPS
 from bench.providers import BASELINE, SEARCH
-from bench.rows import FAILED, OK, RESULTS, Results, Row, conditions, describe, is_ours, read_rows
+from bench.rows import (
+    FAILED,
+    OK,
+    RESULTS,
+    ROOF,
+    Results,
+    Row,
+    by_case,
+    conditions,
+    describe,
+    fastest,
+    is_ours,
+    read_rows,
+)
 from fastvit_kernels.commands.console import CommandError, aligned, require
 from fastvit_kernels.measure.gate import like_times
-from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
 SUMMARY = "summary.md"
 START, END = "<!-- results -->", "<!-- /results -->"  # generated between these
-README = Path(__file__).parent.parent / "README.md"
-DOCS = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-COMMITTED = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+README, DOCS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+COMMITTED = ROOT / "bench" / "results"
 GIB = 1024.0  # MiB
+MOST_LINES = 30  # of the table that ends a run
 MOST_CASES = 8  # of a panel of bars, so that their names have room
 BASE_C = 768  # pictures of ops are of this width
 THRESHOLD = 0.05
-
 
 # --- tables
 
@@ -49,42 +57,10 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows] + [""]
 
 
-def _line(row: Row, cells: Sequence[str]) -> list[str]:
-    """Case and provider; then spread, the cells and the speed-up, or why there are none."""
-    name = f"**{row.provider}**" if is_ours(row) else row.provider
-    start = [row.shape, row.dtype, row.mode, name]
-    if row.ms is None:
-        why = row.status + (f": {row.note}" if row.note else "")
-        return [*start, why, *[""] * (len(cells) + 1)]
-    speedup = "FAILED" if row.status == FAILED else number(row.speedup, ".2f")
-    return [*start, f"{row.ms:.4g} ({number(row.ms_p20)} to {number(row.ms_p80)})", *cells, speedup]
-
-
-_OP_HEADER = (
-    "shape", "dtype", "mode", "provider", "ms (p20 to p80)", "graph ms", "TFLOP/s", "GB/s",
-    "of roof", "peak MiB", "speed-up",
-)  # fmt: skip
-_VIT_HEADER = (
-    "model", "dtype", "mode", "provider", "ms a step (p20 to p80)", "images/s", "MFU", "peak MiB",
-    "speed-up",
-)  # fmt: skip
-
-
-def op_line(row: Row) -> list[str]:
-    share = "" if row.roof_share is None else f"{100 * row.roof_share:.0f}% {row.roof}"
-    rates = (number(x) for x in (row.graph_ms, row.tflops, row.gbps))
-    return _line(row, [*rates, share, number(row.peak_mib, ".0f")])
-
-
-def vit_line(row: Row) -> list[str]:
-    share = "" if row.roof_share is None else f"{100 * row.roof_share:.0f}%"
-    return _line(row, [number(row.images_per_s, ",.0f"), share, number(row.peak_mib, ",.0f")])
-
-
-def _host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the host cost: a line per op and mode, a column per provider."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for r in _sorted(r for r in rows if r.op == "host"):
+    for r in (r for r in rows if r.op == "host"):
         us, low, high = (1e3 * (x or 0.0) for x in (r.ms, r.ms_p20, r.ms_p80))
         cells.setdefault((r.shape, r.mode), {})[r.provider] = f"{us:.1f} ({low:.1f} to {high:.1f})"
     providers = list(dict.fromkeys(name for line in cells.values() for name in line))
@@ -92,46 +68,53 @@ def _host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     return header, [[*key, *(c.get(name, "") for name in providers)] for key, c in cells.items()]
 
 
-def _sorted(rows: Iterable[Row]) -> list[Row]:
-    """Cases in the order of measurement, each with its providers together."""
-    rows = list(rows)
-    order: dict[tuple[str, ...], int] = {}
-    for row in rows:
-        order.setdefault((row.op, row.shape, row.dtype, row.mode), len(order))
-    return sorted(rows, key=lambda r: order[(r.op, r.shape, r.dtype, r.mode)])
+HEADER = (
+    "case", "eager, ms", "best peer, ms", "best of ours, ms", "of roof", "peak MiB", "speed-up", "",
+)  # fmt: skip
+
+
+def case_lines(rows: Iterable[Row]) -> list[list[str]]:
+    """Of each case: eager, the best other provider, the best of ours with its share of the roof,
+    memory and speed-up, and who FAILED. All else is in the CSV."""
+
+    def ms(row: Row | None) -> str:
+        return "" if row is None else f"{number(row.device_ms)} {row.provider}"
+
+    lines = []
+    measured = (r for r in rows if r.op in (*OPS, "vit") and (r.ms or r.status == FAILED))
+    for key, found in by_case(measured).items():
+        eager = next((r for r in found if r.provider == BASELINE), None)
+        peer = fastest(r for r in found if not is_ours(r) and r.provider != BASELINE)
+        best = fastest(r for r in found if is_ours(r) and r.status == OK)
+        failed = ", ".join(r.provider for r in found if r.status == FAILED)
+        line = [" ".join(key), ms(eager).partition(" ")[0], ms(peer), ms(best), "", "", ""]
+        if best is not None:
+            share = "" if best.roof_share is None else f"{100 * best.roof_share:.0f}% {best.roof}"
+            line[4:] = [share, number(best.peak_mib, ",.0f"), number(best.speedup, ".2f")]
+        lines.append([*line, failed and f"FAILED: {failed}"])
+    return lines
+
+
+def _other_lines(rows: Iterable[Row]) -> list[list[str]]:
+    """Roofs and stages of a step."""
+    found = []
+    for r in (r for r in rows if r.op in (ROOF, "profile")):
+        rates = ((r.ms, "ms"), (r.tflops, "TFLOP/s"), (r.gbps, "GB/s"))
+        said = ", ".join(f"{number(x)} {unit}" for x, unit in rates if x is not None)
+        found.append([r.op, r.shape, r.dtype, r.mode, r.provider, said or f"{r.status}: {r.note}"])
+    return found
 
 
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
-    """All rows as sections of Markdown."""
-
-    def of(op: str) -> list[Row]:
-        return [r for r in rows if r.op == op]
-
-    first = [
-        [r.shape, r.provider, f"{r.mode} caches", number(None if r.ms is None else r.ms / 1e3)]
-        for r in of("first_step")
-    ]
-    batches = [
-        [r.shape, r.provider, r.status if r.batch is None else str(r.batch)]
-        for r in of("max_batch")
-    ]
-    sections: list[tuple[str, Sequence[str], list[list[str]]]] = [
-        ("Roofs", ("roof", "dtype", "size", "ms", "TFLOP/s", "GB/s"), [
-            [r.mode, r.dtype, r.shape, number(r.ms), number(r.tflops), number(r.gbps)]
-            for r in of(ROOF)
-        ]),
-        ("Whole models", _VIT_HEADER, [vit_line(r) for r in _sorted(of("vit"))]),
-        ("Time to the first step", ("model", "provider", "caches", "s"), first),
-        ("Largest batch that fits", ("model", "provider", "images"), batches),
-        ("Kernel time of a step by stage", ("model", "provider", "stage", "ms"), [
-            [r.shape, r.provider, r.mode, number(r.ms)] for r in of("profile") if r.ms
-        ]),
-        *((op, _OP_HEADER, [op_line(r) for r in _sorted(of(op))]) for op in OPS),
-        ("Host cost", *_host_table(rows)),
+    """What was measured, as sections of Markdown."""
+    other = ("what", "shape", "dtype", "mode", "provider", "")
+    found = [
+        ("Cases", HEADER, case_lines(rows)), ("Also", other, _other_lines(rows)),
+        ("Host cost", *host_table(rows)),
     ]  # fmt: skip
     return [
         line
-        for title, header, lines in sections
+        for title, header, lines in found
         if lines
         for line in (f"{level} {title}", "", *markdown(header, lines))
     ]
@@ -139,51 +122,8 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
 
 def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
     """summary.md of one run."""
-    checks = [f"`fastvit-kernels check`: {r.status}, {r.note}." for r in rows if r.op == "check"]
-    head = ["# Benchmark", "", conditions(rows) + ".", "", *checks, *(f"- {x}" for x in said), ""]
+    head = ["# Benchmark", "", conditions(rows) + ".", "", *(f"- {x}" for x in said), ""]
     return "\n".join([*head, *tables(rows)])
-
-
-SHORT_HEADER = ("case", "eager, ms", "best peer, ms", "best of ours, ms", "speed-up", "")
-
-
-def short_lines(rows: Sequence[Row], limit: int = 30) -> list[list[str]]:
-    """Of each case: eager, the best other provider, ours, and the speed-ups of ours."""
-    cases: dict[tuple[str, ...], list[Row]] = {}
-    for r in rows:
-        if r.op in (*OPS, "vit") and (r.ms or r.status == FAILED):
-            cases.setdefault((r.op, r.shape, r.dtype, r.mode), []).append(r)
-    lines = []
-    for key, found in cases.items():
-        eager = next((r for r in found if r.provider == BASELINE), None)
-        peer = _fastest(r for r in found if not is_ours(r) and r.provider != BASELINE)
-        best = _fastest(r for r in found if is_ours(r) and r.status == OK)
-        failed = ", ".join(r.provider for r in found if r.status == FAILED)
-        lines.append(
-            [
-                " ".join(key),
-                "" if eager is None else number(eager.device_ms),
-                "" if peer is None else f"{number(peer.device_ms)} {peer.provider}",
-                "" if best is None else f"{number(best.device_ms)} {best.provider}",
-                "" if best is None else number(best.speedup, ".2f"),
-                f"FAILED: {failed}" if failed else "",
-            ]
-        )
-    return lines[:limit]
-
-
-def _fastest(rows: Iterable[Row]) -> Row | None:
-    timed = [r for r in rows if r.device_ms]
-    return min(timed, key=lambda r: r.device_ms or 0.0, default=None)
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[int]) -> Any:
-    shown = require("rich.table", "rich").Table(box=None, padding=(0, 1, 0, 0))
-    for i, title in enumerate(header):
-        shown.add_column(title, justify="left" if i in left else "right", overflow="fold")
-    for line in lines:
-        shown.add_row(*line)
-    return shown
 
 
 def finish(results: Results, said: Sequence[str], console: Any, command: str) -> None:
@@ -191,19 +131,18 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
     rows = list(results.rows.values())
     write_text(results.folder / SUMMARY, summary(rows, said))
     if command == "targets":  # no pictures: `plot` draws them when time is not short
-        print(aligned([targets.HEADER, *targets.lines(rows)]))
+        print(targets.table(rows))
         return
     _draw(rows, results.folder, console)
-    if lines := short_lines(rows):
-        console.print(_table(SHORT_HEADER, lines, left=(0, 5)))
+    if lines := case_lines(rows)[:MOST_LINES]:
+        print(aligned([HEADER, *lines]))
     console.print(f"{conditions(rows)}\n{results.folder}: {len(rows)} rows", soft_wrap=True)
 
 
 # --- two runs
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """B's time over A's, like with like: above 1 is slower. low and high: from p20 and p80."""
 
     a: Row
@@ -249,7 +188,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     ]  # fmt: skip
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
-    console.print(_table(header, lines, left=range(6)))
+    print(aligned([header, *lines]))
     good = {r.key for r in a if r.status == OK}
     lost = [r for r in b if r.status != OK and r.key in good]
     for row in lost:
@@ -265,7 +204,6 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
 
 Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
-PICTURES = ("targets", "attention", "vit", "ops", "roofline", "profile")
 NOTHING = (
     "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
     "in Triton's\ninterpreter and, compiled for sm_80 and sm_90, as PTX on a CPU; the compile gate "
@@ -284,11 +222,8 @@ def _on_gpu(rows: Iterable[Row]) -> bool:
 def _pictures(folder: Path, name: str, up: str) -> list[str]:
     """The pictures next to a CSV, as a page links them; `up` leads from the page to the root."""
     found = [p for p in PICTURES if (folder / name / f"{p}.png").exists()]
-    return [
-        line
-        for p in found
-        for line in (f"![{p} of {name}]({up}bench/results/{name}/{p}.png)", "")
-    ]  # fmt: skip
+    links = (f"![{p} of {name}]({up}bench/results/{name}/{p}.png)" for p in found)
+    return [line for link in links for line in (link, "")]
 
 
 def _verdicts(rows: Sequence[Row]) -> list[str]:
@@ -305,7 +240,7 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
         if _on_gpu(rows):
             text += [*_verdicts(rows), *_pictures(committed, name, "../"), *tables(rows, "####")]
         else:  # all that is measured without a GPU
-            text += ["Host time per call. " + HOST_NOTE, "", *markdown(*_host_table(rows))]
+            text += ["Host time per call. " + HOST_NOTE, "", *markdown(*host_table(rows))]
     measured = [r for _, rows in results if _on_gpu(rows) for r in rows if targets.has_goals(r)]
     goals = targets.goal_lines(measured)
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in one run, in turns:", ""]
@@ -323,19 +258,15 @@ def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
     return "\n".join(shown).strip() or NOTHING
 
 
-def _filled(page: str, text: str) -> str:
-    start, rest = page.split(START, 1)
-    return f"{start}{START}\n{text}\n{END}{rest.split(END, 1)[1]}"
-
-
 def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = README) -> None:
     """Fill docs/benchmarks.md and README.md anew from the committed results."""
     found = [(p.parent.name, read_rows(p)) for p in sorted(committed.glob(f"*/{RESULTS}"))]
-    write_text(path, _filled(path.read_text(encoding="utf-8"), docs(found, committed)))
-    write_text(front, _filled(front.read_text(encoding="utf-8"), readme(found, committed)))
+    for page, text in ((path, docs(found, committed)), (front, readme(found, committed))):
+        before, rest = page.read_text(encoding="utf-8").split(START, 1)
+        write_text(page, f"{before}{START}\n{text}\n{END}{rest.split(END, 1)[1]}")
 
 
-# --- pictures
+# --- pictures, as wide as a page
 
 # Okabe and Ito's colours, which a colour-blind reader tells apart.
 COLORS = {
@@ -344,24 +275,21 @@ COLORS = {
     "swapped+compile": "#CC79A7",
 }  # fmt: skip
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
-MARKERS = dict(zip(OPS, itertools.cycle("osD^vPX*<>")))
+WIDTH, DPI = 9.0, 110  # inches; 990 pixels
+
+Groups = dict[str, dict[str, float]]  # group -> provider -> value
 
 
-def color(provider: str) -> str:
-    return COLORS.get(provider, "#AAAAAA")
-
-
-def _figure(height: float, title: str, rows: Sequence[Row], width: float = 9.0) -> Any:
-    figure = require("matplotlib.figure", "matplotlib").Figure(
-        (width, height), layout="constrained"
-    )
-    lines = textwrap.wrap(conditions(rows), int(width * 13))
+def _figure(height: float, title: str, rows: Sequence[Row]) -> Any:
+    figures = require("matplotlib.figure", "matplotlib")
+    figure = figures.Figure((WIDTH, height), layout="constrained")
+    lines = textwrap.wrap(conditions(rows), int(WIDTH * 13))
     figure.suptitle(title + "\n" + "\n".join(lines), fontsize=10)
     return figure
 
 
 def _save(figure: Any, path: Path) -> Path:
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=110))
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DPI))
     return path
 
 
@@ -370,52 +298,16 @@ def _measured(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.status in (OK, FAILED) and r.ms]
 
 
-def draw_targets(rows: Sequence[Row], path: Path) -> Path | None:
-    """For each claim that rows decide, how much of what was wanted was reached; 1 is met."""
-    found = [targets.verdict(claim, rows) for goal in targets.GOALS for claim in goal.claims]
-    found = [v for v in found if v.ratio and v.ours and targets.has_goals(v.ours)]
-    if not found:
-        return None
-    shown = [r for v in found for r in (v.ours, v.peer) if r is not None]
-    figure = _figure(2 + 0.36 * len(found), "Goals: reached over wanted", shown)
-    axes = figure.subplots()
-    reached = []
-    for v in found:
-        ratio, least = v.ratio or 1.0, v.claim.least
-        reached.append(least / ratio if v.claim.kind == "memory" else ratio / least)
-    names = [v.claim.name for v in found]
-    colors = [CYCLE[0] if v.met else CYCLE[1] for v in found]
-    bars = axes.barh(names, reached, color=colors)
-    texts = [
-        f"{v.ratio:.2f} of {v.claim.least:g}"
-        + (f", {v.peer.provider}" if v.peer else f", {v.claim.kind} roof")
-        for v in found
-    ]
-    axes.axvline(1, color="black", lw=0.8)
-    axes.bar_label(bars, texts, fontsize=8, padding=3)
-    axes.invert_yaxis()
-    axes.set(xlabel="reached / wanted", xlim=(0, 1.5 * max(1.0, *reached)))
-    return _save(figure, path)
-
-
-def _head_dim(row: Row) -> int:
-    C, H = (int(n) for n in re.findall(r"-C(\d+)-H(\d+)", row.shape)[0])
-    return C // H
-
-
 def over_best_sdpa(rows: Sequence[Row], mode: str) -> dict[int, dict[int, float]]:
     """The best SDPA's time over ours, by head dim and T, in bf16."""
-    cases: dict[str, list[Row]] = {}
-    for r in _measured(rows):
-        if (r.op, r.dtype, r.mode) == ("attention", "bf16", mode):
-            cases.setdefault(r.shape, []).append(r)
+    cases = by_case(r for r in _measured(rows) if r.op == "attention" and r.dtype == "bf16")
     found: dict[int, dict[int, float]] = {}
-    for own in cases.values():
-        ours = _fastest(r for r in own if is_ours(r) and r.status == OK)
-        peer = _fastest(r for r in own if r.provider in targets.SDPA)
-        times = None if ours is None or peer is None else like_times(peer, ours)
-        if ours is not None and times is not None:
-            found.setdefault(_head_dim(ours), {})[ours.T] = times[0] / times[1]
+    for (_, shape, _, of_mode), own in cases.items():
+        ours = fastest(r for r in own if is_ours(r) and r.status == OK)
+        peer = fastest(r for r in own if r.provider in targets.SDPA)
+        if of_mode == mode and ours and peer and (times := like_times(peer, ours)):
+            C, H = map(int, re.findall(r"-C(\d+)-H(\d+)", shape)[0])
+            found.setdefault(C // H, {})[ours.T] = times[0] / times[1]
     return found
 
 
@@ -426,38 +318,36 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
         return None
     shown = [r for r in _measured(rows) if r.op == "attention"]
     figure = _figure(4.2, "Attention, bf16: speed over the best SDPA backend", shown)
-    for axes, (mode, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for tint, (D, points) in zip(itertools.cycle(CYCLE), sorted(lines.items())):
+    dims = sorted({D for lines in panels.values() for D in lines})
+    tints, drawn = dict(zip(dims, itertools.cycle(CYCLE))), {}
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, (mode, lines) in zip(both, panels.items(), strict=True):
+        for D, points in sorted(lines.items()):
             T, ratio = zip(*sorted(points.items()), strict=True)
-            axes.plot(T, ratio, marker="o", ms=4, color=tint, label=f"D = {D}")
+            name = f"D = {D}"
+            (drawn[D],) = axes.plot(T, ratio, marker="o", ms=4, color=tints[D], label=name)
         axes.axhline(1, color="black", lw=0.8)
-        axes.set(title=mode, xscale="log", xlabel="tokens T", ylabel="times")
-        axes.set_ylim(0)
+        axes.set(title=mode, xlabel="tokens T", ylabel="times")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.grid(alpha=0.3)
-        if lines:
-            axes.legend(fontsize=8)
+    both[0].set_ylim(0)
+    figure.legend(handles=[drawn[D] for D in dims], loc="outside right center", fontsize=9)
     return _save(figure, path)
-
-
-Groups = dict[str, dict[str, float]]  # group -> provider -> value
 
 
 def _speeds(rows: Iterable[Row], name: Callable[[Row], str]) -> tuple[Groups, set[tuple[str, str]]]:
     """Eager's time over each provider's, by name of a case; and which (name, provider) FAILED."""
-    cases: dict[str, list[Row]] = {}
-    for row in rows:
-        cases.setdefault(name(row), []).append(row)
     speeds: Groups = {}
     failed = set()
-    for case, own in cases.items():
+    for own in by_case(rows).values():
         eager = next((r for r in own if r.provider == BASELINE), None)
         for row in own:
             times = None if eager is None else like_times(row, eager)
-            if times is None:
-                continue
-            speeds.setdefault(case, {})[row.provider] = times[1] / times[0]
-            if row.status == FAILED:
-                failed.add((case, row.provider))
+            if times is not None:
+                speeds.setdefault(name(row), {})[row.provider] = times[1] / times[0]
+                if row.status == FAILED:
+                    failed.add((name(row), row.provider))
     return speeds, failed
 
 
@@ -466,20 +356,20 @@ def _bars(
     failed: Iterable[tuple[str, str]] = (),
 ) -> None:  # fmt: skip
     """Grouped bars. Those of `failed` (group, provider) are hollow."""
-    failed = set(failed)
+    failed, order = set(failed), [*COLORS]
     providers = sorted(
         {p for values in groups.values() for p in values},
-        key=lambda p: list(COLORS).index(p) if p in COLORS else len(COLORS),
+        key=lambda p: order.index(p) if p in order else len(order),
     )
     width = min(0.8 / len(providers), 0.2)
     for i, provider in enumerate(providers):
-        own = [(g, n) for g, n in enumerate(groups) if provider in groups[n]]
-        offsets = [g + (i - (len(providers) - 1) / 2) * width for g, _ in own]
-        heights = [groups[n][provider] for _, n in own]
-        bars = axes.bar(offsets, heights, width, color=color(provider), label=provider)
-        for bar, (_, name) in zip(bars, own, strict=True):
+        own = {name: g for g, name in enumerate(groups) if provider in groups[name]}
+        offsets = [g + (i - (len(providers) - 1) / 2) * width for g in own.values()]
+        tint, heights = COLORS.get(provider, "#AAAAAA"), [groups[name][provider] for name in own]
+        bars = axes.bar(offsets, heights, width, color=tint, label=provider)
+        for bar, name in zip(bars, own, strict=True):
             if (name, provider) in failed:
-                bar.set(facecolor="none", edgecolor=color(provider), hatch="//")
+                bar.set(facecolor="none", edgecolor=tint, hatch="//")
         axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
     axes.set(ylabel=label, title=title, xlim=(-0.6, max(len(groups), MOST_CASES // 2) - 0.4))
@@ -489,164 +379,104 @@ def _bars(
 
 
 def _op_cases(rows: Sequence[Row]) -> list[Row]:
-    """Of each op its first case of width 768: eager, compiled, the best peer and the best of
-    ours."""
-    found = []
+    """Of each op its first case of width 768: eager, compiled, the best peer and the best of ours,
+    forward and backward; both together where neither stands alone."""
+    found: list[Row] = []
     for op in OPS:
-        own = [r for r in _measured(rows) if r.op == op and f"-C{BASE_C}-" in r.shape + "-"]
-        case = next(((r.shape, r.dtype) for r in own if r.dtype in ("bf16", "amp")), None)
-        for mode in ("fwd", "bwd", "both"):
-            part = [r for r in own if (r.shape, r.dtype) == case and r.mode == mode]
-            if mode == "both" and any(r.op == op for r in found):
-                continue  # forward and backward say more than both together
-            named = (BASELINE, "compile", SEARCH)
-            found += [r for r in part if r.provider in named]
-            for name, side in (
-                ("best peer", [r for r in part if not is_ours(r) and r.provider not in named]),
-                ("ours", [r for r in part if is_ours(r)]),
-            ):
-                best = _fastest(r for r in side if r.status == OK) or _fastest(side)
-                found += [] if best is None else [_renamed(best, name)]
+        own = [r for r in _measured(rows) if r.op == op and f"-C{BASE_C}-" in f"{r.shape}-"]
+        first = next((r for r in own if r.dtype in ("bf16", "amp")), None)
+        if first is None:
+            continue
+        cases = by_case(r for r in own if (r.shape, r.dtype) == (first.shape, first.dtype))
+        modes = {key[-1]: case for key, case in cases.items()}
+        for mode in [m for m in ("fwd", "bwd") if m in modes] or ["both"]:
+            named = [r for r in modes[mode] if r.provider in (BASELINE, "compile", SEARCH)]
+            found += named
+            for name, ours in (("best peer", False), ("ours", True)):
+                side = [r for r in modes[mode] if is_ours(r) == ours and r not in named]
+                best = fastest(r for r in side if r.status == OK) or fastest(side)
+                found += [] if best is None else [Row(**{**vars(best), "provider": name})]
     return found
 
 
-def _renamed(row: Row, provider: str) -> Row:
-    return Row(**{**vars(row), "provider": provider})
+Panel = tuple[Groups, str, str, str]  # what is drawn, its unit, a title, the form of a figure
+
+
+def _panels(
+    path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel],
+    failed: Iterable[tuple[str, str]] = (),
+) -> Path | None:  # fmt: skip
+    """Grouped bars below each other, of those panels that have any."""
+    shown = [panel for panel in panels if panel[0]]
+    if not shown:
+        return None
+    figure = _figure(3.6 * len(shown) + 0.4, title, rows)
+    for (axes,), panel in zip(figure.subplots(len(shown), 1, squeeze=False), shown, strict=True):
+        _bars(axes, *panel, failed)
+    return _save(figure, path)
 
 
 def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     """Speed over eager of each op, at its first case of width 768."""
     shown = _op_cases(rows)
     speeds, failed = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
-    if not speeds:
-        return None
-    names = list(speeds)
+    names, title = list(speeds), "hatched: FAILED" if failed else ""
     parts = [names[i : i + MOST_CASES] for i in range(0, len(names), MOST_CASES)]
-    figure = _figure(3.4 * len(parts) + 0.6, "Ops, C = 768: speed over eager", shown)
-    for axes, part in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts, strict=True):
-        title = "hatched: FAILED" if failed else ""
-        _bars(axes, {name: speeds[name] for name in part}, "times", title, "%.2f", failed)
-    return _save(figure, path)
+    panels = [({name: speeds[name] for name in part}, "times", title, "%.2f") for part in parts]
+    return _panels(path, "Ops, C = 768: speed over eager", shown, panels, failed)
 
 
-def _group(
-    rows: Iterable[Row], name: Callable[[Row], str], value: str, unit: float = 1.0
-) -> Groups:
+def _gib(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> Groups:
     found: Groups = {}
     for row in rows:
-        figure = getattr(row, value)
-        if figure is not None:
-            found.setdefault(name(row), {})[row.provider] = figure / unit
+        if (mib := getattr(row, value)) is not None:
+            found.setdefault(name(row), {})[row.provider] = mib / GIB
     return found
 
 
-def _most_compared(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Row]:
+def _most_compared(rows: Iterable[Row]) -> list[Row]:
     """Those of the cases that most providers have measured, in the order of measurement."""
-    cases: dict[str, list[Row]] = {}
-    for row in rows:
-        cases.setdefault(name(row), []).append(row)
+    cases = by_case(rows)
     kept = sorted(cases, key=lambda case: -len(cases[case]))[:MOST_CASES]
     return [row for case, own in cases.items() if case in kept for row in own]
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager, memory, bytes kept, time to the first step, largest batch."""
+    """Speed over eager, peak memory, bytes kept for the backward."""
 
     def name(row: Row) -> str:
         shape = row.shape.replace(":", ":\n").replace("-ViT", "\nViT")
         return f"{shape}\n{row.dtype} {row.mode}"
 
-    steps = _most_compared((r for r in _measured(rows) if r.op == "vit"), name)
+    steps = _most_compared(r for r in _measured(rows) if r.op == "vit")
     training = [r for r in steps if r.mode == "train"]
-    first = [r for r in rows if r.op == "first_step" and r.status == OK]
-    largest = [r for r in rows if r.op == "max_batch" and r.status == OK]
     speeds, failed = _speeds(steps, name)
-    seconds = _group(first, lambda r: f"{r.mode} caches", "ms", 1e3)
     panels = [
         (speeds, "times", "Speed over eager; hatched: FAILED", "%.2f"),
-        (_group(training, name, "peak_mib", GIB), "GiB", "Peak memory of a training step", "%.1f"),
-        (_group(training, name, "kept_mib", GIB), "GiB", "Kept for the backward", "%.1f"),
-        (seconds, "s", "Time to the end of the first step, new process", "%.1f"),
-        (_group(largest, name, "batch"), "images", "Largest batch that fits", "%.0f"),
+        (_gib(training, name, "peak_mib"), "GiB", "Peak memory of a training step", "%.1f"),
+        (_gib(training, name, "kept_mib"), "GiB", "Kept for the backward", "%.1f"),
     ]
-    panels = [panel for panel in panels if panel[0]]
-    if not panels:
-        return None
-    figure = _figure(3.8 * len(panels), "Whole models, one GPU", [*steps, *first, *largest])
-    grid = figure.subplots(len(panels), 1, squeeze=False)
-    for (axes,), (groups, label, title, form) in zip(grid, panels, strict=True):
-        _bars(axes, groups, label, title, form, failed)
-    return _save(figure, path)
-
-
-def draw_roofline(rows: Sequence[Row], roofs: Roofs, path: Path) -> Path | None:
-    """TFLOP/s over FLOP a byte, under the measured copy and matmul roofs."""
-    peak = roofs.matmul_tflops.get("bf16")
-    good = [
-        r for r in _measured(rows)
-        if r.op in OPS and r.flops and r.bytes and r.tflops and r.dtype == "bf16"
-        and r.provider in (BASELINE, "ours", "compile") and r.mode != "both"
-        and f"-C{BASE_C}-" in r.shape + "-"
-    ]  # fmt: skip
-    if not good or not peak or not roofs.copy_gbps:
-        return None
-    figure = _figure(6, "Roofline, bf16, C = 768, forward and backward", good)
-    axes = figure.subplots()
-    intensity = [(r.flops or 0.0) / (r.bytes or 1.0) for r in good]
-    for x, row in zip(intensity, good, strict=True):
-        tint = color(row.provider)
-        axes.scatter(
-            x, row.tflops, edgecolors=tint, s=28, alpha=0.75, marker=MARKERS[row.op],
-            facecolors="none" if row.status == FAILED else tint,
-            label=f"{row.op}, {row.provider}",
-        )  # fmt: skip
-    ridge = 1e3 * peak / roofs.copy_gbps
-    ends = [min(*intensity, ridge) / 2, ridge, max(*intensity, ridge) * 2]
-    roof = [min(peak, x * roofs.copy_gbps / 1e3) for x in ends]
-    axes.plot(ends, roof, color="black", lw=1.2)
-    title = f"roofs: {peak:.4g} TFLOP/s, {roofs.copy_gbps:.4g} GB/s"
-    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s", title=title)
-    axes.grid(alpha=0.3, which="both")
-    handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(unique.values(), unique, loc="outside right center", fontsize=8)
-    return _save(figure, path)
+    return _panels(path, "Whole models, one GPU", steps, panels, failed)
 
 
 def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
-    """Kernel time of a training step by stage, a stacked bar for each model and provider."""
+    """Kernel time of a training step by stage, a panel for each model."""
     good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
-    bars: Groups = {}
-    for row in good:
-        bars.setdefault(f"{row.shape}\n{row.provider}", {})[row.mode] = row.ms or 0.0
-    if not bars:
-        return None
-    figure = _figure(5.5, "Kernel time of a training step by stage", good)
-    axes = figure.subplots()
-    bottom = [0.0] * len(bars)
-    for stage, tint in zip(STAGES, CYCLE, strict=True):
-        heights = [values.get(stage, 0.0) for values in bars.values()]
-        axes.bar(list(bars), heights, 0.6, bottom=bottom, color=tint, label=stage)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    for x, height in enumerate(bottom):
-        axes.annotate(f"{height:.2f} ms", (x, height), ha="center", va="bottom", fontsize=9)
-    axes.set(ylabel="ms a step")
-    axes.margins(y=0.1)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=9)
-    return _save(figure, path)
+    models: dict[str, Groups] = {}
+    for r in good:
+        models.setdefault(r.shape, {}).setdefault(r.mode, {})[r.provider] = r.ms or 0.0
+    panels = [(stages, "ms a step", model, "%.2f") for model, stages in models.items()]
+    return _panels(path, "Kernel time of a training step by stage", good, panels)
+
+
+PICTURES = {
+    "attention": draw_attention, "vit": draw_vit, "ops": draw_ops, "profile": draw_profile,
+}  # fmt: skip
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every picture that these rows allow."""
-    drawn = (
-        draw_targets(rows, folder / "targets.png"),
-        draw_attention(rows, folder / "attention.png"),
-        draw_ops(rows, folder / "ops.png"),
-        draw_vit(rows, folder / "vit.png"),
-        draw_roofline(rows, roofs_of(rows), folder / "roofline.png"),
-        draw_profile(rows, folder / "profile.png"),
-    )
+    drawn = (draw(rows, folder / f"{name}.png") for name, draw in PICTURES.items())
     return [path for path in drawn if path is not None]
 
 

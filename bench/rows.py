@@ -33,6 +33,7 @@ from tests.check.results_cache import sources_hash
 RESULTS = "results.csv"
 ELSEWHERE = "results-elsewhere.csv"  # rows of another GPU, driver, torch or triton
 TIMEOUT = "not finished"
+ROOF = "roof"  # an op of rows
 LOST = "the GPU was lost"  # begins a note
 TRYING = "trying.json"  # there while a case is at work
 COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
@@ -51,8 +52,6 @@ class Row:
     shape: str
     dtype: str
     mode: str
-    model: str = ""  # of which the shape comes: ViT-B
-    B: int = 0
     T: int = 0
     status: str = OK
     note: str = ""
@@ -73,7 +72,6 @@ class Row:
     kept_mib: float | None = None  # that a forward leaves for its backward, output included
     images_per_s: float | None = None
     speedup: float | None = None  # eager's time / this one's
-    batch: int | None = None  # largest that fits
     gpu: str = ""
     driver: str = ""
     torch: str = ""
@@ -96,6 +94,19 @@ def is_ours(row: Row) -> bool:
     return row.provider.startswith(("ours", "swapped"))
 
 
+def by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
+    """By op, shape, dtype and mode, in the order in which these were first measured."""
+    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    for r in rows:
+        found.setdefault((r.op, r.shape, r.dtype, r.mode), []).append(r)
+    return found
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    timed = [r for r in rows if r.device_ms]
+    return min(timed, key=lambda r: r.device_ms or 0.0, default=None)
+
+
 def bad_rows(rows: Sequence[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
     return [
@@ -108,11 +119,12 @@ def describe(row: Row) -> str:
     """One line for the console."""
     where = f"{row.op} {row.shape} {row.dtype} {row.mode}".strip()
     if row.ms is None or row.status not in (OK, FAILED):
-        what = f"batch {row.batch}" if row.batch is not None else f"{row.status} {row.note}"
-        return f"{where}: {row.provider}: {what}"
+        return f"{where}: {row.provider}: {row.status} {row.note}"
     text = f"{row.ms:.4g} ms"
     if row.graph_ms is not None:
         text += f", {row.graph_ms:.4g} ms as a graph"
+    if row.op == ROOF and (row.tflops or row.gbps):
+        text += f", {row.tflops:.4g} TFLOP/s" if row.tflops else f", {row.gbps:.4g} GB/s"
     if row.images_per_s is not None:
         text += f", {row.images_per_s:,.0f} images/s"
     if row.status == FAILED:
@@ -157,26 +169,23 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises: ValueError where the file is not one of ours.
     """
-    if path.is_dir():
-        path = path / RESULTS
+    path = path / RESULTS if path.is_dir() else path
     text = path.read_text(encoding="utf-8")
-    with io.StringIO(text[: text.rfind("\n") + 1], newline="") as file:
-        try:
-            header, *lines = list(csv.reader(file)) or [[]]
-        except csv.Error as error:
-            raise ValueError(f"{path} is no result of this benchmark: {error}") from error
-        unknown = set(header) - set(FIELDS)
-        if not {"op", "provider", "shape", "dtype", "mode"} <= set(header) or unknown:
-            raise ValueError(f"{path} is no result of this benchmark: its columns are {header}")
-        found: dict[tuple[str, ...], Row] = {}
+    found: dict[tuple[str, ...], Row] = {}
+    try:
+        lines = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        if not set(FIELDS[:5]) <= set(lines.fieldnames or ()):
+            raise ValueError(
+                f"{path} is no result of this benchmark: its columns are {lines.fieldnames}"
+            )
         for line in lines:
-            if len(line) != len(header):
+            if None in line or None in line.values():  # cells too many, or too few
                 continue
-            try:
-                row = Row(**{n: _parse(n, v) for n, v in zip(header, line, strict=True)})
-            except ValueError:
-                continue
-            found[row.key] = row
+            with suppress(ValueError):
+                row = Row(**{n: _parse(n, text) for n, text in line.items() if n in _KINDS})
+                found[row.key] = row
+    except csv.Error as error:
+        raise ValueError(f"{path} is no result of this benchmark: {error}") from error
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""Runs what a command asks for: roofs, the check, then tasks as far as the time goes.
+"""Runs what a command asks for: roofs, then tasks as far as the time goes.
 
 A row is on disk before the next begins. A task that hangs, or that loses the device, gets a row
 that says so, and a new process goes on; not after MOST_RESTARTS in which nothing was measured.
@@ -7,7 +7,6 @@ that says so, and a new process goes on; not after MOST_RESTARTS in which nothin
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -24,11 +23,9 @@ import torch
 from bench import report
 from bench.host import measure_host
 from bench.measure import Bench, roof_row, roofs_of
-from bench.ops import OPS
-from bench.plan import WHOLE, Task, Wanted, named_cases, target_tasks, tasks
+from bench.plan import Task, Wanted, named_cases, target_tasks, tasks
 from bench.rows import (
     ERROR,
-    FAILED,
     LOST,
     OK,
     RESULTS,
@@ -39,16 +36,12 @@ from bench.rows import (
     describe,
 )
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, require, term_interrupts
+from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
-from tests.check.isolated import Job, Outcome, python, run_isolated
 
-CHECK = "check"
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
-CHECK_SHARE = 0.3  # of a time budget that `fastvit-kernels check` may take
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
-NO_GPU_CHECK = 70.0  # seconds for the check in Triton's interpreter
 CUT_SHORT = 3  # exit status of a command that its time has cut short
 MOST_RESTARTS = 2
 
@@ -177,32 +170,6 @@ def _record_loss(
         results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
 
 
-# --- the check, in a process of its own, whose end cannot be this one's
-
-
-def run_check(timeout: float | None) -> Row:
-    """`fastvit-kernels check` as a row."""
-    row = Row(CHECK, "ours", "all", "all", CHECK)
-    job = Job(CHECK, python("fastvit_kernels", "check", "--json"))
-    budget = math.inf if timeout is None else timeout
-    outcome = next(run_isolated([job], 1, math.inf, budget=budget), Outcome(job, [], None, True))
-    cases = [line for line in outcome.lines if "versions" not in line]
-    failed = [
-        f"{case['name']} {case['dtype']}" + (f" ({case['failure']})" if case["failure"] else "")
-        for case in cases
-        if not case["passed"]
-    ]
-    also = f"; failed: {', '.join(failed)}" if failed else ""
-    if outcome.is_cut:
-        note = f"not finished after {budget:.0f} s, {len(cases)} cases done{also}"
-        return replace(row, status=FAILED if failed else TIMEOUT, note=note)
-    if len(cases) == len(outcome.lines):  # it ended before its last line
-        return replace(row, status=FAILED, note=f"check: {outcome.failure or 'no output'}")
-    good = f"{len(cases) - len(failed)} of {len(cases)} cases within the 2x rule"
-    status = FAILED if failed or outcome.failure else OK
-    return replace(row, status=status, note=f"{good}, {outcome.lines[-1]['device']}{also}")
-
-
 # --- the command
 
 
@@ -213,7 +180,6 @@ class Machine:
     device: torch.device
     make_timer: Callable[[], Timer]
     restart: Callable[[list[str]], Any]
-    check: Callable[[float | None], Row] = run_check
 
 
 def _restart(words: list[str]) -> None:
@@ -232,11 +198,31 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
     return Machine(device, CudaTimer, _restart)
 
 
+def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
+    """What the command's words ask for, of these ops.
+
+    Raises: CommandError if `--model`, `--batch`, `--img-size` and the rest do not fit together.
+    """
+    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
+    given = {n: x for n, x in given.items() if x is not None}
+    dtypes, modes = arguments.dtype or (), arguments.mode or ()
+    if given and "model" not in given:
+        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
+    unknown = sorted(set(dtypes) - {"amp", "bf16"}) + sorted(set(modes) - {"train", "infer"})
+    if given and unknown:
+        raise CommandError(
+            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
+            f"{', '.join(unknown)}"
+        )
+    asked = arguments.provider or (), arguments.shape or (), dtypes, modes
+    return Wanted(ops, *asked, **given)
+
+
 def run(
-    arguments: argparse.Namespace, words: Sequence[str], machine: Machine, console: Any,
-    started: float | None = None,
+    arguments: argparse.Namespace, wanted: Wanted, words: Sequence[str], machine: Machine,
+    console: Any, started: float | None = None,
 ) -> int:  # fmt: skip
-    """Measure: roofs, check, then tasks as far as the time goes; report in any case.
+    """Measure: roofs, then tasks as far as the time goes; report in any case.
 
     Args:
         started: when this process began, for imports are part of a time budget.
@@ -245,65 +231,59 @@ def run(
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
     command = arguments.command
-    wanted = Wanted(
-        ops=(*WHOLE, *OPS) if command in ("all", "targets") else (command,),
-        providers=arguments.provider or (), shapes=arguments.shape or (),
-        dtypes=arguments.dtype or (), modes=arguments.mode or (), **model_wanted(arguments),
-    )  # fmt: skip
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
     results = _open(arguments)
     ending, left_out, is_over, measured = 0, 0, False, set(results.rows)
-    with _progress(console) as progress:
 
-        def said(text: str) -> None:
-            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def said(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        def restart() -> Any:
-            said("a case hangs: its row says so, and a new process goes on.")
-            return machine.restart(_again(words, clock, 0))
+    def again(restarts: int) -> list[str]:
+        """The command that goes on, with the time that is left."""
+        found = [*words, "--resume", "--restarts", str(restarts)]
+        if clock.budget is not None:
+            found += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+        return found
 
-        bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
-        try:
-            with clock.alarm(), warnings.catch_warnings():
-                # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
-                warnings.simplefilter("ignore", UserWarning)
-                targets = command == "targets"
-                found = (
-                    list(target_tasks(wanted.shapes)) if targets else tasks(wanted, machine.device)
-                )
-                for text in wanted.said:
-                    said(text)
-                _roofs(bench, results)
-                if command == "all" and not any(k[0] == CHECK for k in results.rows):
-                    share = None if clock.budget is None else CHECK_SHARE * clock.left
-                    row = machine.check(share)
-                    results.append(row)
-                    said(f"check: {row.status}: {row.note}")
-                bar = progress.add_task("", total=len(found))
+    def restart() -> Any:
+        said("a case hangs: its row says so, and a new process goes on.")
+        return machine.restart(again(0))
 
-                def began(task: Task) -> None:
-                    progress.update(bar, completed=found.index(task), description=task.title)
+    bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
+    try:
+        with clock.alarm(), warnings.catch_warnings():
+            # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
+            warnings.simplefilter("ignore", UserWarning)
+            if command == "targets":
+                found = target_tasks(wanted.shapes)
+            else:
+                found = tasks(wanted, machine.device)
+            for text in wanted.said:
+                said(text)
+            _roofs(bench, results)
 
-                left_out = run_tasks(found, bench, results, clock, began, restart)
-                progress.update(bar, completed=len(found))
-                if left_out:
-                    said(f"{left_out} cases were left out: too little time. --resume continues.")
-        except TimeOver:
-            is_over = True
-            said("the time is over; --resume continues.")
-        except KeyboardInterrupt:
-            said("interrupted; every finished row is in the CSV, and --resume continues.")
-            ending = 130
-        except DeviceLost as error:
-            results.close()
-            got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
-            lost = 1 if got_on else arguments.restarts + 1
-            if lost <= MOST_RESTARTS:
-                said(f"{LOST}: {error}. A new process goes on.")
-                return machine.restart(_again(words, clock, lost)) or 1
-            said(f"{LOST} by {lost} processes that measured nothing: {error}")
-            ending = 1
+            def began(task: Task) -> None:
+                said(f"[{found.index(task) + 1}/{len(found)}] {task.title}")
+
+            left_out = run_tasks(found, bench, results, clock, began, restart)
+            if left_out:
+                said(f"{left_out} cases were left out: too little time. --resume continues.")
+    except TimeOver:
+        is_over = True
+        said("the time is over; --resume continues.")
+    except KeyboardInterrupt:
+        said("interrupted; every finished row is in the CSV, and --resume continues.")
+        ending = 130
+    except DeviceLost as error:
+        results.close()
+        got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
+        lost = 1 if got_on else arguments.restarts + 1
+        if lost <= MOST_RESTARTS:
+            said(f"{LOST}: {error}. A new process goes on.")
+            return machine.restart(again(lost)) or 1
+        said(f"{LOST} by {lost} processes that measured nothing: {error}")
+        ending = 1
     results.close()
     del bench
     report.finish(results, wanted.said, console, command)
@@ -312,33 +292,6 @@ def run(
     if command == "targets" and not ending and (left_out or is_over):
         return CUT_SHORT
     return ending or (1 if bad_rows(new) else 0)
-
-
-def model_wanted(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `--model`, `--batch` and `--img-size` ask for.
-
-    Raises: CommandError if they do not fit together.
-    """
-    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
-    given = {n: x for n, x in given.items() if x is not None}
-    if given and "model" not in given:
-        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
-    unknown = sorted(set(arguments.dtype or ()) - {"amp", "bf16"}) if given else []
-    unknown += sorted(set(arguments.mode or ()) - {"train", "infer"}) if given else []
-    if unknown:
-        raise CommandError(
-            f"--model is measured with --dtype amp or bf16 and --mode train or infer, got "
-            f"{', '.join(unknown)}"
-        )
-    return given
-
-
-def _again(words: Sequence[str], clock: Clock, restarts: int) -> list[str]:
-    """The command that goes on, with the time that is left."""
-    again = [*words, "--resume", "--restarts", str(restarts)]
-    if clock.budget is not None:
-        again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
-    return again
 
 
 def _open(arguments: argparse.Namespace) -> Results:
@@ -350,15 +303,6 @@ def _open(arguments: argparse.Namespace) -> Results:
         return Results(arguments.out, arguments.resume)
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
-
-
-def _progress(console: Any) -> Any:
-    rich = require("rich.progress", "rich")
-    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
-    return rich.Progress(
-        *columns, rich.TextColumn("{task.description}"), console=console,
-        disable=not console.is_terminal,
-    )  # fmt: skip
 
 
 def _roofs(bench: Bench, results: Results) -> None:
@@ -373,39 +317,25 @@ def _roofs(bench: Bench, results: Results) -> None:
             results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
             raise
         results.append(row)
-        bench.say(f"roof: {row.mode} {row.dtype}: {_reached(row)}")
+        bench.say(describe(row))
     bench.roofs = roofs_of(list(results.rows.values()))
 
 
-def _reached(row: Row) -> str:
-    if row.ms is None:
-        return row.note
-    if row.tflops is not None:
-        return f"{row.tflops:.4g} TFLOP/s"
-    return f"{row.ms:.4g} ms" if row.gbps is None else f"{row.gbps:.4g} GB/s"
-
-
-def run_without_gpu(
-    arguments: argparse.Namespace, check: Callable[[float | None], Row], console: Any
-) -> int:
-    """What can be said without a GPU: the host's share, and whether the kernels are right."""
-    console.print("torch sees no GPU: only host cost and correctness are measured here.")
-    shown = require("rich.table", "rich").Table(title="host cost, microseconds a call", box=None)
-    for title in ("op", "mode", "provider", "median", "p20", "p80"):
-        shown.add_column(title)
+def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
+    """What can be said without a GPU: the host's share."""
+    console.print(
+        "torch sees no GPU: only host cost is measured here. `fastvit-kernels check` runs the "
+        "kernels in\nTriton's interpreter and says whether they are right."
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = list(measure_host(torch.device("cpu")))
     torch.set_num_threads(threads)
-    for row in rows:
-        us = [f"{1e3 * (x or 0):.1f}" for x in (row.ms, row.ms_p20, row.ms_p80)]
-        shown.add_row(row.shape, row.mode, row.provider, *us)
-    console.print(shown)
-    row = check(NO_GPU_CHECK)
+    header, lines = report.host_table(rows)
+    print(aligned([header, *lines]))
     if arguments.out is not None:
         results = _open(arguments)
-        for measured in (*rows, row):
-            results.append(measured)
+        for row in rows:
+            results.append(row)
         results.close()
-    console.print(f"fastvit-kernels check: {row.status}: {row.note}", soft_wrap=True)
-    return 1 if bad_rows([row]) else 0
+    return 0

@@ -14,6 +14,7 @@ on another GPU, driver, torch or triton everything.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -32,9 +33,8 @@ from typing import Any
 import torch
 
 from bench import targets
-from bench.plan import Target
+from bench.plan import Task
 from bench.plan import targets as planned_targets
-from bench.providers import SDPA_BACKENDS
 from bench.rows import (
     RESULTS,
     Row,
@@ -61,12 +61,16 @@ FINISHED = (0, 1)  # exit statuses of a command that has done all it was told to
 RESERVE = 8.0  # seconds for the table at the end
 SECONDS, LEAST = 540.0, 10
 MOST_LINES = 12  # of what is wrong
+PACKAGES = (
+    "numpy", "timm", "transformers", "torchvision", "flash_attn", "flash_attn_interface",
+    "xformers", "liger_kernel", "quack-kernels",
+)  # fmt: skip
 RED, YELLOW, PLAIN = "\033[31m", "\033[33m", "\033[0m"
 
 
 # --- stages: commands one after the other, each with a share of the seconds that are there. A
 # command is told its seconds; one that goes on past them gets SIGTERM, then SIGKILL, with all it
-# has started. What it ends early goes to those after it.
+# has started. What it leaves goes to those after it.
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,6 @@ _CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "
 _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
 
 STAGES = (
-    # torch's import, CUDA's start and nvidia-smi alone take ten seconds
-    Stage("facts", 2, python("bench", "facts"), "which GPU, driver, versions, sources", 40.0),
     Stage(
         "smoke", 8, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
         "one kernel compiles, runs and is right", 40.0, needed=True,
@@ -176,26 +178,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
 def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
     """SIGTERM, so that it writes what it has; after `seconds` SIGKILL for it and what it started.
 
     Jobs are in sessions of their own, so that their group would not name them.
     """
     started = set(descendants(process.pid))
-    _signal(process.pid, signal.SIGTERM)
+    process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     if process.poll() is None:
         started |= set(descendants(process.pid))
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     for pid in started:
-        _signal(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver never ends
         process.wait(REAPED_S)
 
@@ -216,7 +213,7 @@ class Stages:
         self.stages, self.folder, self.seconds = stages, folder, seconds
         self._now, self.started = now, now()
         self._key = {"sources": sources, "machine": machine, "caches": caches}
-        self._say = say or self._print
+        self._say = say or functools.partial(print, end="", flush=True)
         self.places = {"out": str(folder), **(places or {})}
         folder.mkdir(parents=True, exist_ok=True)
         self.former = self._done() if resume else set()
@@ -243,11 +240,6 @@ class Stages:
             ):  # fmt: skip
                 found.add(stage.name)
         return found
-
-    @staticmethod
-    def _print(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
     def say(self, text: str, color: str = "") -> None:
         """A line for the reader, in colour on a terminal, and for the log."""
@@ -364,6 +356,16 @@ def jobs() -> int:
     return max(1, cores - 2)
 
 
+def facts() -> str:
+    """What a figure depends on besides the code, in some lines."""
+    found = {name: value for name, value in environment().items() if value}
+    found["python"] = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return "\n".join(f"{name}: {value}" for name, value in found.items())
+
+
 def stage_table(stages: Sequence[Stage], seconds: float, places: dict[str, Any]) -> str:
     """Stage, share, seconds if all use theirs up, what it is for, command."""
     times = limits(stages, seconds - RESERVE)
@@ -409,18 +411,8 @@ def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str
         for ending in (run.endings if run else ())
         if ending.state != DONE and not ending.failed
     ]
-    lines = targets.lines(rows)
-    table = "\n".join(["", aligned([targets.HEADER, *lines]), "", conditions(rows)])
+    table = "\n".join(["", targets.table(rows), "", conditions(rows)])
     return wrong(folder, run, rows), unfinished, table
-
-
-def _say_lines(run: Stages, word: str, lines: Sequence[str], color: str) -> None:
-    run.say(f"{word}: {len(lines)}", color)
-    for line in lines[:MOST_LINES]:
-        run.say(f"  {line}"[:200], color)
-    if len(lines) > MOST_LINES:
-        folder = run.folder
-        run.say(f"  and {len(lines) - MOST_LINES} more: {folder / CHECKED}, {folder / RESULTS}")
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -444,6 +436,7 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
         stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
         sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,
     )  # fmt: skip
+    todo.say(facts())
     interrupted = False
     try:
         with term_interrupts():
@@ -451,58 +444,18 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
     except KeyboardInterrupt:
         interrupted = True
     found, unfinished, table = report(folder, todo)
-    if found:
-        _say_lines(todo, "WRONG", found, RED)
-    else:
+    if not found:
         todo.say("nothing wrong in what ran")
-    if unfinished:
-        _say_lines(todo, "NO TIME", unfinished, YELLOW)
+    for word, lines, color in (("WRONG", found, RED), ("NO TIME", unfinished, YELLOW)):
+        more = [f"and {len(lines) - MOST_LINES} more: {folder / CHECKED}, {folder / RESULTS}"]
+        shown = lines[:MOST_LINES] + (more if len(lines) > MOST_LINES else [])
+        for line in [f"{word}: {len(lines)}", *(f"  {x}"[:200] for x in shown)] if lines else ():
+            todo.say(line, color)
     todo.say(table)
     done = {ending.stage for ending in todo.endings if ending.state == DONE} | todo.former
     if open_stages := [stage.name for stage in stages if stage.name not in done]:
         todo.say(f"not done: {', '.join(open_stages)}; --resume goes on. All of it: {folder / LOG}")
     return 130 if interrupted else 1 if found else 0
-
-
-# --- `python -m bench facts`: what a figure depends on besides the code, in some lines
-
-PACKAGES = (
-    "torch", "triton", "numpy", "timm", "transformers", "torchvision", "flash_attn",
-    "flash_attn_interface", "xformers", "liger_kernel", "quack-kernels",
-)  # fmt: skip
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def facts() -> list[str]:
-    """Lines for a reader."""
-    lines = [f"{name}: {value}" for name, value in environment().items() if value]
-    if torch.cuda.is_available():
-        p = torch.cuda.get_device_properties(torch.cuda.current_device())
-        free, total = torch.cuda.mem_get_info()
-        lines.append(
-            f"compute capability {p.major}.{p.minor}, {p.multi_processor_count} SMs, "
-            f"{total / 2**30:.0f} GiB of which {free / 2**30:.0f} are free, L2 "
-            f"{getattr(p, 'L2_cache_size', 0) / 2**20:.0f} MiB, CUDA {torch.version.cuda}, "
-            f"cuDNN {torch.backends.cudnn.version()}"
-        )
-    lines.append(
-        f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
-    )
-    lines.append(", ".join(f"{name} {_version(name)}" for name in PACKAGES))
-    lines.append("forced backends of SDPA: " + ", ".join(SDPA_BACKENDS))
-    return lines
-
-
-def run_facts() -> int:
-    """Print them; 1 without a GPU."""
-    print(*facts(), sep="\n")
-    return 0 if torch.cuda.is_available() else 1
 
 
 # --- `python -m bench warm`: the first launches at the targets' shapes, side by side, to compile.
@@ -526,8 +479,8 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device=None)
 
 
-def warm_jobs(found: Sequence[Target]) -> list[Job]:
-    return [Job(target.name, python(__name__, str(number))) for number, target in enumerate(found)]
+def warm_jobs(found: Sequence[Task]) -> list[Job]:
+    return [Job(task.title, python(__name__, str(number))) for number, task in enumerate(found)]
 
 
 def run_warm(

@@ -7,13 +7,14 @@ has the ratios alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.measure import ROOF
 from bench.models import EAGER_GRAPH, missing_option
 from bench.providers import BASELINE, SEARCH
-from bench.rows import FAILED, OK, Row
+from bench.rows import FAILED, OK, ROOF, Row, fastest
+from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.measure.roofs import COPY, SETTLED
 
@@ -29,6 +30,11 @@ VIT_B = "timm-ViT-B-224-B256"
 OF_VIT_B = "ViT-B-B128-T197-C768-H12"
 PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
 SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
+
+
+def has_part(shape: str, part: str) -> bool:
+    """Whether a shape's id has these parts, whole."""
+    return f"-{part}-" in f"-{shape}-"
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Claim:
     def has(self, row: Row) -> bool:
         """Whether a row belongs to one of its cases."""
         return (row.op, row.dtype, row.mode) == (self.op, self.dtype, self.mode) and any(
-            f"-{part}-" in f"-{row.shape}-" for part in self.shapes
+            has_part(row.shape, part) for part in self.shapes
         )
 
 
@@ -200,9 +206,11 @@ class Verdict:
         return "no goal" if not has_goals(self.ours) else "met" if self.met else "MISSED"
 
 
-def _fastest(rows: Iterable[Row], key: Callable[[Row], float | None]) -> Row | None:
-    found = [(value, row) for row in rows if (value := key(row)) is not None]
-    return min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
+def _best(rows: Iterable[Row], kind: str) -> Row | None:
+    """The fastest, or of what is measured the smallest."""
+    if kind != "memory":
+        return fastest(rows)
+    return min((r for r in rows if r.peak_mib), key=lambda r: r.peak_mib or 0, default=None)
 
 
 def _roof(rows: Sequence[Row], kind: str) -> float | None:
@@ -214,12 +222,11 @@ def _roof(rows: Sequence[Row], kind: str) -> float | None:
 
 
 def _of_case(claim: Claim, shape: str, own: Sequence[Row], roof: float | None) -> Verdict:
-    size = (lambda r: r.peak_mib) if claim.kind == "memory" else (lambda r: r.device_ms)
     mine = [r for r in own if _is(r.provider, claim.ours)]
     # A peer that breaks the 2x rule is still what ours is measured against.
     peers = [r for r in own if _is(r.provider, claim.peers) and r.status in (OK, FAILED)]
-    ours = _fastest((r for r in mine if r.status == OK), size)
-    peer = _fastest(peers, size)
+    ours = _best((r for r in mine if r.status == OK), claim.kind)
+    peer = _best(peers, claim.kind)
     if ours is None:
         why = next((f"{r.status}: {r.note}" for r in mine if r.status != OK), "not measured")
         return Verdict(claim, shape, peer=peer, open=why)
@@ -259,52 +266,45 @@ def absent(claim: Claim) -> str:
 HEADER = ("target", "wanted", "ours", "best peer", "ratio", "of roof", "verdict")
 
 
-def _ms(row: Row | None, kind: str) -> str:
+def _measured(row: Row | None, kind: str) -> str:
+    """Time or memory, and whose; `*`: it breaks the 2x rule."""
     if row is None:
         return "-"
     value = f"{row.peak_mib:,.0f} MiB" if kind == "memory" else f"{row.device_ms:.4g} ms"
-    failed = "*" if row.status == FAILED else ""
-    return f"{value} {row.provider}{failed}"
-
-
-def _wanted(claim: Claim) -> str:
-    if claim.kind in ("copy", "matmul"):
-        return f"{100 * claim.least:.0f} % {claim.kind}"
-    return f"{claim.least:g}x"
+    return f"{value} {row.provider}{'*' * (row.status == FAILED)}"
 
 
 def _share(rows: Sequence[Row], v: Verdict) -> str:
     if v.ours is None:
         return ""
+    share, roof = v.ours.roof_share, v.ours.roof
     if v.claim.op == "vit":  # a step is held against what the GPU sustains
-        roof, rate = _roof(rows, "matmul"), v.ours.tflops
-        return f"{100 * rate / roof:.0f} % matmul" if roof and rate else ""
-    share = v.ours.roof_share
-    return "" if share is None else f"{100 * share:.0f} % {v.ours.roof}"
+        most, roof = _roof(rows, "matmul"), "matmul"
+        share = v.ours.tflops / most if most and v.ours.tflops else None
+    return "" if share is None else f"{100 * share:.0f} % {roof}"
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table that ends a run: a line for each claim. `*`: a peer that breaks the 2x rule."""
+    """The table that ends a run, below HEADER: a line for each claim."""
     found = []
-    for goal in GOALS:
-        for claim in goal.claims:
-            v = verdict(claim, rows)
-            where = _tokens(v.shape) if len(claim.shapes) > 1 and v.shape else ""
-            ratio = "" if v.ratio is None else f"{v.ratio:.2f}"
-            found.append(
-                (
-                    claim.name + where, _wanted(claim), _ms(v.ours, claim.kind),
-                    _ms(v.peer, claim.kind) if claim.peers else "roof", ratio, _share(rows, v),
-                    v.word,
-                )
-            )  # fmt: skip
+    for claim in (claim for goal in GOALS for claim in goal.claims):
+        v = verdict(claim, rows)
+        where = re.search(r"(?<=-)T\d+", v.shape) if len(claim.shapes) > 1 else None
+        of_roof = claim.kind in ("copy", "matmul")
+        found.append(
+            (
+                claim.name + (f" ({where[0]})" if where else ""),
+                f"{100 * claim.least:.0f} % {claim.kind}" if of_roof else f"{claim.least:g}x",
+                _measured(v.ours, claim.kind),
+                _measured(v.peer, claim.kind) if claim.peers else "roof",
+                "" if v.ratio is None else f"{v.ratio:.2f}", _share(rows, v), v.word,
+            )
+        )  # fmt: skip
     return found
 
 
-def _tokens(shape: str) -> str:
-    """Which of several cases a line is about."""
-    part = next((p for p in shape.split("-") if p[:1] == "T" and p[1:].isdigit()), shape)
-    return f" ({part})"
+def table(rows: Sequence[Row]) -> str:
+    return aligned([HEADER, *lines(rows)])
 
 
 def goal_lines(rows: Sequence[Row]) -> list[list[str]]:

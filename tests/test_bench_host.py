@@ -1,4 +1,4 @@
-"""What a call costs the host, by a stand-in clock; the facts of a machine."""
+"""What a call costs the host, by a stand-in clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from bench_stand_ins import CPU
 
 import fastvit_kernels as fk
-from bench import host, session
+from bench import host
 from bench.providers import BASELINE
 from fastvit_kernels.verify.cases import OPS
 
@@ -118,16 +118,3 @@ def test_without_launches_everything_is_put_back():
         assert (tiny * 1.0).item() == 0.0 or not torch.set_flush_denormal(True)
     assert fk.get_backend() == "auto" and JITFunction.run is run
     assert (tiny * 1.0).item() > 0.0
-
-
-def test_facts_end_with_a_status(monkeypatch, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert session.run_facts() == 1
-    out = capsys.readouterr().out
-    assert f"torch: {torch.__version__}" in out and f"torch {session._version('torch')}" in out
-    assert "flash_attn_interface absent" in out or session._version("flash_attn_interface") in out
-    assert "sdpa-flash, sdpa-cudnn" in out
-    monkeypatch.setattr(session, "facts", list)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert session.run_facts() == 0

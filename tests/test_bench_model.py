@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +20,9 @@ from bench_stand_ins import (
 from bench import models as bench_models
 from bench.__main__ import main
 from bench.measure import Entry
-from bench.models import WAYS, Case, NamedCase, Runner, Way, build, measure_first_step
+from bench.models import WAYS, Case, NamedCase, Runner, Way, build
 from bench.plan import Wanted, tasks
 from bench.rows import (
-    ERROR,
     FAILED,
     OK,
 )
@@ -99,7 +98,6 @@ def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
         ("swapped", OK, ""),
     ]
     assert all(r.images_per_s == 2000.0 and r.flops == case.flops for r in rows)
-    assert rows[0].model == case.model
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -393,69 +391,6 @@ def test_models_are_drawn_on_their_device():
     assert {p.device.type for p in model.parameters()} == {"meta"}
     first, second = (build(Case("timm", "tiny", 16, 2), CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_largest_batch(monkeypatch):
-    def fits(case, way, bench):
-        return case.batch <= 77
-
-    monkeypatch.setattr(bench_models, "fits", fits)
-    row = bench_models.largest_batch(Case("timm", "tiny", 32, 8), "eager", bench())
-    assert row.batch == 72 and row.op == "max_batch"  # 64, then 96, 80, 72
-
-
-@pytest.mark.parametrize(
-    ("error", "batch", "status"),
-    [(torch.OutOfMemoryError("full"), 0, OK), (ValueError("bad"), None, ERROR)],
-)
-def test_only_what_lacks_memory_does_not_fit(monkeypatch, error, batch, status):
-    def step(self):
-        raise error
-
-    pytest.importorskip("timm")
-    monkeypatch.setattr(Runner, "step", step)
-    row = bench_models.largest_batch(Case("timm", "tiny", 16, 2, "bf16"), "eager", bench())
-    assert (row.batch, row.status) == (batch, status) and (status == OK or "bad" in row.note)
-
-
-def test_first_step_in_processes_of_its_own():
-    pytest.importorskip("transformers")
-    rows = list(measure_first_step(Case("hf", "Ti", 32, 1, "bf16"), "eager", timeout=3600.0))
-    assert [(r.mode, r.status, r.note) for r in rows] == [("cold", OK, ""), ("warm", OK, "")]
-    assert all(r.ms > 0 for r in rows)
-
-
-def test_the_second_process_has_the_caches_of_the_first(monkeypatch):
-    seen = []
-
-    def run(command, env, **options):
-        seen.append([env[name] for name in bench_models.CACHES])
-        return type("Done", (), {"stdout": 'noise\n{"seconds": 2.5}\n', "stderr": ""})
-
-    monkeypatch.setattr(bench_models.subprocess, "run", run)
-    for name in bench_models.CACHES:
-        monkeypatch.setenv(name, "the user's own")
-    rows = list(measure_first_step(Case("timm", "tiny", 16, 2), "swapped", 1.0))
-    assert [(r.mode, r.ms) for r in rows] == [("cold", 2500.0), ("warm", 2500.0)]
-    assert seen[0] == seen[1] and "the user's own" not in seen[0] and len(set(seen[0])) == 2
-
-
-def test_a_first_step_is_timed_to_its_end(monkeypatch, capsys):
-    now, steps = [10.0], []
-
-    class Stepping:
-        def __init__(self, case, way, device):
-            now[0] += 1.0
-
-        def step(self):
-            steps.append(1)
-            now[0] += 2.0
-
-    monkeypatch.setattr(bench_models, "Runner", Stepping)
-    monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
-    wanted = {"case": asdict(Case("timm", "tiny", 16, 2)), "provider": "eager"}
-    assert bench_models.first_step(json.dumps(wanted)) == 0 and steps == [1]
-    assert json.loads(capsys.readouterr().out) == {"seconds": 3.0}
 
 
 def test_a_group_of_models_resets_the_compiler_once(monkeypatch):

@@ -28,14 +28,13 @@ from bench.rows import (
 from bench.run import Clock, TimeOver, limit_of, run_tasks
 from fastvit_kernels.measure.timer import DeviceLost
 from tests.check import results_cache
-from tests.check.isolated import Outcome
 
 
 def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
     row = Row(
-        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', B=3, ms=1.25, speedup=None,
-        batch=None, samples=7, bytes=123456.0,
+        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', T=3, ms=1.25, speedup=None,
+        samples=7, bytes=123456.0,
     )  # fmt: skip
     results.append(row)
     results.append(replace(row, provider="eager"))
@@ -160,7 +159,6 @@ def test_a_line_says_what_a_row_does():
         (replace(row, status=FAILED, note="2x rule"), "0.5 ms as a graph, FAILED 2x rule"),
         (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
         (replace(row, status=ERROR, note="why"), "ours: error why"),
-        (replace(row, ms=None, batch=512), "ours: batch 512"),
     ):
         assert describe(given).endswith(text)
 
@@ -346,28 +344,3 @@ def test_rows_name_the_tuned_table_in_use(monkeypatch, tmp_path):
     assert bench_rows.tuned_table_in_use() != before
     row = Row("mlp", "ours", "a", "bf16", "both", tuned="1 decisions, abc")
     assert "tuned: 1 decisions, abc" in bench_rows.conditions([row])
-
-
-def test_the_check_is_read_from_its_json(monkeypatch):
-    from bench import run
-
-    def done(*lines, failure=None, is_cut=False):
-        outcome = Outcome(None, list(lines), failure, is_cut)
-        monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter([outcome]))
-        row = run.run_check(5.0)
-        return row.status, row.note
-
-    killed = dict(name="mlp", dtype="bf16", passed=False, failure="killed")
-    good = dict(name="x", dtype="bf16", passed=True, failure=None)
-    summary = dict(passed=True, device="a GPU", versions={})
-    assert done(good, summary) == (OK, "1 of 1 cases within the 2x rule, a GPU")
-    status, note = done(killed, good, summary, failure="the process ended with status 1")
-    assert status == FAILED and "1 of 2" in note and "failed: mlp bf16 (killed)" in note
-    assert done(good, summary, failure="the process ended with status 1")[0] == FAILED
-    assert done(good, failure="ended by SIGSEGV") == (FAILED, "check: ended by SIGSEGV")
-    assert done() == (FAILED, "check: no output")
-    assert done(good, is_cut=True) == (TIMEOUT, "not finished after 5 s, 1 cases done")
-    status, note = done(good, killed, is_cut=True)
-    assert status == FAILED and "2 cases done; failed: mlp bf16" in note
-    monkeypatch.setattr(run, "run_isolated", lambda *given, **options: iter(()))
-    assert run.run_check(5.0).status == TIMEOUT

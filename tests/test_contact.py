@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
@@ -333,6 +334,8 @@ def test_a_first_run_without_faults_ends_well(tmp_path, capsys):
     assert session.run(build_parser().parse_args(words), True, [cut]) == 0
     out = capsys.readouterr().out
     assert "nothing wrong in what ran" in out and "NO TIME: 1" in out and "WRONG" not in out
+    assert out.startswith(f"gpu: {session.environment()['gpu']}\n")  # what it is about, first
+    assert f"\ntorch: {torch.__version__}\n" in out and "\npython: " in out
 
 
 def test_what_another_machine_has_done_is_done_again(tmp_path):

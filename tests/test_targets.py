@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_stand_ins import bench
+from bench_stand_ins import bench, with_providers
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import plan, report, targets
 from bench.models import EAGER_GRAPH, WAYS, missing_option
+from bench.ops import OPS
 from bench.providers import SEARCH, T_SWEEP, Provider, Shape
 from bench.rows import ERROR, FAILED, Row
 from bench.targets import GOALS, Claim, verdict
@@ -44,8 +45,8 @@ def test_the_worst_case_decides_against_the_fastest_peer():
     assert verdict(claim, [r for r in rows if r.provider != "sdpa-cudnn"]).word == "met"
 
 
-def test_goals_are_for_the_gpus_that_they_name(tmp_path):
-    """Elsewhere the ratio stands alone: nothing is met or missed, or drawn as if."""
+def test_goals_are_for_the_gpus_that_they_name():
+    """Elsewhere the ratio stands alone: nothing is met or missed."""
     claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 1.1)]
     for gpu, word in (("NVIDIA H100 80GB HBM3", "MISSED"), ("NVIDIA GeForce RTX 4090", "no goal")):
@@ -53,9 +54,8 @@ def test_goals_are_for_the_gpus_that_they_name(tmp_path):
         found = verdict(claim, here)
         assert (found.word, found.ratio) == (word, pytest.approx(1.1))
         assert word in str(targets.lines(here)) and ("1.10" in str(targets.lines(here)))
-        drawn = report.draw_targets(here, tmp_path / f"{word}.png")
-        assert (drawn is not None) == (word == "MISSED")
-        assert ("1.10" in report.docs([("run", here)]).partition("### Targets")[2]) == bool(drawn)
+        decided = report.docs([("run", here)]).partition("### Targets")[2]
+        assert ("1.10" in decided) == (word == "MISSED")
 
 
 def test_the_fastest_of_ours_counts_and_like_is_held_against_like():
@@ -174,46 +174,55 @@ def test_what_a_claim_compares_is_measured(claim):
         assert not claim.peers or any(targets._is(p, claim.peers) for p in providers)
 
 
-def test_what_is_compared_is_in_the_same_task():
-    for target in plan.targets():
-        assert target.task().renews
-        if isinstance(target, plan.OpTarget) and target.searches:
-            assert {"eager", "ours", "compile", SEARCH} <= {p.name for p in target.providers()}
-    assert len({k for t in plan.target_tasks() for k in t.keys}) == sum(
-        len(t.keys) for t in plan.target_tasks()
+@pytest.fixture
+def ran(monkeypatch):
+    """What a task measures: (case, names), in the order of the tasks."""
+    seen = []
+    monkeypatch.setattr(
+        plan.models, "measure_vit", lambda case, names, _: seen.append((case, names))
     )
+    monkeypatch.setattr(plan, "measure_op", lambda op, *given: seen.append((op, given[3])))
+    return seen
+
+
+def test_what_is_compared_is_in_the_same_task(ran):
+    found = plan.target_tasks()
+    for task in found:
+        assert task.renews
+        task.run(list(dict.fromkeys(key[1] for key in task.keys)), bench())
+    for task, (_, names) in zip(found, ran, strict=True):
+        if "max-autotune" in task.title.split() and "ViT-B-224" not in task.title:
+            assert {"eager", "ours", "compile", SEARCH} <= set(names)
+            assert {key[1] for key in task.keys} == {SEARCH}
+    keys = [key for task in found for key in task.keys]
+    assert len(set(keys)) == len(keys)
     (part,) = plan.target_tasks(["patch_embed"])
     assert part.title.startswith("patch_embed")
 
 
-def test_a_models_ratio_is_of_the_same_turns():
+def test_a_models_ratio_is_of_the_same_turns(ran):
     """A later task that measures ours again must measure what it is held against, too."""
-    planned = [t for t in plan.targets() if isinstance(t, plan.VitTarget)]
+    for task in plan.target_tasks():
+        if task.keys[0][0] == "vit":
+            task.run([key[1] for key in task.keys], bench())
     for claim in (c for c in CLAIMS if c.op == "vit" and c.kind == "time"):
         turns = [
-            ("eager", EAGER_GRAPH, *target.ways, *target.beside)
-            for target in planned
-            if claim.has(Row("vit", "", target.case.id, target.case.dtype, target.case.mode))
+            ("eager", EAGER_GRAPH, *names)
+            for case, names in ran
+            if claim.has(Row("vit", "", case.id, case.dtype, case.mode))
         ]
         for name in {name for names in turns for name in names if targets._is(name, claim.ours)}:
             last = [names for names in turns if name in names][-1]
             assert any(targets._is(p, claim.peers) for p in last), (claim.name, name)
 
 
-def test_a_models_task_measures_what_is_beside_it_again(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        plan.models, "measure_vit", lambda case, names, bench: seen.append(names) or []
-    )
-    (target,) = (
-        t for t in plan.targets()
-        if isinstance(t, plan.VitTarget) and t.ways == ("swapped-low",)
-    )  # fmt: skip
-    target.task().run(["swapped-low"], bench())
-    assert seen == [("swapped-low", "swapped")]
+def test_a_models_task_measures_what_is_beside_it_again(ran):
+    (task,) = (t for t in plan.targets() if t.title.endswith(" swapped-low"))
+    task.run(["swapped-low"], bench())
+    assert [names for _, names in ran] == [("swapped-low", "swapped")]
 
 
-def test_first_launches_touch_what_is_compiled(monkeypatch):
+def test_first_launches_touch_what_is_compiled():
     """Each of ours and each compiled one, forward and backward; not the search, not eager."""
     called = []
 
@@ -231,16 +240,15 @@ def test_first_launches_touch_what_is_compiled(monkeypatch):
         provider("compile-max-autotune", compiled=True),
     ]  # fmt: skip
     shape = Shape("tiny", B=1, T=5, C=16, H=2, F=32)
-    monkeypatch.setattr(plan.OpTarget, "providers", lambda self: found)
-    monkeypatch.setattr(plan.OpTarget, "shape", shape)
-    plan.OpTarget("layer_norm", "", ("fwd",)).touch(torch.device("cpu"))
+    op = with_providers(OPS["layer_norm"], lambda *_: found)
+    plan.op_target(op, shape, ("fwd",), compiles=True).touch(torch.device("cpu"))
     assert called == ["ours", "ours, backward", "compile", "compile, backward"]
 
 
 def test_a_way_that_swap_in_does_not_know_is_not_planned(monkeypatch):
     monkeypatch.setitem(WAYS, "swapped-low", replace(WAYS["swapped"], options=(("nap", "low"),)))
     assert missing_option("swapped-low") and not missing_option("swapped")
-    ways = [w for t in plan.targets() if hasattr(t, "ways") for w in t.ways]
+    ways = [key[1] for t in plan.targets() for key in t.keys if key[0] == "vit"]
     assert "swapped" in ways and "swapped-low" not in ways
 
 
@@ -255,15 +263,6 @@ def test_what_tells_most_comes_first_and_a_hang_costs_little():
     assert all(
         task.seconds <= 60 for task in plan.target_tasks() if "max-autotune" not in task.title
     )
-
-
-def test_a_search_of_an_op_measures_everybody_again(monkeypatch):
-    seen = []
-    monkeypatch.setattr(plan, "measure_op", lambda *given: seen.append(given[4]) or [])
-    (search,) = plan.target_tasks(["gated_mlp ViT-B-B128-T197-C768-H12-packed both max-autotune"])
-    assert {key[1] for key in search.keys} == {SEARCH}
-    search.run([SEARCH], bench())
-    assert {"eager", "ours", "compile", SEARCH} <= set(seen[0])
 
 
 def test_both_layouts_of_sdpa_are_peers():
@@ -294,18 +293,18 @@ def test_why_a_row_has_no_time_is_said_in_full():
 
 def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     (tmp_path / "a-gpu").mkdir()
-    (tmp_path / "a-gpu" / "targets.png").write_bytes(b"")
+    (tmp_path / "a-gpu" / "attention.png").write_bytes(b"")
     about = {"gpu": "NO SUCH H200"}
     rows = [attention("ours", 197, 1.0, **about), attention("sdpa-flash", 197, 2.0, **about)]
     empty = report.docs([], tmp_path)
     assert empty.count(GOALS[0].work) == 1 and "NO SUCH H200" not in empty
     page = report.docs([("a-gpu", rows)], tmp_path)
     first, goals = page.index("### a-gpu"), page.index("### Targets")
-    assert "](../bench/results/a-gpu/targets.png)" in page[first:goals]
-    assert "| sdpa-flash |" in page[first:goals] and "2.00 met" in page[goals:]
+    assert "](../bench/results/a-gpu/attention.png)" in page[first:goals]
+    assert "| 2 sdpa-flash | 1 ours |" in page[first:goals] and "2.00 met" in page[goals:]
     front = report.readme([("a-gpu", rows)], tmp_path)
     assert (
-        "| attention fwd, T = 197, 257" in front and "](bench/results/a-gpu/targets.png)" in front
+        "| attention fwd, T = 197, 257" in front and "](bench/results/a-gpu/attention.png)" in front
     )
     assert report.readme([], tmp_path) == report.NOTHING
     assert report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])]) == report.NOTHING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ class FakeTimer:
 
     def clear(self):
         pass
+
+
+def with_providers(op, make):
+    """The op with what `make(shape, dtype)` gives for providers."""
+    found = replace(op)
+    object.__setattr__(found, "providers", make)
+    return found
 
 
 def bench(timer=None):

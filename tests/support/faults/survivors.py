@@ -5,7 +5,6 @@ SURVIVORS = {
     "commands/console.py:make_table: 0 -> (1) #3": "the padding of a table",
     "commands/options.py:: 1024 -> (1025)": "a bound that has to be large, and is its own test's",
     "bench/report.py:_bars: axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2) -> (axes.bar_label(bars, fmt=form, fontsize=8, padding=2))": "how labels of a drawing lie",  # noqa: E501
-    "bench/report.py:_table: i in left -> (i not in left)": "the side of a column",
     "measure/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
     "bench/providers.py:vits: 384 -> (385) #2": (
         "whole patches: 385 // 16 is 384 // 16, and of 14 too"
