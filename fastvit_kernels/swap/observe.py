@@ -305,9 +305,7 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
                 x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
                 kind, reading = roles.masks[0]
                 generator = torch.Generator().manual_seed(3)
-                given[masks[0]] = example_of_mask(
-                    kind, "keys" in reading, x, generator, roles.heads
-                )
+                given[masks[0]] = example_of_mask(kind, reading, x, generator, roles.heads)
             return given
 
         both = [partial(more, mask=True)] if masks and roles.mask else []

@@ -16,9 +16,12 @@ from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
+from .activations import activation_name
 from .choices import Choices
-from .facts import level_of
+from .facts import leaves, level_of
+from .hosts.block import inline
 from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, part, why_not_plain, width_of
+from .hosts.roles import weight_and_bias
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
@@ -246,7 +249,7 @@ class _Maker:
         if reason is not None:
             self.leave(name, module, reason)
             return
-        for child, m, because in module.fused_unfused_children():
+        for child, m, because in _left_inside(module):
             self.leave(prefix + child, m, because)
         for what, elements in module.fused_pytorch():
             self.moved[what] += round(elements)
@@ -299,11 +302,12 @@ class _Maker:
         report = self.report
         fused: list[Any] = [m for m in self.modules.values() if isinstance(m, Fused)]
         fused = [m for m in fused if self.runs_fused(m)]
-        inside = {id(m) for f in fused for m in f.fused_products()}
+        inside = {id(m) for f in fused for _, m in _products(f)}
         windows = {id(m): size for f in fused for m, size in f.fused_windows()}
         masked = {row.name for row in report.left if row.reason == MASKED}
-        inlined = 4 * report.tokens**2 * sum(width for m in fused for width in m.fused_widths())
-        report.flops = report.fused_flops = inlined
+        inner = [inline(m, roles) for m in fused for roles in _roles_of(m)[1:]]
+        widths = [a.fused_width() for a in inner if a.fused_level == "attention"]
+        report.flops = report.fused_flops = 4 * report.tokens**2 * sum(widths)
         moved = sum(self.moved.values())
         for name, module in self.modules.items():
             parent = self.modules.get(name.rpartition(".")[0]) if name else None
@@ -365,6 +369,42 @@ class _Maker:
         if isinstance(module, nn.MultiheadAttention):
             flops += 2 * 3 * module.embed_dim**2 * rows
         return flops, fused, 4 * width
+
+
+def _roles_of(module: Any) -> list[Any]:
+    """Of a fused module, and of branches inside that are no modules of their own."""
+    steps = getattr(module.fused_roles, "steps", ())
+    return [module.fused_roles, *(step.inline for step in steps if step.inline is not None)]
+
+
+def _products(module: Any) -> Iterator[tuple[str, Any]]:
+    """The Linears that a fused forward computes, by name."""
+    for roles in _roles_of(module):
+        every = (getattr(roles, n, "") for n in ("projections", "gate", "out", "fc1", "fc2"))
+        for name in leaves(tuple(every), str):
+            child = module.fused_child(name)
+            if isinstance(child, nn.Module):
+                yield name, child
+
+
+def _left_inside(module: Any) -> Iterator[tuple[str, Any, str]]:
+    """The children that keep their own forward inside a fused one, and why."""
+    for name, m in _products(module):
+        if weight_and_bias(m) is None:
+            yield name, m, why_not_plain(m)
+    dropouts = []
+    for roles in () if module.fused_searched else _roles_of(module):
+        dropouts += [getattr(roles, "drop", ""), getattr(roles, "after", "")]
+        act = module.fused_child(getattr(roles, "act", ""))
+        if act is not None and not roles.gate and activation_name(act) is None:
+            hooked = isinstance(act, nn.Module) and is_hooked(act)
+            yield roles.act, act, "it is hooked" if hooked else "no kernel for this activation"
+    for step in getattr(module.fused_roles, "steps", ()):
+        dropouts += [name for name in step.tail if "." not in name]
+    for name in dropouts:
+        child = module.fused_child(name)
+        if type(child) is nn.Dropout and child.p > 0:
+            yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
 
 def _called_pieces(block: Any) -> Iterator[tuple[str, str]]:

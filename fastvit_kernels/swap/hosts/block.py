@@ -17,10 +17,10 @@ from ..plans import Run
 from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
-from .fused import Child, Fused, Place, Row, can_inline, example, listed, part, row, width_of
+from .fused import Fused, Place, can_inline, example, listed, part, row, width_of
 from .grids import windows_of
 from .mlp import Mlp, MlpRoles
-from .roles import as_result, unread_products
+from .roles import as_result
 
 
 class BlockRoles(NamedTuple):
@@ -42,7 +42,7 @@ def pre_norm(
     mixin: type[Fused] | None = None, given: tuple[str, ...] = (), arguments: Any = (("x",), ()),
     item: int | None = None, result: tuple[int, int] | None = None, through: tuple[str, ...] = (),
     window: str = "", **attributes: Any,
-) -> Row:  # fmt: skip
+) -> Any:  # fmt: skip
     """The row of x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x)))
 
     Args:
@@ -109,14 +109,6 @@ class Block(Fused):
     def fused_inlined(self: Any) -> list[Any]:
         return [inline(self, s.inline) for s in self.fused_roles.steps if s.inline is not None]
 
-    def fused_products(self) -> Iterator[nn.Module]:
-        for body in self.fused_inlined():
-            yield from body.fused_products()
-
-    def fused_widths(self) -> Iterator[int]:
-        every = self.fused_inlined()
-        yield from (body.fused_width() for body in every if isinstance(body, InlineAttention))
-
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         for step in self.fused_roles.steps:
             if size := part(self, step.window):
@@ -144,15 +136,6 @@ class Block(Fused):
             tails = [n for step in roles.steps for n in step.tail]
             paths = [n for n in tails if isinstance(part(self, n), fused.DropPath)]
         return fused.hooked(self, *roles.through, *paths)
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        if self.fused_inlined():
-            yield from unread_products(self)
-        for step in self.fused_roles.steps:
-            if step.inline is not None and not self.fused_searched:
-                dropouts = getattr(step.inline, "drop", ""), step.inline.after
-                yield from fused.left_dropouts(self, *dropouts)
-            yield from fused.left_dropouts(self, *(n for n in step.tail if "." not in n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         ends = [self.fused_tail(s)[-1] for s in self.fused_roles.steps if s.tail]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from ..facts import leaves, torch_is_patched
 from ..plans import verdict
 from ..prove import TOLERANCE
 
-Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
 
 Place = Callable[[Any], int]
@@ -47,19 +46,11 @@ NOTHING: Epilogue = {}
 Planned = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
 
 
-class Row(NamedTuple):
-    """What a table says of a host class: its mixin, and attributes of the swapped class."""
-
-    mixin: type[Fused]
-    attributes: dict[str, Any]
-
-
-Entry = Union["type[Fused]", Row]  # of a table, for a host class
-
-
-def row(mixin: type[Fused], **attributes: Any) -> Row:
-    """A row whose attributes go without their prefix, as in row(Mlp, roles=MlpRoles(...))."""
-    return Row(mixin, {f"fused_{name}": value for name, value in attributes.items()})
+def row(mixin: Any, **attributes: Any) -> Any:
+    """A table's mixin for a host class: `mixin` with attributes that go without their prefix, as in
+    row(Mlp, roles=MlpRoles(...))."""
+    named = {f"fused_{name}": value for name, value in attributes.items()}
+    return type(mixin.__name__, (mixin,), named)
 
 
 class Arguments(NamedTuple):
@@ -88,8 +79,9 @@ def bound(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
 
-def told_by(roles: Any, mixin: Any, arguments: Arguments) -> dict[str, Any]:
+def told_by(mixin: Any, arguments: Arguments) -> dict[str, Any]:
     """Attributes of a swapped class that follow from its roles, where its mixin has none."""
+    roles = mixin.fused_roles
     steps = getattr(roles, "steps", ())
     extras = [getattr(roles, name, "") for name in ("rope", "mask")]
     extras += [given for s in steps for _, given in s.context]
@@ -146,6 +138,7 @@ class Fused:
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = TOLERANCE  # of a proof
     fused_derived: Any = None  # settings of a narrow copy that follow from its others
+    fused_of_tokens: ClassVar[Any] = None  # the mixin in a class that `takes_tokens`
     fused_facts: Any = None  # (module) -> facts that are no settings of it; asked at every call
 
     def _get_name(self) -> str:
@@ -180,14 +173,9 @@ class Fused:
     def _fused_none(self) -> Iterator[Any]:
         yield from ()
 
-    # For the report. The children that keep their own forward inside the fused one.
-    fused_unfused_children: Callable[[Any], Iterator[Child]] = _fused_none
+    # For the report.
     # What PyTorch computes inside: a name, and the elements that it reads and writes for each token
     fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = _fused_none
-    # Linears further inside that the fused forward computes, besides its own children.
-    fused_products: Callable[[Any], Iterator[nn.Module]] = _fused_none
-    # H D of each attention that this module has no module for.
-    fused_widths: Callable[[Any], Iterator[int]] = _fused_none
     # The attentions inside that see windows, and how many tokens each has.
     fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = _fused_none
 
@@ -390,6 +378,8 @@ def why_not_plain(child: nn.Module) -> str:
     """The reason that the report gives for a Linear that is not plain."""
     if is_hooked(child):
         return "it is hooked"
+    if hasattr(child, "linear"):
+        return "its Linear cannot be read past it"
     if type(child) is nn.Linear:
         return f"its weight is a {type(child.weight).__name__}"
     name, home = type(child).__name__, type(child).__module__.partition(".")[0]
@@ -400,13 +390,6 @@ def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
     if not (is_noop(norm) or is_fused_norm(norm)):
         yield f"{what} ({type(norm).__name__})", 2 * (width or width_of(norm))
-
-
-def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
-    for name in children:
-        child = part(module, name, None)
-        if type(child) is nn.Dropout and child.p > 0:
-            yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from . import attention
 from .attend import registered
 from .attention import AttentionRoles
 from .block import pre_norm
-from .fused import DropPath, LayerScale, PathRoles, Row, ScaleRoles, names, row
+from .fused import DropPath, LayerScale, PathRoles, ScaleRoles, names, row
 from .masks import BIAS
 from .mlp import plain_mlp
 
@@ -49,7 +49,7 @@ class Attention(attention.Attention):
         return super().fused_blocked()
 
 
-def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles: Any) -> Row:
+def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles: Any) -> Any:
     """The row of an attention with these Linears; `roles` are its others."""
     split = tuple(projections.split())
     known = mixin.fused_roles._replace(projections=split, out=out, **roles)
@@ -70,7 +70,7 @@ SWIGLU = plain_mlp("up_proj", "act_fn", "down_proj", gate="gate_proj")
 
 def layer(
     norm1: str, attention: str, tail1: str, norm2: str, mlp: Any, tail2: str, **more: Any
-) -> Row:
+) -> Any:
     """The row of a pre-norm layer whose attention gives (output, probabilities)."""
     more = {"item": 0, "unread": UNREAD, **more}
     return pre_norm(norm1, attention, tail1, norm2, mlp, tail2, **more)

@@ -60,3 +60,6 @@ class PatchConvOfTokens(PatchConv):
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         grid = self.fused_grid(x)
         return grid.contiguous() if is_hooked(self) else grid
+
+
+PatchConv.fused_of_tokens = PatchConvOfTokens

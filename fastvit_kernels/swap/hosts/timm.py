@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.compat import constant_when_traced
-from .. import hosts
 from . import attention, fused
 from .attend import Turn, turn_of
 from .attention import AttentionRoles
@@ -118,18 +117,18 @@ class RelPosAttention(Attention):
         )
 
 
-def _mlp(fc1: str = "fc1", gate: str = "") -> fused.Row:
+def _mlp(fc1: str = "fc1", gate: str = "") -> Any:
     return fused.row(
         Mlp, roles=MlpRoles(fc1, "fc2", "", "", "drop1", "norm", "drop2", gate, act="act")
     )
 
 
-def _block(gamma: str, *given: str) -> fused.Row:
+def _block(gamma: str, *given: str) -> Any:
     tails = (f"{gamma}{i} drop_path{i}" for i in (1, 2))
     return pre_norm("norm1", "attn", next(tails), "norm2", "mlp", next(tails), given=given)
 
 
-TABLE: dict[str, fused.Entry] = {
+TABLE: dict[str, Any] = {
     **windows.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
@@ -159,7 +158,3 @@ TABLE: dict[str, fused.Entry] = {
     "timm.models.vision_transformer_relpos.RelPosBlock": _block("ls", "shared_rel_pos"),
     "timm.models.vision_transformer_relpos.ResPostRelPosBlock": RES_POST_BLOCK,
 }
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

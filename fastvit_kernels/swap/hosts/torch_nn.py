@@ -11,25 +11,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear.functions import linear
 from ...runtime.plain import is_raw
-from .. import hosts
 from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import (
-    NOTHING,
-    Entry,
-    Epilogue,
-    Fused,
-    Given,
-    bound,
-    can_inline,
-    inputs,
-    is_dense,
-    names,
-)
+from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, inputs, is_dense, names
 from .mlp import MlpRoles, SequentialMlp
-from .patch_conv import PatchConv, PatchConvOfTokens
+from .patch_conv import PatchConv
 
 
 class MultiheadAttention(Fused):
@@ -110,7 +98,7 @@ SELF: dict[str, Any] = {"arguments": (("x", "x", "x"), (("need_weights", False),
 _MLP = MlpRoles("linear1", "linear2", drop="dropout", after="dropout2", act="activation")
 _BEFORE: BlockRoles = pre_norm(
     "norm1", "self_attn", "dropout1", "norm2", _MLP, "", **SELF
-).attributes["fused_roles"]
+).fused_roles
 _ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
 _BEHIND = BlockRoles(
     (_ATTENDS, Step(2, 1, body="norm1"), _COMPUTES._replace(output=3, source=2, residual=2),
@@ -145,7 +133,7 @@ class TransformerEncoderLayer(Block):
         return None if activation_name(self.activation) else "no kernel for its activation"
 
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, Any] = {
     "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv,
@@ -153,12 +141,3 @@ TABLE: dict[str, Entry] = {
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
 }
-
-OF_TOKENS: dict[str, Entry] = {
-    "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
-    "torch.nn.modules.conv.Conv3d": PatchConvOfTokens,
-}
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

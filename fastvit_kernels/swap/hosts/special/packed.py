@@ -20,7 +20,7 @@ from ....ops.rope import rope
 from ....runtime.plain import is_plain, is_raw
 from ...plans import Run
 from ..attend import packable, turn_of
-from ..fused import NOTHING, Entry, Given, Place, example, names, normed, project, width_of
+from ..fused import NOTHING, Given, Place, example, names, normed, project, width_of
 from ..layers import SWIGLU, Attention, layer
 from ..mlp import Mlp, plain_mlp
 from ..read_once import is_readable, read_once
@@ -116,7 +116,7 @@ QWEN3_MLP = plain_mlp("linear_fc1", "act_fn", "linear_fc2")
 class Qwen3Merger(Mlp):
     """The tokens of a square side by side, normed before that or after it, through an MLP."""
 
-    fused_roles = QWEN3_MLP.attributes["fused_roles"]
+    fused_roles = QWEN3_MLP.fused_roles
     fused_children = names("norm")
     fused_axes = (2,)
 
@@ -145,7 +145,7 @@ _QWEN3 = (
 )  # fmt: skip
 _GLM = ("VisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention)
 # model -> what the names of its classes begin with, and its rows of the table
-PACKED: dict[str, tuple[str, tuple[tuple[str, Entry], ...]]] = {
+PACKED: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "qwen2_vl": ("", (
         ("Qwen2VLVisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention),
         ("VisionMlp", plain_mlp("fc1", "act", "fc2")),

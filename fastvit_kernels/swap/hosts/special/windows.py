@@ -21,7 +21,7 @@ from ....runtime.plain import is_hooked, is_plain
 from .. import fused
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import DropPath, Entry, PathRoles, example, is_noop, names, row, width_of
+from ..fused import DropPath, PathRoles, example, is_noop, names, row, width_of
 from ..grids import Windows
 from ..layers import MLP, layer
 from ..layers import Attention as HfAttention
@@ -111,10 +111,9 @@ class ShiftedWindowAttention(Attention):
             return "its dropout draws by window"
         return None
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
         rows, columns = self.window_size
-        for grid in ((rows + 1, 2 * columns), (2 * rows, columns)):
-            yield (example(generator, 2, *grid, width_of(self)),), {}
+        return [(2, rows + 1, 2 * columns), (2, 2 * rows, columns)]
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         yield self, self.window_size[0] * self.window_size[1]
@@ -179,13 +178,13 @@ class HfSwinLayer(Block):
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
 
-TIMM: dict[str, Entry] = {
+TIMM: dict[str, Any] = {
     "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
     "timm.models.swin_transformer.WindowAttention": WINDOW_ATTENTION,
 }
-TORCHVISION: dict[str, Entry] = {
+TORCHVISION: dict[str, Any] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
