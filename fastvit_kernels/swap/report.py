@@ -362,7 +362,7 @@ class _Maker:
         if isinstance(module, Attention):
             width = module.num_heads * module.head_dim
         elif level_of(mixin) == "attention":
-            width = _attention_width(module)
+            width = _attention_width(module, mixin)
         else:
             return 0, False, 0
         flops = 4 * tokens * keys * width
@@ -429,16 +429,9 @@ def _computes_all(module: Any) -> bool:
     return isinstance(module, Fused) and module.fused_level != "model"
 
 
-def _attention_width(module: Any) -> int:
-    """H D of an attention module, from its heads or from its projections."""
-    if hasattr(module, "fused_width"):
-        return module.fused_width()
-    for name in ("num_heads", "num_attention_heads"):
-        heads, size = getattr(module, name, None), getattr(module, "head_dim", None)
-        if heads and size:
-            return heads * size
-    for name, third in (("qkv", 3), ("q_proj", 1), ("query", 1)):
-        projection: Any = getattr(module, name, None)
-        if isinstance(getattr(projection, "out_features", None), int):
-            return projection.out_features // third
-    raise ValueError("neither heads nor projections are known")
+def _attention_width(module: Any, mixin: Any) -> int:
+    """H D of an attention module, swapped or not."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim
+    known = module if isinstance(module, Fused) else inline(module, mixin.fused_roles)
+    return known.fused_width()

@@ -22,7 +22,7 @@ from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
 from .facts import level_of
-from .hosts.fused import Fused, Unfused, can_inline, is_dense, is_traced, part
+from .hosts.fused import Fused, is_dense, is_traced
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
@@ -229,13 +229,6 @@ def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return f"its arguments: {', '.join(others)}" if others else "its arguments"
 
 
-def _covers(block: Any, module: Any) -> bool:
-    """Whether a block calls this part and has its row."""
-    if not (isinstance(block, Unfused) and can_inline(module)):
-        return False
-    return any(part(block, name) is module for name in block.fused_pieces)
-
-
 class _Call(NamedTuple):
     reason: str | None  # why the host's forward ran
     ops: list[OpRun]
@@ -268,14 +261,12 @@ class _Listener:
         reason = (why_now(module) or _why_not_taken(module, args, kwargs)) if host else None
         ops: list[OpRun] = []
         stack = vars(self.running).setdefault("stack", [])
-        stack.append((module, ops))
+        stack.append(ops)
         try:
             yield
         finally:
             stack.pop()
             self._count(name, reason, ops)
-            if stack and _covers(stack[-1][0], module):
-                stack[-1][1].extend(ops)
 
     def _count(self, name: str, reason: str | None, ops: list[OpRun]) -> None:
         former = self.calls.get(name)
@@ -287,7 +278,7 @@ class _Listener:
         runs = [OpRun(name, why or "") for name, why in told]
         own = vars(self.running)
         if own.get("stack"):
-            own["stack"][-1][1].extend(runs)
+            own["stack"][-1].extend(runs)
             return
         owner = next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
         if owner is None:  # attention after a qkv that was called

@@ -75,16 +75,15 @@ def ways_of_rope() -> Iterator[str]:
 
 def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
     """The tables for x (B, T, C), where the kernel may turn by them."""
-    if not roles.kernel or not isinstance(angles, (tuple, list)) or len(angles) != 2:
+    if not roles.kernel:
         return None
-    one, two = angles
-    if not isinstance(one, Tensor) or one.ndim != 2:
+    turn = attend.turn_of(angles, (x.shape[0], 1, x.shape[1], D), "interleaved" in roles.kernel)
+    if turn is None or turn.cos.ndim != 2:
         return None  # more axes are the host's to read
-    B, T = x.shape[:2]
-    if "this prefix" in roles.kernel and one.shape[0] != T - roles.prefix:
+    cos, sin, interleaved = turn
+    if "this prefix" in roles.kernel and len(cos) != x.shape[1] - roles.prefix:
         return None
-    cos, sin = (two, one) if "sin before cos" in roles.kernel else (one, two)
-    return attend.turn_of(cos, sin, (B, 1, T, D), "interleaved" in roles.kernel)
+    return Turn(sin, cos, interleaved) if "sin before cos" in roles.kernel else turn
 
 
 def attention_facts(module: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -228,16 +227,13 @@ class Block(Fused):
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
         """The body as the host calls it."""
-        body = part(self, step.body)
-        if can_inline(body) and hasattr(body, "fused_branch"):
-            return partial(body.fused_alone, **context)
-        windows = context.pop("windows", None)
+        body, windows = part(self, step.body), context.pop("windows", None)
 
         def call(x: Tensor) -> Tensor:
             tokens = x.ndim == 3
             if windows is not None:
                 x = windows.cut(x)
-                x = x if tokens else x.unflatten(1, windows.size)
+                x = x.unflatten(1, windows.size) if step.window else x
             args, kwargs = step.arguments
             kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
             result = body(*[x if a == "x" else a for a in args], **kwargs)

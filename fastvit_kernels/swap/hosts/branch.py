@@ -183,13 +183,13 @@ class Branch:
     ) -> Tensor:
         """The host's calls, and the sum where there is a residual."""
         residual, items = epilogue.get("residual"), self.items(modules)
-        if self.step.inline is not None:
+        if self.compute is not None and "windows" not in context:
             y = self.compute(modules, y, NOTHING, context)
-        else:
+        else:  # a dropout draws by window
             y = modules[0].fused_call(self.step, dict(context))(y)
         adds = self.adds and residual is not None
         for item in items[:-1] if adds else items:
-            y = y * item if isinstance(item, Tensor) else item(y)
+            y = y * item if isinstance(item, Tensor) else fused.normed(item, y, False)[0]
         if residual is None:
             return y
         return items[-1].fused_added(y, residual) if adds else residual + y

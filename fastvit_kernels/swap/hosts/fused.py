@@ -241,10 +241,6 @@ class Fused:
         """
         return None
 
-    def fused_alone(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        """The branch without an epilogue, as the next of a block's parts reads it."""
-        return self.fused_branch(x, **extras)
-
     def fused_watched(self) -> bool:
         """Whether somebody wants the host's calls, or did in the forward that is run again."""
         now = is_traced() or is_watched_everywhere()
@@ -274,18 +270,13 @@ class Fused:
 
 class Unfused(Fused):
     """Mixin of a class whose forward stays the host's, so that a table's row needs no proof: others
-    take its parts, or it calls parts that are fused."""
+    take its parts."""
 
     def fused_verdict(self) -> str | None:
         return super().fused_verdict() if self.fused_searched else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = super(Fused, self).forward  # type: ignore[misc]
-        told = not torch.compiler.is_compiling() and dispatch.listeners
-        if not told or self.fused_level != "block":
-            return run(*args, **kwargs)
-        with heard(self, is_traced() or is_watched_everywhere(), args, kwargs):
-            return run(*args, **kwargs)
+        return super(Fused, self).forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def listed(module: Any) -> tuple[list[Any], Place]:

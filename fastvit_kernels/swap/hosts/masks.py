@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_raw
-from ..facts import is_recognised
 from .attend import LEAST, by_keys
 
 
@@ -92,12 +91,6 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
         and (mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None)
         and reading_of(roles, mask, x) is not None
     )
-
-
-def attends_by_mask(attention: Any) -> bool:
-    """Whether an attention, fused or not, takes an `attn_mask` as timm's do."""
-    takes = "attn_mask" in getattr(attention, "fused_extra_kwargs", ())
-    return takes and not is_recognised(type(attention))
 
 
 def as_read(mask: Tensor, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain
 from ..plans import Run
 from . import fused
-from .fused import NOTHING, Epilogue, Fused, Place, can_inline, listed
+from .fused import NOTHING, Epilogue, Fused, Place, can_inline
 
 # (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
 Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
@@ -25,10 +25,6 @@ class Body(Fused):
         """What finds this part among the modules of a plan."""
         at = place(self)
         return lambda modules: modules[at]
-
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
-        modules, place = listed(self)
-        return self.fused_planned(place)(modules, x, epilogue, extras)
 
     def fused_resolved(self: Any, place: Place) -> Run:
         compute, result = self.fused_planned(place), self.fused_roles.result

@@ -20,7 +20,7 @@ from .masks import BIAS, BROADCAST
 from .mlp import Mlp, MlpRoles
 from .special import windows
 from .special.models import NaFlexVit, VisionTransformer
-from .special.parallel import RES_POST_BLOCK, ParallelScalingBlock, ParallelThingsBlock
+from .special.parallel import ParallelScalingBlock, ParallelThingsBlock
 
 
 class Attention(attention.Attention):
@@ -76,7 +76,7 @@ class RopeAttention(Attention):
         shape = (B, self.num_heads, T, self.fused_head_dim())
         if self.fused_norms() is None or rope.shape[-1] != 2 * shape[-1]:
             return None  # the norms are called first; the host turns all of a head
-        return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
+        return turn_of((cos, sin), shape, not getattr(self, "rotate_half", False))
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
@@ -128,6 +128,11 @@ def _block(gamma: str, *given: str) -> Any:
     return pre_norm("norm1", "attn", next(tails), "norm2", "mlp", next(tails), given=given)
 
 
+def _res_post_block(*given: str) -> Any:
+    """A norm stands between each branch and its residual, so that nothing fuses across children."""
+    return pre_norm("", "attn", "norm1 drop_path1", "", "mlp", "norm2 drop_path2", given=given)
+
+
 TABLE: dict[str, Any] = {
     **windows.TIMM,
     "timm.layers.attention.Attention": Attention,
@@ -152,9 +157,9 @@ TABLE: dict[str, Any] = {
     "timm.models.vision_transformer_relpos.LayerScale": fused.LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
-    "timm.models.vision_transformer.ResPostBlock": RES_POST_BLOCK,
+    "timm.models.vision_transformer.ResPostBlock": _res_post_block(),
     "timm.models.vision_transformer.VisionTransformer": VisionTransformer,
     "timm.models.vision_transformer_relpos.RelPosAttention": RelPosAttention,
     "timm.models.vision_transformer_relpos.RelPosBlock": _block("ls", "shared_rel_pos"),
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": RES_POST_BLOCK,
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": _res_post_block("shared_rel_pos"),
 }

@@ -51,7 +51,12 @@ class MultiheadAttention(Fused):
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         at = place(self)
-        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
+
+        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
+            me = modules[at]
+            return me.fused_branch(x, epilogue) if epilogue else me.fused_alone(x)
+
+        return run
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
@@ -85,7 +90,7 @@ class MultiheadAttention(Fused):
     def fused_forward(self: Any, x: Tensor) -> Any:
         return self.fused_alone(x), None
 
-    def fused_alone(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def fused_alone(self: Any, x: Tensor) -> Tensor:
         """(B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
         evaluation without gradients, has others."""
         y = self.fused_branch(x)

@@ -79,7 +79,7 @@ TABLE: dict[str, Any] = {
     **family("deit", "DeiT", *_VIT),
     **family(
         "vit_mae", "ViTMAE", *_VIT, ("Embeddings", models.MaeEmbeddings),
-        ("PatchEmbeddings", models.MaePatches),
+        ("PatchEmbeddings", models.MAE_PATCHES),
     ),
     **family("vit_msn", "ViTMSN", *_VIT),
     **family("ijepa", "IJepa", *_VIT),

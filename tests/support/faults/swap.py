@@ -151,7 +151,7 @@ FAULTS = [
     ),
     Fault(
         "rope-structure-sines", "swap/hosts/attention.py", "turn_by",
-        "sines taken for cosines", "(two, one) if", "(one, two) if",
+        "sines taken for cosines", "Turn(sin, cos, interleaved)", "turn",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
     ),
     Fault(
@@ -185,7 +185,7 @@ FAULTS = [
     ),
     Fault(
         "rope-structure-axes", "swap/hosts/attention.py", "turn_by",
-        "tables by head taken by sample", "one.ndim != 2", "one.ndim < 2",
+        "tables by head taken by sample", "turn.cos.ndim != 2", "turn.cos.ndim < 2",
         only=("swap/test_rope_hosts.py::test_other_tables_are_the_hosts_to_read",),
     ),
     Fault(
@@ -783,7 +783,7 @@ FAULTS = [
         only=(BIASED + "test_a_grid_as_large_as_a_window",),
     ),
     Fault(
-        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_mask",
+        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_context",
         "a mask of the grid that comes is not made", 'if getattr(self, "dynamic_mask", False):',
         "if False:", only=(BIASED + "test_a_mask_of_the_grid_that_comes",),
     ),

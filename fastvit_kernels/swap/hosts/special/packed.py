@@ -65,19 +65,15 @@ class PackedAttention(Attention):
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         """The call with its longest sequence; None where the ops do not take its cu_seqlens and
         tables: then the host does, or says why not."""
-        starts, tables = extras.get("cu_seqlens"), extras.get("position_embeddings")
+        starts, D = extras.get("cu_seqlens"), self.proj.in_features // self.num_heads
         if not isinstance(starts, Tensor) or starts.dtype is not torch.int32 or starts.ndim != 1:
             return None
         if len(starts) < 2 or starts.device != x.device or not is_raw(starts):
             return None
-        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-            return None
-        cos, sin = tables
-        D = self.proj.in_features // self.num_heads
-        turn = turn_of(cos, sin, (1, 1, len(x), D))
+        turn = turn_of(extras.get("position_embeddings"), (1, 1, len(x), D))
         if turn is None or turn.cos.shape != (len(x), D) or turn.cos.device != x.device:
             return None
-        if cos.requires_grad or sin.requires_grad:
+        if turn.cos.requires_grad or turn.sin.requires_grad:
             return None  # towers compute theirs; what no call is tried with has no proof
         most: Any = extras.get("max_seqlen")
         if most is None:

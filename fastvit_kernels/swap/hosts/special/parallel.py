@@ -14,14 +14,7 @@ from .. import fused
 from ..attend import attend, attend_qkv, unpack
 from ..block import Block, BlockRoles
 from ..branch import Step, fold, is_foldable
-from ..fused import Fused, Unfused, is_noop, names, norm_in_pytorch, project, row
-
-# x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between each branch and its
-# residual, so that nothing fuses across children; the host's forward on fused ones is the widest.
-RES_POST_BLOCK = row(
-    Unfused, level="block", children=names("norm1 attn drop_path1 norm2 mlp drop_path2"),
-    pieces=("attn", "norm1", "mlp", "norm2"), bodies=("attn", "mlp"),
-)  # fmt: skip
+from ..fused import Fused, is_noop, names, norm_in_pytorch, project
 
 
 class ScalingRoles(NamedTuple):

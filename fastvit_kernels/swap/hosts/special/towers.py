@@ -144,19 +144,11 @@ class GemmaAttention(Clipped, Attention):
         yield {"position_embeddings": tuple(tables), "position_ids": places}
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        places, tables = extras.get("position_ids"), extras.get("position_embeddings")
-        if not isinstance(places, Tensor) or places.shape[-1] != 2 or self.head_dim % 4:
+        places, D, (B, T, _) = extras.get("position_ids"), self.head_dim, x.shape
+        if not isinstance(places, Tensor) or places.shape[-1] != 2 or D % 4:
             return None
-        return (x, extras) if self.fused_turn(x, tables) is not None else None
-
-    def fused_turn(self: Any, x: Tensor, tables: Any) -> Turn | None:
-        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-            return None
-        D, (B, T, _) = self.head_dim, x.shape
-        cos, sin = tables
-        if not isinstance(cos, Tensor) or tuple(cos.shape) != (B, T, D):
-            return None
-        return turn_of(cos, sin, (B, 1, T, D))
+        turn = turn_of(extras.get("position_embeddings"), (B, 1, T, D))
+        return (x, extras) if turn is not None and turn.cos.shape == (B, T, D) else None
 
     def fused_heads(  # type: ignore[override]
         self: Any, x: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None,

@@ -10,13 +10,12 @@ computes nothing that was padded. Swin V2's cosine attention is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....runtime.compat import attend_in_windows, rel_pos_bias
+from ....runtime.compat import rel_pos_bias
 from ....runtime.plain import is_hooked, is_plain
 from .. import fused
 from ..attention import Attention, AttentionRoles
@@ -64,14 +63,6 @@ class SwinBlock(Block):
     fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_area)
 
-    def fused_cut(self: Any, x: Tensor) -> Windows:
-        return Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
-
-    def fused_mask(self: Any, x: Tensor) -> Tensor | None:
-        if getattr(self, "dynamic_mask", False):
-            return self.get_attn_mask(x.new_empty(1, *self.fused_cut(x).padded(), 1))
-        return self.attn_mask
-
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         (rows, columns), width = self.window_size, width_of(self)
         grid = (rows + 1, 2 * columns)
@@ -82,12 +73,11 @@ class SwinBlock(Block):
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attn":
             return {}
-        return {"windows": self.fused_cut(x), "mask": self.fused_mask(x)}
-
-    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
-        if step.body != "attn":
-            return super().fused_call(step, context)
-        return partial(attend_in_windows, self)
+        windows = Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
+        mask = self.attn_mask
+        if getattr(self, "dynamic_mask", False):
+            mask = self.get_attn_mask(x.new_empty(1, *windows.padded(), 1))
+        return {"windows": windows, "mask": mask}
 
 
 def _by_sample(module: Any) -> str | None:
