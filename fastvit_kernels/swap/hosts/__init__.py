@@ -141,6 +141,6 @@ def __getattr__(name: str) -> type:
                     return make(mixin, host, name)
     try:
         path, roles = json.loads(bytes.fromhex(spelled))
-    except ValueError:
+    except (ValueError, TypeError):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     return importlib.import_module(f"{__name__}.searched").recognised_class(imported(path), roles)

@@ -73,19 +73,6 @@ def ways_of_rope() -> Iterator[str]:
                 yield f"{pairs}, {first}, {prefix}"
 
 
-def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
-    """The tables for x (B, T, C), where the kernel may turn by them."""
-    if not roles.kernel:
-        return None
-    turn = attend.turn_of(angles, (x.shape[0], 1, x.shape[1], D), "interleaved" in roles.kernel)
-    if turn is None or turn.cos.ndim != 2:
-        return None  # more axes are the host's to read
-    cos, sin, interleaved = turn
-    if "this prefix" in roles.kernel and len(cos) != x.shape[1] - roles.prefix:
-        return None
-    return Turn(sin, cos, interleaved) if "sin before cos" in roles.kernel else turn
-
-
 def attention_facts(module: Any) -> Any:
     """The attention function that a module of transformers has chosen."""
     config = getattr(module, "config", None)
@@ -203,7 +190,14 @@ class Attention(Body):
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         """The tables for x (B, T, C); None where the host's function turns q and k."""
-        return turn_by(self.fused_roles, angles, x, self.fused_head_dim())
+        roles, shape = self.fused_roles, (x.shape[0], 1, x.shape[1], self.fused_head_dim())
+        turn = attend.turn_of(angles, shape, "interleaved" in roles.kernel)
+        if not roles.kernel or turn is None or turn.cos.ndim != 2:
+            return None  # more axes are the host's to read
+        cos, sin, interleaved = turn
+        if "this prefix" in roles.kernel and len(cos) != x.shape[1] - roles.prefix:
+            return None
+        return Turn(sin, cos, interleaved) if "sin before cos" in roles.kernel else turn
 
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
@@ -373,25 +367,26 @@ class Attention(Body):
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        """Batch and tokens of the examples."""
+        C = fused.width_of(self)
         if tokens := tokens_of(self):  # perhaps many
-            return [(2, *tokens), (4 if isinstance(self.fused_roles.tokens, str) else 1, *tokens)]
+            several = 4 if isinstance(self.fused_roles.tokens, str) else 1
+            return [(2, *tokens, C), (several, *tokens, C)]
         if self.fused_roles.grid:
-            return [(2, 3, 4), (3, 2, 2)]
+            return [(2, 3, 4, C), (3, 2, 2, C)]
         prefix = self.fused_prefix()
-        return [(3, 5 + prefix), (2, 4 + prefix)]
+        return [(3, 5 + prefix, C), (2, 4 + prefix, C)]
 
     def fused_prefix(self: Any) -> int:
         prefix = self.fused_roles.prefix
         return getattr(self, prefix, 1) if isinstance(prefix, str) else prefix
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles, tokens = fused.width_of(self), self.fused_roles, tokens_of(self)
+        roles, tokens = self.fused_roles, tokens_of(self)
         masks = roles.masks if roles.mask in self.fused_extra_kwargs else ()
         heads = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
         heads = heads or self.fused_width() // self.fused_head_dim()
         for place, shape in enumerate(self.fused_shapes()):
-            x, given = example(generator, *shape, width), {}
+            x, given = example(generator, *shape), {}
             for given in self.fused_others(x, generator):
                 if not (place and tokens and masks):
                     yield (x,), given

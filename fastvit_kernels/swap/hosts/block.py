@@ -17,7 +17,7 @@ from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
 from .fused import Fused, Place, can_inline, example, listed, part, row, width_of
-from .grids import windows_of
+from .grids import Windows
 from .mlp import Mlp, MlpRoles
 from .roles import as_result
 
@@ -105,9 +105,6 @@ class Block(Fused):
         items = (part(self, n) for n in step.tail)
         return tuple(None if type(m) is float and m == 1 else m for m in items)
 
-    def fused_inlined(self: Any) -> list[Any]:
-        return [inline(self, s.inline) for s in self.fused_roles.steps if s.inline is not None]
-
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         for step in self.fused_roles.steps:
             if size := part(self, step.window):
@@ -127,7 +124,8 @@ class Block(Fused):
         roles = self.fused_roles
         if self.training and roles.evaluation:
             return "in training its forward does something else"
-        for body in self.fused_inlined():
+        for step in roles.steps:
+            body = None if step.inline is None else inline(self, step.inline)
             if isinstance(body, InlineAttention) and (apart := body.fused_apart()):
                 return apart
         paths = []
@@ -172,7 +170,7 @@ class Block(Fused):
                     (x, {given[n]: v for n, v in kwargs.items() if n in given})
                     for (x, *_), kwargs in islice(body.fused_examples(generator), most)
                 ]
-        return [(x, {}) for x in fused.inputs(self, generator)]
+        return [(example(generator, *shape), {}) for shape in self.fused_shapes()]
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         """None where an attention inside does not take what the call gives it."""
@@ -223,7 +221,9 @@ class Block(Fused):
         """What the body of a step gets besides its input, of the arguments of a call on x."""
         context = {n: extras[given] for n, given in step.context if given in extras}
         size = part(self, step.window)
-        return {**context, "windows": windows_of(x, size)} if size else context
+        if size:
+            context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
+        return context
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
         """The body as the host calls it."""

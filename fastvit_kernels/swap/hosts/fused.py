@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -103,15 +103,6 @@ def is_traced() -> bool:
     return not torch.compiler.is_compiling() and (is_fx_tracing() or bool(foreign_modes()))
 
 
-@contextmanager
-def heard(module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Tells those who listen of a call of a swapped module, and of its end."""
-    with ExitStack() as stack:
-        for listener in dispatch.listeners:
-            stack.enter_context(listener.call(module, host, args, kwargs))
-        yield
-
-
 HEAVY = ("attention", "mlp", "block")  # levels with a matmul
 
 
@@ -183,10 +174,14 @@ class Fused:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False
 
-    def fused_examples(self, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        """Of the inputs that a proof tries."""
+        return [(3, 5, width_of(self)), (2, 4, width_of(self))] if 3 in self.fused_axes else []
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         """Arguments of calls that a proof tries."""
-        for x in inputs(self, generator) if 3 in self.fused_axes else ():
-            yield (x,), {}
+        for shape in self.fused_shapes():
+            yield (example(generator, *shape),), {}
 
     def fused_wanted(self, result: Any) -> Any:
         """Of the host's result, what the fused forward gives. For a proof."""
@@ -261,7 +256,9 @@ class Fused:
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return self.fused_forward(given[0], **given[1])
-        with heard(self, host, args, kwargs) if dispatch.listeners else nullcontext():
+        with ExitStack() as stack:
+            for listener in dispatch.listeners:
+                stack.enter_context(listener.call(self, host, args, kwargs))
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             plans.learn(self, *given)
@@ -292,12 +289,6 @@ def listed(module: Any) -> tuple[list[Any], Place]:
 
 def example(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def inputs(module: Any, generator: torch.Generator, *lengths: int) -> Iterator[Tensor]:
-    """Examples (B, T, C) of a module's input, of two lengths."""
-    for batch, T in zip((3, 2), lengths or (5, 4), strict=True):
-        yield example(generator, batch, T, width_of(module))
 
 
 def width_of(module: Any) -> int:
@@ -579,6 +570,5 @@ class DropPath(Unfused):
         rows = self.fused_row_scale(x, x.dtype)
         return x if rows is None else x * rows.view(-1, *[1] * (x.ndim - 1))
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for shape in ((7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)):
-            yield (example(generator, *shape),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        return [(7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)]

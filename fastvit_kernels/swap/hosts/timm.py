@@ -107,8 +107,8 @@ class RelPosAttention(Attention):
         if self.rel_pos is None:
             return super().fused_shapes()
         self.rel_pos.eval()  # in training it may draw numbers, before anybody looks which
-        T = self.fused_bias().shape[-1]
-        return [(2, T), (1, T)]
+        T, C = self.fused_bias().shape[-1], fused.width_of(self)
+        return [(2, T, C), (1, T, C)]
 
     def fused_draws(self: Any) -> bool:
         inside = () if self.rel_pos is None else self.rel_pos.modules()

@@ -15,7 +15,7 @@ from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, inputs, is_dense, names
+from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, is_dense, names
 from .mlp import MlpRoles, SequentialMlp
 from .patch_conv import PatchConv
 
@@ -51,14 +51,11 @@ class MultiheadAttention(Fused):
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         at = place(self)
-
-        def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
-            me = modules[at]
-            return me.fused_branch(x, epilogue) if epilogue else me.fused_alone(x)
-
-        return run
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue)
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
+        """Without an epilogue with the host's strides: a dropout draws in their order. Its fast
+        path, in evaluation without gradients, has others."""
         dropout_p = self.dropout if self.training else 0.0
         weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
         if self.batch_first:
@@ -66,7 +63,9 @@ class MultiheadAttention(Fused):
         else:  # (T, B, C)
             qkv = linear(x, weight, bias).transpose(0, 1).unflatten(-1, (3, H, -1))
             out = attend_qkv(qkv, dropout_p=dropout_p).transpose(0, 1)
-        return linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
+        y = linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
+        slow = not epilogue and self.batch_first and (self.training or y.requires_grad)
+        return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
@@ -84,18 +83,11 @@ class MultiheadAttention(Fused):
         return x.ndim == 3 and x.shape[-1] == self.embed_dim
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for x in inputs(self, generator):
+        for (x,), _ in super().fused_examples(generator):
             yield (x, x, x), {"need_weights": False}
 
     def fused_forward(self: Any, x: Tensor) -> Any:
-        return self.fused_alone(x), None
-
-    def fused_alone(self: Any, x: Tensor) -> Tensor:
-        """(B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
-        evaluation without gradients, has others."""
-        y = self.fused_branch(x)
-        slow = (self.training or y.requires_grad) and self.batch_first
-        return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
+        return self.fused_branch(x), None
 
 
 # How a block calls an nn.MultiheadAttention.

@@ -150,7 +150,7 @@ FAULTS = [
         "    q, k = rope(q, k, **_arguments(None, norms, q, q.shape[1]))",
     ),
     Fault(
-        "rope-structure-sines", "swap/hosts/attention.py", "turn_by",
+        "rope-structure-sines", "swap/hosts/attention.py", "Attention.fused_turn",
         "sines taken for cosines", "Turn(sin, cos, interleaved)", "turn",
         only=("swap/test_rope_hosts.py::test_dinov3s_own_block_leaves_nothing_to_pytorch",),
     ),
@@ -184,7 +184,7 @@ FAULTS = [
         only=("swap/test_bias_hosts.py::test_another_grid_is_the_hosts_to_interpolate",),
     ),
     Fault(
-        "rope-structure-axes", "swap/hosts/attention.py", "turn_by",
+        "rope-structure-axes", "swap/hosts/attention.py", "Attention.fused_turn",
         "tables by head taken by sample", "turn.cos.ndim != 2", "turn.cos.ndim < 2",
         only=("swap/test_rope_hosts.py::test_other_tables_are_the_hosts_to_read",),
     ),
@@ -903,7 +903,7 @@ FAULTS = [
               "test_dinos_own_nested_drop_path_runs_without_copies",),
     ),
     Fault(
-        "mha-strides-without-gradients", "swap/hosts/torch_nn.py", "MultiheadAttention.fused_alone",
+        "mha-strides-without-gradients", "swap/hosts/torch_nn.py", "fused_branch",
         "in training without gradients a dropout draws in another order",
         "(self.training or y.requires_grad)", "y.requires_grad",
         only=("swap/test_swap_changes.py::"

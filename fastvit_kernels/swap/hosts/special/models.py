@@ -130,9 +130,8 @@ class VisionTransformer(Model):
         active = self.patch_drop.training and self.patch_drop.prob > 0
         return active and x.ndim == 4 and tuple(x.shape[2:]) == tuple(self.patch_embed.img_size)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        embed = self.patch_embed
-        yield (example(generator, 2, embed.proj.in_channels, *embed.img_size),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        return [(2, self.patch_embed.proj.in_channels, *self.patch_embed.img_size)]
 
     def fused_tokens(self: Any, images: Tensor) -> Tensor:
         """Prefix and kept patches with their positions, (B, n + K, C)"""

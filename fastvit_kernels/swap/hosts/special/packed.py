@@ -116,11 +116,9 @@ class Qwen3Merger(Mlp):
     fused_children = names("norm")
     fused_axes = (2,)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
         width = self.hidden_size // 4 if self.use_postshuffle_norm else width_of(self.norm)
-        for rows in (3, 2):
-            tokens = rows * self.hidden_size // width
-            yield (example(generator, tokens, width),), {}
+        return [(rows * self.hidden_size // width, width) for rows in (3, 2)]
 
     def fused_resolved(self: Any, place: Place) -> Run:
         planned, found = self.fused_planned(place), self.fused_found(place)

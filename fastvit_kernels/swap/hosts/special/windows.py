@@ -63,12 +63,12 @@ class SwinBlock(Block):
     fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_area)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        (rows, columns), width = self.window_size, width_of(self)
+    def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
+        rows, columns = self.window_size
         grid = (rows + 1, 2 * columns)
         if self.attn_mask is not None:  # of that many windows
             grid = self.input_resolution
-        yield (example(generator, 1, *grid, width),), {}
+        return [(example(generator, 1, *grid, width_of(self)), {})]
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attn":
@@ -102,8 +102,8 @@ class ShiftedWindowAttention(Attention):
         return None
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        rows, columns = self.window_size
-        return [(2, rows + 1, 2 * columns), (2, 2 * rows, columns)]
+        (rows, columns), C = self.window_size, width_of(self)
+        return [(2, rows + 1, 2 * columns, C), (2, 2 * rows, columns, C)]
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         yield self, self.window_size[0] * self.window_size[1]
