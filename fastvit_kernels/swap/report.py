@@ -19,8 +19,8 @@ from . import hosts
 from .activations import activation_name
 from .choices import Choices
 from .facts import leaves, level_of
-from .hosts.block import inline
-from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, part, why_not_plain, width_of
+from .hosts import block as blocks
+from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, listed, part, width_of
 from .hosts.roles import weight_and_bias
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
@@ -218,10 +218,10 @@ class _Maker:
     def note_skipping(self, drop_path: DropPathMode) -> None:
         reached: set[int] = set()
         for name, module in self.modules.items():
-            if hasattr(module, "fused_skips") and self.runs_fused(module):
-                for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
-                    self.report.skipping.append(f"{name}.{norm}" if name else norm)
-                    reached.add(id(path))
+            for step, branch, modules in _branches(module) if self.runs_fused(module) else ():
+                if branch.path or (branch.samples_alone and module.fused_roles.sampled):
+                    self.report.skipping.append(f"{name}.{step.norm}" if name else step.norm)
+                    reached.add(id(modules[branch.path]))
         for name, module in self.modules.items() if drop_path == "skip" else ():
             rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
             if id(module) not in reached and rate and "Path" in type(module).__name__:
@@ -265,7 +265,7 @@ class _Maker:
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 self.moved[type(m).__name__] += 2 * widths[0] if widths else 0
-        rebuilt = list(module.fused_rebuilt()) if hasattr(module, "fused_rebuilt") else []
+        rebuilt = [step.norm for step, branch, _ in _branches(module) if branch.rebuild]
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
@@ -305,7 +305,7 @@ class _Maker:
         inside = {id(m) for f in fused for _, m in _products(f)}
         windows = {id(m): size for f in fused for m, size in f.fused_windows()}
         masked = {row.name for row in report.left if row.reason == MASKED}
-        inner = [inline(m, roles) for m in fused for roles in _roles_of(m)[1:]]
+        inner = [blocks.inline(m, roles) for m in fused for roles in _roles_of(m)[1:]]
         widths = [a.fused_width() for a in inner if a.fused_level == "attention"]
         report.flops = report.fused_flops = 4 * report.tokens**2 * sum(widths)
         moved = sum(self.moved.values())
@@ -371,6 +371,15 @@ class _Maker:
         return flops, fused, 4 * width
 
 
+def _branches(module: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A block's steps and their branches as things are, and the modules that these run on."""
+    if isinstance(module, blocks.Block):
+        modules, place = listed(module)
+        for step, branch in module.fused_branches(place):
+            if branch is not None:
+                yield step, branch, modules
+
+
 def _roles_of(module: Any) -> list[Any]:
     """Of a fused module, and of branches inside that are no modules of their own."""
     steps = getattr(module.fused_roles, "steps", ())
@@ -385,6 +394,18 @@ def _products(module: Any) -> Iterator[tuple[str, Any]]:
             child = module.fused_child(name)
             if isinstance(child, nn.Module):
                 yield name, child
+
+
+def why_not_plain(child: nn.Module) -> str:
+    """The reason that the report gives for a Linear that is not plain."""
+    if is_hooked(child):
+        return "it is hooked"
+    if hasattr(child, "linear"):
+        return "its Linear cannot be read past it"
+    if type(child) is nn.Linear:
+        return f"its weight is a {type(child.weight).__name__}"
+    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
+    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
 
 
 def _left_inside(module: Any) -> Iterator[tuple[str, Any, str]]:
@@ -433,5 +454,5 @@ def _attention_width(module: Any, mixin: Any) -> int:
     """H D of an attention module, swapped or not."""
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
-    known = module if isinstance(module, Fused) else inline(module, mixin.fused_roles)
+    known = module if isinstance(module, Fused) else blocks.inline(module, mixin.fused_roles)
     return known.fused_width()

@@ -383,8 +383,7 @@ class Attention(Body):
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         roles, tokens = self.fused_roles, tokens_of(self)
         masks = roles.masks if roles.mask in self.fused_extra_kwargs else ()
-        heads = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
-        heads = heads or self.fused_width() // self.fused_head_dim()
+        heads = self.fused_width() // self.fused_head_dim()
         for place, shape in enumerate(self.fused_shapes()):
             x, given = example(generator, *shape), {}
             for given in self.fused_others(x, generator):

@@ -16,7 +16,7 @@ from ..plans import Run
 from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
-from .fused import Fused, Place, can_inline, example, listed, part, row, width_of
+from .fused import Fused, Place, can_inline, example, part, row, width_of
 from .grids import Windows
 from .mlp import Mlp, MlpRoles
 from .roles import as_result
@@ -285,19 +285,3 @@ class Block(Fused):
             (s, Branch(self, place, s, own or bool(s.window)) if s.residual >= 0 else None)
             for s in self.fused_roles.steps
         ]
-
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        """The norms whose output no fused branch keeps for its backward."""
-        for step, branch in self.fused_branches(listed(self)[1]):
-            if branch is not None and branch.rebuild:
-                yield step.norm
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        """The norms of branches that leave out what their DropPath drops, with that DropPath; None
-        where the host itself leaves samples out."""
-        modules, place = listed(self)
-        for step, branch in self.fused_branches(place):
-            if branch is not None and branch.path:
-                yield step.norm, modules[branch.path]
-            elif branch is not None and branch.samples_alone and self.fused_roles.sampled:
-                yield step.norm, None

@@ -356,18 +356,6 @@ def hooked(module: nn.Module, *parts: str) -> str | None:
     return next((f"{n} is hooked" for n in parts if is_hooked(part(module, n))), None)
 
 
-def why_not_plain(child: nn.Module) -> str:
-    """The reason that the report gives for a Linear that is not plain."""
-    if is_hooked(child):
-        return "it is hooked"
-    if hasattr(child, "linear"):
-        return "its Linear cannot be read past it"
-    if type(child) is nn.Linear:
-        return f"its weight is a {type(child.weight).__name__}"
-    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
-    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
-
-
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
     if not (is_noop(norm) or is_fused_norm(norm)):

@@ -64,7 +64,7 @@ def family(module: str, prefix: str, *rows: tuple[str, Any]) -> dict[str, Any]:
 
 _VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
 _CLIP = (("EncoderLayer", layers.CLIP), ("Attention", layers.CLIP_ATTENTION), ("MLP", MLP))
-_SIGLIP = (("EncoderLayer", towers.SIGLIP), ("Attention", towers.PADDED_ATTENTION), ("MLP", MLP))
+_SIGLIP = (("EncoderLayer", layers.SIGLIP), ("Attention", layers.PADDED_ATTENTION), ("MLP", MLP))
 _DINO = (
     ("Layer", layers.DINOV2),
     ("Attention", layers.Attention),
@@ -86,8 +86,8 @@ TABLE: dict[str, Any] = {
     **family("dinov2", "Dinov2", *_DINO),
     **family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
     **family(
-        "dinov3_vit", "DINOv3ViT", ("Layer", towers.DINOV3),
-        ("Attention", towers.ROPE_ATTENTION), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
+        "dinov3_vit", "DINOv3ViT", ("Layer", layers.DINOV3),
+        ("Attention", layers.ROPE_ATTENTION), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
         ("GatedMLP", SWIGLU), ("LayerScale", SCALE),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": DROP_PATH,
@@ -95,16 +95,16 @@ TABLE: dict[str, Any] = {
     **family("siglip2", "Siglip2", *_SIGLIP),
     **family("clip", "CLIP", *_CLIP),
     **family(
-        "aimv2", "Aimv2", ("EncoderLayer", towers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
+        "aimv2", "Aimv2", ("EncoderLayer", layers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
         ("MLP", SWIGLU),
     ),
     **family(
-        "internvl", "InternVLVision", ("Layer", towers.INTERN),
-        ("Attention", towers.INTERN_ATTENTION), ("MLP", MLP),
+        "internvl", "InternVLVision", ("Layer", layers.INTERN),
+        ("Attention", layers.INTERN_ATTENTION), ("MLP", MLP),
     ),
     **family(
-        "pixtral", "Pixtral", ("AttentionLayer", towers.PIXTRAL),
-        ("Attention", towers.PIXTRAL_ATTENTION), ("MLP", SWIGLU),
+        "pixtral", "Pixtral", ("AttentionLayer", layers.PIXTRAL),
+        ("Attention", layers.PIXTRAL_ATTENTION), ("MLP", SWIGLU),
     ),
     **family(
         "vjepa2", "VJEPA2", ("Layer", towers.VJEPA), ("RopeAttention", towers.VJepaAttention),

@@ -14,31 +14,11 @@ from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
 from .. import fused
 from ..attend import HeadNorms, Turn, attend, by_keys, turn_of, turned
-from ..fused import Given, Unfused, can_inline, example, names, project, row
-from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
-from ..masks import BROADCAST, PADDED
+from ..fused import Given, Unfused, can_inline, example, names, project
+from ..layers import SWIGLU, Attention, layer
+from ..masks import BROADCAST
 from ..mlp import Mlp
 from ..roles import Body
-
-# DINOv3: q and k turn by tables for the patches, which come after the prefix.
-ROPE = Attention.fused_roles._replace(
-    dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
-    rotate="apply_rotary_pos_emb", spread="*", kernel="half, cos before sin, any prefix",
-    needs_rope=True, masks=BROADCAST,
-)  # fmt: skip
-ROPE_ATTENTION = row(Attention, roles=ROPE)
-# Images one after the other in a sample, apart by a mask; tables for all tokens.
-PIXTRAL_ATTENTION = row(
-    Attention, roles=ROPE._replace(
-        prefix=0, spread="*0", kernel="half, cos before sin, this prefix"
-    ),
-    unread=Attention.fused_unread | {"position_ids"},  # for flash attention alone
-)  # fmt: skip
-# InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
-INTERN_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",
-    q_norm="q_norm", k_norm="k_norm", wide_norms=True,
-)  # fmt: skip
 
 
 class VJepaAttention(Attention):
@@ -183,17 +163,6 @@ class GemmaMlp(Clipped, Mlp):
     fused_roles = SWIGLU.fused_roles
 
 
-_ROPE = "position_embeddings", "attention_mask"
-DINOV3 = layer(*DINO_NAMES, given=_ROPE)
-PIXTRAL = layer(
-    "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
-    unread=PIXTRAL_ATTENTION.fused_unread,
-)  # fmt: skip
-AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "")
-# LayerScale as parameters of its own; a dropout before the second.
-INTERN = layer(
-    "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
-)  # fmt: skip
 VJEPA = layer(
     "norm1", "attention", "drop_path", "norm2", "mlp", "drop_path", given=("position_mask",),
     result=(2, 0),
@@ -203,10 +172,3 @@ GEMMA = layer(
     "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
     "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
 )  # fmt: skip
-
-
-# SigLIP's: images or texts are padded to one length.
-PADDED_ATTENTION = row(
-    Attention, roles=CLIP_ATTENTION.fused_roles._replace(mask="attention_mask", masks=PADDED)
-)
-SIGLIP = layer(*CLIP_NAMES, given=("attention_mask",))
