@@ -382,11 +382,6 @@ def rel_pos_bias(attention: Any) -> Tensor:
     return attention._get_rel_pos_bias()
 
 
-def attend_in_windows(block: Any, x: Tensor) -> Tensor:
-    """The attention of timm's Swin block, shifts and padding too."""
-    return block._attn(x)
-
-
 # torchvision, and what imports it, beside a torch that its binary is not for.
 
 

@@ -238,35 +238,39 @@ def _query_key_value(seen: Observation, core: Event, stop: set[int]) -> list[int
     return [f[0] for f in found]
 
 
+def _parts(
+    module: Any, seen: Observation, linears: list[Event], marks: list[Event]
+) -> Iterator[tuple[int, Event, nn.Module]]:
+    """The parts of a run besides its Linears that may compute something, and how many of the marks
+    lie before each."""
+    places = [*map(seen.events.index, marks)]
+    for index, event in enumerate(seen.events):
+        if event.part and event not in linears and event not in marks:
+            child = module.get_submodule(event.part)
+            if type(child) is not nn.Identity:
+                yield sum(place < index for place in places), event, child
+
+
 def _around(
     module: Any, seen: Observation, core: Event, before: list[Event], behind: list[Event]
 ) -> dict[str, str]:
     """The norms and dropouts about an attention."""
     found: dict[str, str] = {}
-    first, place = seen.events.index(before[0]), seen.events.index(core)
-    last = seen.events.index(behind[0]) if behind else len(seen.events)
-    for index, event in enumerate(seen.events):
-        if not event.part or event in before or event in behind or event is core:
-            continue
-        child, role = module.get_submodule(event.part), ""
-        kind = type(child)
-        own = first < index < place and next(child.buffers(), None) is not None
-        if own and not list(child.parameters()) and found.get("turn") in (None, event.part):
+    marks = [before[0], core, *behind]
+    for passed, event, child in _parts(module, seen, before, marks):
+        drops, weighted = type(child) is nn.Dropout, any(True for _ in child.parameters())
+        turns = passed == 1 and not weighted and any(True for _ in child.buffers())
+        if turns and found.get("turn") in (None, event.part):
             found["turn"] = event.part
             continue
-        if kind is nn.Identity or (kind is not nn.Dropout and not list(child.parameters())):
+        if not (drops or weighted):
             continue
-        if kind is nn.Dropout:
-            is_scores = place < index < last and (
-                seen.shape(event.inputs[0])[-2:] == seen.shape(core.output)[-2:]
-            )
-            role = "dropout" if is_scores else "after" if index > last else ""
-        elif index < first:
-            role = "norm"
-        elif index < place:
-            role = "k_norm" if "q_norm" in found else "q_norm"
-        elif index < last:
-            role = "inner_norm"
+        if drops:
+            scores = seen.shape(event.inputs[0])[-2:] == seen.shape(core.output)[-2:]
+            role = "dropout" if passed == 2 and scores else "after" if passed == 3 else ""
+        else:
+            second = "k_norm" if "q_norm" in found else "q_norm"
+            role = ("norm", second, "inner_norm", "")[passed]
         if not role or role in found:
             raise Refused(f"{event.part}, a {event.function}, stands where attention has none")
         found[role] = event.part
@@ -332,7 +336,6 @@ def _activations(
 def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event) -> dict[str, Any]:
     """The norms and dropouts about an MLP, and the value that its activation gives."""
     found: dict[str, Any] = {"hidden": last.inputs[0]}
-    start, place = seen.events.index(first[0]), seen.events.index(last)
     event = seen.made.get(last.inputs[0])
     while event is not None and event.part and event not in first:  # back to the activation
         part = module.get_submodule(event.part)
@@ -344,16 +347,11 @@ def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event)
             break
         found["hidden"] = event.inputs[0]
         event = seen.made.get(event.inputs[0])
-    for index, event in enumerate(seen.events):
-        if not event.part or event in first or event is last:
-            continue
-        kind = type(module.get_submodule(event.part))
-        if kind is nn.Identity:
-            continue
-        if index < start:
+    for passed, event, child in _parts(module, seen, first, [first[0], last]):
+        if passed == 0:
             found["norm"] = event.part
-        elif index > place and kind is nn.Dropout:
+        elif passed == 2 and type(child) is nn.Dropout:
             found["after"] = event.part
-        elif index > place:
+        elif passed == 2:
             raise Refused(f"{event.part}, a {event.function}, stands behind its last Linear")
     return found

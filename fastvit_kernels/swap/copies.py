@@ -198,19 +198,19 @@ def sizes_of(modules: list[nn.Module]) -> list[dict[int, int]]:
     return [sizes for sizes in every if _values(modules[0], sizes) <= LARGEST]
 
 
+def tables_of(module: nn.Module) -> list[int]:
+    """The lengths of two tables of relative positions, along height and width."""
+    lengths = [len(p) for p in module._parameters.values() if p is not None and p.ndim == 2]
+    return lengths if len(lengths) == 2 and all(n % 2 for n in lengths) else []
+
+
 def shorter_tables(modules: list[nn.Module]) -> dict[int, int]:
-    """Lengths of two tables of relative positions, along height and width, to those of a small
-    grid; and the size of a window, which is a setting."""
-    found: dict[int, int] = {}
-    widths, heads = widths_of(modules)
-    for m in modules:
-        lengths = [len(p) for p in m._parameters.values() if p is not None and p.ndim == 2]
-        if len(lengths) == 2 and all(n % 2 for n in lengths):
-            found |= {n: 7 for n in lengths if n > 7}
-            found |= {
-                (n + 1) // 2: 4 for n in lengths if n > 7 and (n + 1) // 2 not in widths | heads
-            }
-    return found
+    """The lengths of such tables to those of a small grid; and the size of a window, which is a
+    setting."""
+    long = [n for m in modules for n in tables_of(m) if n > 7]
+    taken = set().union(*widths_of(modules))
+    sides = [(n + 1) // 2 for n in long]
+    return dict.fromkeys(long, 7) | {n: 4 for n in sides if n not in taken}
 
 
 def _narrower(modules: list[nn.Module]) -> Iterator[dict[int, int]]:

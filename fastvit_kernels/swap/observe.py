@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .copies import CALL, Copier, numbers_of_heads, shorter_tables, sizes_of
+from .copies import CALL, Copier, numbers_of_heads, shorter_tables, sizes_of, tables_of
 from .draws import Foreign, own_draws
 from .facts import ClassOf, leaves, level_of
 from .hosts.attention import AttentionRoles
@@ -257,8 +257,7 @@ def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
         square = [s[0] for s in own if s[0] == s[1]]
         longer = [s[0] + prefix for s in own if s[0] != s[1] for prefix in (1, 0)]
         found += [(2, T) for T in (*square, *longer)]
-        tables = [p.shape[0] for p in m._parameters.values() if p is not None and p.ndim == 2]
-        if len(tables) == 2 and all(n % 2 for n in tables):
+        if tables := tables_of(m):
             found.append((2, *((shorter.get(n, n) + 1) // 2 for n in tables)))
     return [*dict.fromkeys(s for s in found if math.prod(s) <= TOKENS)]
 
@@ -305,9 +304,7 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
                 x = torch.zeros(3, tokens, 1, dtype=next(copy.parameters()).dtype)
                 kind, reading = roles.masks[0]
                 generator = torch.Generator().manual_seed(3)
-                given[masks[0]] = example_of_mask(
-                    kind, "keys" in reading, x, generator, roles.heads
-                )
+                given[masks[0]] = example_of_mask(kind, reading, x, generator, roles.heads)
             return given
 
         both = [partial(more, mask=True)] if masks and roles.mask else []

@@ -25,15 +25,7 @@ from torch import Tensor, nn
 
 from ..runtime import dispatch, recompute
 from ..runtime.compat import is_observed
-from .facts import (
-    ClassOf,
-    Facts,
-    is_there,
-    level_of,
-    patched,
-    swapped_of,
-    torch_is_patched,
-)
+from .facts import ClassOf, Facts, is_there, level_of, patched, swapped_of, torch_is_patched
 from .prove import TRUSTED, prove
 
 _hooks = itemgetter(

@@ -59,7 +59,7 @@ def prove(
         at_size: at full size, too, where the module is recognised.
     """
     cls: Any = class_of(module)
-    key = (facts.key, cls.__mro__[1], getattr(cls, "fused_roles", None))
+    key = (facts.key, cls.__mro__[1])  # the mixin, with its roles
     exact = (*key, *facts.rates.values())
     with _lock:
         if exact in _proofs:
@@ -196,7 +196,7 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
     read may count its heads by its width; one that is too large is tried at a fraction. Once for
     all rates of DropPath and dropout: those do not depend on it."""
     cls: Any = class_of(module)
-    key = facts.at_rest(), cls.__mro__[1], cls.fused_roles
+    key = facts.at_rest(), cls.__mro__[1]
     if key not in _at_sizes:
         modules = facts.modules(module)
         sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)

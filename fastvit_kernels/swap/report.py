@@ -16,9 +16,12 @@ from ..models.vit import Block
 from ..ops.common.samples import DropPathMode
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
+from .activations import activation_name
 from .choices import Choices
-from .facts import level_of
-from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, part, why_not_plain, width_of
+from .facts import leaves, level_of
+from .hosts import block as blocks
+from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, listed, part, width_of
+from .hosts.roles import weight_and_bias
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
@@ -215,10 +218,10 @@ class _Maker:
     def note_skipping(self, drop_path: DropPathMode) -> None:
         reached: set[int] = set()
         for name, module in self.modules.items():
-            if hasattr(module, "fused_skips") and self.runs_fused(module):
-                for norm, path in module.fused_skips():  # pyright: ignore[reportCallIssue]
-                    self.report.skipping.append(f"{name}.{norm}" if name else norm)
-                    reached.add(id(path))
+            for step, branch, modules in _branches(module) if self.runs_fused(module) else ():
+                if branch.path or (branch.samples_alone and module.fused_roles.sampled):
+                    self.report.skipping.append(f"{name}.{step.norm}" if name else step.norm)
+                    reached.add(id(modules[branch.path]))
         for name, module in self.modules.items() if drop_path == "skip" else ():
             rate = getattr(module, "drop_prob", getattr(module, "p", 0.0))
             if id(module) not in reached and rate and "Path" in type(module).__name__:
@@ -246,7 +249,7 @@ class _Maker:
         if reason is not None:
             self.leave(name, module, reason)
             return
-        for child, m, because in module.fused_unfused_children():
+        for child, m, because in _left_inside(module):
             self.leave(prefix + child, m, because)
         for what, elements in module.fused_pytorch():
             self.moved[what] += round(elements)
@@ -262,7 +265,7 @@ class _Maker:
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 self.moved[type(m).__name__] += 2 * widths[0] if widths else 0
-        rebuilt = list(module.fused_rebuilt()) if hasattr(module, "fused_rebuilt") else []
+        rebuilt = [step.norm for step, branch, _ in _branches(module) if branch.rebuild]
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
@@ -299,11 +302,12 @@ class _Maker:
         report = self.report
         fused: list[Any] = [m for m in self.modules.values() if isinstance(m, Fused)]
         fused = [m for m in fused if self.runs_fused(m)]
-        inside = {id(m) for f in fused for m in f.fused_products()}
+        inside = {id(m) for f in fused for _, m in _products(f)}
         windows = {id(m): size for f in fused for m, size in f.fused_windows()}
         masked = {row.name for row in report.left if row.reason == MASKED}
-        inlined = 4 * report.tokens**2 * sum(width for m in fused for width in m.fused_widths())
-        report.flops = report.fused_flops = inlined
+        inner = [blocks.inline(m, roles) for m in fused for roles in _roles_of(m)[1:]]
+        widths = [a.fused_width() for a in inner if a.fused_level == "attention"]
+        report.flops = report.fused_flops = 4 * report.tokens**2 * sum(widths)
         moved = sum(self.moved.values())
         for name, module in self.modules.items():
             parent = self.modules.get(name.rpartition(".")[0]) if name else None
@@ -358,13 +362,70 @@ class _Maker:
         if isinstance(module, Attention):
             width = module.num_heads * module.head_dim
         elif level_of(mixin) == "attention":
-            width = _attention_width(module)
+            width = _attention_width(module, mixin)
         else:
             return 0, False, 0
         flops = 4 * tokens * keys * width
         if isinstance(module, nn.MultiheadAttention):
             flops += 2 * 3 * module.embed_dim**2 * rows
         return flops, fused, 4 * width
+
+
+def _branches(module: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A block's steps and their branches as things are, and the modules that these run on."""
+    if isinstance(module, blocks.Block):
+        modules, place = listed(module)
+        for step, branch in module.fused_branches(place):
+            if branch is not None:
+                yield step, branch, modules
+
+
+def _roles_of(module: Any) -> list[Any]:
+    """Of a fused module, and of branches inside that are no modules of their own."""
+    steps = getattr(module.fused_roles, "steps", ())
+    return [module.fused_roles, *(step.inline for step in steps if step.inline is not None)]
+
+
+def _products(module: Any) -> Iterator[tuple[str, Any]]:
+    """The Linears that a fused forward computes, by name."""
+    for roles in _roles_of(module):
+        every = (getattr(roles, n, "") for n in ("projections", "gate", "out", "fc1", "fc2"))
+        for name in leaves(tuple(every), str):
+            child = module.fused_child(name)
+            if isinstance(child, nn.Module):
+                yield name, child
+
+
+def why_not_plain(child: nn.Module) -> str:
+    """The reason that the report gives for a Linear that is not plain."""
+    if is_hooked(child):
+        return "it is hooked"
+    if hasattr(child, "linear"):
+        return "its Linear cannot be read past it"
+    if type(child) is nn.Linear:
+        return f"its weight is a {type(child.weight).__name__}"
+    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
+    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
+
+
+def _left_inside(module: Any) -> Iterator[tuple[str, Any, str]]:
+    """The children that keep their own forward inside a fused one, and why."""
+    for name, m in _products(module):
+        if weight_and_bias(m) is None:
+            yield name, m, why_not_plain(m)
+    dropouts = []
+    for roles in () if module.fused_searched else _roles_of(module):
+        dropouts += [getattr(roles, "drop", ""), getattr(roles, "after", "")]
+        act = module.fused_child(getattr(roles, "act", ""))
+        if act is not None and not roles.gate and activation_name(act) is None:
+            hooked = isinstance(act, nn.Module) and is_hooked(act)
+            yield roles.act, act, "it is hooked" if hooked else "no kernel for this activation"
+    for step in getattr(module.fused_roles, "steps", ()):
+        dropouts += [name for name in step.tail if "." not in name]
+    for name in dropouts:
+        child = module.fused_child(name)
+        if type(child) is nn.Dropout and child.p > 0:
+            yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
 
 def _called_pieces(block: Any) -> Iterator[tuple[str, str]]:
@@ -389,16 +450,9 @@ def _computes_all(module: Any) -> bool:
     return isinstance(module, Fused) and module.fused_level != "model"
 
 
-def _attention_width(module: Any) -> int:
-    """H D of an attention module, from its heads or from its projections."""
-    if hasattr(module, "fused_width"):
-        return module.fused_width()
-    for name in ("num_heads", "num_attention_heads"):
-        heads, size = getattr(module, name, None), getattr(module, "head_dim", None)
-        if heads and size:
-            return heads * size
-    for name, third in (("qkv", 3), ("q_proj", 1), ("query", 1)):
-        projection: Any = getattr(module, name, None)
-        if isinstance(getattr(projection, "out_features", None), int):
-            return projection.out_features // third
-    raise ValueError("neither heads nor projections are known")
+def _attention_width(module: Any, mixin: Any) -> int:
+    """H D of an attention module, swapped or not."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim
+    known = module if isinstance(module, Fused) else blocks.inline(module, mixin.fused_roles)
+    return known.fused_width()

@@ -22,7 +22,7 @@ from ..runtime.compat import foreign_modes, in_backward, is_compiled_in_place
 from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
 from .facts import level_of
-from .hosts.fused import Fused, Unfused, can_inline, is_dense, is_traced, part
+from .hosts.fused import Fused, is_dense, is_traced, part
 from .report import Why, ancestors, is_ours, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
@@ -204,16 +204,14 @@ def why_now(module: Any) -> str | None:
 
 def _why_hooked(module: Any) -> str | None:
     """Why a block calls its attention by its host's own forward."""
-    steps = getattr(getattr(module, "fused_roles", None), "steps", ())
-    names = [] if module.fused_searched else [s.body for s in steps[:1]]
-    for name in names or [n for n in ("attns", "ffns") if hasattr(module, n)]:
-        child = getattr(module, name, None)
-        for m in child if isinstance(child, nn.ModuleList) else [child]:
-            if isinstance(m, nn.Module) and is_hooked(m):
-                hooks = {getattr(h, "__name__", "") for h in m._forward_hooks.values()}
-                collects = hooks == {"output_capturing_hook"}
-                return f"transformers collects from {name}" if collects else f"{name} is hooked"
-    return None
+    steps = getattr(module.fused_roles, "steps", ())
+    child = part(module, steps[0].body) if steps and not module.fused_searched else None
+    if child is None or not is_hooked(child):
+        return None
+    hooks = {getattr(h, "__name__", "") for h in child._forward_hooks.values()}
+    collects = hooks == {"output_capturing_hook"}
+    name = steps[0].body
+    return f"transformers collects from {name}" if collects else f"{name} is hooked"
 
 
 def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -227,13 +225,6 @@ def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not module.fused_takes(x):
         return f"its input has the shape {tuple(x.shape)}"
     return f"its arguments: {', '.join(others)}" if others else "its arguments"
-
-
-def _covers(block: Any, module: Any) -> bool:
-    """Whether a block calls this part and has its row."""
-    if not (isinstance(block, Unfused) and can_inline(module)):
-        return False
-    return any(part(block, name) is module for name in block.fused_pieces)
 
 
 class _Call(NamedTuple):
@@ -268,14 +259,12 @@ class _Listener:
         reason = (why_now(module) or _why_not_taken(module, args, kwargs)) if host else None
         ops: list[OpRun] = []
         stack = vars(self.running).setdefault("stack", [])
-        stack.append((module, ops))
+        stack.append(ops)
         try:
             yield
         finally:
             stack.pop()
             self._count(name, reason, ops)
-            if stack and _covers(stack[-1][0], module):
-                stack[-1][1].extend(ops)
 
     def _count(self, name: str, reason: str | None, ops: list[OpRun]) -> None:
         former = self.calls.get(name)
@@ -287,7 +276,7 @@ class _Listener:
         runs = [OpRun(name, why or "") for name, why in told]
         own = vars(self.running)
         if own.get("stack"):
-            own["stack"][-1][1].extend(runs)
+            own["stack"][-1].extend(runs)
             return
         owner = next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
         if owner is None:  # attention after a qkv that was called

@@ -14,6 +14,7 @@ from .hosts.block import BlockRoles, Step
 from .hosts.fused import arguments_of
 from .observe import Event, Observation, Refused, Unlike, Value
 
+BRANCHES = ("attention", "mlp")
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.
 MOVES = ("view", "reshape", "permute", "transpose", "flatten", "unflatten", "contiguous", "pad",
@@ -97,7 +98,7 @@ class _Block:
                 inner = seen.made[end]
                 part: Any = self.module.get_submodule(inner.part) if inner.part else None
                 step = Step(event.output, -1, residual, tail=tuple(tail[::-1]))
-                if part is not None and hasattr(self.class_of(part), "fused_branch"):
+                if part is not None and level_of(self.class_of(part)) in BRANCHES:
                     path.append(end)
                     how = self.call(inner)
                     step = step._replace(source=inner.inputs[0], body=inner.part, **how)

@@ -30,7 +30,7 @@ INTERPRETER = {"interpreter.py", "interpreted.py", "fast_interpreter.py", "fast_
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
 # Of objects, with what each has in its place.
 OF_OBJECTS = {"_dynamo_marked_constant", "_active_collector", "_attn_implementation", "_fast_norm",
-              "_active", "_get_rel_pos_bias", "_attn", "_schema",
+              "_active", "_get_rel_pos_bias", "_schema",
               "_compiled_call_impl"}  # fmt: skip
 ANYWHERE = set(vars(nn.Module())) | {"_replace", "_asdict", "_fields", "_exit"}
 ANYWHERE.add("_fingerprint")  # of a data set, by another library

@@ -147,8 +147,8 @@ def test_a_missing_gradient_of_a_second_argument_is_noticed(monkeypatch, no_proo
 
     from fastvit_kernels.swap.hosts import timm as table
 
-    def unlearnt(cos, sin, *rest):
-        return own(cos.detach(), sin.detach(), *rest)
+    def unlearnt(tables, *rest):
+        return own(tuple(t.detach() for t in tables), *rest)
 
     own = table.turn_of
     monkeypatch.setattr(table, "turn_of", unlearnt)

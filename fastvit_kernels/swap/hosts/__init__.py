@@ -3,11 +3,12 @@
 What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
 DropPath in fused.py). A host file (timm.py, torch_nn.py, torchvision.py, transformers.py) has a
-table, host class path -> such a class, or a row: the class with the roles, and perhaps methods that
-differ. A search finds roles of other hosts (searched.py). special/ has what is more than its roles.
+table, host class path -> mixin: such a class, or a `row` of it with the roles, and perhaps methods
+that differ. A search finds roles of other hosts (searched.py). special/ has what is more than its
+roles.
 
 The swapped class is `(mixin, host class)`, built when the first module of that class is met and
-kept as an attribute of the host file, where pickle finds it; it keeps the host class's `__name__`,
+kept as an attribute of this module, where pickle finds it; it keeps the host class's `__name__`,
 because wrap policies go by that name. A host library is imported by its own models, never by us.
 
 What the search would find has a row, too, so that a hook on one part calls that part alone, and
@@ -17,13 +18,14 @@ tables of RoPE may learn.
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import threading
 from functools import update_wrapper
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
-from .fused import Entry, Row, arguments_of, told_by
+from .fused import arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
@@ -33,7 +35,7 @@ HOST_FILES = {
     "transformers": f"{__name__}.transformers",
 }
 
-_swapped: dict[Any, type] = {}  # (mixin, host class, attributes) -> swapped class
+_swapped: dict[Any, type] = {}  # (mixin, host class) -> swapped class
 _making = threading.RLock()  # two classes of one name could not be pickled
 
 
@@ -41,25 +43,23 @@ def host_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _as_row(known: Entry) -> Row:
-    return known if isinstance(known, Row) else Row(known, {})
+def imported(path: str) -> type:
+    """The class of this path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
-def _row_of(cls: type, parent: type | None) -> Row | None:
-    """The row for exactly this class, None where no table has it.
+def _mixin_of(cls: type, of_tokens: bool) -> Any:
+    """The mixin of exactly this class, None where no table has it.
 
     Args:
-        parent: the class of the module that it is a child of; a few mixins depend on it.
+        of_tokens: for a child of a class that `takes_tokens`.
     """
     name = HOST_FILES.get(cls.__module__.partition(".")[0])
     if name is None or hasattr(cls, "fused_host"):
         return None
-    file = importlib.import_module(name)
-    path = host_path(cls)
-    known = file.TABLE.get(path)
-    if parent is not None and takes_tokens(parent):
-        known = vars(file).get("OF_TOKENS", {}).get(path, known)
-    return None if known is None else _as_row(known)
+    mixin = importlib.import_module(name).TABLE.get(host_path(cls))
+    return (of_tokens and getattr(mixin, "fused_of_tokens", None)) or mixin
 
 
 def takes_tokens(parent: type) -> bool:
@@ -75,14 +75,15 @@ def takes_tokens(parent: type) -> bool:
 
 
 def swapped_class(cls: type, parent: type | None = None) -> type | None:
-    """The swapped subclass of a host class, made at the first call; None for an unknown class."""
-    found = _row_of(cls, parent)
-    return None if found is None else _made(cls, found)
+    """The swapped subclass of a host class, made at the first call; None for an unknown class.
 
-
-def _made(host: type, row: Row) -> type:
-    file = sys.modules[HOST_FILES[host.__module__.partition(".")[0]]]
-    return make(file, row.mixin, host, _qualname(row.mixin, host_path(host)), row.attributes)
+    Args:
+        parent: the class of the module that it is a child of; a few mixins depend on it.
+    """
+    mixin = _mixin_of(cls, parent is not None and takes_tokens(parent))
+    if mixin is None:
+        return None
+    return make(mixin, cls, f"{mixin.__name__}_{host_path(cls).replace('.', '_')}")
 
 
 def host_class(cls: type) -> type | None:
@@ -90,20 +91,16 @@ def host_class(cls: type) -> type | None:
     return cls.__dict__.get("fused_host")
 
 
-def _qualname(mixin: type, path: str) -> str:
-    return f"{mixin.__name__}_{path.replace('.', '_')}"
-
-
 class SwappedType(type):
     """Class of the swapped classes. The class itself is where pickle finds it; its modules say that
     they are of the host's, because torch.fx takes modules of torch.nn as leaves."""
 
-    __module__ = property(lambda cls: cls.fused_home)  # type: ignore[assignment]
+    __module__ = property(lambda cls: __name__)  # type: ignore[assignment]
 
 
-def make(file: ModuleType, mixin: type, host: type, qualname: str, more: dict[str, Any]) -> type:
-    """The class (mixin, host), kept in `file` under `qualname`, with `more` attributes."""
-    key = mixin, host, tuple(more.items())
+def make(mixin: Any, host: Any, qualname: str) -> type:
+    """The class (mixin, host), an attribute of this module under `qualname`."""
+    key = mixin, host
     with _making:
         if key not in _swapped:
             arguments = arguments_of(host.forward)
@@ -116,30 +113,34 @@ def make(file: ModuleType, mixin: type, host: type, qualname: str, more: dict[st
                 "__module__": host.__module__,
                 "__qualname__": qualname,
                 "__doc__": f"{host_path(host)} with the forward of {mixin.__name__}.",
-                "fused_home": file.__name__,
                 "fused_host": host,
                 "fused_arguments": arguments,
                 "forward": update_wrapper(forward, host.forward),
-                **told_by(more.get("fused_roles", mixin.fused_roles), mixin, arguments),
-                **more,
+                **told_by(mixin, arguments),
             }
             meta: Any = SwappedType
             if type(host) is not type:
                 meta = type("SwappedType", (SwappedType, type(host)), {})
-            _swapped[key] = meta(host.__name__, (mixin, host), namespace)
-            setattr(file, qualname, _swapped[key])
+            made = _swapped[key] = meta(host.__name__, (mixin, host), namespace)
+            setattr(sys.modules[__name__], qualname, made)
         return _swapped[key]
 
 
-def unpickled(file: str, table: dict[str, Entry], name: str) -> type:
-    """The swapped class called `name`, for a pickle that is read before any swap.
+def __getattr__(name: str) -> type:
+    """The swapped class of this name, for a pickle that is read before any swap.
 
-    Raises: AttributeError where the table has no such class.
+    Raises: AttributeError where neither a table nor a search gives such a class.
     """
-    others = vars(sys.modules[file]).get("OF_TOKENS", {})
-    for path, known in (*table.items(), *others.items()):
-        row = _as_row(known)
-        if name == _qualname(row.mixin, path):
-            module, _, host_name = path.rpartition(".")
-            return _made(getattr(importlib.import_module(module), host_name), row)
-    raise AttributeError(f"module {file!r} has no attribute {name!r}")
+    kind, _, spelled = name.partition("_")
+    file = HOST_FILES.get(spelled.partition("_")[0])
+    for path in importlib.import_module(file).TABLE if file else ():
+        if path.replace(".", "_") == spelled:
+            host = imported(path)
+            for mixin in (_mixin_of(host, of_tokens) for of_tokens in (False, True)):
+                if mixin.__name__ == kind:
+                    return make(mixin, host, name)
+    try:
+        path, roles = json.loads(bytes.fromhex(spelled))
+    except (ValueError, TypeError):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return importlib.import_module(f"{__name__}.searched").recognised_class(imported(path), roles)

@@ -96,8 +96,12 @@ class HeadNorms(NamedTuple):
 NO_NORMS = HeadNorms()
 
 
-def turn_of(cos: Any, sin: Any, shape: tuple[int, ...], interleaved: bool = False) -> Turn | None:
-    """The tables for queries of this shape, (B, H, T, D); None where `rope` does not take them."""
+def turn_of(tables: Any, shape: tuple[int, ...], interleaved: bool = False) -> Turn | None:
+    """The tables, cosines first, for queries of this shape, (B, H, T, D); None where `rope` does
+    not take them."""
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        return None
+    cos, sin = tables
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape):
         return None
     if not (is_raw(cos) and is_raw(sin)):

@@ -12,25 +12,12 @@ from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import is_plain
 from ..prove import ROOTS
-from . import fused
-from .attend import (
-    NO_NORMS,
-    HeadNorms,
-    Turn,
-    as_one,
-    attend,
-    attend_qkv,
-    attend_weights,
-    head_norms,
-    registered,
-    turn_of,
-    turned,
-    unpack,
-)
+from . import attend, fused
+from .attend import NO_NORMS, HeadNorms, Turn, as_one, attend_qkv, attend_weights, turned, unpack
 from .fused import Epilogue, Given, Place, example, is_noop, norm_in_pytorch, normed, part
 from .grids import bias_of, turned_behind, with_decomposed
 from .masks import READINGS, as_read, example_of_mask, fits, reading_of
-from .roles import Body, is_ours, planned_entry, unread_products, weight_and_bias
+from .roles import Body, is_ours, planned_entry, weight_and_bias
 
 # (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)
 Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
@@ -86,25 +73,11 @@ def ways_of_rope() -> Iterator[str]:
                 yield f"{pairs}, {first}, {prefix}"
 
 
-def turn_by(roles: Any, angles: Any, x: Tensor, D: int) -> Turn | None:
-    """The tables for x (B, T, C), where the kernel may turn by them."""
-    if not roles.kernel or not isinstance(angles, (tuple, list)) or len(angles) != 2:
-        return None
-    one, two = angles
-    if not isinstance(one, Tensor) or one.ndim != 2:
-        return None  # more axes are the host's to read
-    B, T = x.shape[:2]
-    if "this prefix" in roles.kernel and one.shape[0] != T - roles.prefix:
-        return None
-    cos, sin = (two, one) if "sin before cos" in roles.kernel else (one, two)
-    return turn_of(cos, sin, (B, 1, T, D), "interleaved" in roles.kernel)
-
-
 def attention_facts(module: Any) -> Any:
     """The attention function that a module of transformers has chosen."""
     config = getattr(module, "config", None)
     chosen = attention_of(config)
-    return None if chosen is None else (chosen, registered(chosen))
+    return None if chosen is None else (chosen, attend.registered(chosen))
 
 
 def tokens_of(module: Any) -> tuple[int, ...]:
@@ -129,18 +102,9 @@ class Attention(Body):
         every = map(self.fused_child, self.fused_roles.projections)
         return tuple(m for m in every if m is not None)
 
-    def fused_products(self: Any) -> Iterator[nn.Module]:
-        every = (*self.fused_projections(), self.fused_part("gate"), self.fused_part("out"))
-        yield from (m for m in every if m is not None)
-
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         if isinstance(self.fused_roles.tokens, str):
             yield self, tokens_of(self)[0]
-
-    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        yield from unread_products(self)
-        if not self.fused_searched:
-            yield from fused.left_dropouts(self, self.fused_roles.after)
 
     def fused_raw(self: Any) -> bool:
         """Whether the host reads the weights of its projections without a call."""
@@ -226,7 +190,14 @@ class Attention(Body):
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         """The tables for x (B, T, C); None where the host's function turns q and k."""
-        return turn_by(self.fused_roles, angles, x, self.fused_head_dim())
+        roles, shape = self.fused_roles, (x.shape[0], 1, x.shape[1], self.fused_head_dim())
+        turn = attend.turn_of(angles, shape, "interleaved" in roles.kernel)
+        if not roles.kernel or turn is None or turn.cos.ndim != 2:
+            return None  # more axes are the host's to read
+        cos, sin, interleaved = turn
+        if "this prefix" in roles.kernel and len(cos) != x.shape[1] - roles.prefix:
+            return None
+        return Turn(sin, cos, interleaved) if "sin before cos" in roles.kernel else turn
 
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
         """(B, T, C) -> (B, T, H, D)"""
@@ -283,7 +254,7 @@ class Attention(Body):
             scale = D**-0.5 if given["scale"] is None else given["scale"]
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
-        return attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
+        return attend.attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
 
     def fused_groups(self: Any) -> int:
         return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
@@ -307,7 +278,7 @@ class Attention(Body):
         if self.fused_roles.wide_norms:
             return None
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return head_norms(q_norm, k_norm, self.fused_head_dim())
+        return attend.head_norms(q_norm, k_norm, self.fused_head_dim())
 
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
@@ -396,38 +367,40 @@ class Attention(Body):
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        """Batch and tokens of the examples."""
+        C = fused.width_of(self)
         if tokens := tokens_of(self):  # perhaps many
-            return [(2, *tokens), (4 if isinstance(self.fused_roles.tokens, str) else 1, *tokens)]
+            several = 4 if isinstance(self.fused_roles.tokens, str) else 1
+            return [(2, *tokens, C), (several, *tokens, C)]
         if self.fused_roles.grid:
-            return [(2, 3, 4), (3, 2, 2)]
+            return [(2, 3, 4, C), (3, 2, 2, C)]
         prefix = self.fused_prefix()
-        return [(3, 5 + prefix), (2, 4 + prefix)]
+        return [(3, 5 + prefix, C), (2, 4 + prefix, C)]
 
     def fused_prefix(self: Any) -> int:
         prefix = self.fused_roles.prefix
         return getattr(self, prefix, 1) if isinstance(prefix, str) else prefix
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        width, roles, tokens = fused.width_of(self), self.fused_roles, tokens_of(self)
+        roles, tokens = self.fused_roles, tokens_of(self)
         masks = roles.masks if roles.mask in self.fused_extra_kwargs else ()
-        heads = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
-        heads = heads or self.fused_width() // self.fused_head_dim()
+        heads = self.fused_width() // self.fused_head_dim()
         for place, shape in enumerate(self.fused_shapes()):
-            x, given = example(generator, *shape, width), {}
+            x, given = example(generator, *shape), {}
             for given in self.fused_others(x, generator):
                 if not (place and tokens and masks):
                     yield (x,), given
             for kind, reading in masks if place or not tokens else ():
-                mask = example_of_mask(kind, "keys" in reading, x, generator, heads)
+                mask = example_of_mask(kind, reading, x, generator, heads)
                 yield (x,), given | {roles.mask: mask}
 
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """What examples have besides x and a mask; the last of them goes with masks."""
         roles, T = self.fused_roles, x.shape[1] - self.fused_prefix()
         for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
-            tables = (example(generator, tokens, self.fused_head_dim()).detach() for _ in "sc")
-            yield {roles.rope: tuple(tables)}
+            tables = [example(generator, tokens, self.fused_head_dim()) for _ in "sc"]
+            yield {roles.rope: tuple(t.detach() for t in tables)}
+            if not self.fused_searched:
+                yield {roles.rope: tuple(tables)}  # learnt
         if not roles.needs_rope:
             yield {}
 

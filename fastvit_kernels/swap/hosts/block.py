@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +16,10 @@ from ..plans import Run
 from . import fused
 from .attention import Attention, tokens_of
 from .branch import Branch, Step
-from .fused import Child, Fused, Place, Row, can_inline, example, listed, part, row, width_of
-from .grids import windows_of
+from .fused import Fused, Place, can_inline, example, part, row, width_of
+from .grids import Windows
 from .mlp import Mlp, MlpRoles
-from .roles import as_result, unread_products
+from .roles import as_result
 
 
 class BlockRoles(NamedTuple):
@@ -42,7 +41,7 @@ def pre_norm(
     mixin: type[Fused] | None = None, given: tuple[str, ...] = (), arguments: Any = (("x",), ()),
     item: int | None = None, result: tuple[int, int] | None = None, through: tuple[str, ...] = (),
     window: str = "", **attributes: Any,
-) -> Row:  # fmt: skip
+) -> Any:  # fmt: skip
     """The row of x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x)))
 
     Args:
@@ -106,17 +105,6 @@ class Block(Fused):
         items = (part(self, n) for n in step.tail)
         return tuple(None if type(m) is float and m == 1 else m for m in items)
 
-    def fused_inlined(self: Any) -> list[Any]:
-        return [inline(self, s.inline) for s in self.fused_roles.steps if s.inline is not None]
-
-    def fused_products(self) -> Iterator[nn.Module]:
-        for body in self.fused_inlined():
-            yield from body.fused_products()
-
-    def fused_widths(self) -> Iterator[int]:
-        every = self.fused_inlined()
-        yield from (body.fused_width() for body in every if isinstance(body, InlineAttention))
-
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         for step in self.fused_roles.steps:
             if size := part(self, step.window):
@@ -136,7 +124,8 @@ class Block(Fused):
         roles = self.fused_roles
         if self.training and roles.evaluation:
             return "in training its forward does something else"
-        for body in self.fused_inlined():
+        for step in roles.steps:
+            body = None if step.inline is None else inline(self, step.inline)
             if isinstance(body, InlineAttention) and (apart := body.fused_apart()):
                 return apart
         paths = []
@@ -144,15 +133,6 @@ class Block(Fused):
             tails = [n for step in roles.steps for n in step.tail]
             paths = [n for n in tails if isinstance(part(self, n), fused.DropPath)]
         return fused.hooked(self, *roles.through, *paths)
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        if self.fused_inlined():
-            yield from unread_products(self)
-        for step in self.fused_roles.steps:
-            if step.inline is not None and not self.fused_searched:
-                dropouts = getattr(step.inline, "drop", ""), step.inline.after
-                yield from fused.left_dropouts(self, *dropouts)
-            yield from fused.left_dropouts(self, *(n for n in step.tail if "." not in n))
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
         ends = [self.fused_tail(s)[-1] for s in self.fused_roles.steps if s.tail]
@@ -190,7 +170,7 @@ class Block(Fused):
                     (x, {given[n]: v for n, v in kwargs.items() if n in given})
                     for (x, *_), kwargs in islice(body.fused_examples(generator), most)
                 ]
-        return [(x, {}) for x in fused.inputs(self, generator)]
+        return [(example(generator, *shape), {}) for shape in self.fused_shapes()]
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         """None where an attention inside does not take what the call gives it."""
@@ -241,20 +221,19 @@ class Block(Fused):
         """What the body of a step gets besides its input, of the arguments of a call on x."""
         context = {n: extras[given] for n, given in step.context if given in extras}
         size = part(self, step.window)
-        return {**context, "windows": windows_of(x, size)} if size else context
+        if size:
+            context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
+        return context
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
         """The body as the host calls it."""
-        body = part(self, step.body)
-        if can_inline(body) and hasattr(body, "fused_branch"):
-            return partial(body.fused_alone, **context)
-        windows = context.pop("windows", None)
+        body, windows = part(self, step.body), context.pop("windows", None)
 
         def call(x: Tensor) -> Tensor:
             tokens = x.ndim == 3
             if windows is not None:
                 x = windows.cut(x)
-                x = x if tokens else x.unflatten(1, windows.size)
+                x = x.unflatten(1, windows.size) if step.window else x
             args, kwargs = step.arguments
             kwargs = {n: x if a == "x" else a for n, a in kwargs} | context
             result = body(*[x if a == "x" else a for a in args], **kwargs)
@@ -306,19 +285,3 @@ class Block(Fused):
             (s, Branch(self, place, s, own or bool(s.window)) if s.residual >= 0 else None)
             for s in self.fused_roles.steps
         ]
-
-    def fused_rebuilt(self: Any) -> Iterator[str]:
-        """The norms whose output no fused branch keeps for its backward."""
-        for step, branch in self.fused_branches(listed(self)[1]):
-            if branch is not None and branch.rebuild:
-                yield step.norm
-
-    def fused_skips(self: Any) -> Iterator[tuple[str, Any]]:
-        """The norms of branches that leave out what their DropPath drops, with that DropPath; None
-        where the host itself leaves samples out."""
-        modules, place = listed(self)
-        for step, branch in self.fused_branches(place):
-            if branch is not None and branch.path:
-                yield step.norm, modules[branch.path]
-            elif branch is not None and branch.samples_alone and self.fused_roles.sampled:
-                yield step.norm, None

@@ -62,18 +62,6 @@ def is_foldable(tail: Iterable[Tail]) -> bool:
     return True
 
 
-def takes_samples(norm: Any, body: Any, tail: Iterable[Tail]) -> bool:
-    """Whether a branch computes the samples that it is told alone, without copies."""
-    return is_fused_norm(norm) and can_inline(body) and is_foldable(tail)
-
-
-def skips(norm: Any, body: Any, tail: Iterable[Tail]) -> DropPath | None:
-    """The DropPath of a branch that can leave out what it drops, None where none can."""
-    items = tuple(tail)
-    paths = [m for m in items if isinstance(m, DropPath) and m.fused_rate()]
-    return paths[0] if len(paths) == 1 and takes_samples(norm, body, items) else None
-
-
 def _of_each_sample(value: Any, x: Tensor) -> bool:
     """Whether an argument of the body has something for each sample of x (B, T, ...), or may."""
     if isinstance(value, (tuple, list)):
@@ -100,8 +88,8 @@ class Branch:
     def __init__(self, block: Any, place: Place, step: Step, informed: bool):
         norm, body, tail = part(block, step.norm), block.fused_body(step), block.fused_tail(step)
         self.step, self.informed, self.fused_norm = step, informed, is_fused_norm(norm)
-        bypass = can_inline(body)
-        self.folds = bypass and is_foldable(tail) and not body.fused_draws()
+        bypass, foldable = can_inline(body), is_foldable(tail)
+        self.folds = bypass and foldable and not body.fused_draws()
         self.low = bypass and body.fused_accepts_autocast_input()
         self.rebuild = bypass and self.fused_norm and block.fused_rebuilds(step)
         self.norm = 0 if norm is None else place(norm)  # 0, of the block itself: none
@@ -115,12 +103,13 @@ class Branch:
         # len: torch 2.11 traces no bool of a tuple
         self.adds = len(tail) > 0 and is_fused_norm(tail[-1])
         self.sampled = block.fused_roles.sampled if block.training else ""
-        self.samples_alone = takes_samples(norm, body, tail)
-        if any(isinstance(item, DropPath) for item in tail) and self.sampled:
-            self.samples_alone = False
-        path: Any = skips(norm, body, tail) if block.fused_may_skip(step) else None
-        self.path = 0 if path is None else place(path)
-        self.skips = path is not None and path.training
+        paths = [item for item in tail if isinstance(item, DropPath)]
+        alone = bypass and foldable and self.fused_norm  # it computes some samples without copies
+        self.samples_alone = alone and not (self.sampled and paths)
+        paths = [path for path in paths if path.fused_rate()]
+        skips = alone and len(paths) == 1 and block.fused_may_skip(step)
+        self.path = place(paths[0]) if skips else 0
+        self.skips = skips and paths[0].training
 
     def __call__(
         self, modules: list[Any], x: Tensor, residual: Tensor, extras: dict[str, Any]
@@ -183,13 +172,13 @@ class Branch:
     ) -> Tensor:
         """The host's calls, and the sum where there is a residual."""
         residual, items = epilogue.get("residual"), self.items(modules)
-        if self.step.inline is not None:
+        if self.compute is not None and "windows" not in context:
             y = self.compute(modules, y, NOTHING, context)
-        else:
+        else:  # a dropout draws by window
             y = modules[0].fused_call(self.step, dict(context))(y)
         adds = self.adds and residual is not None
         for item in items[:-1] if adds else items:
-            y = y * item if isinstance(item, Tensor) else item(y)
+            y = y * item if isinstance(item, Tensor) else fused.normed(item, y, False)[0]
         if residual is None:
             return y
         return items[-1].fused_added(y, residual) if adds else residual + y

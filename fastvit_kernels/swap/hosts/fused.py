@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from ..facts import leaves, torch_is_patched
 from ..plans import verdict
 from ..prove import TOLERANCE
 
-Child = tuple[str, nn.Module, str]  # a child's name, the child, why it keeps its own forward
 _DROPOUT = nn.Dropout.forward
 
 Place = Callable[[Any], int]
@@ -47,19 +46,11 @@ NOTHING: Epilogue = {}
 Planned = Callable[[list[Any], Tensor, Epilogue, dict[str, Any]], Tensor]
 
 
-class Row(NamedTuple):
-    """What a table says of a host class: its mixin, and attributes of the swapped class."""
-
-    mixin: type[Fused]
-    attributes: dict[str, Any]
-
-
-Entry = Union["type[Fused]", Row]  # of a table, for a host class
-
-
-def row(mixin: type[Fused], **attributes: Any) -> Row:
-    """A row whose attributes go without their prefix, as in row(Mlp, roles=MlpRoles(...))."""
-    return Row(mixin, {f"fused_{name}": value for name, value in attributes.items()})
+def row(mixin: Any, **attributes: Any) -> Any:
+    """A table's mixin for a host class: `mixin` with attributes that go without their prefix, as in
+    row(Mlp, roles=MlpRoles(...))."""
+    named = {f"fused_{name}": value for name, value in attributes.items()}
+    return type(mixin.__name__, (mixin,), named)
 
 
 class Arguments(NamedTuple):
@@ -88,8 +79,9 @@ def bound(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str
 ROUNDED = 1e-5  # of a proof beside a host that rounds to fp32
 
 
-def told_by(roles: Any, mixin: Any, arguments: Arguments) -> dict[str, Any]:
+def told_by(mixin: Any, arguments: Arguments) -> dict[str, Any]:
     """Attributes of a swapped class that follow from its roles, where its mixin has none."""
+    roles = mixin.fused_roles
     steps = getattr(roles, "steps", ())
     extras = [getattr(roles, name, "") for name in ("rope", "mask")]
     extras += [given for s in steps for _, given in s.context]
@@ -109,15 +101,6 @@ def is_traced() -> bool:
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
     return not torch.compiler.is_compiling() and (is_fx_tracing() or bool(foreign_modes()))
-
-
-@contextmanager
-def heard(module: Any, host: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Tells those who listen of a call of a swapped module, and of its end."""
-    with ExitStack() as stack:
-        for listener in dispatch.listeners:
-            stack.enter_context(listener.call(module, host, args, kwargs))
-        yield
 
 
 HEAVY = ("attention", "mlp", "block")  # levels with a matmul
@@ -146,6 +129,7 @@ class Fused:
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = TOLERANCE  # of a proof
     fused_derived: Any = None  # settings of a narrow copy that follow from its others
+    fused_of_tokens: ClassVar[Any] = None  # the mixin in a class that `takes_tokens`
     fused_facts: Any = None  # (module) -> facts that are no settings of it; asked at every call
 
     def _get_name(self) -> str:
@@ -180,14 +164,9 @@ class Fused:
     def _fused_none(self) -> Iterator[Any]:
         yield from ()
 
-    # For the report. The children that keep their own forward inside the fused one.
-    fused_unfused_children: Callable[[Any], Iterator[Child]] = _fused_none
+    # For the report.
     # What PyTorch computes inside: a name, and the elements that it reads and writes for each token
     fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = _fused_none
-    # Linears further inside that the fused forward computes, besides its own children.
-    fused_products: Callable[[Any], Iterator[nn.Module]] = _fused_none
-    # H D of each attention that this module has no module for.
-    fused_widths: Callable[[Any], Iterator[int]] = _fused_none
     # The attentions inside that see windows, and how many tokens each has.
     fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = _fused_none
 
@@ -195,10 +174,14 @@ class Fused:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
         return False
 
-    def fused_examples(self, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        """Of the inputs that a proof tries."""
+        return [(3, 5, width_of(self)), (2, 4, width_of(self))] if 3 in self.fused_axes else []
+
+    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         """Arguments of calls that a proof tries."""
-        for x in inputs(self, generator) if 3 in self.fused_axes else ():
-            yield (x,), {}
+        for shape in self.fused_shapes():
+            yield (example(generator, *shape),), {}
 
     def fused_wanted(self, result: Any) -> Any:
         """Of the host's result, what the fused forward gives. For a proof."""
@@ -253,10 +236,6 @@ class Fused:
         """
         return None
 
-    def fused_alone(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        """The branch without an epilogue, as the next of a block's parts reads it."""
-        return self.fused_branch(x, **extras)
-
     def fused_watched(self) -> bool:
         """Whether somebody wants the host's calls, or did in the forward that is run again."""
         now = is_traced() or is_watched_everywhere()
@@ -277,7 +256,9 @@ class Fused:
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             return self.fused_forward(given[0], **given[1])
-        with heard(self, host, args, kwargs) if dispatch.listeners else nullcontext():
+        with ExitStack() as stack:
+            for listener in dispatch.listeners:
+                stack.enter_context(listener.call(self, host, args, kwargs))
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             plans.learn(self, *given)
@@ -286,18 +267,13 @@ class Fused:
 
 class Unfused(Fused):
     """Mixin of a class whose forward stays the host's, so that a table's row needs no proof: others
-    take its parts, or it calls parts that are fused."""
+    take its parts."""
 
     def fused_verdict(self) -> str | None:
         return super().fused_verdict() if self.fused_searched else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Any = super(Fused, self).forward  # type: ignore[misc]
-        told = not torch.compiler.is_compiling() and dispatch.listeners
-        if not told or self.fused_level != "block":
-            return run(*args, **kwargs)
-        with heard(self, is_traced() or is_watched_everywhere(), args, kwargs):
-            return run(*args, **kwargs)
+        return super(Fused, self).forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def listed(module: Any) -> tuple[list[Any], Place]:
@@ -313,12 +289,6 @@ def listed(module: Any) -> tuple[list[Any], Place]:
 
 def example(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def inputs(module: Any, generator: torch.Generator, *lengths: int) -> Iterator[Tensor]:
-    """Examples (B, T, C) of a module's input, of two lengths."""
-    for batch, T in zip((3, 2), lengths or (5, 4), strict=True):
-        yield example(generator, batch, T, width_of(module))
 
 
 def width_of(module: Any) -> int:
@@ -386,27 +356,10 @@ def hooked(module: nn.Module, *parts: str) -> str | None:
     return next((f"{n} is hooked" for n in parts if is_hooked(part(module, n))), None)
 
 
-def why_not_plain(child: nn.Module) -> str:
-    """The reason that the report gives for a Linear that is not plain."""
-    if is_hooked(child):
-        return "it is hooked"
-    if type(child) is nn.Linear:
-        return f"its weight is a {type(child.weight).__name__}"
-    name, home = type(child).__name__, type(child).__module__.partition(".")[0]
-    return f"it is a {name}{f' of {home}' * (name == 'Linear')}, not an nn.Linear"
-
-
 def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[tuple[str, float]]:
     """The row of `fused_pytorch` for a norm that no kernel of ours computes."""
     if not (is_noop(norm) or is_fused_norm(norm)):
         yield f"{what} ({type(norm).__name__})", 2 * (width or width_of(norm))
-
-
-def left_dropouts(module: nn.Module, *children: str) -> Iterator[Child]:
-    for name in children:
-        child = part(module, name, None)
-        if type(child) is nn.Dropout and child.p > 0:
-            yield name, child, f"dropout p={child.p} is a kernel of its own in training"
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -605,6 +558,5 @@ class DropPath(Unfused):
         rows = self.fused_row_scale(x, x.dtype)
         return x if rows is None else x * rows.view(-1, *[1] * (x.ndim - 1))
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for shape in ((7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)):
-            yield (example(generator, *shape),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        return [(7, 3, 2), (5, 2, 2), (3, 2, 4), (2, 2, 2)]

@@ -71,12 +71,6 @@ class Windows(NamedTuple):
         return (region[:, :, None] != region[:, None]).to(like.dtype) * -100.0
 
 
-def windows_of(x: Tensor, side: int) -> Windows:
-    """Of x (B, height, width, C), squares of this side; with 0, one window of the whole grid."""
-    grid = (x.shape[1], x.shape[2])
-    return Windows(grid, (side, side) if side else grid, (0, 0))
-
-
 def bias_of(table: Tensor, index: Tensor) -> Tensor:
     """(R, H) rows by a (T, T) index -> (H, T, T), as BEiT and Swin add to their scores."""
     return table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1)

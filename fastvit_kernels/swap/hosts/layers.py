@@ -9,8 +9,8 @@ from . import attention
 from .attend import registered
 from .attention import AttentionRoles
 from .block import pre_norm
-from .fused import DropPath, LayerScale, PathRoles, Row, ScaleRoles, names, row
-from .masks import BIAS
+from .fused import DropPath, LayerScale, PathRoles, ScaleRoles, names, row
+from .masks import BIAS, BROADCAST, PADDED
 from .mlp import plain_mlp
 
 ATTENTION = "fastvit"  # our name in transformers' AttentionInterface
@@ -49,17 +49,36 @@ class Attention(attention.Attention):
         return super().fused_blocked()
 
 
-def attention_row(projections: str, out: str, *, mixin: Any = Attention, **roles: Any) -> Row:
+def attention_row(projections: str, out: str, **roles: Any) -> Any:
     """The row of an attention with these Linears; `roles` are its others."""
     split = tuple(projections.split())
-    known = mixin.fused_roles._replace(projections=split, out=out, **roles)
-    return row(mixin, roles=known)
+    return row(Attention, roles=Attention.fused_roles._replace(projections=split, out=out, **roles))
 
 
-# CLIP's and SigLIP's names for the same.
 CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout")
-
-
+# SigLIP's: images or texts are padded to one length.
+PADDED_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout", mask="attention_mask",
+    masks=PADDED,
+)  # fmt: skip
+# InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
+INTERN_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",
+    q_norm="q_norm", k_norm="k_norm", wide_norms=True,
+)  # fmt: skip
+# DINOv3's: q and k turn by tables for the patches, which come after the prefix.
+ROPE_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "o_proj", dropout="dropout", mask="attention_mask", masks=BROADCAST,
+    rope="position_embeddings", rotate="apply_rotary_pos_emb", spread="*", prefix=1,
+    kernel="half, cos before sin, any prefix", needs_rope=True,
+)  # fmt: skip
+# Images one after the other in a sample, apart by a mask; tables for all tokens.
+PIXTRAL_ATTENTION = row(
+    ROPE_ATTENTION, unread=UNREAD | {"position_ids"},  # for flash attention alone
+    roles=ROPE_ATTENTION.fused_roles._replace(
+        prefix=0, spread="*0", kernel="half, cos before sin, this prefix"
+    ),
+)  # fmt: skip
 # The mask that BEiT passes is its relative position bias.
 BEIT_ATTENTION = attention_row("q_proj k_proj v_proj", "o_proj", mask="attention_mask", masks=BIAS)
 SCALE = row(LayerScale, roles=ScaleRoles("lambda1"))
@@ -70,18 +89,25 @@ SWIGLU = plain_mlp("up_proj", "act_fn", "down_proj", gate="gate_proj")
 
 def layer(
     norm1: str, attention: str, tail1: str, norm2: str, mlp: Any, tail2: str, **more: Any
-) -> Row:
+) -> Any:
     """The row of a pre-norm layer whose attention gives (output, probabilities)."""
     more = {"item": 0, "unread": UNREAD, **more}
     return pre_norm(norm1, attention, tail1, norm2, mlp, tail2, **more)
 
 
-VIT_NAMES = ("layernorm_before", "attention", "dropout", "layernorm_after", "mlp", "dropout")
-VIT = layer(*VIT_NAMES)
-CLIP_NAMES = ("layer_norm1", "self_attn", "", "layer_norm2", "mlp", "")
-CLIP = layer(*CLIP_NAMES)
-# One DropPath module serves both branches.
-DINO_NAMES = (
-    "norm1", "attention", "layer_scale1 drop_path", "norm2", "mlp", "layer_scale2 drop_path"
+VIT = layer("layernorm_before", "attention", "dropout", "layernorm_after", "mlp", "dropout")
+_CLIP = ("layer_norm1", "self_attn", "", "layer_norm2", "mlp", "")
+CLIP, SIGLIP = layer(*_CLIP), layer(*_CLIP, given=("attention_mask",))
+AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "")
+# LayerScale as parameters of its own; a dropout before the second.
+INTERN = layer(
+    "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
 )  # fmt: skip
-DINOV2 = layer(*DINO_NAMES)
+# One DropPath module serves both branches.
+_DINO = ("norm1", "attention", "layer_scale1 drop_path", "norm2", "mlp", "layer_scale2 drop_path")
+_ROPE = ("position_embeddings", "attention_mask")
+DINOV2, DINOV3 = layer(*_DINO), layer(*_DINO, given=_ROPE)
+PIXTRAL = layer(
+    "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
+    unread=PIXTRAL_ATTENTION.fused_unread,
+)  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_raw
-from ..facts import is_recognised
+from .attend import LEAST, by_keys
 
 
 def kind_of(mask: Tensor, x: Tensor) -> str:
@@ -30,10 +30,15 @@ def kind_of(mask: Tensor, x: Tensor) -> str:
 
 
 def example_of_mask(
-    kind: str, keys: bool, x: Tensor, generator: torch.Generator, heads: int = 1
+    kind: str, reading: str, x: Tensor, generator: torch.Generator, heads: int = 1
 ) -> Tensor:
     """A mask of this kind; a boolean one leaves a token nothing to attend to, too."""
-    B, T, _ = x.shape
+    (B, T, _), keys = x.shape, "keys" in reading
+    if reading == "padded":
+        shown = torch.arange(T) < T - 2 * torch.arange(B)[:, None]
+        shown = shown[:, None, None].repeat(1, 1, T, 1)
+        added = torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST)
+        return shown if kind.startswith("boolean") else added
     if kind == "added, 3 axes":  # of two windows
         return torch.randn(2, T, T, generator=generator, dtype=x.dtype)
     if kind.startswith("learnt"):  # large: products of few numbers
@@ -50,13 +55,14 @@ def example_of_mask(
     return mask
 
 
-# How a host reads a boolean or added mask: of two axes, or of windows.
+# How a host's boolean or added mask is read: of two axes, of windows, of padding.
 READINGS = {
     "": lambda mask: mask,
     "keys": lambda mask: mask[:, None, None, :],
     "not": lambda mask: ~mask,
     "not keys": lambda mask: ~mask[:, None, None, :],
     "windows": lambda mask: mask[:, None],
+    "padded": by_keys,  # rows that are alike become one: a byte for each key
 }
 
 
@@ -64,6 +70,8 @@ READINGS = {
 BROADCAST = (("boolean, 4 axes", ""), ("learnt, 4 axes", ""))
 BIAS = (("learnt, 4 axes", ""),)
 SHIFTED = (("added, 3 axes", "windows"),)
+# What transformers makes for padding, none of which learns; rows may differ.
+PADDED = tuple((f"{kind}, 4 axes", how) for kind in ("boolean", "added") for how in ("", "padded"))
 
 
 def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
@@ -83,12 +91,6 @@ def fits(roles: Any, mask: Any, x: Tensor) -> bool:
         and (mask.dtype in (torch.bool, x.dtype) or autocast_dtype(x) is not None)
         and reading_of(roles, mask, x) is not None
     )
-
-
-def attends_by_mask(attention: Any) -> bool:
-    """Whether an attention, fused or not, takes an `attn_mask` as timm's do."""
-    takes = "attn_mask" in getattr(attention, "fused_extra_kwargs", ())
-    return takes and not is_recognised(type(attention))
 
 
 def as_read(mask: Tensor, x: Tensor) -> Tensor:

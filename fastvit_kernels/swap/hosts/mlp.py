@@ -11,11 +11,11 @@ from ...ops.common.activation import ACTIVATIONS
 from ...ops.gated_mlp.functions import gated_mlp
 from ...ops.linear.functions import linear
 from ...ops.mlp.functions import mlp
-from ...runtime.plain import is_hooked, is_plain
+from ...runtime.plain import is_plain
 from ..activations import activation_name
 from . import fused
 from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
-from .roles import Body, planned_entry, unread_products
+from .roles import Body, planned_entry
 
 
 class MlpRoles(NamedTuple):
@@ -34,52 +34,9 @@ class MlpRoles(NamedTuple):
     act: str = ""
 
 
-class MlpParts(NamedTuple):
-    """fc1 -> act -> drop -> norm -> fc2 -> after; with a gate, act(gate(x)) * fc1(x) -> drop."""
-
-    fc1: Any
-    act: Any
-    activation: str | None  # by the name that our ops give it
-    fc2: Any
-    drop: Any
-    norm: Any
-    after: Any
-    gated: bool = False
-    gate: Any = None  # the Linear of the gate, None where fc1 has both
-    gate_last: bool = False  # the gate is the second half of fc1's output
-
-    def linears(self) -> list[Any]:
-        return [m for m in (self.fc1, self.fc2, self.gate) if m is not None]
-
-    def is_one_op(self) -> bool:
-        """Whether all of it is one op as things are."""
-        plain = self.activation is not None and all(map(is_plain, self.linears()))
-        if not (plain and is_noop(self.drop) and is_noop(self.after)):
-            return False
-        if is_noop(self.norm) or not self.gated:
-            return is_noop(self.norm)
-        is_ours = isinstance(self.norm, LayerNorm) and can_inline(self.norm)
-        return is_ours and self.norm.fused_parameters()[0] is not None
-
-    def branch(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        """All of it and the epilogue, part by part."""
-        fc1, act = self.fc1, self.act
-        if not self.gated and self.activation is not None and is_plain(fc1):
-            hidden = linear(x, fc1.weight, fc1.bias, activation=self.activation)
-        elif not self.gated:
-            hidden = act(project(fc1, x))
-        elif self.gate is not None:
-            hidden = act(project(self.gate, x)) * project(fc1, x)
-        else:
-            gate, value = project(fc1, x).chunk(2, dim=-1)[:: -1 if self.gate_last else 1]
-            hidden = act(gate) * value
-        for m in (self.drop, self.norm):
-            hidden = hidden if m is None else m(hidden)
-        return fused.project_out(self.fc2, self.after, hidden, epilogue)
-
-
 class Mlp(Body):
-    """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout, or with a gate."""
+    """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout; with a gate,
+    act(gate(x)) * fc1(x) -> dropout."""
 
     fused_level = "mlp"
     fused_axes = (2, 3, 4)
@@ -90,60 +47,78 @@ class Mlp(Body):
         is_conv = type(fused.part(module, cls.fused_roles.fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None
 
-    def fused_products(self: Any) -> Iterator[nn.Module]:
-        yield from self.fused_parts().linears()
+    def fused_gate(self: Any) -> Any:
+        """The Linear of the gate; or whether it is the second half of fc1's output."""
+        gate = self.fused_roles.gate
+        return gate == "second" if gate in ("first", "second") else self.fused_part("gate")
 
-    def fused_parts(self) -> MlpParts:
-        roles, get = self.fused_roles, self.fused_part
-        halves = roles.gate in ("first", "second")
-        gate = None if halves else get("gate")
-        last = gate if isinstance(gate, bool) else roles.gate == "second"
-        act, name = get("act"), roles.activation
-        return MlpParts(
-            get("fc1"), ACTIVATIONS[name] if name else act, name or activation_name(act),
-            get("fc2"), get("drop"), get("inner_norm"), get("after"), gated=bool(roles.gate),
-            gate=None if isinstance(gate, bool) else gate, gate_last=last,
-        )  # fmt: skip
+    def fused_linears(self: Any) -> list[Any]:
+        """fc1, fc2, and the gate's"""
+        every = self.fused_part("fc1"), self.fused_part("fc2"), self.fused_gate()
+        return [m for m in every if isinstance(m, nn.Module)]
 
-    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        yield from unread_products(self)
-        if self.fused_searched:
-            return
-        roles, parts = self.fused_roles, self.fused_parts()
-        if not parts.gated and parts.activation is None:
-            hooked = isinstance(parts.act, nn.Module) and is_hooked(parts.act)
-            why = "it is hooked" if hooked else "no kernel for this activation"
-            yield roles.act, parts.act, why
-        yield from fused.left_dropouts(self, roles.drop, roles.after)
+    def fused_activation(self: Any) -> tuple[Any, str | None]:
+        """It, and the name that our ops give it."""
+        name, act = self.fused_roles.activation, self.fused_part("act")
+        return (ACTIVATIONS[name], name) if name else (act, activation_name(act))
+
+    def fused_is_one_op(self: Any) -> bool:
+        """Whether all of it is one op as things are."""
+        plain = all(map(is_plain, self.fused_linears())) and self.fused_activation()[1] is not None
+        if not plain or self.fused_draws():
+            return False
+        norm = self.fused_part("inner_norm")
+        if is_noop(norm) or not self.fused_roles.gate:
+            return is_noop(norm)
+        is_ours = isinstance(norm, LayerNorm) and can_inline(norm)
+        return is_ours and norm.fused_parameters()[0] is not None
+
+    def fused_by_parts(self: Any, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """All of it and the epilogue, part by part."""
+        fc1, gate, (act, name) = self.fused_part("fc1"), self.fused_gate(), self.fused_activation()
+        gated = bool(self.fused_roles.gate)
+        if not gated and name is not None and is_plain(fc1):
+            hidden = linear(x, fc1.weight, fc1.bias, activation=name)
+        elif not gated:
+            hidden = act(project(fc1, x))
+        elif isinstance(gate, nn.Module):
+            hidden = act(project(gate, x)) * project(fc1, x)
+        else:
+            first, value = project(fc1, x).chunk(2, dim=-1)[:: -1 if gate else 1]
+            hidden = act(first) * value
+        for m in (self.fused_part("drop"), self.fused_part("inner_norm")):
+            hidden = hidden if m is None else m(hidden)
+        last, after = self.fused_part("fc2"), self.fused_part("after")
+        return fused.project_out(last, after, hidden, epilogue)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        parts = self.fused_parts()
-        drops = any(getattr(drop, "p", 0) for drop in (parts.drop, parts.after))
-        if parts.gated and (drops or not parts.is_one_op()):  # one at rest may wake
-            width = parts.fc2.in_features
+        drops = any(getattr(self.fused_part(drop), "p", 0) for drop in ("drop", "after"))
+        if self.fused_roles.gate and (drops or not self.fused_is_one_op()):  # one at rest may wake
+            width = self.fused_part("fc2").in_features
             yield "gate of the MLP", 5 * width
-            yield from norm_in_pytorch("norm of the MLP", parts.norm, width)
+            yield from norm_in_pytorch("norm of the MLP", self.fused_part("inner_norm"), width)
 
     def fused_accepts_autocast_input(self) -> bool:
-        fc1, _, *gate = self.fused_parts().linears()
+        fc1, _, *gate = self.fused_linears()
         return not self.fused_roles.norm and all(map(is_plain, (fc1, *gate)))
 
     def fused_draws(self) -> bool:
         return not (is_noop(self.fused_part("drop")) and is_noop(self.fused_part("after")))
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
-        parts, found = self.fused_parts(), self.fused_found(place)
-        enter = planned_entry(place, self.fused_part("norm"), parts.fc1)
-        name: Any = parts.activation
-        gate_last, gated = parts.gate_last, parts.gated
-        reads = [*map(place, parts.linears())] if parts.is_one_op() else []
-        inner = None if is_noop(parts.norm) else place(parts.norm)
+        linears, gate, found = self.fused_linears(), self.fused_gate(), self.fused_found(place)
+        enter = planned_entry(place, self.fused_part("norm"), linears[0])
+        name: Any = self.fused_activation()[1]
+        gated, gate_last = bool(self.fused_roles.gate), gate is True
+        reads = [*map(place, linears)] if self.fused_is_one_op() else []
+        norm = self.fused_part("inner_norm")
+        inner = None if is_noop(norm) else place(norm)
 
         def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
             if enter is not None:
                 x, epilogue = enter(modules, x, epilogue)
             if not reads:
-                return found(modules).fused_parts().branch(x, epilogue)
+                return found(modules).fused_by_parts(x, epilogue)
             weights = *weights_of(modules[reads[0]]), *weights_of(modules[reads[1]])
             if not gated:
                 return mlp(x, *weights, activation=name, **epilogue)
@@ -158,7 +133,7 @@ class Mlp(Body):
         return run
 
 
-def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> fused.Row:
+def plain_mlp(fc1: str, act: str, fc2: str, **more: str) -> Any:
     """The row of fc1 -> act -> fc2; `more` are other roles."""
     return fused.row(Mlp, roles=MlpRoles(fc1, fc2, act=act, **more))  # type: ignore[arg-type]
 

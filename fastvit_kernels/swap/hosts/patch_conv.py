@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...ops.linear.functions import linear
 from ...ops.patch_embed.functions import patch_embed
 from ...runtime.plain import is_hooked
-from .fused import Fused, example
+from .fused import Fused
 
 
 class PatchConv(Fused):
@@ -35,10 +33,9 @@ class PatchConv(Fused):
         fits = x.ndim == self.weight.ndim and x.shape[1] == self.in_channels
         return fits and all(n % p == 0 for n, p in zip(x.shape[2:], self.kernel_size, strict=True))
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        *frames, p, q = self.kernel_size
-        yield (example(generator, 2, self.in_channels, *(2 * t for t in frames), 2 * p, 3 * q),), {}
-        yield (example(generator, 1, self.in_channels, *frames, p, q),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        C, (*frames, p, q) = self.in_channels, self.kernel_size
+        return [(2, C, *(2 * t for t in frames), 2 * p, 3 * q), (1, C, *frames, p, q)]
 
     def fused_grid(self: Any, images: Tensor) -> Tensor:
         """The op writes (B, h*w, C): the result is a view of that. Videos of one patch each, as
@@ -60,3 +57,6 @@ class PatchConvOfTokens(PatchConv):
     def fused_forward(self: Any, x: Tensor) -> Tensor:
         grid = self.fused_grid(x)
         return grid.contiguous() if is_hooked(self) else grid
+
+
+PatchConv.fused_of_tokens = PatchConvOfTokens

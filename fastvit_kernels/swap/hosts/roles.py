@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -12,33 +12,19 @@ from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain
 from ..plans import Run
 from . import fused
-from .fused import NOTHING, Child, Epilogue, Fused, Place, can_inline, listed, why_not_plain
+from .fused import NOTHING, Epilogue, Fused, Place, can_inline
 
 # (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
 Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
 
 
-def unread_products(module: Any) -> Iterator[Child]:
-    """The Linears of a fused forward that it must call."""
-    for name, m in module.named_modules():
-        product = any(m is other for other in module.fused_products())
-        if product and weight_and_bias(m) is None:
-            yield name, m, why_not_plain(m)
-
-
 class Body(Fused):
     """What a block's branch computes between its norm and its tail; a module of its own, too."""
-
-    fused_unfused_children = unread_products
 
     def fused_found(self, place: Place) -> Callable[[list[Any]], Any]:
         """What finds this part among the modules of a plan."""
         at = place(self)
         return lambda modules: modules[at]
-
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING, **extras: Any) -> Tensor:
-        modules, place = listed(self)
-        return self.fused_planned(place)(modules, x, epilogue, extras)
 
     def fused_resolved(self: Any, place: Place) -> Run:
         compute, result = self.fused_planned(place), self.fused_roles.result

@@ -7,16 +7,15 @@ one set of roles, and its name spells both out, so that a pickle is read without
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
+from functools import lru_cache
 from typing import Any
 
 from .. import hosts
 from .attention import Attention, AttentionRoles, attention_facts
 from .block import Block, BlockRoles
 from .branch import Step as Step
-from .fused import DropPath, LayerNorm, LayerScale, NormRoles, PathRoles, RmsNorm, ScaleRoles
+from .fused import DropPath, LayerNorm, LayerScale, NormRoles, PathRoles, RmsNorm, ScaleRoles, row
 from .mlp import Mlp, MlpRoles
 from .roles import LinearRoles, MaskedLinear
 
@@ -33,16 +32,22 @@ MIXINS: dict[type, Any] = {
 
 
 def recognised_class(host: type, roles: Any) -> Any:
-    """The swapped class of a host class whose parts have these roles."""
-    mixin = MIXINS[type(roles)]
+    """The swapped class of a host class whose parts have these roles, or roles as JSON has them."""
+    roles = _read(roles)
     spelled = json.dumps([hosts.host_path(host), _spelled(roles)]).encode().hex()
-    more: dict[str, Any] = {"fused_searched": True, "fused_roles": roles}
-    more["fused_unread"] = frozenset(getattr(roles, "unread", ()))
+    mixin = _mixin_with(roles)
+    return hosts.make(mixin, host, f"{mixin.__name__}_{spelled}")
+
+
+@lru_cache(None, typed=True)  # roles of another kind may be equal
+def _mixin_with(roles: Any) -> Any:
+    mixin = MIXINS[type(roles)]
+    more: dict[str, Any] = {"unread": frozenset(getattr(roles, "unread", ()))}
     if mixin in (Attention, Block):
-        more["fused_facts"] = attention_facts
+        more["facts"] = attention_facts
     if mixin is Block:
-        more["fused_axes"] = (3, 4)
-    return hosts.make(sys.modules[__name__], mixin, host, f"{mixin.__name__}_{spelled}", more)
+        more["axes"] = (3, 4)
+    return row(mixin, searched=True, roles=roles, **more)
 
 
 def _spelled(value: Any) -> Any:
@@ -54,16 +59,8 @@ def _spelled(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
+    """The roles again."""
     if isinstance(value, list):
         values = tuple(map(_read, value[1:]))
         return globals()[value[0]](*values) if value[0] else values
     return value
-
-
-def __getattr__(name: str) -> type:
-    """A class by the name that recognised_class gave it, for a pickle in another process."""
-    if name.partition("_")[0] not in {mixin.__name__ for mixin in MIXINS.values()}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    path, roles = json.loads(bytes.fromhex(name.partition("_")[2]))
-    module, _, host = path.rpartition(".")
-    return recognised_class(getattr(importlib.import_module(module), host), _read(roles))

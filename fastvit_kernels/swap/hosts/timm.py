@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.compat import constant_when_traced
-from .. import hosts
 from . import attention, fused
 from .attend import Turn, turn_of
 from .attention import AttentionRoles
@@ -21,7 +20,7 @@ from .masks import BIAS, BROADCAST
 from .mlp import Mlp, MlpRoles
 from .special import windows
 from .special.models import NaFlexVit, VisionTransformer
-from .special.parallel import RES_POST_BLOCK, ParallelScalingBlock, ParallelThingsBlock
+from .special.parallel import ParallelScalingBlock, ParallelThingsBlock
 
 
 class Attention(attention.Attention):
@@ -77,7 +76,7 @@ class RopeAttention(Attention):
         shape = (B, self.num_heads, T, self.fused_head_dim())
         if self.fused_norms() is None or rope.shape[-1] != 2 * shape[-1]:
             return None  # the norms are called first; the host turns all of a head
-        return turn_of(cos, sin, shape, not getattr(self, "rotate_half", False))
+        return turn_of((cos, sin), shape, not getattr(self, "rotate_half", False))
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         rotate = sys.modules[self.fused_host.__module__].apply_rot_embed_cat
@@ -108,8 +107,8 @@ class RelPosAttention(Attention):
         if self.rel_pos is None:
             return super().fused_shapes()
         self.rel_pos.eval()  # in training it may draw numbers, before anybody looks which
-        T = self.fused_bias().shape[-1]
-        return [(2, T), (1, T)]
+        T, C = self.fused_bias().shape[-1], fused.width_of(self)
+        return [(2, T, C), (1, T, C)]
 
     def fused_draws(self: Any) -> bool:
         inside = () if self.rel_pos is None else self.rel_pos.modules()
@@ -118,18 +117,23 @@ class RelPosAttention(Attention):
         )
 
 
-def _mlp(fc1: str = "fc1", gate: str = "") -> fused.Row:
+def _mlp(fc1: str = "fc1", gate: str = "") -> Any:
     return fused.row(
         Mlp, roles=MlpRoles(fc1, "fc2", "", "", "drop1", "norm", "drop2", gate, act="act")
     )
 
 
-def _block(gamma: str, *given: str) -> fused.Row:
+def _block(gamma: str, *given: str) -> Any:
     tails = (f"{gamma}{i} drop_path{i}" for i in (1, 2))
     return pre_norm("norm1", "attn", next(tails), "norm2", "mlp", next(tails), given=given)
 
 
-TABLE: dict[str, fused.Entry] = {
+def _res_post_block(*given: str) -> Any:
+    """A norm stands between each branch and its residual, so that nothing fuses across children."""
+    return pre_norm("", "attn", "norm1 drop_path1", "", "mlp", "norm2 drop_path2", given=given)
+
+
+TABLE: dict[str, Any] = {
     **windows.TIMM,
     "timm.layers.attention.Attention": Attention,
     "timm.layers.attention.AttentionRope": RopeAttention,
@@ -153,13 +157,9 @@ TABLE: dict[str, fused.Entry] = {
     "timm.models.vision_transformer_relpos.LayerScale": fused.LayerScale,
     "timm.models.vision_transformer.ParallelScalingBlock": ParallelScalingBlock,
     "timm.models.vision_transformer.ParallelThingsBlock": ParallelThingsBlock,
-    "timm.models.vision_transformer.ResPostBlock": RES_POST_BLOCK,
+    "timm.models.vision_transformer.ResPostBlock": _res_post_block(),
     "timm.models.vision_transformer.VisionTransformer": VisionTransformer,
     "timm.models.vision_transformer_relpos.RelPosAttention": RelPosAttention,
     "timm.models.vision_transformer_relpos.RelPosBlock": _block("ls", "shared_rel_pos"),
-    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": RES_POST_BLOCK,
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock": _res_post_block("shared_rel_pos"),
 }
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

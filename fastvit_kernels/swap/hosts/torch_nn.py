@@ -11,25 +11,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear.functions import linear
 from ...runtime.plain import is_raw
-from .. import hosts
 from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import (
-    NOTHING,
-    Entry,
-    Epilogue,
-    Fused,
-    Given,
-    bound,
-    can_inline,
-    inputs,
-    is_dense,
-    names,
-)
+from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, is_dense, names
 from .mlp import MlpRoles, SequentialMlp
-from .patch_conv import PatchConv, PatchConvOfTokens
+from .patch_conv import PatchConv
 
 
 class MultiheadAttention(Fused):
@@ -63,9 +51,11 @@ class MultiheadAttention(Fused):
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         at = place(self)
-        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue)
 
     def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
+        """Without an epilogue with the host's strides: a dropout draws in their order. Its fast
+        path, in evaluation without gradients, has others."""
         dropout_p = self.dropout if self.training else 0.0
         weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
         if self.batch_first:
@@ -73,7 +63,9 @@ class MultiheadAttention(Fused):
         else:  # (T, B, C)
             qkv = linear(x, weight, bias).transpose(0, 1).unflatten(-1, (3, H, -1))
             out = attend_qkv(qkv, dropout_p=dropout_p).transpose(0, 1)
-        return linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
+        y = linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
+        slow = not epilogue and self.batch_first and (self.training or y.requires_grad)
+        return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         names, defaults, _ = self.fused_arguments
@@ -91,18 +83,11 @@ class MultiheadAttention(Fused):
         return x.ndim == 3 and x.shape[-1] == self.embed_dim
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        for x in inputs(self, generator):
+        for (x,), _ in super().fused_examples(generator):
             yield (x, x, x), {"need_weights": False}
 
     def fused_forward(self: Any, x: Tensor) -> Any:
-        return self.fused_alone(x), None
-
-    def fused_alone(self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, T, C) with the host's strides: a dropout draws in their order. Its fast path, in
-        evaluation without gradients, has others."""
-        y = self.fused_branch(x)
-        slow = (self.training or y.requires_grad) and self.batch_first
-        return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
+        return self.fused_branch(x), None
 
 
 # How a block calls an nn.MultiheadAttention.
@@ -110,7 +95,7 @@ SELF: dict[str, Any] = {"arguments": (("x", "x", "x"), (("need_weights", False),
 _MLP = MlpRoles("linear1", "linear2", drop="dropout", after="dropout2", act="activation")
 _BEFORE: BlockRoles = pre_norm(
     "norm1", "self_attn", "dropout1", "norm2", _MLP, "", **SELF
-).attributes["fused_roles"]
+).fused_roles
 _ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
 _BEHIND = BlockRoles(
     (_ATTENDS, Step(2, 1, body="norm1"), _COMPUTES._replace(output=3, source=2, residual=2),
@@ -145,7 +130,7 @@ class TransformerEncoderLayer(Block):
         return None if activation_name(self.activation) else "no kernel for its activation"
 
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, Any] = {
     "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv,
@@ -153,12 +138,3 @@ TABLE: dict[str, Entry] = {
     "torch.nn.modules.activation.MultiheadAttention": MultiheadAttention,
     "torch.nn.modules.transformer.TransformerEncoderLayer": TransformerEncoderLayer,
 }
-
-OF_TOKENS: dict[str, Entry] = {
-    "torch.nn.modules.conv.Conv2d": PatchConvOfTokens,
-    "torch.nn.modules.conv.Conv3d": PatchConvOfTokens,
-}
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

@@ -6,14 +6,14 @@ fused.
 
 from __future__ import annotations
 
-from .. import hosts
+from typing import Any
+
 from .block import pre_norm
-from .fused import Entry
 from .mlp import SequentialMlp
 from .special import windows
 from .torch_nn import SELF
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, Any] = {
     **windows.TORCHVISION,
     "torchvision.models.vision_transformer.EncoderBlock": pre_norm(
         "ln_1", "self_attention", "dropout", "ln_2", "mlp", "", **SELF
@@ -21,7 +21,3 @@ TABLE: dict[str, Entry] = {
     "torchvision.models.vision_transformer.MLPBlock": SequentialMlp,
     "torchvision.ops.misc.MLP": SequentialMlp,
 }
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ops.attention.sdpa import scaled_dot_product_attention
-from .. import hosts
 from . import layers
-from .fused import KEEPS, Entry, RmsNorm, row
+from .fused import KEEPS, RmsNorm, row
 from .layers import ATTENTION, DROP_PATH, MLP, SCALE, SWIGLU
 from .mlp import plain_mlp
 from .special import bias, models, packed, towers, windows
@@ -57,7 +56,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entry]:
+def family(module: str, prefix: str, *rows: tuple[str, Any]) -> dict[str, Any]:
     """Rows of the table for one model: its layer and its parts by the end of their names."""
     path = f"transformers.models.{module}.modeling_{module}.{prefix}"
     return {path + end: mixin for end, mixin in rows}
@@ -65,7 +64,7 @@ def family(module: str, prefix: str, *rows: tuple[str, Entry]) -> dict[str, Entr
 
 _VIT = (("Layer", layers.VIT), ("Attention", layers.Attention), ("MLP", MLP))
 _CLIP = (("EncoderLayer", layers.CLIP), ("Attention", layers.CLIP_ATTENTION), ("MLP", MLP))
-_SIGLIP = (("EncoderLayer", towers.SIGLIP), ("Attention", towers.PaddedAttention), ("MLP", MLP))
+_SIGLIP = (("EncoderLayer", layers.SIGLIP), ("Attention", layers.PADDED_ATTENTION), ("MLP", MLP))
 _DINO = (
     ("Layer", layers.DINOV2),
     ("Attention", layers.Attention),
@@ -75,20 +74,20 @@ _DINO = (
     ("DropPath", DROP_PATH),
 )
 
-TABLE: dict[str, Entry] = {
+TABLE: dict[str, Any] = {
     **family("vit", "ViT", *_VIT),
     **family("deit", "DeiT", *_VIT),
     **family(
         "vit_mae", "ViTMAE", *_VIT, ("Embeddings", models.MaeEmbeddings),
-        ("PatchEmbeddings", models.MaePatches),
+        ("PatchEmbeddings", models.MAE_PATCHES),
     ),
     **family("vit_msn", "ViTMSN", *_VIT),
     **family("ijepa", "IJepa", *_VIT),
     **family("dinov2", "Dinov2", *_DINO),
     **family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
     **family(
-        "dinov3_vit", "DINOv3ViT", ("Layer", towers.DINOV3),
-        ("Attention", towers.RopeAttention), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
+        "dinov3_vit", "DINOv3ViT", ("Layer", layers.DINOV3),
+        ("Attention", layers.ROPE_ATTENTION), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
         ("GatedMLP", SWIGLU), ("LayerScale", SCALE),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": DROP_PATH,
@@ -96,16 +95,16 @@ TABLE: dict[str, Entry] = {
     **family("siglip2", "Siglip2", *_SIGLIP),
     **family("clip", "CLIP", *_CLIP),
     **family(
-        "aimv2", "Aimv2", ("EncoderLayer", towers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
+        "aimv2", "Aimv2", ("EncoderLayer", layers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
         ("MLP", SWIGLU),
     ),
     **family(
-        "internvl", "InternVLVision", ("Layer", towers.INTERN),
-        ("Attention", towers.INTERN_ATTENTION), ("MLP", MLP),
+        "internvl", "InternVLVision", ("Layer", layers.INTERN),
+        ("Attention", layers.INTERN_ATTENTION), ("MLP", MLP),
     ),
     **family(
-        "pixtral", "Pixtral", ("AttentionLayer", towers.PIXTRAL),
-        ("Attention", towers.PixtralAttention), ("MLP", SWIGLU),
+        "pixtral", "Pixtral", ("AttentionLayer", layers.PIXTRAL),
+        ("Attention", layers.PIXTRAL_ATTENTION), ("MLP", SWIGLU),
     ),
     **family(
         "vjepa2", "VJEPA2", ("Layer", towers.VJEPA), ("RopeAttention", towers.VJepaAttention),
@@ -122,7 +121,3 @@ TABLE: dict[str, Entry] = {
 }  # fmt: skip
 for _model, (_prefix, _rows) in packed.PACKED.items():
     TABLE |= family(_model, _prefix, *_rows)
-
-
-def __getattr__(name: str) -> type:
-    return hosts.unpickled(__name__, TABLE, name)

@@ -144,8 +144,8 @@ SAMPLES = [
         "swap/hosts/branch.py",
         "Branch.__init__",
         "evaluation drops samples",
-        "path is not None and path.training",
-        "path is not None",
+        "skips and paths[0].training",
+        "skips",
         ("swap/test_swap_skip.py",),
     ),
 ]

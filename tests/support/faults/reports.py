@@ -205,18 +205,9 @@ FAULTS: list[Fault] = [
         only=LAST,
     ),
     Fault(
-        "status-called-block", "swap/hosts/fused.py", "Unfused.forward",
-        "a block that calls fused parts was not called", 'self.fused_level != "block"', "True",
-        only=CALLED,
-    ),
-    Fault(
-        "status-called-block-ops", STATUS, "_covers", "its parts' ops are lost",
-        "isinstance(block, Unfused) and can_inline(module)", "False", only=CALLED,
-    ),
-    Fault(
-        "status-called-block-twice", STATUS, "_covers", "ops of a part with a row count twice",
-        "isinstance(block, Unfused) and can_inline(module)", "isinstance(block, Unfused)",
-        only=CALLED,
+        "status-called-block", "swap/hosts/branch.py", "Branch.called",
+        "the ops of a norm behind a branch are not its block's",
+        "fused.normed(item, y, False)[0]", "item(y)", only=CALLED,
     ),
     Fault(
         "report-moved", REPORT, "_Maker.count",
@@ -229,7 +220,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-inlined", REPORT, "_Maker.count", "half of an inline attention's FLOPs",
-        "inlined = 4 * report.tokens**2", "inlined = 2 * report.tokens**2", only=FLOPS,
+        "4 * report.tokens**2", "2 * report.tokens**2", only=FLOPS,
     ),
     Fault(
         "report-packed", REPORT, "_Maker.flops", "half of nn.MultiheadAttention's projection",

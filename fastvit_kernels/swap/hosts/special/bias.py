@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import Attention, AttentionRoles
 from ..block import Block
-from ..fused import Entry, Fused, Given, example, hooked, names, width_of
+from ..fused import Fused, Given, example, hooked, names, width_of
 from ..layers import BEIT_ATTENTION, DROP_PATH, MLP, layer
 from ..mlp import MlpRoles
 
@@ -108,7 +108,7 @@ BEIT_LAYER = layer(
     children=names("relative_position_bias"),
 )  # fmt: skip
 _DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"
-DATA2VEC: dict[str, Entry] = {
+DATA2VEC: dict[str, Any] = {
     _DATA2VEC + "Layer": DATA2VEC_LAYER,
     _DATA2VEC + "Attention": Data2VecAttention,
     _DATA2VEC + "DropPath": DROP_PATH,

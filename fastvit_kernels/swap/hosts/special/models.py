@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ....models.patch_dropout import draw_kept
 from ....ops.patch_embed.functions import patch_embed
 from ....runtime.plain import is_hooked
-from ..fused import Fused, Given, Unfused, bound, can_inline, example, is_dense, is_noop, names
-from ..masks import attends_by_mask
+from ...facts import is_recognised
+from ..fused import Fused, Given, Unfused, bound, can_inline, example, is_dense, is_noop, names, row
 from ..patch_conv import PatchConv
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
@@ -64,7 +64,8 @@ class NaFlexVit(Model):
         if self.attn_pool is None and self.global_pool == "":
             return "its result has the rows of padding"
         for attn in (getattr(block, "attn", None) for block in self.blocks):
-            if not attends_by_mask(attn) or attn.fused_blocked() is not None:  # type: ignore[union-attr]
+            takes = "attn_mask" in getattr(attn, "fused_extra_kwargs", ())
+            if not takes or is_recognised(type(attn)) or attn.fused_blocked() is not None:  # type: ignore[union-attr]
                 return "a block of it takes no mask of keys"
         readers = [m for m in (self.blocks, self.norm, self.attn_pool) if m is not None]
         return "a hook inside sees the rows of padding" if is_watched_inside(*readers) else None
@@ -129,9 +130,8 @@ class VisionTransformer(Model):
         active = self.patch_drop.training and self.patch_drop.prob > 0
         return active and x.ndim == 4 and tuple(x.shape[2:]) == tuple(self.patch_embed.img_size)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        embed = self.patch_embed
-        yield (example(generator, 2, embed.proj.in_channels, *embed.img_size),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        return [(2, self.patch_embed.proj.in_channels, *self.patch_embed.img_size)]
 
     def fused_tokens(self: Any, images: Tensor) -> Tensor:
         """Prefix and kept patches with their positions, (B, n + K, C)"""
@@ -155,11 +155,8 @@ class VisionTransformer(Model):
         return self.forward_head(self.norm(x))
 
 
-class MaePatches(Unfused):
-    """Its projection, which the embeddings read."""
-
-    fused_level = "epilogue"
-    fused_children = names("projection")
+# The embeddings read its projection.
+MAE_PATCHES = row(Unfused, level="epilogue", children=names("projection"))
 
 
 class MaeEmbeddings(Fused):
@@ -171,7 +168,7 @@ class MaeEmbeddings(Fused):
     def fused_blocked(self: Any) -> str | None:
         patches = self.patch_embeddings
         projection = patches.projection
-        if not (isinstance(patches, MaePatches) and can_inline(patches)):
+        if not (isinstance(patches, MAE_PATCHES) and can_inline(patches)):
             return "its patch embedding must be called"
         if not (isinstance(projection, PatchConv) and can_inline(projection)):
             return "its projection must be called"
@@ -188,9 +185,8 @@ class MaeEmbeddings(Fused):
             return None
         patches = self.patch_embeddings
         noise, shape = extras.get("noise"), (x.shape[0], patches.num_patches)
-        if noise is not None and not (is_dense(noise) and noise.shape == shape):
-            return None
-        if noise is not None and noise.device != x.device:
+        given = noise is None or is_dense(noise)
+        if not given or (noise is not None and (noise.shape, noise.device) != (shape, x.device)):
             return None
         fits = tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)
         keeps = int(shape[1] * (1 - self.config.mask_ratio)) > 0

@@ -20,7 +20,7 @@ from ....ops.rope import rope
 from ....runtime.plain import is_plain, is_raw
 from ...plans import Run
 from ..attend import packable, turn_of
-from ..fused import NOTHING, Entry, Given, Place, example, names, normed, project, width_of
+from ..fused import NOTHING, Given, Place, example, names, normed, project, width_of
 from ..layers import SWIGLU, Attention, layer
 from ..mlp import Mlp, plain_mlp
 from ..read_once import is_readable, read_once
@@ -65,19 +65,15 @@ class PackedAttention(Attention):
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
         """The call with its longest sequence; None where the ops do not take its cu_seqlens and
         tables: then the host does, or says why not."""
-        starts, tables = extras.get("cu_seqlens"), extras.get("position_embeddings")
+        starts, D = extras.get("cu_seqlens"), self.proj.in_features // self.num_heads
         if not isinstance(starts, Tensor) or starts.dtype is not torch.int32 or starts.ndim != 1:
             return None
         if len(starts) < 2 or starts.device != x.device or not is_raw(starts):
             return None
-        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-            return None
-        cos, sin = tables
-        D = self.proj.in_features // self.num_heads
-        turn = turn_of(cos, sin, (1, 1, len(x), D))
+        turn = turn_of(extras.get("position_embeddings"), (1, 1, len(x), D))
         if turn is None or turn.cos.shape != (len(x), D) or turn.cos.device != x.device:
             return None
-        if cos.requires_grad or sin.requires_grad:
+        if turn.cos.requires_grad or turn.sin.requires_grad:
             return None  # towers compute theirs; what no call is tried with has no proof
         most: Any = extras.get("max_seqlen")
         if most is None:
@@ -116,15 +112,13 @@ QWEN3_MLP = plain_mlp("linear_fc1", "act_fn", "linear_fc2")
 class Qwen3Merger(Mlp):
     """The tokens of a square side by side, normed before that or after it, through an MLP."""
 
-    fused_roles = QWEN3_MLP.attributes["fused_roles"]
+    fused_roles = QWEN3_MLP.fused_roles
     fused_children = names("norm")
     fused_axes = (2,)
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
         width = self.hidden_size // 4 if self.use_postshuffle_norm else width_of(self.norm)
-        for rows in (3, 2):
-            tokens = rows * self.hidden_size // width
-            yield (example(generator, tokens, width),), {}
+        return [(rows * self.hidden_size // width, width) for rows in (3, 2)]
 
     def fused_resolved(self: Any, place: Place) -> Run:
         planned, found = self.fused_planned(place), self.fused_found(place)
@@ -145,7 +139,7 @@ _QWEN3 = (
 )  # fmt: skip
 _GLM = ("VisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention)
 # model -> what the names of its classes begin with, and its rows of the table
-PACKED: dict[str, tuple[str, tuple[tuple[str, Entry], ...]]] = {
+PACKED: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "qwen2_vl": ("", (
         ("Qwen2VLVisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention),
         ("VisionMlp", plain_mlp("fc1", "act", "fc2")),

@@ -4,47 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....runtime.plain import is_plain
 from .. import fused
 from ..attend import attend, attend_qkv, unpack
 from ..block import Block, BlockRoles
 from ..branch import Step, fold, is_foldable
-from ..fused import Child, Fused, Unfused, is_noop, names, norm_in_pytorch, project, row
-from ..roles import unread_products
+from ..fused import Fused, is_noop, names, norm_in_pytorch, project
 
-# x = x + drop_path1(norm1(attn(x))), then the MLP: a norm stands between each branch and its
-# residual, so that nothing fuses across children; the host's forward on fused ones is the widest.
-RES_POST_BLOCK = row(
-    Unfused, level="block", children=names("norm1 attn drop_path1 norm2 mlp drop_path2"),
-    pieces=("attn", "norm1", "mlp", "norm2"), bodies=("attn", "mlp"),
-)  # fmt: skip
+
+class ScalingRoles(NamedTuple):
+    """Its Linears and dropouts."""
+
+    projections: tuple[str, ...] = ("in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
+    dropout: str = "attn_drop"
+    drop: str = "mlp_drop"
 
 
 class ParallelScalingBlock(Fused):
     """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))) after one in_proj."""
 
     fused_level = "block"
-    fused_children = names(
-        "in_norm in_proj mlp_bias q_norm k_norm attn_drop mlp_drop mlp_act out_proj attn_out_proj "
-        "mlp_out_proj ls drop_path"
-    )
-    fused_attention_dropout = names("attn_drop")
+    fused_roles = ScalingRoles()
+    fused_children = names("in_norm mlp_bias q_norm k_norm mlp_act ls drop_path")
     fused_pieces = ("in_norm", "ls", "drop_path")
 
     def fused_blocked(self: Any) -> str | None:
         return None if self.fused_attn else "fused_attn is False: it forms the scores"
-
-    def fused_products(self: Any) -> Iterator[nn.Module]:
-        yield from (m for n, m in self.named_children() if n.endswith("_proj"))
-
-    def fused_unfused_children(self: Any) -> Iterator[Child]:
-        yield from unread_products(self)
-        yield from fused.left_dropouts(self, "mlp_drop")
 
     def fused_heads(self: Any, qkv: Tensor) -> Tensor:
         """(B, T, 3C) -> (B, T, C)"""

@@ -13,42 +13,12 @@ from ....ops.linear.functions import linear
 from ....runtime.arguments import autocast_dtype
 from ....runtime.plain import is_plain
 from .. import fused
-from ..attend import LEAST, HeadNorms, Turn, attend, by_keys, turn_of, turned
-from ..fused import Given, Unfused, can_inline, example, names, project, width_of
-from ..layers import CLIP_ATTENTION, CLIP_NAMES, DINO_NAMES, SWIGLU, Attention, attention_row, layer
+from ..attend import HeadNorms, Turn, attend, by_keys, turn_of, turned
+from ..fused import Given, Unfused, can_inline, example, names, project
+from ..layers import SWIGLU, Attention, layer
 from ..masks import BROADCAST
 from ..mlp import Mlp
 from ..roles import Body
-
-
-class RopeAttention(Attention):
-    """DINOv3 and Pixtral: q and k turn by tables for the patches, which come after the prefix."""
-
-    fused_roles = Attention.fused_roles._replace(
-        dropout="dropout", rope="position_embeddings", mask="attention_mask", prefix=1,
-        rotate="apply_rotary_pos_emb", spread="*", kernel="half, cos before sin, any prefix",
-        needs_rope=True, masks=BROADCAST,
-    )  # fmt: skip
-
-    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        for learnt in (False, True):
-            patches = x.shape[1] - self.fused_prefix()
-            tables = [example(generator, patches, self.head_dim) for _ in "cs"]
-            yield {self.fused_roles.rope: tuple(t if learnt else t.detach() for t in tables)}
-
-
-class PixtralAttention(RopeAttention):
-    """Images one after the other in a sample, apart by a mask; tables for all tokens."""
-
-    fused_roles = RopeAttention.fused_roles._replace(prefix=0, spread="*0")
-    fused_unread = Attention.fused_unread | {"position_ids"}  # for flash attention alone
-
-
-# InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
-INTERN_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",
-    q_norm="q_norm", k_norm="k_norm", wide_norms=True,
-)  # fmt: skip
 
 
 class VJepaAttention(Attention):
@@ -118,11 +88,6 @@ class Clipped(Body):
     def fused_child(self, name: str) -> Any:
         return _linear_of(super().fused_child(name))
 
-    def fused_unfused_children(self: Any) -> Iterator[fused.Child]:
-        for name, child in self.named_children():
-            if hasattr(child, "linear") and not is_plain(_linear_of(child)):
-                yield name, child, "its Linear cannot be read past it"
-
 
 def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
     """Columns of heads of D, four quarters (a, b) of x and (a, b) of y, in the order in which
@@ -159,19 +124,11 @@ class GemmaAttention(Clipped, Attention):
         yield {"position_embeddings": tuple(tables), "position_ids": places}
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> Given | None:
-        places, tables = extras.get("position_ids"), extras.get("position_embeddings")
-        if not isinstance(places, Tensor) or places.shape[-1] != 2 or self.head_dim % 4:
+        places, D, (B, T, _) = extras.get("position_ids"), self.head_dim, x.shape
+        if not isinstance(places, Tensor) or places.shape[-1] != 2 or D % 4:
             return None
-        return (x, extras) if self.fused_turn(x, tables) is not None else None
-
-    def fused_turn(self: Any, x: Tensor, tables: Any) -> Turn | None:
-        if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-            return None
-        D, (B, T, _) = self.head_dim, x.shape
-        cos, sin = tables
-        if not isinstance(cos, Tensor) or tuple(cos.shape) != (B, T, D):
-            return None
-        return turn_of(cos, sin, (B, 1, T, D))
+        turn = turn_of(extras.get("position_embeddings"), (B, 1, T, D))
+        return (x, extras) if turn is not None and turn.cos.shape == (B, T, D) else None
 
     def fused_heads(  # type: ignore[override]
         self: Any, x: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None,
@@ -203,21 +160,9 @@ class GemmaAttention(Clipped, Attention):
 
 
 class GemmaMlp(Clipped, Mlp):
-    fused_roles = SWIGLU.attributes["fused_roles"]
+    fused_roles = SWIGLU.fused_roles
 
 
-_ROPE = "position_embeddings", "attention_mask"
-UNREAD_PIXTRAL = PixtralAttention.fused_unread
-DINOV3 = layer(*DINO_NAMES, given=_ROPE)
-PIXTRAL = layer(
-    "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
-    unread=UNREAD_PIXTRAL,
-)  # fmt: skip
-AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "")
-# LayerScale as parameters of its own; a dropout before the second.
-INTERN = layer(
-    "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
-)  # fmt: skip
 VJEPA = layer(
     "norm1", "attention", "drop_path", "norm2", "mlp", "drop_path", given=("position_mask",),
     result=(2, 0),
@@ -227,33 +172,3 @@ GEMMA = layer(
     "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
     "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
 )  # fmt: skip
-
-
-# Kinds of masks that transformers makes: none learns.
-ROWS = ("boolean, 4 axes", ""), ("added, 4 axes", "")
-
-
-class PaddedAttention(Attention):
-    """SigLIP's: images or texts are padded to one length, with a mask (B, 1, T, T) whose rows are
-    alike. It becomes (B, 1, 1, T), a mask of keys: a byte for each."""
-
-    fused_roles = CLIP_ATTENTION.attributes["fused_roles"]._replace(
-        mask="attention_mask", masks=ROWS
-    )
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        T = 6
-        x = example(generator, 3, T, width_of(self))
-        shown = (torch.arange(T) < torch.tensor([[T], [4], [1]]))[:, None, None].repeat(1, 1, T, 1)
-        added = torch.zeros(shown.shape, dtype=x.dtype).masked_fill_(~shown, LEAST)
-        rows = shown.clone()
-        rows[1, 0, 0] = ~rows[1, 0, 0]
-        yield (x,), {}
-        for mask in (shown, added, rows, example(generator, 3, 1, T, T).detach()):
-            yield (x,), {"attention_mask": mask}
-
-    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
-        return by_keys(extras.get("attention_mask"))
-
-
-SIGLIP = layer(*CLIP_NAMES, given=("attention_mask",))

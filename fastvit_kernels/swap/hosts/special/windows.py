@@ -10,18 +10,17 @@ computes nothing that was padded. Swin V2's cosine attention is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....runtime.compat import attend_in_windows, rel_pos_bias
+from ....runtime.compat import rel_pos_bias
 from ....runtime.plain import is_hooked, is_plain
 from .. import fused
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import DropPath, Entry, PathRoles, example, is_noop, names, row, width_of
+from ..fused import DropPath, PathRoles, example, is_noop, names, row, width_of
 from ..grids import Windows
 from ..layers import MLP, layer
 from ..layers import Attention as HfAttention
@@ -64,30 +63,21 @@ class SwinBlock(Block):
     fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_area)
 
-    def fused_cut(self: Any, x: Tensor) -> Windows:
-        return Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
-
-    def fused_mask(self: Any, x: Tensor) -> Tensor | None:
-        if getattr(self, "dynamic_mask", False):
-            return self.get_attn_mask(x.new_empty(1, *self.fused_cut(x).padded(), 1))
-        return self.attn_mask
-
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        (rows, columns), width = self.window_size, width_of(self)
+    def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
+        rows, columns = self.window_size
         grid = (rows + 1, 2 * columns)
         if self.attn_mask is not None:  # of that many windows
             grid = self.input_resolution
-        yield (example(generator, 1, *grid, width),), {}
+        return [(example(generator, 1, *grid, width_of(self)), {})]
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attn":
             return {}
-        return {"windows": self.fused_cut(x), "mask": self.fused_mask(x)}
-
-    def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
-        if step.body != "attn":
-            return super().fused_call(step, context)
-        return partial(attend_in_windows, self)
+        windows = Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
+        mask = self.attn_mask
+        if getattr(self, "dynamic_mask", False):
+            mask = self.get_attn_mask(x.new_empty(1, *windows.padded(), 1))
+        return {"windows": windows, "mask": mask}
 
 
 def _by_sample(module: Any) -> str | None:
@@ -111,10 +101,9 @@ class ShiftedWindowAttention(Attention):
             return "its dropout draws by window"
         return None
 
-    def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        rows, columns = self.window_size
-        for grid in ((rows + 1, 2 * columns), (2 * rows, columns)):
-            yield (example(generator, 2, *grid, width_of(self)),), {}
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        (rows, columns), C = self.window_size, width_of(self)
+        return [(2, rows + 1, 2 * columns, C), (2, 2 * rows, columns, C)]
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         yield self, self.window_size[0] * self.window_size[1]
@@ -179,13 +168,13 @@ class HfSwinLayer(Block):
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
 
-TIMM: dict[str, Entry] = {
+TIMM: dict[str, Any] = {
     "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
     "timm.models.swin_transformer.WindowAttention": WINDOW_ATTENTION,
 }
-TORCHVISION: dict[str, Entry] = {
+TORCHVISION: dict[str, Any] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
