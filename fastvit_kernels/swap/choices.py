@@ -57,6 +57,7 @@ MEASURED = ("block", "attention", "mlp", "layer_norm", "rms_norm", "patch_embed"
 HOOKS = [k for k, v in vars(nn.Module()).items() if isinstance(v, dict) and k.endswith("hooks")]
 HOOKS += [k for k in vars(nn.Module()) if "_hooks_" in k]
 NO_SETTINGS: Mapping[str, Any] = {}
+NO_CONFIGS: Tuned = {}
 Measure = Tensor | tuple | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
@@ -262,10 +263,14 @@ def replica(
     return copy(module)
 
 
-def step(module: nn.Module, call: Call) -> dict[str, Tensor]:
-    """A call as the model makes it, with its backward where there is one: outputs and gradients."""
-    device = device_of((call.args, call.kwargs)).type
-    cast = torch.autocast(device, call.autocast, enabled=call.autocast is not None)
+def step(module: nn.Module, call: Call, noise: bool = False) -> dict[str, Tensor]:
+    """A call as the model makes it, with its backward where there is one: outputs and gradients.
+
+    Args:
+        noise: the upstream gradient is random, the same at each call; else it is the outputs.
+    """
+    device = device_of((call.args, call.kwargs))
+    cast = torch.autocast(device.type, call.autocast, enabled=call.autocast is not None)
     with torch.set_grad_enabled(call.grad), cast:
         found = list(leaves(module(*call.args, **call.kwargs), Tensor))
     results = {f"out{i}": x.detach() for i, x in enumerate(found)}
@@ -275,6 +280,11 @@ def step(module: nn.Module, call: Call) -> dict[str, Tensor]:
     given |= {f"dinput{i}": x for i, x in inputs if x.requires_grad}
     if outputs and given:
         upstream = [x.detach() for x in outputs]
+        if noise:
+            seeded = torch.Generator(device).manual_seed(0)
+            upstream = [
+                torch.randn(x.shape, generator=seeded, device=device).to(x) for x in upstream
+            ]
         grads = torch.autograd.grad(outputs, [*given.values()], upstream, allow_unused=True)
         results |= {n: g for n, g in zip(given, grads, strict=True) if g is not None}
     return results
@@ -287,13 +297,16 @@ class Way(NamedTuple):
     name: str
     module: nn.Module
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    configs: Tuned = NO_SETTINGS
+    configs: Tuned = NO_CONFIGS
 
     def entries(self, ms: Mapping[str, float]) -> list[dict[str, Any]]:
         """Its launch configs for Choices; beside them the times of the module."""
-        us = [1e3 * ms.get(way, ms.get(self.name, 1.0)) for way in (FUSED, self.name)]
-        every = [Entry(*name, fields(config), *us, now()) for name, config in self.configs.items()]
-        return [asdict(entry) | {"key": [*entry.key]} for entry in every]
+        us = 1e3 * ms.get(self.name, 0.0)
+        former = 1e3 * ms[FUSED] if FUSED in ms else us
+        return [
+            asdict(Entry(table, key, fields(config), former, us, now())) | {"key": [*key]}
+            for (table, key), config in self.configs.items()
+        ]
 
 
 @contextmanager
@@ -357,9 +370,9 @@ def judged(host: nn.Module, way: Way, call: Call) -> Outcome:
     try:
         for module in (host, way.module):
             module.eval()
-        oracle = step(copy.deepcopy(host).double(), exact)
+        oracle = step(copy.deepcopy(host).double(), exact, noise=True)
         with way.context():
-            actual = step(way.module, call)
+            actual = step(way.module, call, noise=True)
         assert set(actual) == set(oracle), f"other gradients: {set(actual) ^ set(oracle)}"
         dtype = call.autocast or actual["out0"].dtype
         peaks: dict[str, float] = {}  # of each module's: a gradient may be zero but for rounding
@@ -367,7 +380,7 @@ def judged(host: nn.Module, way: Way, call: Call) -> Outcome:
             owner = name.rpartition(".")[0]
             peaks[owner] = max(peaks.get(owner, 0.0), x.abs().amax().item() if x.numel() else 0.0)
         floors = {n: 2 * torch.finfo(dtype).eps * peaks[n.rpartition(".")[0]] for n in oracle}
-        return verdict(measure_all(actual, partial(step, host, call), oracle, dtype, floors))
+        return verdict(measure_all(actual, partial(step, host, call, True), oracle, dtype, floors))
     except Exception as error:
         found = failure(error, timer)
         return Outcome() if found.status == MEMORY else found  # float64 does not fit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from stand_in_gpu import Gpu as StandIn
 from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels.measure import turns
 from fastvit_kernels.measure.timer import DeviceLost
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
 from fastvit_kernels.runtime import configs
@@ -51,6 +53,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(choices, "timer_of", lambda device: made)
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with backend("torch"):
         yield made
 
@@ -296,7 +299,7 @@ def test_a_file_that_holds_no_choices(tmp_path, text):
 def test_a_cpu_is_timed_by_the_clock_of_the_system(monkeypatch):
     """Through the whole way, with all the time it takes; what wins here is not said."""
     monkeypatch.setattr(choices, "KIND_SECONDS", 1e6)
-    monkeypatch.setattr(choices, "samples_in", lambda *_: 1)
+    monkeypatch.setattr(turns, "samples_in", lambda *_: 1)
     model, images = vit()
     with backend("torch"):
         report = swap_in(model, measure=images, budget=1e6)
@@ -357,7 +360,6 @@ def test_what_is_wrong_here_never_stays(clock, monkeypatch, outputs):
     def planted(module, classes, settings=choices.NO_SETTINGS):
         found = made(module, classes, settings)
         if settings and hasattr(found, "norm1"):
-            found.forward_of = type(found).forward
             found.__dict__["forward"] = lambda x: Wrong.apply(type(found).forward(found, x))
         return found
 
@@ -376,10 +378,10 @@ def named(clock, monkeypatch):
     """A GPU with a name, whose fused blocks make a product by a table."""
     step = choices.step
 
-    def asking(module, call):
+    def asking(module, *call, **options):
         if isinstance(module, Fused) and module.fused_level == "block":
             FWD_TABLE.choose(HERE, *PRODUCT)
-        return step(module, call)
+        return step(module, *call, **options)
 
     monkeypatch.setattr(choices, "step", asking)
     monkeypatch.setattr(importlib.import_module("fastvit_kernels.runtime.backend"), "_gpu",
@@ -438,9 +440,26 @@ def test_configs_that_cannot_be_used_and_what_ends_early_change_nothing(named):
     assert route() == "library" and not any(isinstance(m, Fused) for m in model.modules())
 
 
+def test_all_processes_take_the_configs_of_the_first(named, monkeypatch):
+    named.fused = {"block": 0.5, "triton": 0.4}
+    images = vit()[1]
+    first = swap_in(vit()[0], measure=images).choices
+    configs.install(HERE, {})
+    monkeypatch.setattr(choices.dist, "is_initialized", lambda: True)
+    for entries, taken in (([], "library"), (first.configs, "triton")):
+
+        def broadcast(found, entries=entries):
+            found[0] = choices.Choices({}, [], entries), {}
+
+        monkeypatch.setattr(choices.dist, "broadcast_object_list", broadcast)
+        swap_in(vit()[0], measure=images)  # where the other route would win
+        assert route() == taken
+        configs.install(HERE, {})
+
+
 def test_after_the_time_nothing_runs(clock, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(choices.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sample = clock.sample
     clock.sample = lambda run, count, flush: (
         now.__setitem__(0, now[0] + 3.0) or sample(run, count, flush)
@@ -464,13 +483,14 @@ def test_rehearsed_on_a_stand_in_device(monkeypatch):
     """The timer of a GPU, memory that does not suffice, a device that is lost."""
     device = StandIn(monkeypatch)
     monkeypatch.setattr(choices, "timer_of", lambda _: device.timer)
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: 0.0))
     step = choices.step
 
-    def slow(module, call):
+    def slow(module, *call, **options):
         device.calls += ["kernel"] * (1 if isinstance(module, Fused) else 9)
         if out_of_memory and isinstance(module, Fused) and module.fused_level == "block":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(module, call)
+        return step(module, *call, **options)
 
     monkeypatch.setattr(choices, "step", slow)
     with backend("torch"):
