@@ -12,11 +12,9 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..runtime import tuned_table
 from ..runtime.backend import Gpu, gpu
@@ -115,14 +113,16 @@ def run_tuning(
     return 1 if wrong else 0
 
 
-def write_choices(
-    path: Path, model: nn.Module, images: Tensor, dtype: str, device: torch.device
-) -> None:
-    """Measure the kinds of modules of a host's model in its mode, and write their choices and the
-    launch configs of this GPU for `swap_in(choices=path)`. What the file has is not measured again.
+def write_choices(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Measure the kinds of modules of a host's model; write their choices and the launch configs
+    of this GPU into `--out`, for `swap_in(choices=)`. What the file has is not measured again.
     """
+    path, dtype = arguments.out, arguments.dtype
+    model = build_model(arguments.model, img_size=arguments.img_size).to(device)
+    model.train(arguments.train)
+    images = torch.randn(arguments.batch, *input_shape(model, arguments.img_size), device=device)
     precision = torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32")
-    with torch.set_grad_enabled(model.training), precision:
+    with torch.set_grad_enabled(arguments.train), precision:
         report = swap_in(model, measure=images, choices=path if path.exists() else None)
     found = report.choices or Choices()
     print(*found.rows, sep="\n")
@@ -199,10 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
             status = run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
             if arguments.out is not None:
                 del step
-                model = build_model(arguments.model, img_size=arguments.img_size).to(device)
-                images = torch.randn(arguments.batch, *input_shape(model), device=device)
-                model.train(arguments.train)
-                write_choices(arguments.out, model, images, arguments.dtype, device)
+                write_choices(arguments, device)
             return status
     except tuning.Unusable as error:
         print(f"the GPU cannot be used any more after {error}")

@@ -35,14 +35,12 @@ from ..measure.gate import ERROR, MEMORY, OK, Outcome, failure, verdict
 from ..measure.timer import CpuTimer, Timer, cuda_timer, spread
 from ..measure.turns import ROUNDS, Contender, beats, take_turns, time_together
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, forced_route
-from ..runtime import tuned_table
 from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import Choice as Decision
 from ..runtime.configs import install, recording, tuned_on
 from ..runtime.files import write_text
 from ..runtime.tables import Tuned
 from ..runtime.triton import triton
-from ..runtime.tuned_table import Entry, fields, now
 from ..runtime.version import __version__
 from ..verify.accuracy import measure_all
 from . import hosts
@@ -301,6 +299,8 @@ class Way(NamedTuple):
 
     def entries(self, ms: Mapping[str, float]) -> list[dict[str, Any]]:
         """Its launch configs for Choices; beside them the times of the module."""
+        from ..runtime.tuned_table import Entry, fields, now  # importing swap reads no file
+
         us = 1e3 * ms.get(self.name, 0.0)
         former = 1e3 * ms[FUSED] if FUSED in ms else us
         return [
@@ -423,6 +423,8 @@ def prefer(here: Gpu, former: Tuned, entries: Sequence[dict[str, Any]]) -> Tuned
 
     Raises: ValueError for one that does not ship or does not fit its key.
     """
+    from ..runtime import tuned_table
+
     try:
         found = {(e.table, e.key): c for e, c in (tuned_table.entry(here, raw) for raw in entries)}
     except tuned_table.TableError as error:

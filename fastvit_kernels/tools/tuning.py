@@ -29,7 +29,7 @@ from ..runtime.configs import TABLES, Choice, forced, install, recording
 from ..runtime.operator import LAUNCHERS
 from ..runtime.tables import Key
 from ..runtime.tuned_table import Journal
-from ..verify.runner import Fault, check
+from ..verify.runner import Fault, check, device_lost
 from .replay import Call, Replay, noting
 
 ROUNDS = 7  # of a config and the default in turn
@@ -39,14 +39,6 @@ Timer = Callable[[Callable[[], object]], float]  # -> microseconds of one call
 
 class Unusable(RuntimeError):
     """A config that left the GPU in a state in which nothing runs any more."""
-
-
-def _check_device(device: torch.device, table: str, config: Any) -> None:
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            raise Unusable(f"{table} {config}: {str(error).splitlines()[0]}") from error
 
 
 class OperatorCall(NamedTuple):
@@ -149,7 +141,8 @@ def decide(
                 try:
                     check(reference, replay.function)
                 except Fault as fault:
-                    _check_device(device, choice.table, config)
+                    if lost := device_lost(device):
+                        raise Unusable(f"{choice.table} {config}: {lost}") from fault
                     found.refused.append((config, f"{replay.call}: {fault}"))
                     return True
         return False

@@ -22,6 +22,7 @@ from op_facts import FACTS
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands import tune as tune_command
+from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.models import modules
 from fastvit_kernels.ops.common.gemm_configs import GemmConfig
 from fastvit_kernels.runtime import configs as launch_configs
@@ -34,7 +35,6 @@ from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.tools import replay, tuning
 from fastvit_kernels.verify import runner
 from fastvit_kernels.verify.cases import OPS
-from tests.model_coverage.model_zoo import timm_small
 
 backend_module = importlib.import_module("fastvit_kernels.runtime.backend")
 CPU = torch.device("cpu")
@@ -599,10 +599,11 @@ def test_modules_are_measured_into_the_same_file(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr(choices, "timer_of", lambda device: Clock())
     path = tmp_path / "choices.json"
+    words = ["tune", "--model", "timm:vit_tiny_patch16_224", "--img-size", "32", "--batch", "2"]
+    arguments = cli.build_parser(words).parse_args([*words, "--out", str(path)])
     for first in (True, False):
-        model, images = timm_small("vit_base_patch16_224", depth=1)
         with fk.backend("torch"):
-            tune_command.write_choices(path, model, images, "bf16", CPU)
+            tune_command.write_choices(arguments, CPU)
         said = capsys.readouterr().out
         assert bool(timed) == first and "block Block: host 1 ms, fused 0.5; kept fused" in said
         assert f"3 kinds of modules and 1 launch configs in {path}" in said
@@ -610,7 +611,8 @@ def test_modules_are_measured_into_the_same_file(capsys, tmp_path, monkeypatch):
     assert tune_command.clear(HERE) == 0
     launch_configs.install(HERE, None)
     assert table.choose(HERE, 64) == table.default(HERE, 64)
-    fk.swap_in(timm_small("vit_base_patch16_224", depth=1)[0], choices=path)
+    model = build_model("timm:vit_tiny_patch16_224", img_size=32)
+    assert "kept fused" in str(fk.swap_in(model, choices=path))
     assert table.choose(HERE, 64) == other
 
 
