@@ -3,47 +3,78 @@
 fastvit-kernels compare timm:vit_base_patch16_224 --batch 256 --dtype bf16 --compile --out compare
 
 Time a step in turns, peak memory, the 2x rule against float64, and how far the losses of the first
-steps are apart. Random weights and images; `fk.compare` does the same for a model of yours.
+steps are apart. `fk.compare` does the same in Python. With --sweep-tokens: attention alone, ours
+over the best of torch's SDPA.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..runtime.dtypes import DTYPES
 from ..swap.compare import WAYS, compare
-from . import options
-from .console import refusing
+from . import options, sweep
+from .console import CommandError, refusing
 from .models import build_model, input_shape
+from .training.data import Normalization, read_image
+from .training.records import IMAGE_SUFFIXES, Files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels compare`."""
     add = parser.add_argument
-    names = "a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
-    add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=names)
+    add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
     options.add_batch(parser, 64)
     options.add_img_size(parser)
     options.add_dtype(parser)
     options.add_step(parser)
     add("--compile", action="store_true", help="torch.compile beside both")
     add("--max-autotune", action="store_true", help="its mode max-autotune beside both; minutes")
+    add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
+    add(
+        "--sweep-tokens", type=sweep.tokens, metavar="T,T,...",
+        help="time attention at these lengths, such as 197,257,577,1025,2305, and no model",
+    )  # fmt: skip
     options.add_budget(parser, "for the turns of all ways (default 10)")
     options.add_device(parser)
-    options.add_out(parser, "write compare.csv and compare.png there")
+    options.add_out(parser, "write a CSV and a picture there")
+
+
+def folder_images(folder: Path, count: int, shape: tuple[int, int, int]) -> Tensor:
+    """The first images in a folder and in those inside it: fp32 of this shape, normalised.
+
+    Raises: CommandError where there are fewer, or one cannot be read.
+    """
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)[:count]
+    if len(files) < count:
+        raise CommandError(f"--data {folder} holds {len(files)} images; --batch wants {count}")
+    channels, height, width = shape
+    records = Files([(path, "", 0, 0) for path in files], [0] * count)
+    found = [read_image(records, i, max(height, width), channels) for i in range(count)]
+    images = torch.stack(found)[..., :height, :width]
+    return Normalization.of(images)(images)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command: 1 where the swapped model breaks the 2x rule or a way fails."""
     device = options.chosen_device(arguments)
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     torch.manual_seed(0)
+    if arguments.sweep_tokens:
+        with refusing("--sweep-tokens", torch.OutOfMemoryError):
+            return sweep.run(arguments, device, dtype)
     model = build_model(arguments.model, img_size=arguments.img_size).to(device)
     model.train(arguments.train)
-    images = torch.randn(arguments.batch, *input_shape(model), device=device)
+    shape = input_shape(model, arguments.img_size)
+    if arguments.data is None:
+        images = torch.randn(arguments.batch, *shape, device=device)
+    else:
+        images = folder_images(arguments.data, arguments.batch, shape).to(device)
     modes = [None] + ["default"] * arguments.compile + ["max-autotune"] * arguments.max_autotune
-    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
     with refusing(f"{arguments.model} does not run", torch.OutOfMemoryError):
         found = compare(
             model, images, ways=[way for way, mode in WAYS.items() if mode in modes],

@@ -4,13 +4,17 @@ vit_base_patch16_224                 a name of create_vit
 timm:vit_small_patch14_dinov2        a name of timm.create_model
 torchvision:vit_b_16                 a name of torchvision.models.get_model
 hf:dinov2    hf:folder/config.json   a model type of transformers at its default size, or a file
+my_models:build                      a callable of your own that gives a model
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -100,13 +104,38 @@ def _own(name: str, **overrides: Any) -> VisionTransformer:
     return create_vit(name, **overrides)
 
 
+def _yours(module: str, name: str, **overrides: Any) -> nn.Module:
+    """What a callable of the user's gives; its module may lie in the working directory."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        build = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        known = ", ".join(f"{h}:" for h in _HOSTS)
+        raise CommandError(
+            f"unknown model '{module}:{name}'; a prefix is one of {known} or a module of yours"
+        ) from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(build):
+        raise CommandError(f"{module} has no callable {name!r}")
+    if "img_size" not in inspect.signature(build).parameters:
+        overrides.pop("img_size", None)
+    model = build(**overrides)
+    if not isinstance(model, nn.Module):
+        raise CommandError(f"{module}:{name} gave a {type(model).__name__}, wanted a model")
+    return model
+
+
 def build_model(name: str, **overrides: Any) -> nn.Module:
     """A model by name, as its library builds it, with random weights.
 
     Args:
         name: as this module's first lines show.
         overrides: img_size, in_chans and num_classes for every library; any other argument by the
-            library's own name. img_size=None is the model's own.
+            library's own name. img_size=None is the model's own. A callable of the user's gets
+            img_size where it takes one, and the others.
     Raises: CommandError for another name, with the near ones, and for what the model refuses.
     """
     host, colon, rest = name.partition(":")
@@ -116,8 +145,7 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
         if not colon:
             return _own(name, **overrides)
         if host not in _HOSTS:
-            known = ", ".join(f"{h}:" for h in _HOSTS)
-            raise CommandError(f"unknown model {name!r}; a prefix is one of {known}")
+            return _yours(host, rest, **overrides)
         package = "transformers" if host == "hf" else host
         define_torchvision_operators()  # timm and transformers import torchvision too
         require(package, package)
@@ -167,8 +195,12 @@ def weight_files(folder: Path) -> list[Path]:
     raise CommandError(f"{folder} holds none of {', '.join(names)}")
 
 
-def input_shape(model: nn.Module) -> tuple[int, int, int]:
-    """(channels, height, width) of the images that a model of `build_model` takes."""
+def input_shape(model: nn.Module, img_size: int | None = None) -> tuple[int, int, int]:
+    """(channels, height, width) of the images that a model of `build_model` takes.
+
+    Args:
+        img_size: what it was built with, where its user said so.
+    """
     found: Any = model
     config = getattr(found, "config", None)  # transformers
     if config is not None and hasattr(config, "image_size"):
@@ -180,6 +212,7 @@ def input_shape(model: nn.Module) -> tuple[int, int, int]:
         channels = next(p for p in found.patch_embed.parameters() if p.ndim == 4).shape[1]
     else:  # timm's other families
         channels, *size = getattr(found, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
+    size = size if img_size is None else img_size
     height, width = (size, size) if isinstance(size, int) else size
     return channels, height, width
 

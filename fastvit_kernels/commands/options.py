@@ -17,6 +17,7 @@ from ..runtime.dtypes import DTYPES
 from .console import CommandError
 
 MODEL = "vit_base_patch16_224"
+NAMES = "a name of create_vit, timm:NAME, torchvision:NAME, hf:TYPE or your own module:callable"
 MOST = 2**31 - 1  # what torch takes for a size, and a timer for seconds
 MOST_PROCESSES = 1024
 MOST_PIXELS = 2**14  # of a side
@@ -64,11 +65,8 @@ def _device(text: str) -> str:
 def add_model(parser: Any, default: str | None = MODEL, help: str = "") -> None:
     """`--model NAME`, a name for `models.build_model`."""
     text = help or (f"default {default}" if default else "")
-    parser.add_argument(
-        "--model", metavar="NAME", default=default,
-        help="a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
-        + (f" ({text})" if text else ""),
-    )  # fmt: skip
+    text = NAMES + (f" ({text})" if text else "")
+    parser.add_argument("--model", metavar="NAME", default=default, help=text)
 
 
 def add_img_size(parser: Any) -> None:

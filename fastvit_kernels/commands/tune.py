@@ -2,13 +2,16 @@
 
 Every config that ships and fits is run; one whose output or gradients break the 2x rule, or differ
 between two runs, cannot win. The choices go into a file in the user's cache folder, which later
-runs read at their first step. Without a GPU there is nothing to measure. More: docs/tune.md.
+runs read at their first step; what is in it is not measured again. Without a GPU there is nothing
+to measure. More: docs/tune.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,11 +19,14 @@ import torch
 from ..runtime import tuned_table
 from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import TABLES
+from ..runtime.dtypes import DTYPES
 from ..runtime.tuned_table import Entry, TableError
+from ..swap.apply import swap_in
+from ..swap.choices import Choices
 from ..tools import tuning
 from . import options
 from .console import CommandError, term_interrupts
-from .models import fused_model, input_shape, run_step
+from .models import build_model, fused_model, input_shape, run_step
 
 
 def model_step(
@@ -79,9 +85,13 @@ def run_tuning(
     except TableError as error:
         print(f"{tuned_table.table_path(here)} is written anew: {error}")
         entries = {}
-    wrong, decided = 0, 0
-    for found in tuning.tune(step, device, timer=timer, seconds=seconds):  # may raise Unusable
-        print(describe(found), flush=True)
+    done = {name for name, entry in entries.items() if entry.complete}
+    wrong, decided, start = 0, 0, time.monotonic()
+    for found in tuning.tune(step, device, timer=timer, seconds=seconds, done=done):
+        print(describe(found))
+        spent = time.monotonic() - start
+        left = min(spent * found.left / (1 - found.left), max(seconds - spent, 0.0))
+        print(f"  {100 * (1 - found.left):.0f} % done, about {left:.0f} s left", flush=True)
         wrong += any(config == found.default for config, _ in found.refused)
         if not found.tried:
             continue
@@ -89,16 +99,38 @@ def run_tuning(
         choice = found.choice
         entries[choice.table, choice.key] = Entry(
             choice.table, choice.key, tuned_table.fields(found.winner),
-            found.default_us, found.winner_us, tuned_table.now(),
+            found.default_us, found.winner_us, tuned_table.now(), found.complete,
         )  # fmt: skip
         tuned_table.save(here, entries.values())  # what is measured outlives an interrupt
     if decided:
         print(f"{decided} decisions, {len(entries)} in {tuned_table.table_path(here)}")
     else:
         print("there was nothing to choose; nothing was written")
+    if done:
+        print(f"{len(done)} of a former run were left as they are; --clear removes them")
     if wrong:
         print(f"{wrong} shipped defaults are wrong on this GPU: please report them")
     return 1 if wrong else 0
+
+
+def write_choices(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Measure the kinds of modules of a host's model; write their choices and the launch configs
+    of this GPU into `--out`, for `swap_in(choices=)`. What the file has is not measured again.
+    """
+    path, dtype = arguments.out, arguments.dtype
+    model = build_model(arguments.model, img_size=arguments.img_size).to(device)
+    model.train(arguments.train)
+    images = torch.randn(arguments.batch, *input_shape(model, arguments.img_size), device=device)
+    precision = torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32")
+    with torch.set_grad_enabled(arguments.train), precision:
+        report = swap_in(model, measure=images, choices=path if path.exists() else None)
+    found = report.choices or Choices()
+    print(*found.rows, sep="\n")
+    entries = [asdict(e) | {"key": [*e.key]} for e in tuned_table.read(gpu(device))[0]]
+    by_date = sorted(entries + found.configs, key=lambda entry: entry["date"])
+    found.configs = list({(e["table"], *e["key"]): e for e in by_date}.values())
+    found.save(path)
+    print(f"{len(found.rows)} kinds of modules and {len(found.configs)} launch configs in {path}")
 
 
 def show(here: Gpu) -> int:
@@ -134,6 +166,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_step(parser)
     options.add_dtype(parser, default="bf16")
     options.add_device(parser)
+    options.add_out(
+        parser, "measure modules beside their hosts too, and write both for swap_in(choices=FILE)",
+        metavar="FILE",
+    )  # fmt: skip
     options.add_budget(parser, "try no further config after these; the costly kernels come first")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", action="store_true", help="print this GPU's table")
@@ -160,7 +196,11 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     try:
         with term_interrupts():  # a terminated process would blame the config that it tried
-            return run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
+            status = run_tuning(step, device, seconds=arguments.time_budget or float("inf"))
+            if arguments.out is not None:
+                del step
+                write_choices(arguments, device)
+            return status
     except tuning.Unusable as error:
         print(f"the GPU cannot be used any more after {error}")
         print("what was decided before is written; run the command again, it leaves this one out")

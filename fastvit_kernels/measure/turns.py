@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .gate import FAILED, OK, Outcome, failure
-from .timer import Timer, spread
+from .timer import Timer, samples_in, spread
 
 ROUNDS = 5  # how often the contenders take turns
 MIN_GAIN = 0.02  # less is noise, however steady it looks
@@ -65,6 +65,17 @@ def take_turns(
             c.outcome = failure(error, timer)
 
     alternate(rounds, *(functools.partial(turn, c) for c in contenders))
+
+
+def time_together(
+    contenders: Sequence[Contender], timer: Timer, ms: float, *, flush: bool, most: int = 100
+) -> None:
+    """Time in turns those that have run well before, for so many ms in all; at most so many samples
+    of each in a turn, at least one. Their times of before are left out."""
+    right = [c for c in contenders if c.outcome.status == OK]
+    for c in right:
+        c.count, c.times = samples_in(ms / (len(right) * ROUNDS), c.times[-1], 1, most), []
+    take_turns(right, timer, flush=flush)
 
 
 def beats(candidate: list[float], default: list[float]) -> bool:

@@ -68,7 +68,7 @@ class ConfigTable(Generic[Config]):
         if config is None:
             config = _forced.get(self.name)
             if config is None:
-                config = _tuned_on(gpu).get((self.name, key))
+                config = tuned_on(gpu).get((self.name, key))
             if config is None or not self.fits(gpu, config, *key):
                 config = self.default(gpu, *key)
             self._chosen[gpu, key] = config
@@ -81,7 +81,7 @@ class ConfigTable(Generic[Config]):
         return [default, *others]
 
 
-def _tuned_on(gpu: Gpu) -> Tuned:
+def tuned_on(gpu: Gpu) -> Tuned:
     """What the user's table says for this GPU: read once; nothing for one that is not there."""
     if not gpu.name:
         return {}

@@ -28,7 +28,7 @@ from .tables import TABLES, Key, Tuned
 from .triton import triton
 from .version import __version__
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 4 * 2**20
 MAX_MICROSECONDS = 1e9
 
@@ -47,6 +47,7 @@ class Entry:
     default_us: float
     config_us: float
     date: str  # ISO 8601, UTC
+    complete: bool = True  # False: the time was over before every config was tried
 
 
 def cache_folder() -> Path:
@@ -160,7 +161,7 @@ def _content(text: str) -> dict[str, Any]:
     return content
 
 
-def _entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
+def entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
     """One entry of a file, checked, and the shipped config that it names."""
     names = set(Entry.__dataclass_fields__)
     if not isinstance(raw, dict) or set(raw) != names:
@@ -185,8 +186,8 @@ def _entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
         value = raw[name]
         if type(value) not in (int, float) or not 0 < value < MAX_MICROSECONDS:
             raise TableError(f"{name} must be positive microseconds, got {str(value)[:40]}")
-    if not isinstance(raw["date"], str):
-        raise TableError(f"date must be text, got {str(raw['date'])[:40]}")
+    if not (isinstance(raw["date"], str) and isinstance(raw["complete"], bool)):
+        raise TableError("date must be text and complete true or false")
     return Entry(**{**raw, "key": tuple(key)}), shipped[0]
 
 
@@ -207,11 +208,11 @@ def read(gpu: Gpu) -> tuple[list[Entry], Tuned]:
     entries: list[Entry] = []
     tuned: dict[tuple[str, Key], Any] = {}
     for raw in content["entries"]:
-        entry, config = _entry(gpu, raw)
-        if (entry.table, entry.key) in tuned:
-            raise TableError(f"{entry.table} has two entries for {str(entry.key)[:80]}")
-        entries.append(entry)
-        tuned[entry.table, entry.key] = config
+        one, config = entry(gpu, raw)
+        if (one.table, one.key) in tuned:
+            raise TableError(f"{one.table} has two entries for {str(one.key)[:80]}")
+        entries.append(one)
+        tuned[one.table, one.key] = config
     return entries, tuned
 
 

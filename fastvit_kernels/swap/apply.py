@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
-from .choices import Choices, Measure, choose
+from .choices import HOST, LOW, Choices, Measure, choose
 from .facts import host_of, leaves, level_of, patched
 from .hosts.fused import Fused, Unfused
 from .plans import refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
 from .report import SwapReport, ancestors, is_ours, make_report
 
-Memory = Literal["default", "low"]
+Memory = Literal["default", "low", "auto"]
 
 
 def _matches(selector: Any, name: str, module: nn.Module) -> bool:
@@ -78,8 +78,9 @@ def swap_in(
             fared.
         memory: "low": the backward of each pre-norm block rebuilds the LayerNorm outputs that its
             branches read, with the same bits, instead of keeping them. Under bf16 autocast 24 C
-            bytes a token and block instead of 28 C, for one more LayerNorm forward each. A later
-            call sets it anew for the blocks that it selects.
+            bytes a token and block instead of 28 C, for one more LayerNorm forward each. "auto",
+            with measure or choices: low for each kind of block that is faster so. A later call sets
+            it anew for the blocks that it selects.
         drop_path: "skip": in training the branches of pre-norm blocks compute nothing for the
             samples that DropPath drops, of which there are as many at every step, drawn as DINOv2
             draws them: max(int(B (1 - rate)), 1) are kept. Where a branch cannot, it masks as its
@@ -89,16 +90,20 @@ def swap_in(
             arguments or a dict of keyword arguments, in the mode and under the autocast that it is
             trained in; or a callable that takes the model and computes a loss. Each kind of module
             that would be swapped runs its host's forward and the fused one, with their backward,
-            in turns; a kind whose fused time is not lower by more than the noise stays its host's,
-            and the report says both times. A narrower part of it may still be fused.
+            in turns; a kind whose fused time is not lower by more than the noise, or whose numbers
+            break the 2x rule on that batch, stays its host's, and the report says the times. A
+            narrower part of it may still be fused. On a GPU, products that a kernel of ours makes
+            are tried by the vendor's library, and the other way around: the faster holds for
+            products of that shape in this process, as what `fastvit-kernels tune` chose.
         budget: seconds for these times. What had none left is not swapped.
-        choices: what an earlier call chose, `report.choices` or a path that its `save` wrote:
-            kinds that are known, by the same GPU and versions, are not measured again. Without
-            measure, kinds that are not known are swapped.
+        choices: what an earlier call chose, `report.choices` or a path that its `save` or
+            `fastvit-kernels tune --out` wrote: kinds that are known, by the same GPU and versions,
+            are not measured again. Without measure, kinds that are not known are swapped.
     Returns: a SwapReport: what was swapped at which level, what was left and why.
     Raises: TypeError for another model, selector or type of memory; ValueError for a name or module
-        that the model does not have, for another memory or drop_path, and for a file that holds no
-        choices; with measure, what the model raises on that batch. Nothing is changed then.
+        that the model does not have, for another memory or drop_path, for memory="auto" alone, and
+        for a file that holds no choices; with measure, what the model raises on that batch. Nothing
+        is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_in: model must be an nn.Module, got {type(model).__name__}")
@@ -117,6 +122,8 @@ def swap_in(
     known = Choices.read(choices) if isinstance(choices, (str, Path)) else choices
     if not isinstance(known, Choices | None):
         raise TypeError(f"swap_in: choices must be a path or Choices, got {type(choices).__name__}")
+    if memory == "auto" and measure is None and known is None:
+        raise ValueError("swap_in: memory='auto' takes the faster: give measure= or choices= too")
     modules = dict(model.named_modules())
     left_out = {} if skip is None else dict.fromkeys(_selected("skip", skip, modules), "in skip=")
     if only is not None:
@@ -129,21 +136,25 @@ def swap_in(
         del swap.planned[module]
         name = next(n for n, m in modules.items() if m is module)
         swap.guesses[name] = "its caller gets the probabilities"
-    settings = {"fused_memory": memory, "fused_drop_path": drop_path}
-    chosen = None
+    settings = {"fused_memory": "default" if memory == "auto" else memory}
+    settings["fused_drop_path"] = drop_path
+    chosen, rebuilt = None, set()
     if measure is not None or known is not None:
         fused = {
             m: type(m) for n, m in modules.items() if isinstance(m, Fused) and n not in left_out
         }
         fused |= swap.planned
-        chosen, losers = choose(model, fused, measure, budget, known, settings)
-        for name, choice in losers.items():
-            swap.planned[modules[name]] = host_of(type(modules[name]))
-            swap.refused[name] = f"kept as it is: {choice.times}"
+        chosen, kept = choose(model, fused, measure, budget, known, settings, memory == "auto")
+        for name, choice in kept.items():
+            if choice.keeps == HOST:
+                swap.planned[modules[name]] = host_of(type(modules[name]))
+                swap.refused[name] = f"kept as it is: {choice.times}"
+        rebuilt = {name for name, choice in kept.items() if choice.keeps == LOW}
     for module, cls in swap.planned.items():
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():
-        for setting, value in settings.items() if name not in left_out else ():
+        own = settings | ({"fused_memory": "low"} if name in rebuilt else {})
+        for setting, value in own.items() if name not in left_out else ():
             vars(module).pop(setting, None)  # the default is an attribute of the class
             if value != getattr(type(module), setting, value):
                 setattr(module, setting, value)

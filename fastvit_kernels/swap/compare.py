@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.gate import OK, Outcome, failure, verdict
-from ..measure.timer import Timer, samples_in, spread
-from ..measure.turns import ROUNDS, Contender, take_turns
+from ..measure.timer import Timer, spread
+from ..measure.turns import Contender, time_together
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.files import write_atomically, write_text
 from . import choices
 from .apply import swap_in, swap_out
-from .choices import Measure, called, machine_of
+from .choices import Measure, called, machine_on
 from .errors import model_errors
 from .facts import leaves
 from .report import is_ours
@@ -93,28 +93,42 @@ class Comparison:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write compare.csv and, where matplotlib is installed, compare.png into a folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO()
         about = {"model": self.model, "mode": self.mode, **self.machine}
-        table = csv.DictWriter(text, [*about, *asdict(self.rows[0])], lineterminator="\n")
-        table.writeheader()
-        table.writerows({**about, **asdict(row)} for row in self.rows)
-        write_text(folder / "compare.csv", text.getvalue())
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            return [folder / "compare.csv"]
+        rows = [{**about, **asdict(row)} for row in self.rows]
+        return save_rows(Path(folder), "compare", rows, 1.2 + 0.45 * len(rows), self._draw)
+
+    def _draw(self, axes: Any) -> None:
         rows = [row for row in self.rows if row.ms is not None]
-        figure = Figure((7, 1.2 + 0.45 * len(rows)), layout="constrained")
-        axes = figure.subplots()
         bars = axes.barh([row.way for row in rows], [row.ms or 0.0 for row in rows])
         axes.bar_label(bars, [_cell(row.ms, ".4g") for row in rows], padding=3)
         axes.invert_yaxis()
         axes.set(xlabel="ms a step", title=f"{self.model}\n{self.mode}, {self.machine['device']}")
-        path = folder / "compare.png"
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
-        return [folder / "compare.csv", path]
+
+
+def save_rows(
+    folder: Path, name: str, rows: Sequence[Mapping[str, Any]], height: float,
+    draw: Callable[[Any], object],
+) -> list[Path]:  # fmt: skip
+    """Write name.csv and, where matplotlib is installed, name.png, which draw(axes) fills.
+
+    Args:
+        height: of the picture, in inches.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    table = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    written = [folder / f"{name}.csv"]
+    write_text(written[0], text.getvalue())
+    with suppress(ModuleNotFoundError):
+        from matplotlib.figure import Figure
+
+        figure = Figure((7, height), layout="constrained")
+        draw(figure.subplots())
+        written.append(folder / f"{name}.png")
+        write_atomically(written[1], lambda file: figure.savefig(file, format="png", dpi=150))
+    return written
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -217,10 +231,7 @@ def compare(
         judged = _judged(model, batch, autocast) if len(ways) > 1 else Outcome()
         prepared = [_prepared(model, way, batch, autocast, steps, timer) for way in ways]
         good = [p.contender for p in prepared if p.contender.outcome.status == OK]
-        for c in good:
-            share = 1e3 * seconds / (len(good) * ROUNDS)
-            c.count, c.times = samples_in(share, c.times[-1], 1, MAX_SAMPLES), []
-        take_turns(good, timer, flush=False)
+        time_together(good, timer, 1e3 * seconds, flush=False, most=MAX_SAMPLES)
     reason = reason_for_torch(torch.empty(1, device=device))
     by_pytorch = f"PyTorch runs it: {reason}" if reason else ""
     rows, eager = [], prepared[0]
@@ -245,7 +256,7 @@ def compare(
     mode += f", {str(autocast or next(model.parameters()).dtype).removeprefix('torch.')}"
     if tensor is not None:
         mode += f", {list(tensor.shape)}"
-    return Comparison(name or type(model).__name__, machine_of(model), mode, rows)
+    return Comparison(name or type(model).__name__, machine_on(device), mode, rows)
 
 
 class _Prepared(NamedTuple):

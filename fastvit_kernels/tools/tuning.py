@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ from ..runtime.backend import backend, gpu
 from ..runtime.compat import TorchDispatchMode
 from ..runtime.configs import TABLES, Choice, forced, install, recording
 from ..runtime.operator import LAUNCHERS
+from ..runtime.tables import Key
 from ..runtime.tuned_table import Journal
-from ..verify.runner import Fault, check
+from ..verify.runner import Fault, check, device_lost
 from .replay import Call, Replay, noting
 
 ROUNDS = 7  # of a config and the default in turn
@@ -38,14 +39,6 @@ Timer = Callable[[Callable[[], object]], float]  # -> microseconds of one call
 
 class Unusable(RuntimeError):
     """A config that left the GPU in a state in which nothing runs any more."""
-
-
-def _check_device(device: torch.device, table: str, config: Any) -> None:
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            raise Unusable(f"{table} {config}: {str(error).splitlines()[0]}") from error
 
 
 class OperatorCall(NamedTuple):
@@ -97,6 +90,7 @@ class Decision:
     refused: list[tuple[Any, str]] = field(default_factory=list)  # config, why
     complete: bool = True  # False where the time was over before every config was tried
     unchecked: str = ""  # why there is no float64 reference to check with
+    left: float = 0.0  # of the work of all decisions, the share that comes after
 
 
 def _deciding(replays: Sequence[tuple[Replay, int]], choice: Choice) -> list[Any]:
@@ -147,7 +141,8 @@ def decide(
                 try:
                     check(reference, replay.function)
                 except Fault as fault:
-                    _check_device(device, choice.table, config)
+                    if lost := device_lost(device):
+                        raise Unusable(f"{choice.table} {config}: {lost}") from fault
                     found.refused.append((config, f"{replay.call}: {fault}"))
                     return True
         return False
@@ -186,6 +181,7 @@ def tune(
     *,
     timer: Timer = gpu_microseconds,
     seconds: float = float("inf"),
+    done: Container[tuple[str, Key]] = (),
 ) -> Iterator[Decision]:
     """Tune every decision that a step takes, those that take the most time first.
 
@@ -193,7 +189,8 @@ def tune(
         step: runs the model once on `device`, forward alone or backward too.
         timer: microseconds of one call.
         seconds: after these no further config is tried; a Decision says where that cut it short.
-    Yields: one Decision for each (table, key) that has more than one config.
+        done: (table, key) of those that were decided before.
+    Yields: one Decision for each other (table, key) that has more than one config.
     """
     deadline = time.monotonic() + seconds
     here = gpu(device)
@@ -210,22 +207,30 @@ def tune(
                 for operator in operator_calls(replay):
                     open_choices = [
                         c for c in operator.choices
-                        if len(TABLES[c.table].candidates(c.gpu, *c.key)) > 1
+                        if (c.table, c.key) not in done
+                        and len(TABLES[c.table].candidates(c.gpu, *c.key)) > 1
                     ]  # fmt: skip
                     us = count * timer(operator) if open_choices else 0.0
                     for choice in open_choices:
                         decisions.setdefault(choice, {})[call] = count
                         share[choice] = share.get(choice, 0.0) + us
                 del replay
+            work = {
+                c: len(TABLES[c.table].candidates(c.gpu, *c.key)) * len(calls)
+                for c, calls in decisions.items()
+            }
+            left = sum(work.values())
             for choice in sorted(decisions, key=lambda c: -share[c]):
+                left -= work[choice]
                 if time.monotonic() > deadline:
                     default = TABLES[choice.table].default(choice.gpu, *choice.key)
                     us = share[choice]
-                    yield Decision(choice, default, default, us, us, complete=False)
+                    found = Decision(choice, default, default, us, us, complete=False)
                 else:
                     found = decide(choice, decisions[choice], device, timer, deadline, journal)
                     journal.survived()
-                    yield found
+                found.left = left / sum(work.values())
+                yield found
     except (Exception, KeyboardInterrupt, GeneratorExit) as error:
         if not isinstance(error, Unusable):
             journal.survived()

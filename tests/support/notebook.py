@@ -47,14 +47,15 @@ def execute(path: Path) -> Any:
 
 
 def printed(notebook: Any) -> list[str]:
-    """What each code cell prints, numbers left out; "image" for a figure."""
+    """What each code cell prints, without numbers and their width; "image" for a figure."""
     found = []
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             text = output.get("text", "")
             text = "".join(text) if isinstance(text, list) else text
             image = " image" if "image/png" in output.get("data", {}) else ""
-            found.append(re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "N", text) + image)
+            text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
+            found.append(re.sub(" +", " ", text) + image)
     return found
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_in_gpu import Gpu as StandIn
 from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out
+from fastvit_kernels.measure import turns
+from fastvit_kernels.measure.timer import DeviceLost
+from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
+from fastvit_kernels.runtime import configs
+from fastvit_kernels.runtime.backend import GPUS, Gpu
 from fastvit_kernels.swap import choices, copies
 from fastvit_kernels.swap.hosts.fused import Fused
 from tests.model_coverage.model_zoo import timm_small
 
+HERE = Gpu("cpu", 2, 2**20, "Stand-in GPU 1")
+PRODUCT = 64, 48, 48, "fp32"  # a key of a table of products; the library makes it by default
 LEVELS = ("patch_embed", "block", "attention", "mlp", "layer_norm")
 
 
 class Clock:
-    """Runs what is timed once, and says what a table says: ms of a host's, ms of a level fused."""
+    """Runs what is timed once, and says what a table says: ms of a host's, ms of a level fused; of
+    memory="low" and of the products' route where it has a time for them."""
 
     def __init__(self, **fused):
         self.fused, self.seen, self.raises = fused, [], {}
@@ -25,6 +36,9 @@ class Clock:
     def sample(self, run, count, flush):
         module = run.args[0]
         level = module.fused_level if isinstance(module, Fused) else "host"
+        if level == "block":
+            route = FWD_TABLE.choose(HERE, *PRODUCT).route
+            level = next((n for n in (module.fused_memory, route) if n in self.fused), level)
         self.seen.append(module)
         if level in self.raises:
             raise self.raises[level]
@@ -39,6 +53,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(choices, "timer_of", lambda device: made)
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: 0.0))
     with backend("torch"):
         yield made
 
@@ -284,12 +299,12 @@ def test_a_file_that_holds_no_choices(tmp_path, text):
 def test_a_cpu_is_timed_by_the_clock_of_the_system(monkeypatch):
     """Through the whole way, with all the time it takes; what wins here is not said."""
     monkeypatch.setattr(choices, "KIND_SECONDS", 1e6)
-    monkeypatch.setattr(choices, "samples_in", lambda *_: 1)
+    monkeypatch.setattr(turns, "samples_in", lambda *_: 1)
     model, images = vit()
     with backend("torch"):
         report = swap_in(model, measure=images, budget=1e6)
     assert set(kept(report).values()) <= {"fused", "host"}
-    assert all(row.host_ms and row.fused_ms for row in report.choices.rows)
+    assert all(row.ms.keys() == {"host", "fused"} for row in report.choices.rows)
 
 
 def _never(graph, inputs):
@@ -306,3 +321,190 @@ def test_a_compiled_model_is_timed_as_what_it_compiles(clock):
     assert kept(report)["block"] == "fused" and isinstance(model.blocks[0], Fused)
     seen = [m for m in clock.seen if hasattr(m, "norm1")]
     assert len(seen) >= 2 and all(getattr(m, copies.CALL, None) is None for m in seen)
+
+
+def test_memory_is_chosen_too(clock, tmp_path):
+    model, images = vit()
+    with pytest.raises(ValueError, match="'auto' takes the faster: give measure= or choices="):
+        swap_in(model, memory="auto")
+    for low, stays in ((0.4, "fused low"), (0.495, "fused"), (0.7, "fused")):
+        clock.fused = {"block": 0.5, "low": low}
+        model = vit()[0]
+        report = swap_in(model, measure=images, memory="auto")
+        assert kept(report)["block"] == stays
+        assert model.blocks[0].fused_memory == ("low" if "low" in stays else "default")
+        assert f"host 1 ms, fused 0.5, fused low {low:g}; kept {stays}" in str(report)
+        report.choices.save(tmp_path / "choices.json")
+        again = vit()[0]
+        swap_in(again, choices=tmp_path / "choices.json", memory="auto")
+        assert again.blocks[1].fused_memory == model.blocks[1].fused_memory
+    assert "fused low" not in str(swap_in(vit()[0], measure=images))
+    with torch.no_grad():  # nothing is kept for a backward
+        assert "fused low" not in str(swap_in(vit()[0], measure=images, memory="auto"))
+
+
+@pytest.mark.parametrize("outputs", ["all", "gradient"])
+def test_what_is_wrong_here_never_stays(clock, monkeypatch, outputs):
+    """However fast: on this very batch, by the 2x rule."""
+    made = choices.replica
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.01 if outputs == "all" else x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 1.01
+
+    def planted(module, classes, settings=choices.NO_SETTINGS):
+        found = made(module, classes, settings)
+        if settings and hasattr(found, "norm1"):
+            found.__dict__["forward"] = lambda x: Wrong.apply(type(found).forward(found, x))
+        return found
+
+    monkeypatch.setattr(choices, "replica", planted)
+    clock.fused = {"block": 0.1}
+    model, images = vit()
+    report = swap_in(model, measure=images)
+    assert kept(report)["block"] == "host" and not isinstance(model.blocks[0], Fused)
+    assert "fused: 2x rule: " + ("out0" if outputs == "all" else "d") in str(report)
+    row = next(row for row in report.choices.rows if row.level == "block")
+    assert row.ms.keys() == {"host"}  # no time beside wrong numbers
+
+
+@pytest.fixture
+def named(clock, monkeypatch):
+    """A GPU with a name, whose fused blocks make a product by a table."""
+    step = choices.step
+
+    def asking(module, *call, **options):
+        if isinstance(module, Fused) and module.fused_level == "block":
+            FWD_TABLE.choose(HERE, *PRODUCT)
+        return step(module, *call, **options)
+
+    monkeypatch.setattr(choices, "step", asking)
+    monkeypatch.setattr(importlib.import_module("fastvit_kernels.runtime.backend"), "_gpu",
+                        lambda device: HERE)  # fmt: skip
+    monkeypatch.setattr(configs, "_tuned", {HERE.name: {}})
+    GPUS.clear()
+    configs._forget()
+    yield clock
+    GPUS.clear()
+    configs._forget()
+
+
+def route():
+    return FWD_TABLE.choose(HERE, *PRODUCT).route
+
+
+def test_the_route_of_products_is_chosen_too(named, tmp_path):
+    images = vit()[1]
+    for ms, stays in ((0.4, "fused triton"), (0.495, "fused"), (0.7, "fused")):
+        named.fused = {"block": 0.5, "triton": ms}
+        configs.install(HERE, {})
+        report = swap_in(vit()[0], measure=images)
+        assert kept(report)["block"] == stays
+        assert f"host 1 ms, fused 0.5, fused triton {ms:g}; kept {stays}" in str(report)
+        assert route() == ("triton" if ms == 0.4 else "library")  # in the process, from now on
+        report.choices.save(tmp_path / f"{ms}.json")
+    swap_in(vit()[0], choices=tmp_path / "0.4.json")
+    assert route() == "triton"
+    named.fused = {"block": 0.5, "library": 0.4}  # the other way around
+    report = swap_in(vit()[0], measure=images)
+    assert kept(report)["block"] == "fused library" and route() == "library"
+
+
+def test_a_route_of_another_kind_stays(named):
+    named.fused = {"block": 0.5, "triton": 0.4}
+    model, images = vit()
+    first = swap_in(model, measure=images).choices
+    named.fused = {"block": 0.5, "library": 0.1}
+    report = swap_in(vit()[0], measure=images[:1], choices=first)
+    assert kept(report)["block"] == "fused" and route() == "triton"
+    assert report.choices.configs == first.configs
+
+
+def test_configs_that_cannot_be_used_and_what_ends_early_change_nothing(named):
+    named.fused = {"block": 0.5, "triton": 0.4}
+    model, images = vit()
+    found = swap_in(vit()[0], measure=images).choices
+    configs.install(HERE, {})
+    named.raises["mlp"] = named.raises["layer_norm"] = KeyboardInterrupt()  # after the blocks
+    with pytest.raises(KeyboardInterrupt):
+        swap_in(model, measure=images)
+    assert route() == "library"
+    found.configs[0]["config"]["block_m"] = 7
+    with pytest.raises(ValueError, match="choices have a config that cannot be used: linear_fwd"):
+        swap_in(model, choices=found)
+    assert route() == "library" and not any(isinstance(m, Fused) for m in model.modules())
+
+
+def test_all_processes_take_the_configs_of_the_first(named, monkeypatch):
+    named.fused = {"block": 0.5, "triton": 0.4}
+    images = vit()[1]
+    first = swap_in(vit()[0], measure=images).choices
+    configs.install(HERE, {})
+    monkeypatch.setattr(choices.dist, "is_initialized", lambda: True)
+    for entries, taken in (([], "library"), (first.configs, "triton")):
+
+        def broadcast(found, entries=entries):
+            found[0] = choices.Choices({}, [], entries), {}
+
+        monkeypatch.setattr(choices.dist, "broadcast_object_list", broadcast)
+        swap_in(vit()[0], measure=images)  # where the other route would win
+        assert route() == taken
+        configs.install(HERE, {})
+
+
+def test_after_the_time_nothing_runs(clock, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sample = clock.sample
+    clock.sample = lambda run, count, flush: (
+        now.__setitem__(0, now[0] + 3.0) or sample(run, count, flush)
+    )
+    model, images = vit()
+    report = swap_in(model, measure=images, budget=5.0)
+    assert len(clock.seen) == 4 and report.level == "none"  # one kind, twice each
+    assert {row.note for row in report.choices.rows} == {
+        "host: no time was left for a turn; fused: no time was left for a turn"
+    }
+
+
+def test_a_batch_that_the_host_cannot_run(clock):
+    model, images = vit()
+    with pytest.raises(AssertionError, match="Input height"):
+        swap_in(model, measure=images[:, :, :-1])
+    assert not any(isinstance(m, Fused) for m in model.modules()) and not clock.seen
+
+
+def test_rehearsed_on_a_stand_in_device(monkeypatch):
+    """The timer of a GPU, memory that does not suffice, a device that is lost."""
+    device = StandIn(monkeypatch)
+    monkeypatch.setattr(choices, "timer_of", lambda _: device.timer)
+    monkeypatch.setattr(choices, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    step = choices.step
+
+    def slow(module, *call, **options):
+        device.calls += ["kernel"] * (1 if isinstance(module, Fused) else 9)
+        if out_of_memory and isinstance(module, Fused) and module.fused_level == "block":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(module, *call, **options)
+
+    monkeypatch.setattr(choices, "step", slow)
+    with backend("torch"):
+        out_of_memory = False
+        model, images = vit()
+        report = swap_in(model, measure=images)
+        assert "block Block: host 10 ms, fused 2; kept fused" in str(report)
+        assert set(kept(report).values()) == {"fused"} and report.level == "block"
+        out_of_memory = True
+        model = vit()[0]
+        report = swap_in(model, measure=images)
+        assert kept(report)["block"] == "host" and kept(report)["attention"] == "fused"
+        assert "fused: OutOfMemoryError: CUDA out of memory" in str(report)
+        model, device.errors = vit()[0], 99
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            swap_in(model, measure=images)
+        assert not any(isinstance(m, Fused) for m in model.modules())

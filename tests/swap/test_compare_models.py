@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import csv
 import importlib
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from stand_in_gpu import Gpu as StandIn
 from torch import nn
 
 import fastvit_kernels as fk
+from fastvit_kernels.commands import sweep
 from fastvit_kernels.commands.cli import main
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.swap import choices
 from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.verify.accuracy import Error
@@ -191,17 +198,12 @@ def test_bad_calls(options, message):
         fk.compare(nn.Linear(3, 3), torch.ones(2, 3), **options)
 
 
+WORDS = ["compare", "timm:vit_tiny_patch16_224", "--img-size", "32", "--batch", "2"]
+WORDS += ["--device", "cpu"]
+
+
 def test_the_command(clock, capsys, tmp_path, monkeypatch):
-    words = [
-        "compare",
-        "timm:vit_tiny_patch16_224",
-        "--img-size",
-        "32",
-        "--batch",
-        "2",
-        "--compile",
-    ]
-    words += ["--device", "cpu", "--out", str(tmp_path)]
+    words = [*WORDS, "--compile", "--out", str(tmp_path)]
     assert main([*words, "--infer"]) == 0
     said = capsys.readouterr().out
     assert "swapped+compile" in said and "forward, float32, [2, 3, 32, 32]" in said
@@ -210,3 +212,114 @@ def test_the_command(clock, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "model_errors", lambda *_, **__: [wrong])
     assert main([*words, "--dtype", "bf16"]) == 1
     assert "training step, bfloat16" in capsys.readouterr().out
+
+
+def test_images_of_a_folder_are_the_batch(clock, capsys, tmp_path):
+    for i, name in enumerate(("a.png", "deeper/b.png", "c.txt")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pixels = np.full((40, 50, 3), 100 * i, np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name, format="png")
+    assert main([*WORDS, "--data", str(tmp_path)]) == 0
+    given = clock.seen[0].batch
+    assert given.shape == (2, 3, 32, 32) and given.dtype == torch.float32
+    assert given.mean().abs() < 1e-5 and (given[0] < 0).all() and (given[1] > 0).all()
+    assert main([*WORDS, "--data", str(tmp_path), "--batch", "3"]) == 2
+    assert "holds 2 images; --batch wants 3" in capsys.readouterr().err
+
+
+def test_a_model_of_the_users_own(clock, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models_of_mine.py").write_text(
+        "import torch\nfrom fastvit_kernels import create_vit\n"
+        "def small(img_size=32): return create_vit('vit_tiny_patch16_224', img_size=img_size)\n"
+        "def plain(): return torch.nn.Conv2d(3, 4, 8, 8)\n"
+        "def none(): return 3\n"
+    )
+    words = [WORDS[0], "models_of_mine:plain", *WORDS[2:]]
+    assert main(words) == 0
+    assert "models_of_mine:plain, training step" in capsys.readouterr().out
+    assert clock.seen[0].batch.shape == (2, 3, 32, 32)  # img_size is of the images alone
+    assert isinstance(build_model("models_of_mine:small", img_size=48), fk.VisionTransformer)
+    for name, message in (
+        ("models_of_mine:none", "models_of_mine:none gave a int, wanted a model"),
+        ("models_of_mine:other", "models_of_mine has no callable 'other'"),
+        ("no_module:build", "a prefix is one of timm:, torchvision:, hf: or a module of yours"),
+    ):
+        assert main([WORDS[0], name, *WORDS[2:]]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(CommandError, match="unexpected keyword argument 'num_classes'"):
+        build_model("models_of_mine:plain", num_classes=3)
+
+
+def test_rehearsed_on_a_stand_in_device(monkeypatch):
+    """The timer of a GPU and its memory; a way that does not fit is a row."""
+    device = StandIn(monkeypatch)
+    monkeypatch.setattr(choices, "timer_of", lambda _: device.timer)
+    step = compare._Runner.step
+
+    def stepping(runner):
+        swapped = any(isinstance(m, Fused) for m in runner.model.modules())
+        device.calls += ["kernel"] * (4 if swapped else 9)
+        device.take(300 if swapped else 500)
+        device.now -= 300 if swapped else 500
+        if runner.forward is not runner.model:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(runner)
+
+    monkeypatch.setattr(compare._Runner, "step", stepping)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: nn.Sequential(model))
+    model, images = vit()
+    with fk.backend("torch"):
+        found = fk.compare(model, images, ways=("swapped", "swapped+compile"), steps=2)
+    rows = rows_of(found)
+    assert (rows["eager"].ms, rows["swapped"].ms, rows["swapped"].speedup) == (10.0, 5.0, 2.0)
+    assert (rows["eager"].peak_mib, rows["swapped"].peak_mib) == (500.0, 300.0)
+    assert rows["swapped+compile"].status == "out of memory"
+
+
+def test_the_sweep_draws_ours_over_the_best_sdpa(capsys, tmp_path, monkeypatch):
+    flushed, made = set(), sweep.contender
+    clock = SimpleNamespace(clear=lambda: None)
+    clock.sample = lambda run, count, flush: flushed.add(flush) or [run()] * count
+    monkeypatch.setattr(sweep, "timer_of", lambda device: clock)
+
+    def contender(name, qkv, mode, timer):
+        found = made(name, qkv, mode, timer)
+        run, ms = found.run, {"ours": 1.0, "flash": 3.0, "math": 2.0}.get(name, 9.0)
+        found.run = lambda: (run(), ms * (2 if mode == "backward" else 1))[1]
+        return found
+
+    monkeypatch.setattr(sweep, "contender", contender)
+    words = ["compare", "--sweep-tokens", "5,9", "--batch", "1", "--device", "cpu", "--out"]
+    with fk.backend("torch"):
+        assert main([*words, str(tmp_path)]) == 0 and flushed == {True}
+    said = capsys.readouterr().out
+    assert said.count("math") == 4 and [
+        line.split()[-1] for line in said.splitlines()[3:7]
+    ] == 4 * ["2"]
+    assert "PyTorch runs ours too, so this says nothing of the kernels" in said
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["T"], r["mode"], r["ours_ms"], r["sdpa"], r["sdpa_ms"]) for r in rows[1:3]] == [
+        ("5", "backward", "2.0", "math", "4.0"), ("9", "forward", "1.0", "math", "2.0"),
+    ]  # fmt: skip
+    assert (tmp_path / "sweep.png").stat().st_size > 5_000
+    wrong = sweep.attention
+    monkeypatch.setattr(sweep, "attention", lambda qkv: 1.01 * wrong(qkv))
+    assert main(words[:-1]) == 1
+    said = capsys.readouterr().out
+    assert said.count("FAILED: 2x rule: out") == 4 and said.count(" - ") == 4
+
+
+def test_a_length_that_does_not_fit_is_a_row(capsys, monkeypatch):
+    def full(qkv):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sweep, "attention", full)
+    words = ["compare", "--sweep-tokens", "5", "--batch", "1", "--device", "cpu"]
+    assert main([*words, "--time-budget", "0.1"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("out of memory: OutOfMemoryError: CUDA out of memory") == 2
+    for text in ("5,x", "0", "", "5,,9"):
+        with pytest.raises(SystemExit):
+            main(["compare", "--sweep-tokens", text])

@@ -22,6 +22,7 @@ from op_facts import FACTS
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands import tune as tune_command
+from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.models import modules
 from fastvit_kernels.ops.common.gemm_configs import GemmConfig
 from fastvit_kernels.runtime import configs as launch_configs
@@ -29,6 +30,8 @@ from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.operator import LAUNCHERS, operator
+from fastvit_kernels.swap import choices
+from fastvit_kernels.swap.hosts.fused import Fused
 from fastvit_kernels.tools import replay, tuning
 from fastvit_kernels.verify import runner
 from fastvit_kernels.verify.cases import OPS
@@ -432,7 +435,7 @@ DAMAGES = {
     "NaN": lambda text: text.replace("2.0", "NaN"),
     "deep": "[" * 100_000,
     "a list": "[]",
-    "another format": _with(format=2),
+    "another format": _with(format=1),
     "another GPU": _with(gpu="NVIDIA H100"),
     "another arch": _with(arch="sm_80"),
     "another triton": _with(triton="2.0.0"),
@@ -465,6 +468,7 @@ DAMAGES = {
     "absurd time": _entry_with(default_us=1e12),
     "a time that is text": _entry_with(default_us="fast"),
     "a date that is none": _entry_with(date=3),
+    "complete that is none": _entry_with(complete=1),
     "two entries for one key": _twice,
 }
 
@@ -494,7 +498,7 @@ def test_a_damaged_or_foreign_table_is_ignored_with_one_warning(written, name):
     assert text.startswith(f"the tuned configs in {written.path} are ignored: ")
     assert "`fastvit-kernels tune` measures anew" in text and len(text) < 700
     if name.startswith("another "):
-        assert "it is of" in text or "its format is 2, wanted 1" in text
+        assert "it is of" in text or "its format is 1, wanted 2" in text
 
 
 def test_files_that_must_not_be_read(written, monkeypatch):
@@ -524,6 +528,92 @@ def test_a_new_table_keeps_the_entries_of_another_model(written, monkeypatch, ca
         assert [e.table for e in entries] == ["layer_norm_fwd", "planted"]
         assert tuned["planted", (6,)] == RIGHT
     assert "1 decisions, 2 in" in capsys.readouterr().out
+
+
+def test_it_goes_on_where_a_former_run_ended(monkeypatch, capsys):
+    """What is decided stays; what the time cut short is tried again."""
+    asked = []
+
+    def timer(call):
+        asked.append(launch_configs._forced.get("planted", DEFAULT))
+        return _timer(call)
+
+    with planted(monkeypatch, RIGHT, EVEN):
+        monkeypatch.setattr(tuning.time, "monotonic", lambda: 7.0 * len(asked))
+        assert tune_command.run_tuning(_step, CPU, timer=timer, seconds=100.0) == 0
+        (entry,) = tuned_table.read(HERE)[0]
+        assert not entry.complete and entry.config == RIGHT._asdict()
+        assert tune_command.run_tuning(_step, CPU, timer=timer) == 0
+        assert "of a former run" not in capsys.readouterr().out
+        assert tuned_table.read(HERE)[0][0].complete and EVEN in asked
+        asked.clear()
+        assert tune_command.run_tuning(_step, CPU, timer=timer) == 0
+        assert not asked and tuned_table.read(HERE)[1]["planted", (6,)] == RIGHT
+    said = capsys.readouterr().out
+    assert "1 of a former run were left as they are; --clear removes them" in said
+
+
+def test_it_says_how_far_it_is_and_what_is_left(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tune_command.time, "monotonic", lambda: now[0])
+
+    def decided(*_, **__):
+        for left in (0.75, 0.5, 0.0):
+            now[0] += 30.0
+            choice = launch_configs.Choice("layer_norm_fwd", HERE, (64,))
+            yield tuning.Decision(choice, DEFAULT, DEFAULT, 1.0, 1.0, left=left)
+
+    monkeypatch.setattr(tuning, "tune", decided)
+    tune_command.run_tuning(_step, CPU)
+    said = capsys.readouterr().out
+    for line in ("25 % done, about 90 s left", "50 % done, about 60 s", "100 % done, about 0 s"):
+        assert line in said
+    now[0] = 0.0
+    tune_command.run_tuning(_step, CPU, seconds=70.0)
+    assert "about 40 s left" in capsys.readouterr().out  # the budget ends it before
+
+
+def test_the_work_that_is_left_counts_configs():
+    found = list(tuning.tune(_layer_norm_step, CPU, timer=lambda call: call() or 1.0))
+    each = [len(TABLES[f.choice.table].candidates(HERE, 64)) for f in found]
+    assert [f.left for f in found] == [each[1] / sum(each), 0.0]
+
+
+def test_modules_are_measured_into_the_same_file(capsys, tmp_path, monkeypatch):
+    """Which swap_in reads: what runs fused, and the launch configs; a second run measures none."""
+    table = TABLES["layer_norm_fwd"]
+    other = table.candidates(HERE, 64)[1]
+    entry = tuned_table.Entry(table.name, (64,), tuned_table.fields(other), 2.0, 1.0, "now")
+    tuned_table.save(HERE, [entry])
+    timed = []
+
+    class Clock:
+        def sample(self, run, count, flush):
+            timed.append(run)
+            assert torch.is_autocast_enabled("cpu")
+            run()
+            return [0.5 if isinstance(run.args[0], Fused) else 1.0] * count
+
+        def clear(self):
+            pass
+
+    monkeypatch.setattr(choices, "timer_of", lambda device: Clock())
+    path = tmp_path / "choices.json"
+    words = ["tune", "--model", "timm:vit_tiny_patch16_224", "--img-size", "32", "--batch", "2"]
+    arguments = cli.build_parser(words).parse_args([*words, "--out", str(path)])
+    for first in (True, False):
+        with fk.backend("torch"):
+            tune_command.write_choices(arguments, CPU)
+        said = capsys.readouterr().out
+        assert bool(timed) == first and "block Block: host 1 ms, fused 0.5; kept fused" in said
+        assert f"3 kinds of modules and 1 launch configs in {path}" in said
+        timed.clear()
+    assert tune_command.clear(HERE) == 0
+    launch_configs.install(HERE, None)
+    assert table.choose(HERE, 64) == table.default(HERE, 64)
+    model = build_model("timm:vit_tiny_patch16_224", img_size=32)
+    assert "kept fused" in str(fk.swap_in(model, choices=path))
+    assert table.choose(HERE, 64) == other
 
 
 def test_a_damaged_table_is_written_anew(written, monkeypatch, capsys):

@@ -555,6 +555,25 @@ FAULTS += [  # what tools say of kernels
         "-share[c]", "share[c]", only=_tuning("what_takes_most_of_a_step_is_tuned_first"),
     ),
     Fault(
+        "tune-resume", "commands/tune.py", "run_tuning", "what a former run decided is tuned again",
+        "done=done", "done=()", only=_tuning("it_goes_on_where_a_former_run_ended"),
+    ),
+    Fault(
+        "tune-resume-cut", "commands/tune.py", "run_tuning",
+        "what the time cut short counts as decided", "if entry.complete", "if entry",
+        only=_tuning("it_goes_on_where_a_former_run_ended"),
+    ),
+    Fault(
+        "sweep-gate", "commands/sweep.py", "rows_of", "a speed-up stands beside wrong numbers",
+        "judged if ours_ms else every[0].outcome", "every[0].outcome",
+        only=("swap/test_compare_models.py::test_the_sweep_draws_ours_over_the_best_sdpa",),
+    ),
+    Fault(
+        "sweep-best", "commands/sweep.py", "rows_of", "ours stands over the slowest SDPA",
+        "best = min(ms", "best = max(ms",
+        only=("swap/test_compare_models.py::test_the_sweep_draws_ours_over_the_best_sdpa",),
+    ),
+    Fault(
         "tune-table", TUNING, "tune", "the user's table is gone afterwards",
         "install(here, None)", "pass",
         only=_tuning("the_users_own_table_is_in_force_again_afterwards"),
