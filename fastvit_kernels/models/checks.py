@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, get_args, get_origin, get_type_hints
 
-from ..ops.common.activation import ACTIVATIONS, check_activation
+from ..ops.common.activation import ACTIVATIONS
 from ..runtime.arguments import (
     check_dropout,
     check_eps,
@@ -39,12 +39,6 @@ def one_of(choices: Sequence[str]) -> Callable[..., None]:
     return functools.partial(check_choice, choices=choices)
 
 
-def _check_activation(op: str, name: str, value: Any) -> None:
-    if value is None:
-        raise TypeError(f"{op}: {name} must be one of {sorted(ACTIVATIONS)}, got None")
-    check_activation(op, value, name)
-
-
 Count = Annotated[int, check_int]
 Number = Annotated[int, functools.partial(check_int, least=0)]
 Flag = Annotated[bool, lambda op, name, x: check_flags(op, **{name: x})]
@@ -55,7 +49,7 @@ Scale = Annotated[float, check_number]
 Ratio = Annotated[
     float, functools.partial(check_number, least=sys.float_info.min, wanted="finite and above 0")
 ]
-Activation = Annotated[str, _check_activation]
+Activation = Annotated[str, one_of(sorted(ACTIVATIONS))]
 
 
 @functools.cache

@@ -78,8 +78,8 @@ def _sizes(name: str) -> list[tuple[Any, str]]:
 
 
 _ACTIVATION = [
-    ("relu", r"act_layer must be None or one of \['gelu', .* got 'relu'"),
-    (nn.GELU, "T:act_layer must be None or one of .* got <class"),
+    ("relu", r"act_layer must be one of \['gelu', .* got 'relu'"),
+    (nn.GELU, "T:act_layer must be one of .* got <class"),
     (None, "T:act_layer must be one of .* got None"),
 ]
 _RATIO = [

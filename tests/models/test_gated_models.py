@@ -210,7 +210,7 @@ def test_models_take_timms_names():
     ("error", "message", "make"),
     [
         (ValueError, "GluMlp: hidden_features must be even", lambda: GluMlp(8, 7)),
-        (ValueError, "GluMlp: act_layer must be None or one of", lambda: GluMlp(8, 6, "relu")),
+        (ValueError, "GluMlp: act_layer must be one of", lambda: GluMlp(8, 6, "relu")),
         (TypeError, "SwiGLU: act_layer must be one of", lambda: SwiGLU(8, 6, None)),
         (TypeError, "SwiGLU: norm_layer must be None or a class", lambda: SwiGLU(8, 6, "silu", 3)),
         (TypeError, "SwiGLU: align_to must be an int", lambda: SwiGLU(8, 6, align_to=8.0)),

@@ -241,7 +241,7 @@ def load_folder(
     _check_memory(len(places), in_chans * img_size**2)
     images = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
-        for image in pool.map(lambda p: read_image(*p, img_size, in_chans), places):
+        for image in pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places):
             images.append(image)
             progress(len(images), len(places))
     everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))

@@ -32,7 +32,7 @@ class Processes:
 
     rank: int = 0
     world: int = 1
-    launched: bool = False  # by torchrun: the checkpoint is sharded, even for one process
+    launched: bool = False  # by torchrun, if only one
 
     @property
     def first(self) -> bool:

@@ -205,16 +205,6 @@ FAULTS: list[Fault] = [
         "run.save()", "run.save() if epoch < settings.epochs else None", only=FILLS,
     ),
     Fault(
-        "train-python-rng", CHECKPOINT, "set_rng_state", "python's generator is not restored",
-        'random.setstate(state["python"])', "pass",
-        only=(_RESUME + "test_the_random_states_are_all_restored",),
-    ),
-    Fault(
-        "train-numpy-rng", CHECKPOINT, "set_rng_state", "numpy's generator is not restored",
-        "np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))", "pass",
-        only=(_RESUME + "test_the_random_states_are_all_restored",),
-    ),
-    Fault(
         "train-torch-rng", CHECKPOINT, "set_rng_state", "torch's generator is not restored",
         'torch.set_rng_state(state["torch"])', "pass",
         only=(_RESUME + "test_the_random_states_are_all_restored",),
