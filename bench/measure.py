@@ -196,15 +196,6 @@ def _compare(
     return [torch.randn_like(y) for y in (out if isinstance(out, tuple) else (out,))]
 
 
-def _captured(step: Step, timer: Timer) -> Callable[[], Any] | None:
-    try:
-        return timer.capture(step)
-    except RuntimeError as error:  # not everything can be captured; the events still time it
-        error.__traceback__ = None
-        timer.clear()
-        return None
-
-
 def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Bench) -> None:
     """Compile, count samples, capture; an outcome on the entry if it fails."""
     timer = bench.timer
@@ -224,7 +215,12 @@ def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Benc
             entry.kept_mib = timer.kept_mib(entry.run) if mode == "fwd" else None
             ms = min(timer.sample(entry.run, 2, flush=True))
             entry.count = samples_in(TURN_MS, ms, MIN_SAMPLES, MAX_SAMPLES)
-            entry.replay = _captured(step, timer) if ms < SMALL_MS else None
+            if ms < SMALL_MS:
+                try:
+                    entry.replay = timer.capture(step)
+                except RuntimeError as error:  # not all can be captured; the events still time it
+                    error.__traceback__ = None
+                    timer.clear()
     except Exception as error:
         entry.outcome = failure(error, timer)
 
