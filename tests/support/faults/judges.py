@@ -103,7 +103,7 @@ FAULTS = [
     Fault(
         "judge-vit-fallback", "bench/models.py", "_warm_up",
         "a swapped model that runs its host is compared with itself",
-        "with judged(entry.context(), way.swapped):", "with entry.context():",
+        "judged(entry.context(), way.swapped):", "entry.context():",
         (f"{MODEL}a_swapped_model_that_runs_its_host_is_refused",),
     ),
     Fault(
