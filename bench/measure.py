@@ -8,7 +8,8 @@ gate and roofs are fastvit_kernels/measure's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +76,35 @@ class Entry(Contender):
         self.peak_mib = self.kept_mib = None
 
 
+@contextmanager
+def attempt(entry: Entry, bench: Bench) -> Iterator[None]:
+    """Inside the entry is at work; what it raises is its outcome, for the others are still
+    measured."""
+    bench.at_work(entry.name)
+    try:
+        yield
+    except Exception as error:
+        entry.outcome = failure(error, bench.timer)
+
+
+def warm_up(
+    entry: Entry, timer: Timer, turn_ms: float, least: int, most: int, *, flush: bool
+) -> float:
+    """Run it, note its memory, count the samples of a turn. Returns: ms."""
+    for _ in range(WARM_UP):
+        entry.run()
+    entry.peak_mib = timer.peak_mib(entry.run)
+    ms = min(timer.sample(entry.run, 2, flush))
+    entry.count = samples_in(turn_ms, ms, least, most)
+    return ms
+
+
+def failed(rows: Iterable[Row], error: Exception, bench: Bench) -> Iterator[Row]:
+    """Rows that say why there are no times."""
+    status, note = failure(error, bench.timer)
+    return (replace(row, status=status, note=note) for row in rows)
+
+
 def row_of(op: str, provider: str, shape: Shape, dtype: str, mode: str) -> Row:
     return Row(op, provider, shape.id, dtype, mode, shape.T)
 
@@ -135,17 +165,14 @@ def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
 
 def _judge(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's outcome by the 2x rule."""
-    bench.at_work(entry.name)
     function, takes = entry.function, entry.takes
     if takes is not None:
         function = lambda **inputs: entry.function(**takes(inputs))  # noqa: E731
-    try:
+    with attempt(entry, bench):
         entry.outcome = judge_op(
             function, reference, ours=entry.ours, backward=entry.backward,
             context=entry.context(),
         )  # fmt: skip
-    except Exception as error:  # whatever a provider raises, the others are still measured
-        entry.outcome = failure(error, bench.timer)
 
 
 def measure_op(
@@ -164,11 +191,9 @@ def measure_op(
             upstream = _compare(op.reference(shape, dtype), inputs, entries, bench)
             bench.timer.clear()
         except Exception as error:
-            status, note = failure(error, bench.timer)
-            for entry in entries:
-                for mode in modes:
-                    row = row_of(op.name, entry.name, shape, dtype, mode)
-                    yield replace(row, status=status, note=note)
+            keys = [(entry.name, mode) for entry in entries for mode in modes]
+            rows = (row_of(op.name, name, shape, dtype, mode) for name, mode in keys)
+            yield from failed(rows, error, bench)
             return
         for mode in modes:
             yield from _measure_mode(op, shape, dtype, mode, entries, inputs, upstream, bench)
@@ -196,37 +221,25 @@ def _compare(
     return [torch.randn_like(y) for y in (out if isinstance(out, tuple) else (out,))]
 
 
-def _captured(step: Step, timer: Timer) -> Callable[[], Any] | None:
-    try:
-        return timer.capture(step)
-    except RuntimeError as error:  # not everything can be captured; the events still time it
-        error.__traceback__ = None
-        timer.clear()
-        return None
-
-
 def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Bench) -> None:
     """Compile, count samples, capture; an outcome on the entry if it fails."""
     timer = bench.timer
-    bench.at_work(entry.name)
     if entry.takes is not None:  # what it takes are leaves of its own: their making is not timed
         inputs = {
             n: x if x is None else x.detach().requires_grad_(x.requires_grad)
             for n, x in entry.takes(inputs).items()
         }
     step = step_of(entry.function, inputs, upstream, mode)
-    try:
-        with entry.context():
-            entry.run = functools.partial(step.run, step.prepare())
-            for _ in range(WARM_UP):
-                entry.run()
-            entry.peak_mib = timer.peak_mib(entry.run)
-            entry.kept_mib = timer.kept_mib(entry.run) if mode == "fwd" else None
-            ms = min(timer.sample(entry.run, 2, flush=True))
-            entry.count = samples_in(TURN_MS, ms, MIN_SAMPLES, MAX_SAMPLES)
-            entry.replay = _captured(step, timer) if ms < SMALL_MS else None
-    except Exception as error:
-        entry.outcome = failure(error, timer)
+    with attempt(entry, bench), entry.context():
+        entry.run = functools.partial(step.run, step.prepare())
+        ms = warm_up(entry, timer, TURN_MS, MIN_SAMPLES, MAX_SAMPLES, flush=True)
+        entry.kept_mib = timer.kept_mib(entry.run) if mode == "fwd" else None
+        if ms < SMALL_MS:
+            try:
+                entry.replay = timer.capture(step)
+            except RuntimeError as error:  # not all can be captured; the events still time it
+                error.__traceback__ = None
+                timer.clear()
 
 
 def _measure_mode(

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.measure import WARM_UP, Bench, Entry, finish, with_speedup
+from bench.measure import Bench, Entry, attempt, failed, finish, warm_up, with_speedup
 from bench.providers import BASELINE, SEARCH, VITS
 from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
-from fastvit_kernels.measure.gate import Outcome, Results, failure, judged, model_errors, verdict
-from fastvit_kernels.measure.timer import Step, Timer, samples_in
+from fastvit_kernels.measure.gate import Outcome, Results, judged, model_errors, verdict
+from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error
@@ -358,28 +358,23 @@ def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) ->
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
-    bench.at_work(entry.name)
     why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
-    try:
-        with judged(entry.context(), way.swapped):
-            runner = Runner(case, way, bench.device)
-            if oracle is None:
-                entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
-            else:
-                entry.outcome = verdict(oracle.errors(runner, timer))
-            entry.run = runner.captured(timer) if way.graph else runner.step
-            for _ in range(WARM_UP):
-                entry.run()
-            peak = timer.peak_mib(entry.run)
-            # A graph's memory is taken when it is captured, once for all replays; max-autotune's
-            # graphs keep theirs in a pool of Inductor's.
-            if not way.graph and way.compile_mode != "max-autotune":
-                entry.peak_mib = None if peak is None else peak + runner.resident_mib()
-                entry.kept_mib = timer.kept_mib(runner.loss) if case.trains else None
-            ms = min(timer.sample(entry.run, 2, flush=False))
-        entry.count = samples_in(TURN_MS, ms, MIN_STEPS, MAX_STEPS)
-    except Exception as error:
-        entry.outcome = failure(error, timer)
+    with attempt(entry, bench), judged(entry.context(), way.swapped):
+        runner = Runner(case, way, bench.device)
+        if oracle is None:
+            entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
+        else:
+            entry.outcome = verdict(oracle.errors(runner, timer))
+        entry.run = runner.captured(timer) if way.graph else runner.step
+        warm_up(entry, timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
+        # A graph's memory is taken when it is captured, once for all replays; max-autotune's
+        # graphs keep theirs in a pool of Inductor's.
+        if way.graph or way.compile_mode == "max-autotune":
+            entry.peak_mib = None
+            return
+        if entry.peak_mib is not None:
+            entry.peak_mib += runner.resident_mib()
+        entry.kept_mib = timer.kept_mib(runner.loss) if case.trains else None
 
 
 def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
@@ -393,9 +388,7 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None
     except Exception as error:
-        status, note = failure(error, bench.timer)
-        for entry in entries:
-            yield replace(row_of(case, entry.name), status=status, note=note)
+        yield from failed((row_of(case, entry.name) for entry in entries), error, bench)
         return
     bench.timer.clear()
     baselines: dict[bool, Row] = {}  # by whether it is a graph
@@ -534,9 +527,7 @@ def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
         if not launches:
             raise RuntimeError("the profiler has seen no kernel")
     except Exception as error:
-        status, note = failure(error, bench.timer)
-        for stage in STAGES:
-            yield replace(row_of(case, provider, PROFILE, stage), status=status, note=note)
+        yield from failed((row_of(case, provider, PROFILE, s) for s in STAGES), error, bench)
         return
     for stage, ms in stage_ms(launches, C, width, STEPS).items():
         yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)

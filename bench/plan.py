@@ -18,7 +18,7 @@ from bench import host, models
 from bench.measure import Bench, measure_op
 from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase, missing_option
 from bench.ops import MODES, OPS, Draw, Op
-from bench.providers import BASELINE, SEARCH, VITS, Provider, Shape
+from bench.providers import BASELINE, SEARCH, Provider, Shape
 from bench.rows import Row
 from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, has_part, of_tokens
 from fastvit_kernels.commands.console import CommandError
@@ -124,27 +124,20 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
 def vit_cases() -> Iterator[tuple[int, float, Case]]:
     """(tier, factor of the guessed seconds, case)."""
     base = Case("timm", "B", 224, 128)
-    yield 0, 1.0, base
-    yield 1, 0.6, replace(base, mode="infer")
-    yield 1, 0.8, replace(base, model="S", batch=256)
-    yield 1, 1.6, replace(base, model="L", batch=64)
-    yield 2, 1.0, replace(base, dtype="bf16")
-    for name in ("torchvision", "hf"):
-        yield 2, 1.0, replace(base, host=name)
-    yield 2, 1.2, replace(base, size=384, batch=64)
-    yield 3, 0.8, replace(base, model="Ti", batch=512)
-    yield 3, 2.0, replace(base, model="H", batch=32)
-    for size in (32, 64, 256, 512):
-        yield 3, 1.0, replace(base, batch=size)
-    for model in VITS:
-        if model == "g":
-            continue
+    for tier, factor, changes in (
+        (0, 1.0, {}), (1, 0.6, dict(mode="infer")), (1, 0.8, dict(model="S", batch=256)),
+        (1, 1.6, dict(model="L", batch=64)), (2, 1.0, dict(dtype="bf16")),
+        (2, 1.0, dict(host="torchvision")), (2, 1.0, dict(host="hf")),
+        (2, 1.2, dict(size=384, batch=64)), (3, 0.8, dict(model="Ti", batch=512)),
+        (3, 2.0, dict(model="H", batch=32)), *((3, 1.0, dict(batch=n)) for n in (32, 64, 256, 512)),
+    ):  # fmt: skip
+        yield tier, factor, replace(base, **changes)
+    for model in ("Ti", "S", "B", "L", "H"):
         for size, images in ((384, 32), (512, 16)):
             yield 4, 1.5, replace(base, model=model, size=size, batch=images)
         for mode in ("train", "infer"):
-            yield 4, 1.0, Case("timm", model, 224, 64, "bf16", mode)
-            for host_ in ("torchvision", "hf"):
-                yield 4, 1.0, Case(host_, model, 224, 64, "amp", mode)
+            for host_, dtype in (("timm", "bf16"), ("torchvision", "amp"), ("hf", "amp")):
+                yield 4, 1.0, Case(host_, model, 224, 64, dtype, mode)
 
 
 def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:

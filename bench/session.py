@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -212,10 +213,11 @@ class Stages:
     ):  # fmt: skip
         self.stages, self.folder, self.seconds = stages, folder, seconds
         self._now, self.started = now, now()
-        self._key = {"sources": sources, "machine": machine, "caches": caches}
+        self._key = {"machine": machine, "caches": caches}
         self._say = say or functools.partial(print, end="", flush=True)
         self.places = {"out": str(folder), **(places or {})}
         folder.mkdir(parents=True, exist_ok=True)
+        self._events = ResultsCache(folder / EVENTS, lambda: sources)
         self.former = self._done() if resume else set()
         self.endings: list[Ending] = []
 
@@ -225,19 +227,18 @@ class Stages:
 
     def _done(self) -> set[str]:
         """Stages that a former run has done here with the same sources."""
-        events = events_of(self.folder)
-        if any(event.get("machine", "") != self._key["machine"] for event in events):
+        events = self._events.lines
+        if any(event["machine"] != self._key["machine"] for event in events):
             with suppress(FileNotFoundError):  # what was right on another machine says little here
                 (self.folder / CHECKED).rename(self.folder / f"elsewhere-{CHECKED}")
+
         found = set()
-        for stage in self.stages:
-            names = ("sources", "machine", "caches") if stage.fills else ("sources", "machine")
+        for stage, event in itertools.product(self.stages, events):
             good = (0,) if stage.needed else FINISHED
-            if not stage.again and any(
-                e["stage"] == stage.name and e["state"] == DONE and e["status"] in good
-                and all(e.get(n, "") == self._key[n] for n in names)
-                for e in events
-            ):  # fmt: skip
+            names = ("machine", "caches") if stage.fills else ("machine",)
+            same = all(event[name] == self._key[name] for name in names)
+            done = event["state"] == DONE and event["status"] in good and not stage.again
+            if stage.name == event["stage"] and same and done:
                 found.add(stage.name)
         return found
 
@@ -304,21 +305,10 @@ class Stages:
 
     def _ended(self, ending: Ending) -> Ending:
         self.endings.append(ending)
-        event = {**vars(ending), "seconds": round(ending.seconds, 1), **self._key}
-        with (self.folder / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        self._events.add(**{**vars(ending), "seconds": round(ending.seconds, 1), **self._key})
         about = "" if ending.status in (None, 0) else f", exit status {ending.status}"
         self.say(f"== {ending.stage}: {ending.state} after {ending.seconds:.0f} s{about}")
         return ending
-
-
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    """The endings of former runs; what a kill tore is left out."""
-    found, path = [], folder / EVENTS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
 
 
 def caches_id() -> str:

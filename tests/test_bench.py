@@ -318,6 +318,16 @@ def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
     assert len(resets) == 1
 
 
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.compiled is None])
+def test_what_a_compiler_is_given_is_one_graph(name):
+    """With a break it would not be what its users compile."""
+    op, shape = OPS[name], replace(TINY, variant="proj" if name == "linear" else "")
+    (reference,) = (p.reference for p in op.providers(shape, "fp32") if p.reference is not None)
+    given = op.inputs(shape, torch.float32, Draw(CPU, torch.float32))
+    whole = torch.compile(reference, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(whole(**given), reference(**given))
+
+
 def test_every_provider_has_the_precision_of_the_yardstick(monkeypatch):
     """cuDNN's own default is TF32: eager patch_embed in fp32 would break the 2x rule."""
     seen = set()

@@ -64,8 +64,8 @@ def bench(timer=None):
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
+    monkeypatch.setattr(measure, "WARM_UP", 1)
     for module in (measure, models):
-        monkeypatch.setattr(module, "WARM_UP", 1)
         monkeypatch.setattr(module, "TURN_MS", 2.0)
     monkeypatch.setitem(providers.VITS, "tiny", (16, 1, 2, 32))
 

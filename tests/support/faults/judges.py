@@ -103,7 +103,7 @@ FAULTS = [
     Fault(
         "judge-vit-fallback", "bench/models.py", "_warm_up",
         "a swapped model that runs its host is compared with itself",
-        "with judged(entry.context(), way.swapped):", "with entry.context():",
+        "judged(entry.context(), way.swapped):", "entry.context():",
         (f"{MODEL}a_swapped_model_that_runs_its_host_is_refused",),
     ),
     Fault(
@@ -287,6 +287,18 @@ FAULTS = [
             ("profile-sides", "report", "draw_profile", "a profile of one side alone",
              "[r.provider] =", '["eager"] =',
              "bench_pages.py::test_a_profile_has_the_stages_of_each_provider"),
+            ("images", "models", "_measure_group", "steps a second as images",
+             "1e3 * case.batch / row.ms", "1e3 / row.ms",
+             "bench_model.py::test_whole_models_run_and_pass_the_gate[timm]"),
+            ("mfu", "models", "_measure_group", "a step's share of the roof upside down",
+             "tflops / roof if", "roof / tflops if",
+             "bench_model.py::test_whole_models_run_and_pass_the_gate[timm]"),
+            ("graph-dropped", "models", "Oracle.errors", "a graph is judged by eager calls",
+             "if runner.way.graph:", "if not runner:",
+             "bench_model.py::test_a_graph_is_judged_by_what_its_replay_writes"),
+            ("nearer-roof", "measure/roofs", "Roofs.share", "the share of the roof further away",
+             "copy_ms >= matmul_ms", "copy_ms < matmul_ms",
+             "bench.py::test_shares_of_the_nearer_roof"),
         )
     ),
     Fault(
