@@ -219,7 +219,7 @@ class _Maker:
         reached: set[int] = set()
         for name, module in self.modules.items():
             for step, branch, modules in _branches(module) if self.runs_fused(module) else ():
-                if branch.path or (branch.samples_alone and module.fused_roles.sampled):
+                if branch.path or (branch.samples_alone and modules[0].fused_roles.sampled):
                     self.report.skipping.append(f"{name}.{step.norm}" if name else step.norm)
                     reached.add(id(modules[branch.path]))
         for name, module in self.modules.items() if drop_path == "skip" else ():
@@ -400,7 +400,7 @@ def why_not_plain(child: nn.Module) -> str:
     """The reason that the report gives for a Linear that is not plain."""
     if is_hooked(child):
         return "it is hooked"
-    if hasattr(child, "linear"):
+    if hasattr(child, "use_clipped_linears"):  # Gemma 4's
         return "its Linear cannot be read past it"
     if type(child) is nn.Linear:
         return f"its weight is a {type(child.weight).__name__}"
@@ -454,5 +454,5 @@ def _attention_width(module: Any, mixin: Any) -> int:
     """H D of an attention module, swapped or not."""
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
-    known = module if isinstance(module, Fused) else blocks.inline(module, mixin.fused_roles)
+    known: Any = module if isinstance(module, Fused) else blocks.inline(module, mixin.fused_roles)
     return known.fused_width()

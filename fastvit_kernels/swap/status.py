@@ -204,7 +204,7 @@ def why_now(module: Any) -> str | None:
 
 def _why_hooked(module: Any) -> str | None:
     """Why a block calls its attention by its host's own forward."""
-    steps = getattr(module.fused_roles, "steps", ())
+    steps: Any = getattr(module.fused_roles, "steps", ())
     child = part(module, steps[0].body) if steps and not module.fused_searched else None
     if child is None or not is_hooked(child):
         return None

@@ -68,7 +68,8 @@ def test_a_way_of_rope_reads_the_tables_as_it_says():
 
     def turn(kernel, tables=(one, two), prefix=2):
         roles = SimpleNamespace(kernel=kernel, heads=3, prefix=prefix)
-        return attention.turn_by(roles, tables, x, 8)
+        module = SimpleNamespace(fused_roles=roles, fused_head_dim=lambda: 8)
+        return attention.Attention.fused_turn(module, x, tables)
 
     for way in attention.ways_of_rope():
         found = turn(way)

@@ -81,9 +81,8 @@ def swapped_class(cls: type, parent: type | None = None) -> type | None:
         parent: the class of the module that it is a child of; a few mixins depend on it.
     """
     mixin = _mixin_of(cls, parent is not None and takes_tokens(parent))
-    if mixin is None:
-        return None
-    return make(mixin, cls, f"{mixin.__name__}_{host_path(cls).replace('.', '_')}")
+    path = host_path(cls).replace(".", "_")
+    return None if mixin is None else make(mixin, cls, f"{mixin.__name__}_{path}")
 
 
 def host_class(cls: type) -> type | None:

@@ -103,7 +103,7 @@ class Branch:
         # len: torch 2.11 traces no bool of a tuple
         self.adds = len(tail) > 0 and is_fused_norm(tail[-1])
         self.sampled = block.fused_roles.sampled if block.training else ""
-        paths = [item for item in tail if isinstance(item, DropPath)]
+        paths: list[Any] = [item for item in tail if isinstance(item, DropPath)]
         alone = bypass and foldable and self.fused_norm  # it computes some samples without copies
         self.samples_alone = alone and not (self.sampled and paths)
         paths = [path for path in paths if path.fused_rate()]
