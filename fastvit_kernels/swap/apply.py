@@ -95,7 +95,8 @@ def swap_in(
             narrower part of it may still be fused. On a GPU, products that a kernel of ours makes
             are tried by the vendor's library, and the other way around: the faster holds for
             products of that shape in this process, as what `fastvit-kernels tune` chose.
-        budget: seconds for these times. What had none left is not swapped.
+        budget: seconds for these times; the check of what wins is on top. What had none left is
+            not swapped.
         choices: what an earlier call chose, `report.choices` or a path that its `save` or
             `fastvit-kernels tune --out` wrote: kinds that are known, by the same GPU and versions,
             are not measured again. Without measure, kinds that are not known are swapped.
