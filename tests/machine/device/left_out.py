@@ -2,10 +2,10 @@
 
     python -m tests.machine left-out      # writes left_out.csv, beside this file
 
-One launch of each kernel of `check` is recorded, with the memory before it. Then each
-barrier, wait, commit, mask and swizzle of its program is changed, the launch is run again from the
-same memory, and the row says what noticed: a race, poison (NaN where there was none), an access out
-of bounds, another value; or why nothing did, from what the unchanged run saw.
+One launch of each kernel is recorded, with the memory before it. Then each barrier, wait, commit,
+mask and swizzle of its program is changed, the launch is run again from the same memory, and the
+row says what noticed: a race, poison (NaN where there was none), an access out of bounds, another
+value; or why nothing did, from what the unchanged run saw. A store without its mask comes last.
 """
 
 from __future__ import annotations
