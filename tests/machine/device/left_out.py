@@ -2,10 +2,10 @@
 
     python -m tests.machine left-out      # writes left_out.csv, beside this file
 
-One launch of each kernel of `check` is recorded, with the memory before it. Then each
-barrier, wait, commit, mask and swizzle of its program is changed, the launch is run again from the
-same memory, and the row says what noticed: a race, poison (NaN where there was none), an access out
-of bounds, another value; or why nothing did, from what the unchanged run saw.
+One launch of each kernel is recorded, with the memory before it. Then each barrier, wait, commit,
+mask and swizzle of its program is changed, the launch is run again from the same memory, and the
+row says what noticed: a race, poison (NaN where there was none), an access out of bounds, another
+value; or why nothing did, from what the unchanged run saw. A store without its mask comes last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fastvit_kernels as fk
+from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.common.samples import keep_samples
+
 from . import left_out_async
 from .driver import Recorded, ptx_machine
 from .execution import Group
 from .faults import Deadlock, Diverged, MachineError, Misaligned, OutOfBounds, Race
+from .global_memory import joined_units
 from .kernels import cases
 from .program import Op, Program
 from .registry import INSTRUCTIONS
@@ -74,6 +79,20 @@ def _drop_guard(op: Op) -> None:
     _make(op)
 
 
+def _store_last(op: Op) -> None:
+    """Those that the mask holds back store too, behind the others, who would hide it."""
+    address, value, run = op.address(0, "b64"), joined_units(op, 1), op.run
+
+    def store(group: Group):
+        run(group)
+        active, r = group.active(op), group.registers
+        held = ~active if group.mask is None else group.mask & ~active  # pyright: ignore
+        addresses, values = np.broadcast_arrays(address(r), value(r))
+        group.chunk.at_end.add(lambda _: group.memory.store(addresses, values, held, op))
+
+    op.run = store
+
+
 def _with_operands(*operands: str) -> Callable[[Op], None]:
     def apply(op: Op) -> None:
         op.operands = list(operands)
@@ -97,7 +116,8 @@ def changes(op: Op) -> Iterator[Change]:
     elif op.name.startswith("cp.async") and len(op.operands) > 3:
         yield Change("without its mask", _with_operands(*op.operands[:3]))
     elif kind in ("ld", "st") and op.guard is not None:
-        yield Change("without its mask", _drop_guard)
+        is_stored = op.name.startswith("st.global")
+        yield Change("without its mask", _store_last if is_stored else _drop_guard)
     elif op.name == "xor.b32" and _is_address(op):
         a, b = op.operands[1:]
         if b.isdigit():
@@ -253,7 +273,23 @@ def record(target: str, only: str = "") -> list[tuple[str, Recorded]]:
             if name not in best or size > best[name][0]:
                 best[name] = size, case.name, one
     found = [(case, one) for size, case, one in best.values() if size]
-    return found + (left_out_async.longer() if target == "sm_90" and not only else [])
+    if not only:
+        found += [pair for pair in others(target) if tried(target, pair[1].program)]
+        found += left_out_async.longer() if target == "sm_90" else []
+    return found
+
+
+def others(target: str) -> list[tuple[str, Recorded]]:
+    """The kernels that no case of `check` launches."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(size).bfloat16() for size in ((2, 37, 100), (100, 100), 100))
+    with ptx_machine(target, recorded=[]) as machine:
+        with forced_route("library"):
+            fk.linear(x, weight, bias, activation="gelu", residual=x)
+        fk.mlp(x, weight, bias, weight, bias, residual=x)
+        keep_samples(5, 0.5, torch.device("cpu"))
+    names = ("linear, the library's product", "mlp without gradients", "keep_samples")
+    return list(zip(names, machine.recorded or [], strict=True))
 
 
 def tried(target: str, program: Program) -> list[Op]:

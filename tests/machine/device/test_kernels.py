@@ -94,6 +94,15 @@ def test_the_record_has_no_failure():
     assert len({row.place for row in rows}) == len(rows)
 
 
+def test_a_row_of_the_record_replaces_the_former_one(tmp_path):
+    path = tmp_path / "ran.csv"
+    former = ran.Ran("sm_80", "bf16", "check", 45, 1, 200, 5000, *ran.versions())
+    other, now = former._replace(kind="tokens"), former._replace(passed=46, failed=0)
+    ran.write([former, other], path)
+    ran.write([now], path)
+    assert ran.read(path) == [now, other]
+
+
 SAMPLE = """
 import json, sys
 from tests.machine.device import left_out

@@ -30,6 +30,13 @@ def test_other_precisions(precision):
         assert " 0 failed" in said and not said.startswith("0 passed")
 
 
+def test_a_convolution_is_compared_in_tf32():
+    """Its gradients too: PyTorch's own products see the upper bits alone."""
+    said = device("--arch", "sm_90", "--precision", "tf32", "--kind", "check",
+                  "--only", "patch_embed, uint8")  # fmt: skip
+    assert "1 passed, 0 failed" in said
+
+
 ROLES = """
 import torch, fastvit_kernels as fk
 from fastvit_kernels.runtime.configs import TABLES, forced
