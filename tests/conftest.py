@@ -34,7 +34,7 @@ import pytest
 from private import set_deterministic
 
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from tests.check.device import device_lost
+from fastvit_kernels.verify.runner import device_lost
 
 define_torchvision_operators()
 

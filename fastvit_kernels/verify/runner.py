@@ -53,6 +53,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
+def device_lost(device: torch.device) -> str | None:
+    """The error that a CUDA context keeps after an illegal access; None where the device works.
+
+    An error of one launch is reported once: a context that reports it at the second synchronisation
+    too is lost, and every later launch of its process fails.
+    """
+    if device.type != "cuda":
+        return None
+    for _ in range(2):
+        try:
+            torch.cuda.synchronize(device)
+            return None
+        except RuntimeError as error:
+            found = first_line(error)
+    return found
+
+
 class Fault(AssertionError):
     """What a function does wrong: one line."""
 

@@ -22,12 +22,11 @@ from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.cases import cases_on
 from fastvit_kernels.verify.op import Case
-from fastvit_kernels.verify.runner import Result, quiet_interpreter, run_case
+from fastvit_kernels.verify.runner import Result, device_lost, quiet_interpreter, run_case
 
 from . import all_configs
 from .all_configs import Reached, Run
 from .config_cases import config_cases
-from .device import device_lost
 from .isolated import Job, Outcome, python
 
 LOST = 4  # exit status of a process whose device is lost

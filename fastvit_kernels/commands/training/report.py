@@ -87,7 +87,7 @@ def describe(run: Run, console: Any) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     some = f", {trained:,} of them trained" if trained < count else ""
     console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{some}{shape}")
-    where = f"{device_name(run.device)}, {torch.get_num_threads()} threads, {s.precision}"
+    where = f"{device_name(run.device)}, threads: {torch.get_num_threads()}, {s.precision}"
     console.print(f"Device: {where}. Run folder: {run.folder}")
     if run.processes.launched:
         how = "FSDP2" if run.sharded else "DDP"
