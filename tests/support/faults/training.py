@@ -668,11 +668,6 @@ FAULTS: list[Fault] = [
         only=(_RESUME + "test_what_is_no_checkpoint_of_this_version",),
     ),
     Fault(
-        "train-numpy-gauss", CHECKPOINT, "", "numpy's second normal number is lost",
-        "keys.numpy().astype(np.uint32), *rest", "keys.numpy().astype(np.uint32), rest[0]",
-        only=(_RESUME + "test_the_random_states_are_all_restored",),
-    ),
-    Fault(
         "train-mirror-75", DATA, "", "three of four images are mirrored",
         "(draw[4] < 0)", "(draw[4] < 0.5)",
         only=(_DATA + "test_augmentation_identity_shift_and_mirror",),
