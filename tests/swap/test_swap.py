@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import SwapReport, backend, swap_in, swap_out
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.swap import report
+from fastvit_kernels.swap import hosts, report
 from fastvit_kernels.swap.hosts.fused import Fused
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small, timm_small
@@ -465,11 +465,10 @@ def test_gradients_of_frozen_weights_are_not_computed():
     assert counts["trained"] - counts["frozen"] == 2 * 4  # qkv, proj, fc1, fc2 of two blocks
 
 
-def test_the_report_reads_an_attentions_width_from_what_it_has():
-    """For the FLOPs of hosts that say their heads, or their projections alone."""
-    heads, packed, query = nn.Module(), nn.Module(), nn.Module()
-    heads.num_heads, heads.head_dim = 3, 8
-    packed.qkv, query.query = nn.Linear(5, 72), nn.Linear(5, 24)
-    assert [report._attention_width(m) for m in (heads, packed, query)] == [24] * 3
-    with pytest.raises(ValueError, match="neither heads nor projections"):
-        report._attention_width(nn.Module())
+def test_the_report_reads_an_attentions_width_from_its_roles():
+    """For the FLOPs of one that stayed its host's: heads of 8 in a width of 40."""
+    for host in (
+        timm.layers.Attention(40, num_heads=3, attn_head_dim=8),
+        nn.MultiheadAttention(24, 3),
+    ):
+        assert report._attention_width(host, hosts.swapped_class(type(host))) == 24
