@@ -9,6 +9,7 @@ the target. What the tensors' device does change, and how the cache keys compare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -47,8 +48,11 @@ WHOLE = Share(0, 1)
 
 
 def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], str] = repr) -> str:
-    """In words, what a launch compiles: equal where Triton compiles once. `name` is for a Triton
-    function among the constants."""
+    """In words, what a launch compiles: equal where Triton compiles once.
+
+    Args:
+        name: of a Triton function among the constants.
+    """
 
     def word(x: Any, is_constexpr: bool) -> str:
         if isinstance(x, Tensor):
@@ -90,6 +94,12 @@ class Trace:
 
     def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """One of PyTorch's own operators ran."""
+
+
+def tensor_bytes(x: Tensor) -> int:
+    """Bytes of a tensor, elements that an expansion repeats once."""
+    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(sizes)
 
 
 class _Pointer:
@@ -193,9 +203,12 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
 
 
 def compile_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) -> list[Kernel]:
-    """The kernels, or a share of them, that `step()` would launch on a target: each specialisation
-    once, in order. It makes its own tensors, on the CPU; they are fake, so any size is free.
+    """The kernels that `step()` would launch on `target`, each specialisation once, in order.
 
+    Args:
+        step: makes its own tensors, on the CPU; they are fake, so any size is free.
+        target: one of TARGETS.
+        share: this part of the kernels alone.
     Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
     """
     trace = Trace(share)

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import specialisation
+from fastvit_kernels.tools.aot import specialisation, tensor_bytes
 from fastvit_kernels.tools.resources import Kernel, Target, num_warps
-from tests.support.tensors import tensor_bytes
 
 from .machine_code import Code, keep_remarks
 

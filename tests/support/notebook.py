@@ -50,12 +50,13 @@ def printed(notebook: Any) -> list[str]:
     """What each code cell prints, without numbers and their width; "image" for a figure."""
     found = []
     for cell in notebook["cells"]:
+        text = ""  # of several messages: where one ends is chance
         for output in cell.get("outputs", ()):
-            text = output.get("text", "")
-            text = "".join(text) if isinstance(text, list) else text
-            image = " image" if "image/png" in output.get("data", {}) else ""
-            text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
-            found.append(re.sub(" +", " ", text) + image)
+            part = output.get("text", "")
+            text += "".join(part) if isinstance(part, list) else part
+            text += " image" if "image/png" in output.get("data", {}) else ""
+        text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
+        found.append(re.sub(" +", " ", text))
     return found
 
 

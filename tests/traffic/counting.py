@@ -24,9 +24,9 @@ from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, place_of_storage
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.hosts import fused
+from fastvit_kernels.tools.aot import tensor_bytes
 from fastvit_kernels.tools.resources import TARGETS
 from tests.support.private import efficient_attention, tree_leaves
-from tests.support.tensors import tensor_bytes
 
 GPU = "sm_90"  # its configs and routes
 
