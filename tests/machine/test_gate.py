@@ -258,3 +258,8 @@ def test_a_digest_names_everything_that_changes_the_code(tmp_path):
     )
     changed = [DIGEST_OF.replace(*edit) for edit in edits]
     assert len({same, *map(digest, changed)}) == 4  # what a function calls, and reads
+
+
+def test_the_record_is_of_these_rules():
+    """Of others it says nothing, and CI compiles every kernel again: run gate --update."""
+    assert gate.Record.read(gate.TABLE).rules == gate.rules_digest()
