@@ -140,7 +140,8 @@ def run(hidden):
 def main():
     mend_interpreter()
     make_fast()
-    torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))  # imports for seconds
+    with torch.no_grad():  # once autograd's engine has threads, it refuses to run in a fork
+        torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # imports for seconds
     for line in sys.stdin:
         process = os.fork()
         if not process:
