@@ -86,6 +86,8 @@ def assert_same_run(first, second):
         for name, tensor in a[part].items():
             assert torch.equal(tensor, b[part][name]), f"{part} {name}"
     assert torch.equal(a["rng"]["torch"], b["rng"]["torch"])
+    assert a["rng"]["python"] == b["rng"]["python"]
+    assert torch.equal(a["rng"]["numpy"][1], b["rng"]["numpy"][1])
     if (first / names.WEIGHTS).exists():
         ours, theirs = (torch.load(f / names.WEIGHTS, weights_only=True) for f in (first, second))
         assert ours.keys() == theirs.keys()

@@ -1,7 +1,8 @@
-"""The folder of a run: its files, its checkpoint, the states of torch's generators in it."""
+"""The folder of a run: its files, its checkpoint, the states of every random generator in it."""
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,26 @@ PARTS = {"settings", "classes", "normalization", "data_digest", "history"}
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of torch's generators; no model, crop or mix-up here draws from another."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda}
+    """The states of every generator that training may draw from: python, numpy, torch, CUDA."""
+    import numpy as np
+
+    legacy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Undo `rng_state`. CUDA states are set only where the number of devices is the same."""
+    import numpy as np
+
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

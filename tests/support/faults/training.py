@@ -205,6 +205,16 @@ FAULTS: list[Fault] = [
         "run.save()", "run.save() if epoch < settings.epochs else None", only=FILLS,
     ),
     Fault(
+        "train-python-rng", CHECKPOINT, "set_rng_state", "python's generator is not restored",
+        'random.setstate(state["python"])', "pass",
+        only=(_RESUME + "test_the_random_states_are_all_restored",),
+    ),
+    Fault(
+        "train-numpy-rng", CHECKPOINT, "set_rng_state", "numpy's generator is not restored",
+        "np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))", "pass",
+        only=(_RESUME + "test_the_random_states_are_all_restored",),
+    ),
+    Fault(
         "train-torch-rng", CHECKPOINT, "set_rng_state", "torch's generator is not restored",
         'torch.set_rng_state(state["torch"])', "pass",
         only=(_RESUME + "test_the_random_states_are_all_restored",),
@@ -666,6 +676,11 @@ FAULTS: list[Fault] = [
         "train-format", CHECKPOINT, "", "a checkpoint of another version is read",
         'or content.get("format") != FORMAT', "",
         only=(_RESUME + "test_what_is_no_checkpoint_of_this_version",),
+    ),
+    Fault(
+        "train-numpy-gauss", CHECKPOINT, "", "numpy's second normal number is lost",
+        "keys.numpy().astype(np.uint32), *rest", "keys.numpy().astype(np.uint32), rest[0]",
+        only=(_RESUME + "test_the_random_states_are_all_restored",),
     ),
     Fault(
         "train-mirror-75", DATA, "", "three of four images are mirrored",
