@@ -44,8 +44,7 @@ else:
                 return args[0] if args else self
 
         triton = tl = _Absent()
-        HAS_TRITON = False
-        VERSION = ()
+        HAS_TRITON, VERSION = False, ()
 
 
 def constant(value: object) -> Any:
@@ -70,6 +69,7 @@ def bind_launch(
     constexprs = [name for name in kernel.arg_names if name in options]
     assert constexprs == kernel.arg_names[-len(constexprs) :]
     last = (*sizes, *(options.pop(name) for name in constexprs))
+    options["enable_fp_fusion"] = True  # Triton 3.10 has another default
 
     def launch(*arguments: Any) -> None:
         output = arguments[0]

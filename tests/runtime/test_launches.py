@@ -107,7 +107,7 @@ def test_bind_launch_binds_the_last_arguments():
     launch = bind_launch(Kernel(), (3,), 5, 1e-6, BLOCK_M=16, num_warps=4, HAS_BIAS=True)
     launch(y, "x")
     launch(z, "x")
-    options = dict(grid=(3,), warmup=False, num_warps=4)
+    options = dict(grid=(3,), warmup=False, num_warps=4, enable_fp_fusion=True)
     assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in (y, z)]
     with pytest.raises(AssertionError):
         bind_launch(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
