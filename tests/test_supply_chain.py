@@ -185,6 +185,14 @@ def test_types_and_licence_are_shipped():
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["fastvit_kernels"]
 
 
+@in_repository
+def test_a_release_has_one_version():
+    version = _toml()["project"]["version"]
+    assert fk.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
+
+
 def test_security_says_what_is_and_is_not_promised():
     text = (ROOT / "SECURITY.md").read_text()
     for heading in ("To report", "Supported versions", "What is promised", "What is not promised"):
