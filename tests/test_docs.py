@@ -60,6 +60,13 @@ def files():
     return [*found, *ROOT.glob("*")]
 
 
+@pytest.fixture(scope="module")
+def words(files):
+    """Of all the code."""
+    code = "\n".join(p.read_text() for p in files if p.suffix == ".py")
+    return set(re.findall(r"\w+", code))
+
+
 @by_page
 def test_files_are_where_the_pages_say(page, files):
     """Of `ops/rope.py` the end must match: pages leave out the folders their reader knows."""
@@ -70,10 +77,8 @@ def test_files_are_where_the_pages_say(page, files):
 
 
 @by_page
-def test_names_are_those_of_the_code(page, files):
+def test_names_are_those_of_the_code(page, words):
     """Functions of autograd, kernels, tests and private names that stand in `code` exist."""
-    code = "\n".join(p.read_text() for p in files if p.suffix == ".py")
-    words = set(re.findall(r"\w+", code))
     ours = re.compile(r"[A-Z]\w*Function|\w+_kernel|test_\w+|_[a-z]\w+")
     for span in SPAN.findall(page.read_text()):
         for name in (

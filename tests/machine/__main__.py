@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     rank.add_argument("--tokens", nargs="+", type=options.positive(int), default=list(TOKENS))
     device.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     device.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
-    device.add_argument("--only", default="", metavar="NAME", help="cases whose name has this")
+    device.add_argument("--only", nargs="+", default=(), metavar="NAME", help="cases with it")
     device.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("NUMBER", "OF"))
     device.add_argument("--record", action="store_true", help="write device/ran.csv")
     options.add_batch(rank, 256)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import reduce
+from functools import cache, reduce
 from itertools import zip_longest
 from operator import or_
 from pathlib import Path
@@ -188,6 +188,11 @@ def _mutants(file: str, source: str) -> Iterator[Drawn]:
         yield Drawn(id, file, "", "", old, new, (), begin, end, lines)
 
 
+@cache
+def _mutants_of(file: str) -> list[Drawn]:
+    return list(_mutants(file, (ROOT / path_of(file)).read_text()))
+
+
 def plant_drawn(fault: Drawn, source: str) -> str:
     text = source.encode()
     return (text[: fault.begin] + fault.new.encode() + text[fault.end :]).decode()
@@ -217,7 +222,7 @@ def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> l
     rooms: dict[str, list[list[Drawn]]] = {}
     for file in files_of():
         if fnmatch(file, pattern):
-            found = sorted(_mutants(file, (ROOT / path_of(file)).read_text()), key=order)
+            found = sorted(_mutants_of(file), key=order)
             if found:
                 rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
     drawn = _in_turn([

@@ -50,12 +50,19 @@ class CannotPlant(ValueError):
     """The fault does not fit the source as it is now."""
 
 
+@functools.lru_cache(maxsize=8)
+def _parsed(source: str) -> tuple[ast.AST, str]:
+    """Its tree, and that in words."""
+    tree = ast.parse(source)
+    return tree, ast.dump(tree)
+
+
 def _segment(source: str, function: str) -> tuple[int, int]:
     """Where the text of the function, the method, or the method of a class ("Class.method"), begins
     and ends."""
     lines = source.splitlines(keepends=True)
     owner, _, name = function.rpartition(".")
-    tree: ast.AST = ast.parse(source)
+    tree, _ = _parsed(source)
     if owner:
         classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner]
         tree = classes[0] if classes else ast.Module([], [])
@@ -78,7 +85,7 @@ def plant(fault: Fault, source: str) -> str:
             f"it occurs {segment.count(fault.old)} times: {fault.old!r}"
         )
     planted = source[:begin] + segment.replace(fault.old, fault.new) + source[end:]
-    if ast.dump(ast.parse(planted)) == ast.dump(ast.parse(source)):
+    if ast.dump(ast.parse(planted)) == _parsed(source)[1]:
         raise CannotPlant(f"{fault.id}: the new text changes nothing: {fault.new!r}")
     return planted
 

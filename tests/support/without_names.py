@@ -119,7 +119,8 @@ def check(fk):
     table = torch.zeros(2)
     assert read_once(table, torch.sum).item() == 0
     assert read_once(table.add_(1), torch.sum).item() == 2
-    same(step(swapped, x, torch.compile(swapped, backend="aot_eager")), wanted)
+    block = torch.compile(swapped[:1], backend="aot_eager")
+    same(step(swapped[:1], x, block), step(host[:1], x))
 
 
 def run(hidden):

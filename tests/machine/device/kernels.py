@@ -299,17 +299,17 @@ def run_all(
     kinds: Sequence[str],
     count: int,
     share: tuple[int, int] = (0, 1),
-    only: str = "",
+    only: Sequence[str] = (),
 ) -> Iterator[Outcome]:
     """Run them in so many processes; each outcome as it is there.
 
     Args:
         share: (number, of): each `of`-th job, from this number on.
-        only: jobs whose name has this in it.
+        only: jobs whose name has one of these in it.
     """
     wanted = [
         job for target in targets for name in precisions for kind in kinds
-        for job in jobs(target, name, kind) if only in job.name
+        for job in jobs(target, name, kind) if not only or any(part in job.name for part in only)
     ][share[0] :: share[1]]  # fmt: skip
     if count == 1:
         yield from map(run_job, wanted)
@@ -329,7 +329,7 @@ def run_device(
     precisions: Sequence[str],
     kinds: Sequence[str],
     count: int,
-    only: str = "",
+    only: Sequence[str] = (),
     share: tuple[int, int] = (0, 1),
     records: bool = False,
 ) -> int:

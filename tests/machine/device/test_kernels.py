@@ -36,22 +36,17 @@ def test_every_case_of_check(number):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
-def test_other_precisions(precision):
-    """The whole suite takes minutes: `--ptx sm_80`. Here are two kernels with products."""
-    said = device("--precision", precision, "--kind", "check", "--only", "linear, gelu")
-    assert "2 passed, 0 failed" in said
-    said = device("--precision", precision, "--kind", "check", "--only", "attention, D=32")
-    assert "1 passed, 0 failed" in said
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_other_precisions(arch, precision):
+    """The whole suite takes minutes: `--ptx sm_80`. Here are three kernels with products."""
+    cases = "--kind", "check", "--only", "linear, gelu", "attention, D=32"
+    assert "3 passed, 0 failed" in device("--arch", arch, "--precision", precision, *cases)
 
 
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_whole_numbers_give_the_bits_of_float64(where):
     """On a GPU too: where nothing is rounded, the machine and it give the same bits."""
     assert "the bits of float64" in python("-m", "tests.machine.device.exact", where)
-
-
-def test_three_steps_of_training():
-    assert "1 passed, 0 failed" in device("--precision", "bf16", "--kind", "training")
 
 
 def test_everything(request):
