@@ -493,7 +493,7 @@ FAULTS = [
     ),
     Fault(
         "judge-record-trusted", GATE_FILE, "Record.passed", "the record is never tried",
-        'if d[0] not in "01"', "", GATE,
+        'if d[0] != "0"', "", GATE,
     ),
     Fault(
         "judge-record-triton", GATE_FILE, "run_gate", "the same triton is not compared",
