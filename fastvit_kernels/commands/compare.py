@@ -44,11 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_out(parser, "write a CSV and a picture there")
 
 
-def folder_images(folder: Path, count: int, shape: tuple[int, int, int]) -> Tensor:
-    """The first images in a folder and in those inside it: fp32 of this shape, normalised.
+def images_of(arguments: argparse.Namespace, shape: tuple[int, int, int]) -> Tensor:
+    """Random images, or the first in --data and the folders inside it: fp32, normalised.
 
     Raises: CommandError where there are fewer, or one cannot be read.
     """
+    count, folder = arguments.batch, arguments.data
+    if folder is None:
+        return torch.randn(count, *shape)
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)[:count]
     if len(files) < count:
         raise CommandError(f"--data {folder} holds {len(files)} images; --batch wants {count}")
@@ -63,24 +66,22 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: 1 where the swapped model breaks the 2x rule or a way fails."""
     device = options.chosen_device(arguments)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    seconds = arguments.time_budget or 10.0
     torch.manual_seed(0)
     if arguments.sweep_tokens:
         with refusing("--sweep-tokens", torch.OutOfMemoryError):
-            return sweep.run(arguments, device, dtype)
-    model = build_model(arguments.model, img_size=arguments.img_size).to(device)
-    model.train(arguments.train)
-    shape = input_shape(model, arguments.img_size)
-    if arguments.data is None:
-        images = torch.randn(arguments.batch, *shape, device=device)
+            found = sweep.sweep(arguments.sweep_tokens, arguments.batch, dtype, device, seconds)
     else:
-        images = folder_images(arguments.data, arguments.batch, shape).to(device)
-    modes = [None] + ["default"] * arguments.compile + ["max-autotune"] * arguments.max_autotune
-    with refusing(f"{arguments.model} does not run", torch.OutOfMemoryError):
-        found = compare(
-            model, images, ways=[way for way, mode in WAYS.items() if mode in modes],
-            autocast=None if dtype == "fp32" else DTYPES[dtype],
-            seconds=arguments.time_budget or 10.0, name=arguments.model,
-        )  # fmt: skip
+        model = build_model(arguments.model, img_size=arguments.img_size).to(device)
+        model.train(arguments.train)
+        images = images_of(arguments, input_shape(model, arguments.img_size)).to(device)
+        modes = [None] + ["default"] * arguments.compile + ["max-autotune"] * arguments.max_autotune
+        with refusing(f"{arguments.model} does not run", torch.OutOfMemoryError):
+            found = compare(
+                model, images, ways=[way for way, mode in WAYS.items() if mode in modes],
+                autocast=None if dtype == "fp32" else DTYPES[dtype],
+                seconds=seconds, name=arguments.model,
+            )  # fmt: skip
     print(found)
     if arguments.out is not None:
         with refusing(f"--out {arguments.out} cannot be written", OSError):

@@ -183,6 +183,10 @@ def cuda_timer(device: int) -> CudaTimer:
         return CudaTimer()
 
 
+def timer_of(device: torch.device) -> Timer:
+    return cuda_timer(device.index) if device.type == "cuda" else CpuTimer()
+
+
 def microseconds(function: Callable[[], Any], timer: Timer | None = None) -> float:
     """Median of a burst of calls on the current device, each with a cold cache."""
     timer = timer or cuda_timer(torch.cuda.current_device())

@@ -70,8 +70,9 @@ def take_turns(
 def time_together(
     contenders: Sequence[Contender], timer: Timer, ms: float, *, flush: bool, most: int = 100
 ) -> None:
-    """Time in turns those that have run well before, for so many ms in all; at most so many samples
-    of each in a turn, at least one. Their times of before are left out."""
+    """Time in turns those that run well, for so many ms in all; at most so many samples of each in
+    a turn, at least one. Times of before are left out: whoever has none runs twice before."""
+    take_turns([c for c in contenders if not c.times], timer, flush=flush, rounds=2)
     right = [c for c in contenders if c.outcome.status == OK]
     for c in right:
         c.count, c.times = samples_in(ms / (len(right) * ROUNDS), c.times[-1], 1, most), []

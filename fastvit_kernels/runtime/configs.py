@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 
 _tuned: dict[str, Tuned] = {}  # name of a GPU -> what the user measured there
-_forced: dict[str, Any] = {}  # table -> config
+_forced: dict[str, Any] = {}  # table -> config, or a rule that gives one
 _recorders: list[dict[Choice, None]] = []
 _on_change: list[Callable[[], object]] = []  # empty caches that hold a former choice
 _loading = threading.Lock()
@@ -67,6 +67,8 @@ class ConfigTable(Generic[Config]):
         config = self._chosen.get((gpu, key))
         if config is None:
             config = _forced.get(self.name)
+            if callable(config):
+                config = config(gpu, *key)
             if config is None:
                 config = tuned_on(gpu).get((self.name, key))
             if config is None or not self.fits(gpu, config, *key):
@@ -125,7 +127,8 @@ def install(gpu: Gpu, tuned: Tuned | None) -> None:
 
 @contextmanager
 def forced(table: str, config: Any) -> Iterator[None]:
-    """Inside, `table` chooses `config` for each key that it fits: for tests and `tune`."""
+    """Inside, `table` chooses `config` for each key that it fits, or what config(gpu, *key) gives:
+    for tests, `tune` and swap_in(measure=)."""
     former = _forced.get(table)
     _forced[table] = config
     _forget()

@@ -170,7 +170,7 @@ def entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
     if table is None:
         raise TableError(f"there is no table {str(raw['table'])[:60]!r}")
     key = raw["key"]
-    if not isinstance(key, list) or not all(type(k) in (int, str) for k in key):
+    if not isinstance(key, (list, tuple)) or not all(type(k) in (int, str) for k in key):
         raise TableError(f"a key of {table.name} must be a list of integers and strings")
     wanted = json.dumps(raw["config"], sort_keys=True)  # as text, where 1 is not true
     shipped = [c for c in table.configs if json.dumps(fields(c), sort_keys=True) == wanted]

@@ -150,7 +150,7 @@ def swap_in(
             if choice.keeps == HOST:
                 swap.planned[modules[name]] = host_of(type(modules[name]))
                 swap.refused[name] = f"kept as it is: {choice.times}"
-        rebuilt = {name for name, choice in kept.items() if choice.keeps == LOW}
+        rebuilt = {name for name, choice in kept.items() if choice.keeps.startswith(LOW)}
     for module, cls in swap.planned.items():
         module.__class__ = cls  # type: ignore[assignment]
     for name, module in modules.items():

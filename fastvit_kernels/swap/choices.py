@@ -4,11 +4,11 @@ A kind is what one time stands for: a class, the shapes of its parameters and of
 model gave it, its mode. One module of each is run on replicas that share its parameters and nothing
 else. The widest come first: what a fused block reads is not measured by itself.
 
-host           the host's own forward
-fused          ours, by the launch configs in force, with the memory= that was asked for
-fused low      a block with memory="low", under memory="auto"
-fused library  every product with an epilogue by the vendor's library and one kernel
-fused triton   every product with an epilogue by one kernel
+host       the host's own forward
+fused      ours, by the launch configs in force, with the memory= that was asked for
+fused low  a block with memory="low", under memory="auto"
+... library, ... triton  either, every product with an epilogue by the vendor's library and one
+           kernel, or by one kernel
 
 A route is a launch config of a shape: it holds for each product of that shape in the process, and
 for kinds that are measured later. What wins must keep the 2x rule on that very call.
@@ -20,19 +20,19 @@ import copy
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..measure.gate import ERROR, MEMORY, OK, Outcome, failure, verdict
-from ..measure.timer import CpuTimer, Timer, cuda_timer, spread
+from ..measure.timer import spread, timer_of
 from ..measure.turns import ROUNDS, Contender, beats, take_turns, time_together
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, forced_route
 from ..runtime.backend import Gpu, gpu
@@ -42,13 +42,13 @@ from ..runtime.files import write_text
 from ..runtime.tables import Tuned
 from ..runtime.triton import triton
 from ..runtime.version import __version__
-from ..verify.accuracy import measure_all
 from . import hosts
 from .copies import CALL
+from .errors import Call, copied, device_of, errors_beside, step
 from .facts import host_of, leaves, level_of
 
-FUSED, HOST, LOW = "fused", "host", "fused low"
-WAYS = (HOST, FUSED, LOW, "fused library", "fused triton")  # the simpler first
+FUSED, HOST, LOW, ROUTES = "fused", "host", "fused low", ("library", "triton")
+WAYS = (HOST, FUSED, LOW, *(f"{way} {route}" for way in (FUSED, LOW) for route in ROUTES))
 PRODUCTS = {table.name: table for table in (FWD_TABLE, HIDDEN_TABLE)}
 KIND_SECONDS = 1.0  # for one kind, all contenders together
 MEASURED = ("block", "attention", "mlp", "layer_norm", "rms_norm", "patch_embed")
@@ -79,6 +79,12 @@ class Choice:
     keeps: str
     ms: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+
+    @classmethod
+    def of(cls, kind: tuple[str, str, str], inputs: str, keeps: str, ways: Sequence[Way]) -> Choice:
+        ms = {way.name: spread(way.times).median for way in ways if way.outcome.status == OK}
+        wrong = [f"{way.name}: {way.outcome.note}" for way in ways if way.outcome.status != OK]
+        return cls(*kind, inputs, keeps, ms, "; ".join(wrong))
 
     @property
     def times(self) -> str:
@@ -138,16 +144,6 @@ def machine_on(device: torch.device) -> dict[str, str]:
     return {"device": name, **versions, "fastvit_kernels": __version__}
 
 
-class Call(NamedTuple):
-    """How a model called a module: for one of its kind, what it gave, and the mode."""
-
-    inputs: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: torch.dtype | None
-    grad: bool
-
-
 def called(model: Any, measure: Measure) -> Any:
     """What the model gives for a batch, or the callable for the model."""
     if isinstance(measure, Tensor):
@@ -157,15 +153,6 @@ def called(model: Any, measure: Measure) -> Any:
     return model(**measure) if isinstance(measure, Mapping) else measure(model)
 
 
-def device_of(values: Any) -> torch.device:
-    """Of the first tensor."""
-    return next((x.device for x in leaves(values, Tensor)), torch.device("cpu"))
-
-
-def timer_of(device: torch.device) -> Timer:
-    return cuda_timer(device.index) if device.type == "cuda" else CpuTimer()
-
-
 def _shape(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
@@ -173,20 +160,6 @@ def _shape(x: Tensor) -> str:
 def kind_of(module: nn.Module, cls: type) -> tuple[str, str, str]:
     shapes = ", ".join(f"{name} {_shape(p)}" for name, p in module.named_parameters())
     return hosts.host_path(host_of(type(module))), level_of(cls), shapes
-
-
-def _copied(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """Arguments whose tensors are of the call alone: a host may write into them.
-
-    Args:
-        dtype: what floating-point tensors are to have.
-    """
-    if isinstance(x, Tensor):
-        to = dtype if x.is_floating_point() else None
-        return x.detach().to(to, copy=True).requires_grad_(x.requires_grad)
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(_copied(v, dtype) for v in x)
-    return {k: _copied(v, dtype) for k, v in x.items()} if type(x) is dict else x
 
 
 @contextmanager
@@ -207,7 +180,7 @@ def calls_of(model: nn.Module, kinds: dict[nn.Module, Any], measure: Measure) ->
     """The first call of each module of a kind, as the model runs now. What one kind is called with
     is kept once. Raises: what the model or the callable does."""
     calls: dict[Any, Call] = {}
-    kept: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    kept: dict[Any, Call] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in calls:
@@ -221,8 +194,8 @@ def calls_of(model: nn.Module, kinds: dict[nn.Module, Any], measure: Measure) ->
         inputs = mode + ", ".join(map(_shape, tensors))
         key = kinds[module], inputs
         if key not in kept:
-            kept[key] = _copied(args), _copied(kwargs)
-        calls[module] = Call(inputs, *kept[key], cast, grad)
+            kept[key] = Call(copied(args), copied(kwargs), cast, grad, inputs)
+        calls[module] = kept[key]
 
     hooks = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in kinds]
     try:
@@ -261,63 +234,26 @@ def replica(
     return copy(module)
 
 
-def step(module: nn.Module, call: Call, noise: bool = False) -> dict[str, Tensor]:
-    """A call as the model makes it, with its backward where there is one: outputs and gradients.
+@dataclass
+class Way(Contender):
+    """One way of a kind: a replica, called as the model calls it, and what `context` forces."""
 
-    Args:
-        noise: the upstream gradient is random, the same at each call; else it is the outputs.
-    """
-    device = device_of((call.args, call.kwargs))
-    cast = torch.autocast(device.type, call.autocast, enabled=call.autocast is not None)
-    with torch.set_grad_enabled(call.grad), cast:
-        found = list(leaves(module(*call.args, **call.kwargs), Tensor))
-    results = {f"out{i}": x.detach() for i, x in enumerate(found)}
-    outputs = [x for x in found if x.requires_grad]
-    inputs = enumerate(leaves((call.args, call.kwargs), Tensor))
-    given = {f"d{n}": p for n, p in module.named_parameters() if p.requires_grad}
-    given |= {f"dinput{i}": x for i, x in inputs if x.requires_grad}
-    if outputs and given:
-        upstream = [x.detach() for x in outputs]
-        if noise:
-            seeded = torch.Generator(device).manual_seed(0)
-            upstream = [
-                torch.randn(x.shape, generator=seeded, device=device).to(x) for x in upstream
-            ]
-        grads = torch.autograd.grad(outputs, [*given.values()], upstream, allow_unused=True)
-        results |= {n: g for n, g in zip(given, grads, strict=True) if g is not None}
-    return results
+    module: Any = None
+    configs: Tuned = field(default_factory=dict)  # of another route
 
+    @classmethod
+    def of(cls, name: str, module: nn.Module, call: Call) -> Way:
+        return cls(name, partial(step, module, call), module=module)
 
-class Way(NamedTuple):
-    """How a kind may run: a replica, and the launch configs of another route, which `context`
-    forces."""
-
-    name: str
-    module: nn.Module
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    configs: Tuned = NO_CONFIGS
-
-    def entries(self, ms: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Its launch configs for Choices; beside them the times of the module."""
+    def entries(self, former_ms: float | None) -> list[dict[str, Any]]:
+        """Its launch configs for Choices; beside them the times of the module, in us."""
         from ..runtime.tuned_table import Entry, fields, now  # importing swap reads no file
 
-        us = 1e3 * ms.get(self.name, 0.0)
-        former = 1e3 * ms[FUSED] if FUSED in ms else us
-        return [
-            asdict(Entry(table, key, fields(config), former, us, now())) | {"key": [*key]}
-            for (table, key), config in self.configs.items()
-        ]
-
-
-@contextmanager
-def preferring(here: Gpu, more: Tuned) -> Iterator[None]:
-    """Inside, these launch configs go before those in force."""
-    former = tuned_on(here)
-    install(here, {**former, **more})
-    try:
-        yield
-    finally:
-        install(here, former)
+        if not self.configs:
+            return []
+        ms = spread(self.times).median
+        us = 1e3 * (former_ms or ms), 1e3 * ms
+        return [asdict(Entry(*key, fields(c), *us, now())) for key, c in self.configs.items()]
 
 
 def routes_of(way: Way, call: Call, here: Gpu, settled: Tuned) -> Iterator[Way]:
@@ -331,91 +267,58 @@ def routes_of(way: Way, call: Call, here: Gpu, settled: Tuned) -> Iterator[Way]:
     if any((table.name, key) in settled for table, key in products):
         return
     routes = [table.choose(here, *key).route for table, key in products]
-    for route in ("library", "triton"):
+    for route in ROUTES:
         if any(r != route for r in routes):
-            with forced_route(route):
-                found = {(table.name, key): table.default(here, *key) for table, key in products}
-            yield Way(f"fused {route}", way.module, partial(preferring, here, found), found)
+            other = Way.of(f"{way.name} {route}", way.module, call)
+            other.context = partial(forced_route, route)
+            with other.context():
+                other.configs = {(t.name, key): t.choose(here, *key) for t, key in products}
+            yield other
 
 
-def in_turns(ways: Sequence[Way], call: Call, end: float) -> list[Contender]:
-    """The times of each way; one that has none has an outcome that says why.
+def in_turns(ways: Sequence[Way], call: Call, end: float) -> None:
+    """Time each way; one that has no times has an outcome that says why.
 
     Args:
+        ways: where the time does not suffice for all, the last have none.
         end: no turn begins that would end after this time (time.monotonic).
     """
-    timer = timer_of(device_of((call.args, call.kwargs)))
-    every = [Contender(w.name, partial(step, w.module, call), w.context) for w in ways]
+    timer = timer_of(device_of(call[:2]))
     if time.monotonic() < end:
-        take_turns(every, timer, flush=False, rounds=2)  # the first may compile
-    right = [c for c in every if c.outcome.status == OK]
+        take_turns(ways, timer, flush=False, rounds=2)  # the first may compile
+    right = [way for way in ways if way.outcome.status == OK]
     left = 1e3 * min(KIND_SECONDS, end - time.monotonic())
-    if not all(c.times for c in right) or ROUNDS * sum(c.times[-1] for c in right) > left:
-        for c in right:
-            c.outcome = Outcome(ERROR, "no time was left for a turn")
-        return every
+    while right and not (right[0].times and ROUNDS * sum(w.times[-1] for w in right) <= left):
+        right.pop().outcome = Outcome(ERROR, "no time was left for a turn")
     time_together(right, timer, left, flush=False)
-    return every
 
 
 def judged(host: nn.Module, way: Way, call: Call) -> Outcome:
     """Whether a way keeps the 2x rule beside the host in float64, for all that it gives on this
     call; in evaluation, where nothing is drawn."""
-    timer = timer_of(device_of((call.args, call.kwargs)))
-    was = [(m, m.training) for module in (host, way.module) for m in module.modules()]
-    exact = call._replace(
-        args=_copied(call.args, torch.float64), kwargs=_copied(call.kwargs, torch.float64),
-        autocast=None,
-    )  # fmt: skip
+    timer, (host, ours) = timer_of(device_of(call[:2])), (host.eval(), way.module.eval())
+    exact = Call(*copied(call[:2], torch.float64), None, call.grad)
     try:
-        for module in (host, way.module):
-            module.eval()
-        oracle = step(copy.deepcopy(host).double(), exact, noise=True)
+        oracle = step(copy.deepcopy(host).double(), exact, 0)
         with way.context():
-            actual = step(way.module, call, noise=True)
-        assert set(actual) == set(oracle), f"other gradients: {set(actual) ^ set(oracle)}"
+            actual = step(ours, call, 0)
         dtype = call.autocast or actual["out0"].dtype
-        peaks: dict[str, float] = {}  # of each module's: a gradient may be zero but for rounding
-        for name, x in oracle.items():
-            owner = name.rpartition(".")[0]
-            peaks[owner] = max(peaks.get(owner, 0.0), x.abs().amax().item() if x.numel() else 0.0)
-        floors = {n: 2 * torch.finfo(dtype).eps * peaks[n.rpartition(".")[0]] for n in oracle}
-        return verdict(measure_all(actual, partial(step, host, call, True), oracle, dtype, floors))
+        return verdict(errors_beside(actual, partial(step, host, call, 0), oracle, dtype))
     except Exception as error:
         found = failure(error, timer)
         return Outcome() if found.status == MEMORY else found  # float64 does not fit
-    finally:
-        for module, training in was:
-            module.training = training
 
 
-def fastest(contenders: Iterable[Contender]) -> Contender | None:
-    """Of those that are right; the earlier one unless a later beats it by more than the noise."""
-    best = None
-    for c in contenders:
-        if c.outcome.status == OK and (best is None or beats(c.times, best.times)):
-            best = c
-    return best
-
-
-def measured(ways: Sequence[Way], call: Call, end: float) -> dict[str, Any]:
-    """The fields of a choice that times and numbers decide.
-
-    Args:
-        ways: the host first.
-    """
-    every = in_turns(ways, call, end)
-    kept = fastest(every)
-    while kept is not None and kept.name != HOST:
-        way = next(w for w in ways if w.name == kept.name)
-        kept.outcome = judged(ways[0].module, way, call)
-        if kept.outcome.status == OK:
-            break
-        kept = fastest(every)
-    ms = {c.name: spread(c.times).median for c in every if c.outcome.status == OK}
-    said = {c.name: c.outcome.note for c in every if c.outcome.status != OK}
-    note = "; ".join(f"{name}: {why}" for name, why in said.items())
-    return {"keeps": HOST if kept is None else kept.name, "ms": ms, "note": note}
+def fastest(ways: Sequence[Way], call: Call) -> Way:
+    """Of those that are right, the earlier unless a later beats it by more than the noise; the
+    first, the host's, where none is."""
+    best = host = ways[0]
+    for way in ways[1:]:
+        if way.outcome.status == OK and (best.outcome.status != OK or beats(way.times, best.times)):
+            best = way
+    if best is not host:
+        best.outcome = judged(host.module, best, call)
+    return best if best is host or best.outcome.status == OK else fastest(ways, call)
 
 
 def prefer(here: Gpu, former: Tuned, entries: Sequence[dict[str, Any]]) -> Tuned:
@@ -475,16 +378,18 @@ def choose(
                 if key not in made:
                     found = None if known is None else known.of(*key)
                     if found is None and call is not None:
-                        fused = partial(replica, module, classes)
-                        host, ours = replica(module, {}), fused(settings)
-                        ways = [Way(HOST, host), Way(FUSED, ours)]
+                        ways = [Way.of(HOST, replica(module, {}), call)]
+                        ways.append(Way.of(FUSED, replica(module, classes, settings), call))
                         if low and call.grad and hasattr(classes[module], "fused_memory"):
-                            ways.append(Way(LOW, fused({**settings, "fused_memory": "low"})))
+                            rebuilding = {**settings, "fused_memory": "low"}
+                            ways.append(Way.of(LOW, replica(module, classes, rebuilding), call))
                         if time.monotonic() < end:
-                            ways += routes_of(ways[1], call, here, routes)
-                        found = Choice(*kind, key[1], **measured(ways, call, end))
-                        won = next(way for way in ways if way.name == found.keeps)
-                        entries = entries + won.entries(found.ms)
+                            each = [routes_of(way, call, here, routes) for way in ways[1:]]
+                            ways += [way for others in each for way in others]
+                        in_turns(ways, call, end)
+                        won = fastest(ways, call)
+                        found = Choice.of(kind, call.inputs, won.name, ways)
+                        entries = entries + won.entries(found.ms.get(FUSED))
                         routes = prefer(here, former, entries)
                     elif found is None and measure is not None:
                         found = Choice(*kind, key[1], HOST, note="it was not called")

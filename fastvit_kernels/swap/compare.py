@@ -10,21 +10,20 @@ from __future__ import annotations
 import copy
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..measure.gate import OK, Outcome, failure, verdict
-from ..measure.timer import Timer, spread
+from ..measure.gate import OK, Outcome, failure, speedup, verdict
+from ..measure.timer import Timer, spread, timer_of
 from ..measure.turns import Contender, time_together
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.files import write_atomically, write_text
-from . import choices
 from .apply import swap_in, swap_out
 from .choices import Measure, called, machine_on
 from .errors import model_errors
@@ -61,6 +60,7 @@ class Row:
     loss_gap: float | None = None
     status: str = OK
     note: str = ""
+    graph_ms = None  # nothing is replayed
 
 
 @dataclass(frozen=True)
@@ -70,69 +70,71 @@ class Comparison:
     model: str
     machine: Mapping[str, str]
     mode: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)  # of Row
+
+    base, file = EAGER, "compare"
+    columns: ClassVar = {  # by title what is shown of a row, and how
+        "ms": ("ms", ".4g"), "images/s": ("images_per_s", ",.0f"), "peak MiB": ("peak_mib", ",.0f"),
+        "speed-up": ("speedup", ".2f"), "loss": ("loss_gap", ".1e"),
+    }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"{'':22} {'ms':>9} {'images/s':>9} {'peak MiB':>9} {'speed-up':>9} {'loss':>9}"]
-        for r in self.rows:
-            cells = (
-                _cell(r.ms, ".4g"), _cell(r.images_per_s, ",.0f"), _cell(r.peak_mib, ",.0f"),
-                _cell(r.speedup, ".2f"), _cell(r.loss_gap, ".1e"),
-            )  # fmt: skip
-            said = f"  {r.status}: {r.note}" if r.status != OK else f"  {r.note}" * bool(r.note)
-            lines.append(f"{r.way:22} " + " ".join(f"{c:>9}" for c in cells) + said)
+        lines = [" " * 22 + "".join(f" {title:>9}" for title in self.columns)]
+        for row in self.rows:
+            found = ((getattr(row, name), form) for name, form in self.columns.values())
+            cells = ("-" if value is None else format(value, form) for value, form in found)
+            said = [row.status] * (row.status != OK) + [row.note] * bool(row.note)
+            lines.append(f"{row.way:22}" + "".join(f" {c:>9}" for c in cells))
+            lines[-1] += f"  {': '.join(said)}" if said else ""
         return "\n".join([*lines, "", self.line])
 
     @property
     def line(self) -> str:
         """One line that says what was measured, where."""
-        best = max((r for r in self.rows if r.speedup), key=lambda r: r.speedup or 0, default=None)
-        told = "no speed-up" if best is None else f"{best.way} {best.speedup:.2f}x of eager"
+        best = max((r for r in self.rows if r.speedup), key=lambda r: r.speedup, default=None)
+        told = "no speed-up" if best is None else f"{best.way} {best.speedup:.2f}x of {self.base}"
         where = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         return f"{self.model}, {self.mode}: {told} ({where})"
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write compare.csv and, where matplotlib is installed, compare.png into a folder."""
+        """Write a CSV and, where matplotlib is installed, a PNG into a folder: compare.csv."""
         about = {"model": self.model, "mode": self.mode, **self.machine}
         rows = [{**about, **asdict(row)} for row in self.rows]
-        return save_rows(Path(folder), "compare", rows, 1.2 + 0.45 * len(rows), self._draw)
+        path, text = Path(folder) / f"{self.file}.csv", io.StringIO()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write_text(path, text.getvalue())
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            return [path]
+        figure, picture = Figure((7, 4), layout="constrained"), path.with_suffix(".png")
+        self.draw(figure.subplots())
+        write_atomically(picture, lambda file: figure.savefig(file, format="png", dpi=150))
+        return [path, picture]
 
-    def _draw(self, axes: Any) -> None:
+    def draw(self, axes: Any) -> None:
         rows = [row for row in self.rows if row.ms is not None]
-        bars = axes.barh([row.way for row in rows], [row.ms or 0.0 for row in rows])
-        axes.bar_label(bars, [_cell(row.ms, ".4g") for row in rows], padding=3)
+        bars = axes.barh([row.way for row in rows], [row.ms for row in rows])
+        axes.bar_label(bars, fmt="{:.4g}", padding=3)
         axes.invert_yaxis()
         axes.set(xlabel="ms a step", title=f"{self.model}\n{self.mode}, {self.machine['device']}")
 
 
-def save_rows(
-    folder: Path, name: str, rows: Sequence[Mapping[str, Any]], height: float,
-    draw: Callable[[Any], object],
-) -> list[Path]:  # fmt: skip
-    """Write name.csv and, where matplotlib is installed, name.png, which draw(axes) fills.
-
-    Args:
-        height: of the picture, in inches.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    table = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    written = [folder / f"{name}.csv"]
-    write_text(written[0], text.getvalue())
-    with suppress(ModuleNotFoundError):
-        from matplotlib.figure import Figure
-
-        figure = Figure((7, height), layout="constrained")
-        draw(figure.subplots())
-        written.append(folder / f"{name}.png")
-        write_atomically(written[1], lambda file: figure.savefig(file, format="png", dpi=150))
-    return written
+def by_pytorch(device: torch.device) -> str:
+    """What to note beside ours where no kernel runs."""
+    reason = reason_for_torch(torch.empty(1, device=device))
+    return f"PyTorch runs it: {reason}" if reason else ""
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+@dataclass
+class _Way(Contender):
+    """A way that has run its first steps."""
+
+    losses: Any = None
+    peak_mib: float | None = None
 
 
 class _Runner:
@@ -146,9 +148,9 @@ class _Runner:
         # Our own modules have no other class: PyTorch runs them as it runs a host's.
         self.plain = not way.startswith(SWAPPED) and any(map(is_ours, self.model.modules()))
         (swap_in if way.startswith(SWAPPED) else swap_out)(self.model)
-        mode, self.forward = WAYS[way], self.model
-        if mode is not None:
-            self.forward: Any = torch.compile(self.model, mode=mode, dynamic=False)
+        self.forward: Any = self.model
+        if (mode := WAYS[way]) is not None:
+            self.forward = torch.compile(self.model, mode=mode, dynamic=False)
         if self.trains:
             fused = self.device.type == "cuda"
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
@@ -166,19 +168,32 @@ class _Runner:
         return torch.stack([x.float().square().mean() for x in outputs]).sum()
 
     def step(self) -> Tensor:
-        if not self.trains:
-            with torch.no_grad():
-                return self.loss()
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(self.trains):
+            loss = self.loss()
+        if self.trains:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def losses(self, steps: int) -> Tensor:
-        """Of the first steps, which warm up too."""
+
+def _prepared(
+    model: nn.Module, way: str, batch: Measure, autocast: torch.dtype | None, steps: int,
+    timer: Timer,
+) -> _Way:  # fmt: skip
+    """A way whose first steps, by one seed, have warmed it up. Raises: what eager raises."""
+    made = _Way(way, lambda: None)
+    try:
+        made.run = _Runner(model, way, batch, autocast).step
         torch.manual_seed(0)
-        return torch.stack([self.step() for _ in range(steps)]).double().cpu()
+        made.losses = torch.stack([made.run() for _ in range(steps)]).double().cpu()
+        made.peak_mib = timer.peak_mib(made.run)
+    except Exception as error:
+        if way == EAGER:
+            raise
+        made.run = lambda: None  # what it held is freed
+        made.outcome = failure(error, timer)
+    return made
 
 
 def _judged(model: nn.Module, batch: Any, autocast: torch.dtype | None) -> Outcome:
@@ -223,61 +238,32 @@ def compare(
         raise ValueError(f"compare: ways are of {', '.join(WAYS)}; got {', '.join(unknown)}")
     if steps < 1 or not seconds > 0:
         raise ValueError(f"compare: steps and seconds must be above 0, got {steps} and {seconds}")
-    ways = [way for way in WAYS if way == EAGER or way in ways]
     tensor = next(leaves(batch, Tensor), None)
-    device = next(model.parameters()).device
-    timer = choices.timer_of(device)
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
-        judged = _judged(model, batch, autocast) if len(ways) > 1 else Outcome()
-        prepared = [_prepared(model, way, batch, autocast, steps, timer) for way in ways]
-        good = [p.contender for p in prepared if p.contender.outcome.status == OK]
-        time_together(good, timer, 1e3 * seconds, flush=False, most=MAX_SAMPLES)
-    reason = reason_for_torch(torch.empty(1, device=device))
-    by_pytorch = f"PyTorch runs it: {reason}" if reason else ""
-    rows, eager = [], prepared[0]
-    for way, (c, losses, peak_mib) in zip(ways, prepared, strict=True):
-        right = c.outcome.status == OK
-        ours = right and way.startswith(SWAPPED)
-        outcome = judged if ours else c.outcome
-        note = "; ".join(filter(None, (outcome.note, by_pytorch if ours else "")))
-        row = Row(way, peak_mib=peak_mib, status=outcome.status, note=note)
-        if right:
-            times = spread(c.times)
-            row = replace(row, ms=times.median, ms_p20=times.p20, ms_p80=times.p80)
-            if tensor is not None and tensor.ndim:
-                row = replace(row, images_per_s=1e3 * len(tensor) / times.median)
-            if way != EAGER:
-                row = replace(row, loss_gap=(losses - eager.losses).abs().max().item())
-                if outcome.status == OK and eager.contender.times:
-                    gain = spread(eager.contender.times).median / times.median
-                    row = replace(row, speedup=gain)
-        rows.append(row)
-    mode = f"{'training step' if model.training else 'forward'}"
+    device, mode = next(model.parameters()).device, "training step" if model.training else "forward"
     mode += f", {str(autocast or next(model.parameters()).dtype).removeprefix('torch.')}"
-    if tensor is not None:
-        mode += f", {list(tensor.shape)}"
+    mode += "" if tensor is None else f", {list(tensor.shape)}"
+    timer = timer_of(device)
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        swaps = any(way.startswith(SWAPPED) for way in ways)
+        judged = _judged(model, batch, autocast) if swaps else Outcome()
+        every = [
+            _prepared(model, way, batch, autocast, steps, timer)
+            for way in WAYS if way == EAGER or way in ways
+        ]  # fmt: skip
+        time_together(every, timer, 1e3 * seconds, flush=False, most=MAX_SAMPLES)
+    images = tensor.shape[0] if tensor is not None and tensor.ndim else None
+    rows: list[Row] = []
+    for c in every:
+        ours = c.name.startswith(SWAPPED) and c.outcome.status == OK
+        status, note = judged if ours else c.outcome
+        note = "; ".join(filter(None, (note, by_pytorch(device) if ours else "")))
+        row = Row(c.name, peak_mib=c.peak_mib, status=status, note=note)
+        if c.outcome.status == OK:
+            ms, p20, p80 = spread(c.times)
+            row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80)
+            row = replace(row, images_per_s=None if images is None else 1e3 * images / ms)
+            if rows:
+                gap = (c.losses - every[0].losses).abs().max().item()
+                row = replace(row, speedup=speedup(row, rows[0]), loss_gap=gap)
+        rows.append(row)
     return Comparison(name or type(model).__name__, machine_on(device), mode, rows)
-
-
-class _Prepared(NamedTuple):
-    contender: Contender
-    losses: Any = None
-    peak_mib: float | None = None
-
-
-def _prepared(
-    model: nn.Module, way: str, batch: Measure, autocast: torch.dtype | None, steps: int,
-    timer: Timer,
-) -> _Prepared:  # fmt: skip
-    """A way that has run its first steps, and one that was timed. Raises: what eager raises."""
-    contender = Contender(way, lambda: None)
-    try:
-        runner = _Runner(model, way, batch, autocast)
-        losses, contender.run = runner.losses(steps), runner.step
-        contender.times = timer.sample(runner.step, 1, False)
-        return _Prepared(contender, losses, timer.peak_mib(runner.step))
-    except Exception as error:
-        if way == EAGER:
-            raise
-        contender.outcome = failure(error, timer)
-        return _Prepared(contender)

@@ -1,48 +1,91 @@
-"""A host's model and its swapped copy side by side: outputs and all gradients, by the 2x rule."""
+"""What a host gives and its fused twin: outputs and all gradients, side by side by the 2x rule."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..verify.accuracy import Error, measure_all
-from .apply import swap_in
+from ..verify.accuracy import Error, Tensors, measure_all
+from .facts import leaves
 
 
-def _outputs(result: Any) -> list[Tensor]:
-    """The tensors of a model's output with a gradient, in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    values = result.values() if isinstance(result, Mapping) else result
-    return [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+class Call(NamedTuple):
+    """How a module is called; `inputs` says it in words."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: torch.dtype | None = None
+    grad: bool = True
+    inputs: str = ""
+
+
+def copied(x: Any, dtype: torch.dtype | None = None) -> Any:
+    """Arguments whose tensors are of the call alone: a host may write into them.
+
+    Args:
+        dtype: what floating-point tensors are to have.
+    """
+    if isinstance(x, Tensor):
+        to = dtype if x.is_floating_point() else None
+        return x.detach().to(to, copy=True).requires_grad_(x.requires_grad)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        return type(x)(copied(v, dtype) for v in x)
+    return {k: copied(v, dtype) for k, v in x.items()} if type(x) is dict else x
+
+
+def device_of(values: Any) -> torch.device:
+    """Of the first tensor."""
+    return next((x.device for x in leaves(values, Tensor)), torch.device("cpu"))
+
+
+def step(module: nn.Module, call: Call, seed: int | None = None) -> dict[str, Tensor]:
+    """A call, with its backward where there is one: outputs and gradients by name, "dinput0" that
+    of the first argument.
+
+    Args:
+        seed: of a random upstream gradient; without one it is the outputs.
+    """
+    given = list(leaves(call[:2], Tensor))
+    device = device_of(given).type
+    with (
+        torch.set_grad_enabled(call.grad),
+        torch.autocast(device, call.autocast, enabled=call.autocast is not None),
+    ):
+        found = list(leaves(module(*call.args, **call.kwargs), Tensor))
+    outputs = [x for x in found if x.requires_grad]
+    wanted = {f"d{n}": p for n, p in module.named_parameters() if p.requires_grad}
+    wanted |= {f"dinput{i}": x for i, x in enumerate(given) if x.requires_grad}
+    results = {f"out{i}": x.detach() for i, x in enumerate(found)}
+    if outputs and wanted:
+        upstream = [x.detach() for x in outputs]
+        if seed is not None:
+            numbers = torch.Generator().manual_seed(seed)
+            upstream = [torch.randn(x.shape, generator=numbers).to(x) for x in upstream]
+        grads = torch.autograd.grad(outputs, [*wanted.values()], upstream, allow_unused=True)
+        results |= {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+    return results
 
 
 def run_step(
-    model: nn.Module, inputs: Any, upstream_seed: int, autocast: torch.dtype | None = None
+    model: nn.Module, inputs: Any, seed: int, autocast: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name: of the images and of every parameter."""
+    """`step` of a whole model, with a gradient of each floating-point input, after a seed.
+
+    Args:
+        inputs: a tensor of images, or keyword arguments.
+    """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    inputs = inputs if isinstance(inputs, Mapping) else {"": inputs}
-    leaves = {
-        k: v.detach().clone().to(dtype).requires_grad_() if v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
-    torch.manual_seed(upstream_seed)
-    device = next(iter(leaves.values())).device.type
-    with torch.autocast(device, autocast, enabled=autocast is not None):
-        outputs = _outputs(model(leaves[""]) if "" in leaves else model(**leaves))
-    generator = torch.Generator().manual_seed(upstream_seed)
-    upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
-    torch.autograd.backward(outputs, upstream)
-    found = {f"out{i}": o.detach() for i, o in enumerate(outputs)}
-    found |= {f"d{k or 'images'}": v.grad for k, v in leaves.items() if v.grad is not None}
-    found |= {f"d{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return found
+    named = copied(dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}, dtype)
+    for x in leaves(named, Tensor):
+        x.requires_grad_(x.is_floating_point())
+    call = Call((named[""],), {}, autocast) if "" in named else Call((), named, autocast)
+    torch.manual_seed(seed)
+    return step(model, call, seed)
 
 
 def layer_of(name: str) -> str:
@@ -66,36 +109,47 @@ def layer_peaks(found: Mapping[str, Tensor]) -> defaultdict[str, float]:
     return peaks
 
 
+def errors_beside(
+    actual: Tensors, specification: Callable[[], Tensors], oracle: Tensors, dtype: torch.dtype
+) -> list[Error]:
+    """`measure_all` of what `step` gives. A gradient that is zero but for rounding (the bias of the
+    keys) is measured by the largest gradient of its layer: the floor, 2 eps of that.
+
+    Raises: AssertionError where one of them has a gradient that the other has not.
+    """
+    assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
+    peaks = layer_peaks(oracle)
+    floors = {name: 2 * torch.finfo(dtype).eps * peaks[layer_of(name)] for name in oracle}
+    return measure_all(actual, specification, oracle, dtype, floors)
+
+
 def model_errors(
     model: nn.Module,
     inputs: Any,
-    swap: Callable[[nn.Module], Any] = swap_in,
+    swap: Callable[[nn.Module], Any] | None = None,
     autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> list[Error]:
     """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
 
-    The oracle is the host in float64, the yardstick the host in the model's own dtype. A gradient
-    that is zero but for rounding (the bias of the keys) is measured by the largest gradient of its
-    layer: the floor, 2 eps of that.
+    The oracle is the host in float64, the yardstick the host in the model's own dtype.
 
     Args:
         model: a host's model, not swapped; it is copied.
         inputs: a tensor of images, or keyword arguments.
-        swap: what makes the copy ours.
+        swap: what makes the copy ours; by default swap_in.
         autocast: run host and copy under it; its dtype then sets the floor.
     Raises: AssertionError where one of them has a gradient that the other has not.
     """
+    from .apply import swap_in  # it measures by this module
+
     dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
     oracle = run_step(copy.deepcopy(model).double(), inputs, seed)
     swapped = copy.deepcopy(model)
-    swap(swapped)
+    (swap or swap_in)(swapped)
     actual = run_step(swapped, inputs, seed, autocast)
-    assert set(actual) == set(oracle), f"other gradients: {sorted(set(actual) ^ set(oracle))}"
-    peaks = layer_peaks(oracle)
-    floors = {name: 2 * torch.finfo(dtype).eps * peaks[layer_of(name)] for name in oracle}
 
     def specification() -> dict[str, Tensor]:
         return run_step(copy.deepcopy(model), inputs, seed, autocast)
 
-    return measure_all(actual, specification, oracle, dtype, floors)
+    return errors_beside(actual, specification, oracle, dtype)

@@ -122,7 +122,7 @@ def test_a_wrong_gradient_of_the_images_is_told(monkeypatch):
 
     monkeypatch.setattr(compare, "swap_in", spoil)
     for host in (model(), nn.LayerNorm(16)):
-        assert difference(host, X.double()).startswith("dimages differs by")
+        assert difference(host, X.double()).startswith("dinput0 differs by")
 
 
 class _Scaled(torch.autograd.Function):

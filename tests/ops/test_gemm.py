@@ -27,6 +27,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
 from fastvit_kernels.ops.linear import launch as linear_launch
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.backend import gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced
@@ -259,6 +260,15 @@ def test_gemm_defaults():
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY
+
+
+def test_a_forced_route_goes_before_what_is_tuned(monkeypatch):
+    here, key = Gpu("sm_90", 132, 227 * 1024, "a GPU"), (16384, 768, 768, "bf16")
+    for tuned, wanted in ((LIBRARY, "triton"), (TMA_PAIR, "library")):
+        monkeypatch.setattr(configs, "_tuned", {here.name: {(FWD_TABLE.name, key): tuned}})
+        with forced_route(wanted):
+            assert FWD_TABLE.choose(here, *key).route == wanted
+        assert FWD_TABLE.choose(here, *key) == tuned
 
 
 def test_gemm_shipped_entries_say_where_they_come_from():

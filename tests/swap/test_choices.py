@@ -38,7 +38,8 @@ class Clock:
         level = module.fused_level if isinstance(module, Fused) else "host"
         if level == "block":
             route = FWD_TABLE.choose(HERE, *PRODUCT).route
-            level = next((n for n in (module.fused_memory, route) if n in self.fused), level)
+            ways = f"{module.fused_memory} {route}", module.fused_memory, route
+            level = next((n for n in ways if n in self.fused), level)
         self.seen.append(module)
         if level in self.raises:
             raise self.raises[level]
@@ -413,6 +414,23 @@ def test_the_route_of_products_is_chosen_too(named, tmp_path):
     named.fused = {"block": 0.5, "library": 0.4}  # the other way around
     report = swap_in(vit()[0], measure=images)
     assert kept(report)["block"] == "fused library" and route() == "library"
+
+
+def test_a_route_and_a_memory_are_tried_together(named):
+    named.fused = {"block": 0.5, "low": 0.45, "triton": 0.45, "low triton": 0.3}
+    model, images = vit()
+    report = swap_in(model, measure=images, memory="auto")
+    times = "fused 0.5, fused low 0.45, fused triton 0.45, fused low triton 0.3"
+    assert f"host 1 ms, {times}; kept fused low triton" in str(report)
+    assert model.blocks[0].fused_memory == "low" and route() == "triton"
+
+
+def test_where_the_time_is_short_the_last_ways_have_none(named, monkeypatch):
+    monkeypatch.setattr(choices, "KIND_SECONDS", 10e-3)  # five rounds of 1 + 0.5, not of 0.7 more
+    named.fused = {"block": 0.5, "triton": 0.7}
+    report = swap_in(vit()[0], measure=vit()[1])
+    said = "host 1 ms, fused 0.5; fused triton: no time was left for a turn; kept fused"
+    assert said in str(report)
 
 
 def test_a_route_of_another_kind_stays(named):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -162,6 +162,10 @@ def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     return TMA_TILE if tile == TMA_PAIR else tile
 
 
+def _library(*_: Any) -> GemmConfig:
+    return LIBRARY
+
+
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
     itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
     if config.route == "library" or gpu.arch == "cpu":
@@ -186,15 +190,7 @@ HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _f
 
 @contextmanager
 def forced_route(route: str) -> Iterator[None]:
-    """Inside, every product with an epilogue takes this route: for tests and benchmarks."""
-    tables = (FWD_TABLE, HIDDEN_TABLE)
-    rules = (triton_tile, hidden_tile) if route == "triton" else 2 * (lambda *_: LIBRARY,)
-    former = [table.default for table in tables]
-    with forced(FWD_TABLE.name, None), forced(HIDDEN_TABLE.name, None):
-        try:
-            for table, rule in zip(tables, rules, strict=True):
-                table.default = rule
-            yield
-        finally:
-            for table, default in zip(tables, former, strict=True):
-                table.default = default
+    """Inside, every product with an epilogue takes this route, whatever is tuned."""
+    tile, hidden = (triton_tile, hidden_tile) if route == "triton" else (_library, _library)
+    with forced(FWD_TABLE.name, tile), forced(HIDDEN_TABLE.name, hidden):
+        yield
