@@ -1,7 +1,8 @@
-"""DDP and FSDP2 over a swapped model: two processes give the losses of one."""
+"""DDP and FSDP2 over a swapped model: two processes give the losses of one, and choose as one."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,3 +42,16 @@ def test_two_processes_give_the_losses_of_one(losses, kind, tolerance):
     one, two = losses[1][kind], losses[2][kind]
     assert one[-1] < one[0], "it trains"
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=tolerance, atol=tolerance)
+
+
+def test_all_processes_take_the_choices_of_the_first(tmp_path):
+    """Whose times say something else to each: alone, the second would fuse all but the block."""
+    program = PROGRAM.with_name("choices_distributed.py")
+    started = [
+        subprocess.Popen([sys.executable, str(program), str(rank), str(tmp_path)])
+        for rank in range(2)
+    ]
+    assert [process.wait(600) for process in started] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["fused"][0] == "1" and len(first["rows"]) == 2  # not "0", the norm
+    assert second == first
